@@ -1,0 +1,70 @@
+"""What the rollout loop asks of a sampler. Requests enter and leave at any time; nothing runs in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How an action is sampled. Names and meaning are those of transformers' ``GenerationConfig``."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+    do_sample: bool = True
+    """False: greedy, on the raw logits after the repetition penalty."""
+
+
+@dataclass
+class GenerationRequest:
+    """Ask for the next action of one episode."""
+
+    episode: int
+    """Key of the episode. What a generator keeps between turns (a KV cache), it keeps under this key."""
+    token_ids: list[int]
+    """The whole conversation so far. Between two requests of one episode it only ever grows at the end, and the ids
+    returned for the earlier request are part of it unchanged."""
+    max_new_tokens: int
+    """At least 1: the per-turn limit, or what is left of the context."""
+    uniforms: Callable[[int], list[float]]
+    """``uniforms(n)`` draws the episode's next ``n`` uniforms in [0, 1) from its own random stream. A token is sampled
+    by inverting the cumulative distribution at one of them, so an episode's tokens do not depend on which other
+    episodes share its batch."""
+
+
+@dataclass
+class GenerationOutput:
+    """One finished action."""
+
+    episode: int
+    token_ids: list[int]
+    """At least one id; ends with the end-of-turn token when one was sampled."""
+    logprobs: list[float]
+    """Log-probability of each id under the distribution it was drawn from (after temperature and filters)."""
+    finish_reason: FinishReason
+
+
+class Generator(Protocol):
+    """A sampler that many episodes share."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises ``ValueError`` if the episode has one under way."""
+
+    def step(self) -> list[GenerationOutput]:
+        """Make some progress (at least one token of one request) and return what has finished. Empty when idle."""
+
+    @property
+    def pending(self) -> int:
+        """Number of requests submitted and not yet returned."""
+
+    def release(self, episode: int) -> None:
+        """Forget an episode that has ended (frees its KV cache). Unknown episodes are fine."""

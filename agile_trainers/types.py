@@ -1,0 +1,150 @@
+"""The vocabulary of the package: what an episode is, before and after it becomes tensors.
+
+Shape letters used everywhere: ``B`` episodes, ``K`` turns, ``P`` prompt tokens, ``T`` completion tokens. Token
+positions are *completion coordinates*: index 0 is the first token after the prompt. Nothing is shifted by one anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+Message = dict[str, Any]
+"""One chat message, ``{"role": ..., "content": ...}``."""
+
+NO_TURN = -1
+"""Value of ``turn_ids`` on every token that is not part of an action."""
+
+
+class StopReason(str, Enum):
+    """Why an episode ended. The value is the name used in metrics (``stop/<value>``) and in the rollout log."""
+
+    TERMINATED = "terminated"
+    """The environment reached an end of its own; nothing would follow, so the value of the final state is zero."""
+    TRUNCATED = "truncated"
+    """The environment cut the episode short (a step limit of its own, for example)."""
+    MAX_TURNS = "max_turns"
+    """The episode used all of ``max_turns``."""
+    CONTEXT_FULL = "context_full"
+    """The conversation left no room for another answer within ``max_model_length``."""
+    ENVIRONMENT_ERROR = "environment_error"
+    """The environment raised or broke the protocol; the episode is not trained on."""
+    ENVIRONMENT_TIMEOUT = "environment_timeout"
+    """The environment did not answer within ``environment_timeout`` seconds; the episode is not trained on."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit, rather than the environment's own end, stopped the episode."""
+        return self in (StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the environment failed, so that rewards and statistics of the episode cannot be trusted."""
+        return self in (StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_TIMEOUT)
+
+
+@dataclass
+class Turn:
+    """One action and what the environment said to it."""
+
+    start: int
+    """First action token, in completion coordinates."""
+    end: int
+    """One past the last action token. The sampled end-of-turn token belongs to the action."""
+    text: str
+    """The action as the environment got it: decoded, without special tokens."""
+    finish_reason: str
+    """``"stop"`` (an end-of-turn token or stop string) or ``"length"`` (a token limit)."""
+    reward: float = 0.0
+    """The environment's reward for this action. 0 when the environment failed on it."""
+    observation: str | list[Message] | None = None
+    """What the environment answered; None when it failed."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """The environment's info of this step."""
+
+
+@dataclass
+class Trajectory:
+    """One episode, exactly as it was sampled. Token ids are never made again from text."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    """Every token after the prompt: actions and observations, in order."""
+    sampling_logprobs: list[float]
+    """Same length as ``completion_ids``: the sampler's log-probability on action tokens, 0.0 on observations."""
+    turns: list[Turn]
+    stop_reason: StopReason
+    prompt: list[Message] = field(default_factory=list)
+    """The messages the prompt was rendered from."""
+    reset_info: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    """The environment's seed; members of one group share it."""
+    error: str | None = None
+    """What the environment raised, when it failed."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Reward of each turn."""
+        return [turn.reward for turn in self.turns]
+
+    @property
+    def episode_return(self) -> float:
+        """Undiscounted sum of the turn rewards."""
+        return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def success(self) -> bool | None:
+        """``info["success"]`` of the last turn, or None when the environment does not report it."""
+        if not self.turns or "success" not in self.turns[-1].info:
+            return None
+        return bool(self.turns[-1].info["success"])
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation after the prompt: actions as assistant messages, observations between them."""
+        messages: list[Message] = []
+        for turn in self.turns:
+            messages.append({"role": "assistant", "content": turn.text})
+            if isinstance(turn.observation, str):
+                messages.append({"role": "user", "content": turn.observation})
+            elif turn.observation:
+                messages.extend(turn.observation)
+        return messages
+
+
+@dataclass
+class TurnBatch:
+    """Trajectories as padded tensors; the only form the trainers see."""
+
+    prompt_ids: torch.Tensor
+    """(B, P) int64, left-padded."""
+    prompt_mask: torch.Tensor
+    """(B, P) int64, 1 on prompt tokens."""
+    completion_ids: torch.Tensor
+    """(B, T) int64, right-padded; action and observation tokens."""
+    completion_mask: torch.Tensor
+    """(B, T) int64, 1 on action and observation tokens: the attention mask."""
+    turn_ids: torch.Tensor
+    """(B, T) int64, the turn's index on action tokens, ``NO_TURN`` elsewhere."""
+    turn_rewards: torch.Tensor
+    """(B, K) float32, 0 where there was no turn."""
+    turn_mask: torch.Tensor
+    """(B, K) bool, which turns happened."""
+    state_positions: torch.Tensor
+    """(B, K+1) int64, where V(s_k) is read, in *padded* prompt+completion coordinates (column P-1 is the last prompt
+    token): the token before the turn's first action token. Entry ``n`` of an episode of ``n`` turns is its final state
+    (its last token); entries beyond that repeat it and are not to be read."""
+    truncated: torch.Tensor
+    """(B,) bool, ended by a limit and not by the environment."""
+    failed: torch.Tensor
+    """(B,) bool, the environment failed: masked out of loss and statistics."""
+    sampling_logprobs: torch.Tensor
+    """(B, T) float32, 0 on everything but action tokens."""
+
+    @property
+    def action_mask(self) -> torch.Tensor:
+        """(B, T) bool, the tokens the policy sampled."""
+        return self.turn_ids >= 0
