@@ -1,0 +1,157 @@
+"""A tiny chat model and its tokenizer, made in code in a second: the default of the demo and of the tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+HEAD_DIM = 32
+"""The smallest head dimension that vLLM serves on CPU."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML. The generation markers hold exactly what a rollout samples: the answer and its terminator."""
+
+SAMPLE_TEXTS = (
+    "Guess the number between 1 and 12. You have 4 guesses. Answer with one number.",
+    "higher lower correct invalid too high too low yes no left right up down wall goal",
+    "You won. You lost. The secret was 7. Try again. Remember this number. What was it?",
+)
+_ROLES = "system\nuser\nassistant\n" * 1000  # often enough to be single tokens whatever the texts hold
+_SPECIAL_TOKENS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)
+_LONG_NUMBERS = tuple(str(number) for number in range(10, 100))  # the digits are bytes
+
+# A newline and a number of one or two digits are always pieces of their own, so that an answer is tokenized the same
+# way wherever it stands; other words keep the space before them.
+_PIECES = r" ?\p{L}+|\d{1,2}| ?[^\s\p{L}\d]+|\n|[^\S\n]+(?!\S)|[^\S\n]"
+
+
+def make_tokenizer(texts: Iterable[str] | None = None, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+    """Make a byte-level BPE tokenizer with ChatML special tokens and a chat template.
+
+    Any text survives ``decode(encode(text))``. Each of the numbers 0 to 99 is one token, wherever it stands. The padding
+    token (``<|endoftext|>``) differs from the end-of-turn token (``<|im_end|>``), which is the EOS token.
+
+    Args:
+        texts: Text to learn words from; words seen here become single tokens, most frequent first, as far as
+            ``vocab_size`` allows. Default: ``SAMPLE_TEXTS``.
+        vocab_size: Upper limit on the number of tokens, special tokens and the 256 bytes included. Small texts give
+            fewer.
+
+    Raises:
+        ValueError: If ``vocab_size`` does not hold the bytes, the numbers and the special tokens.
+    """
+    required = 256 + len(_LONG_NUMBERS) + len(_SPECIAL_TOKENS)
+    if vocab_size < required:
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small: 256 bytes, the numbers 10 to 99 and "
+            f"{len(_SPECIAL_TOKENS)} special tokens need {required}."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(_LONG_NUMBERS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(_SPECIAL_TOKENS),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*(SAMPLE_TEXTS if texts is None else texts), _ROLES], trainer)
+    tokenizer.model = _with_numbers(tokenizer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
+
+
+def _with_numbers(tokenizer: Tokenizer) -> models.BPE:
+    """The tokenizer's model with a token for each number, whether or not the texts contained it."""
+    model = json.loads(tokenizer.to_str())["model"]
+    vocab, merges = model["vocab"], [tuple(merge) for merge in model["merges"]]
+    for number in _LONG_NUMBERS:
+        if number not in vocab:
+            vocab[number] = len(vocab)
+            merges.append((number[0], number[1]))
+    return models.BPE(vocab=vocab, merges=merges)
+
+
+def make_embedded_model(
+    path: str | Path,
+    *,
+    texts: Iterable[str] | None = None,
+    vocab_size: int = 1024,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    intermediate_size: int = 128,
+    max_position_embeddings: int = 4096,
+    seed: int = 0,
+) -> Path:
+    """Make an untrained Qwen3 of about 200 thousand parameters and save it as an ordinary Hugging Face folder.
+
+    ``AutoModelForCausalLM`` and ``AutoTokenizer`` load the folder, and so does vLLM, on CPU too. Without training the
+    model talks nonsense.
+
+    Args:
+        path: Folder to write; made if missing.
+        texts: What the tokenizer learns words from, see :func:`make_tokenizer`.
+        vocab_size: Upper limit on the number of tokens.
+        hidden_size: Width of the residual stream.
+        num_layers: Number of decoder layers.
+        num_heads: Number of attention heads (and of key-value heads), each ``HEAD_DIM`` wide.
+        intermediate_size: Width of the feed-forward layers.
+        max_position_embeddings: Longest conversation, in tokens.
+        seed: Seed of the weights. The process's random state is left as it was.
+
+    Returns:
+        ``path``.
+    """
+    path = Path(path)
+    tokenizer = make_tokenizer(texts, vocab_size)
+    tokenizer.model_max_length = max_position_embeddings
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_dim=HEAD_DIM,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=False,
+        initializer_range=0.1,  # the usual 0.02 is for wide models; here it starts too flat to learn quickly
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, top_k=0
+    )
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
