@@ -1,0 +1,96 @@
+"""Trajectories become padded tensors, once, with every alignment checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from agile_trainers.types import NO_TURN, Trajectory, TurnBatch
+
+
+def collate(
+    trajectories: Sequence[Trajectory],
+    *,
+    pad_token_id: int,
+    end_token_id: int,
+    pad_to_multiple_of: int | None = None,
+    device: torch.device | str = "cpu",
+) -> TurnBatch:
+    """Pad trajectories into a :class:`~agile_trainers.types.TurnBatch`.
+
+    An episode without a single action (its environment failed at reset, or the prompt filled the context) carries one end
+    token that belongs to no turn.
+
+    Args:
+        trajectories: B episodes, at least one.
+        pad_token_id: Fills the padding.
+        end_token_id: The token of an episode that has none.
+        pad_to_multiple_of: Round P and T up to a multiple of this.
+        device: Where the tensors live.
+
+    Returns:
+        The batch.
+
+    Raises:
+        ValueError: If there is no trajectory, or the turns of one do not lie in its tokens in order.
+    """
+    if not trajectories:
+        raise ValueError("collate needs at least one trajectory, got none.")
+    for trajectory in trajectories:
+        _check(trajectory)
+    prompts = [trajectory.prompt_ids or [end_token_id] for trajectory in trajectories]
+    completions = [trajectory.completion_ids or [end_token_id] for trajectory in trajectories]
+    size = len(trajectories)
+    width = _round_up(max(map(len, prompts)), pad_to_multiple_of)
+    length = _round_up(max(map(len, completions)), pad_to_multiple_of)
+    num_turns = max(1, max(len(trajectory.turns) for trajectory in trajectories))
+
+    batch = TurnBatch(
+        prompt_ids=torch.full((size, width), pad_token_id),
+        prompt_mask=torch.zeros(size, width, dtype=torch.long),
+        completion_ids=torch.full((size, length), pad_token_id),
+        completion_mask=torch.zeros(size, length, dtype=torch.long),
+        turn_ids=torch.full((size, length), NO_TURN),
+        turn_rewards=torch.zeros(size, num_turns),
+        turn_mask=torch.zeros(size, num_turns, dtype=torch.bool),
+        state_positions=torch.zeros(size, num_turns + 1, dtype=torch.long),
+        truncated=torch.tensor([trajectory.stop_reason.truncated for trajectory in trajectories]),
+        failed=torch.tensor([trajectory.stop_reason.failed for trajectory in trajectories]),
+        sampling_logprobs=torch.zeros(size, length),
+    )
+    for row, (trajectory, prompt, completion) in enumerate(zip(trajectories, prompts, completions)):
+        batch.prompt_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        batch.prompt_mask[row, width - len(prompt) :] = 1
+        batch.completion_ids[row, : len(completion)] = torch.tensor(completion)
+        batch.completion_mask[row, : len(completion)] = 1
+        batch.sampling_logprobs[row, : len(trajectory.sampling_logprobs)] = torch.tensor(trajectory.sampling_logprobs)
+        # The final state first, for every entry; the turns that happened then overwrite theirs.
+        batch.state_positions[row] = width + len(completion) - 1
+        for k, turn in enumerate(trajectory.turns):
+            batch.turn_ids[row, turn.start : turn.end] = k
+            batch.turn_rewards[row, k] = turn.reward
+            batch.turn_mask[row, k] = True
+            batch.state_positions[row, k] = width + turn.start - 1
+    return TurnBatch(**{name: value.to(device) for name, value in vars(batch).items()})
+
+
+def _round_up(length: int, multiple: int | None) -> int:
+    return length if multiple is None else -(-length // multiple) * multiple
+
+
+def _check(trajectory: Trajectory) -> None:
+    length = len(trajectory.completion_ids)
+    if len(trajectory.sampling_logprobs) != length:
+        raise ValueError(
+            f"A trajectory has {length} completion tokens but {len(trajectory.sampling_logprobs)} sampling log-probs; "
+            "every token needs one (0.0 on observations)."
+        )
+    end = 0
+    for k, turn in enumerate(trajectory.turns):
+        if not end <= turn.start < turn.end <= length:
+            raise ValueError(
+                f"Turn {k} spans tokens {turn.start} to {turn.end}, but the turn before ends at {end} and the completion "
+                f"has {length} tokens; turns must be non-empty, in order and inside the completion."
+            )
+        end = turn.end

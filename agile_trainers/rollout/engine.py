@@ -1,0 +1,218 @@
+"""The rollout loop: the only one. It knows environments and generators, and nothing of TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from agile_trainers.envs.base import Observation
+from agile_trainers.envs.checker import validate_reset, validate_step
+from agile_trainers.types import Message, StopReason, Trajectory, Turn
+
+from .generators.base import GenerationOutput, GenerationRequest, Generator
+from .stepping import EnvironmentPool, EnvironmentTimeoutError, Outcome
+
+
+class Chat(Protocol):
+    """What the loop needs of chat frames; see :class:`agile_trainers.rollout.chat.ChatFrames`."""
+
+    def first(self, observation: Observation) -> list[int]: ...
+
+    def frame(self, observation: Observation, last_action_id: int) -> list[int]: ...
+
+    def decode(self, action_ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When an episode is cut short. All counts are tokens but ``max_turns``."""
+
+    max_turns: int
+    max_new_tokens: int
+    """Per turn."""
+    max_model_length: int
+    """Prompt and completion together."""
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """What makes an episode reproducible, wherever and beside whatever it is played."""
+
+    seed: int
+    """The environment's seed."""
+    stream: tuple[int, ...]
+    """Entropy of the sampling noise; unlike the seed it differs between the members of a group."""
+    options: dict[str, Any] | None = None
+    """The dataset row, handed to ``reset``."""
+
+
+@dataclass
+class _Episode:
+    spec: EpisodeSpec
+    noise: np.random.Generator
+    prompt: list[Message] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    reset_info: dict[str, Any] = field(default_factory=dict)
+    stop_reason: StopReason | None = None
+    error: str | None = None
+
+    def append(self, token_ids: list[int], logprobs: list[float] | None = None) -> None:
+        self.completion_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids) if logprobs is None else logprobs
+
+    def finished(self) -> Trajectory:
+        assert self.stop_reason is not None
+        return Trajectory(
+            prompt_ids=self.prompt_ids,
+            completion_ids=self.completion_ids,
+            sampling_logprobs=self.logprobs,
+            turns=self.turns,
+            stop_reason=self.stop_reason,
+            prompt=self.prompt,
+            reset_info=self.reset_info,
+            seed=self.spec.seed,
+            error=self.error,
+        )
+
+
+class RolloutEngine:
+    """Plays episodes. An episode whose environment has answered asks for its next turn without waiting for the others.
+
+    Args:
+        pool: Where the environments run.
+        chat: Turns messages into token ids, once.
+        limits: When to cut an episode short.
+        system_prompt: Put before a first observation that brings no system message of its own.
+        append_final_observation: Append the last observation and generation prompt of a *truncated* episode, if they
+            fit, so that the value of its final state can be read there. Costs tokens; only a critic needs it.
+    """
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        chat: Chat,
+        limits: Limits,
+        *,
+        system_prompt: str | None = None,
+        append_final_observation: bool = False,
+    ):
+        self.pool = pool
+        self.chat = chat
+        self.limits = limits
+        self.system_prompt = system_prompt
+        self.append_final_observation = append_final_observation
+
+    def run(
+        self,
+        specs: Sequence[EpisodeSpec],
+        generator: Generator,
+        on_finish: Callable[[Trajectory], None] | None = None,
+    ) -> list[Trajectory]:
+        """Play one episode per spec.
+
+        Args:
+            specs: The episodes.
+            generator: Samples their actions.
+            on_finish: Called with each trajectory as it ends, in order of ending (a progress bar, for example).
+
+        Returns:
+            The trajectories, in the order of ``specs``.
+        """
+        episodes = [
+            _Episode(spec, np.random.Generator(np.random.Philox(np.random.SeedSequence(spec.stream)))) for spec in specs
+        ]
+        for index, episode in enumerate(episodes):
+            self.pool.reset(index, episode.spec.seed, episode.spec.options)
+        running = len(episodes)
+        while running:
+            ended = []
+            for outcome in self.pool.outcomes(block=generator.pending == 0):
+                if self._on_outcome(outcome, episodes[outcome.episode], generator):
+                    ended.append(outcome.episode)
+            for index in ended:
+                episode = episodes[index]
+                generator.release(index)
+                self.pool.release(index, reusable=not (episode.stop_reason and episode.stop_reason.failed))
+                if on_finish is not None:
+                    on_finish(episode.finished())
+            running -= len(ended)
+            for output in generator.step():
+                self._on_action(output, episodes[output.episode])
+        return [episode.finished() for episode in episodes]
+
+    def render(self, observation: Observation) -> list[Message]:
+        """The messages a first observation stands for."""
+        messages: list[Message] = (
+            [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+        )
+        if self.system_prompt is not None and (not messages or messages[0]["role"] != "system"):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    def _on_outcome(self, outcome: Outcome, episode: _Episode, generator: Generator) -> bool:
+        """Take in what an environment answered. Returns whether the episode is over."""
+        error = outcome.error
+        if error is None:
+            try:
+                self._take(outcome.value, episode)
+            except ValueError as broken_protocol:
+                error = broken_protocol
+        if error is not None:
+            timeout = isinstance(error, EnvironmentTimeoutError)
+            episode.stop_reason = StopReason.ENVIRONMENT_TIMEOUT if timeout else StopReason.ENVIRONMENT_ERROR
+            episode.error = f"{type(error).__name__}: {error}"
+        if episode.stop_reason is None:
+            self._ask(outcome.episode, episode, generator)
+        return episode.stop_reason is not None
+
+    def _take(self, answer: Any, episode: _Episode) -> None:
+        if not episode.prompt_ids:
+            observation, episode.reset_info = validate_reset(answer)
+            episode.prompt = self.render(observation)
+            episode.prompt_ids = self.chat.first(episode.prompt)
+            return
+        turn = episode.turns[-1]
+        turn.observation, turn.reward, terminated, truncated, turn.info = validate_step(answer)
+        if terminated:
+            episode.stop_reason = StopReason.TERMINATED
+            return
+        if truncated:
+            episode.stop_reason = StopReason.TRUNCATED
+        elif len(episode.turns) >= self.limits.max_turns:
+            episode.stop_reason = StopReason.MAX_TURNS
+        if episode.stop_reason is None or self.append_final_observation:
+            frame = self.chat.frame(turn.observation, episode.completion_ids[-1])
+            if self._room(episode) > len(frame):
+                episode.append(frame)
+            elif episode.stop_reason is None:
+                episode.stop_reason = StopReason.CONTEXT_FULL
+
+    def _room(self, episode: _Episode) -> int:
+        return self.limits.max_model_length - len(episode.prompt_ids) - len(episode.completion_ids)
+
+    def _ask(self, index: int, episode: _Episode, generator: Generator) -> None:
+        room = self._room(episode)
+        if room < 1:
+            episode.stop_reason = StopReason.CONTEXT_FULL
+            return
+        generator.submit(
+            GenerationRequest(
+                episode=index,
+                token_ids=episode.prompt_ids + episode.completion_ids,
+                max_new_tokens=min(self.limits.max_new_tokens, room),
+                uniforms=lambda n: episode.noise.random(n).tolist(),
+            )
+        )
+
+    def _on_action(self, output: GenerationOutput, episode: _Episode) -> None:
+        start = len(episode.completion_ids)
+        episode.append(output.token_ids, output.logprobs)
+        text = self.chat.decode(output.token_ids)
+        episode.turns.append(Turn(start, len(episode.completion_ids), text, output.finish_reason))
+        self.pool.step(output.episode, text)

@@ -1,0 +1,56 @@
+"""What a batch of episodes amounts to, as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from agile_trainers.types import StopReason, Trajectory
+
+
+def episode_row(trajectory: Trajectory) -> dict[str, Any]:
+    """The numbers of one episode; rows of all ranks together make :func:`summarize`."""
+    lengths = [turn.end - turn.start for turn in trajectory.turns]
+    return {
+        "return": trajectory.episode_return,
+        "success": trajectory.success,
+        "turns": len(lengths),
+        "action_tokens": sum(lengths),
+        "tokens": len(trajectory.prompt_ids) + len(trajectory.completion_ids),
+        "answers_cut": sum(turn.finish_reason == "length" for turn in trajectory.turns),
+        "stop_reason": trajectory.stop_reason.value,
+    }
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of a batch of episodes.
+
+    Args:
+        rows: One :func:`episode_row` per episode, of all ranks.
+
+    Returns:
+        ``return/mean|std|min|max`` and ``success`` over the episodes whose environment did not fail (``success`` only if
+        an environment reports it), ``turns/mean|max``, ``tokens_per_turn``, ``answers_cut`` (share of answers that ended
+        at a token limit) and ``stop/<reason>`` (share of all episodes) for every stop reason. Keys whose population is
+        empty are left out.
+    """
+    metrics: dict[str, float] = {}
+    sound = [row for row in rows if not StopReason(row["stop_reason"]).failed]
+    if sound:
+        returns = [row["return"] for row in sound]
+        metrics["return/mean"] = fmean(returns)
+        metrics["return/std"] = stdev(returns) if len(returns) > 1 else 0.0
+        metrics["return/min"], metrics["return/max"] = min(returns), max(returns)
+        turns = [row["turns"] for row in sound]
+        metrics["turns/mean"], metrics["turns/max"] = fmean(turns), float(max(turns))
+    successes = [row["success"] for row in sound if row["success"] is not None]
+    if successes:
+        metrics["success"] = fmean(successes)
+    answers = sum(row["turns"] for row in rows)
+    if answers:
+        metrics["tokens_per_turn"] = sum(row["action_tokens"] for row in rows) / answers
+        metrics["answers_cut"] = sum(row["answers_cut"] for row in rows) / answers
+    for reason in StopReason:
+        metrics[f"stop/{reason.value}"] = sum(row["stop_reason"] == reason.value for row in rows) / len(rows)
+    return metrics

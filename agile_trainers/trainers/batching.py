@@ -1,0 +1,58 @@
+"""Rows and columns of TRL's batch dict: which rows go together, and how much padding they carry."""
+
+from __future__ import annotations
+
+import torch
+
+Batch = dict[str, torch.Tensor]
+
+_PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
+
+
+def trim_columns(batch: Batch) -> Batch:
+    """Drop the columns that are padding in every row of a micro-batch.
+
+    TRL pads to the longest row of the *generation* batch. Prompts are padded on the left, everything of shape (B, T) on
+    the right.
+    """
+    width = int(batch["prompt_mask"].sum(dim=1).max())
+    length = int(batch["completion_mask"].sum(dim=1).max())
+    columns = batch["completion_ids"].size(1)
+    trimmed = dict(batch)
+    for name, value in batch.items():
+        if name in _PROMPT_COLUMNS:
+            trimmed[name] = value[:, value.size(1) - width :]
+        elif value.ndim == 2 and value.size(1) == columns and name not in ("turn_rewards", "turn_mask"):
+            trimmed[name] = value[:, :length]
+    return trimmed
+
+
+def sort_by_length(micro_batches: list[Batch], window: int) -> list[Batch]:
+    """Exchange rows between the micro-batches of one accumulation window so that each holds rows of like length.
+
+    The window's gradient is a sum over its rows, so only the padding changes. (``loss_type="bnpo"`` and the entropy bonus
+    normalize per micro-batch, whose make-up is arbitrary anyway.)
+
+    Args:
+        micro_batches: In the order of the updates.
+        window: Micro-batches of one optimizer step.
+    """
+    ordered: list[Batch] = []
+    for start in range(0, len(micro_batches), window):
+        group = micro_batches[start : start + window]
+        order = torch.cat([_lengths(batch) for batch in group]).argsort(stable=True)
+        # 0-d entries are the same in every micro-batch.
+        joined = {
+            name: torch.cat([batch[name] for batch in group])[order] if value.ndim else value
+            for name, value in group[0].items()
+        }
+        size = _lengths(group[0]).size(0)
+        ordered += [
+            {name: value[i * size : (i + 1) * size] if value.ndim else value for name, value in joined.items()}
+            for i in range(len(group))
+        ]
+    return ordered
+
+
+def _lengths(batch: Batch) -> torch.Tensor:
+    return batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)

@@ -1,0 +1,193 @@
+"""Options that every multi-turn trainer shares, on top of TRL's ``GRPOConfig``."""
+
+import copy
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from trl import GRPOConfig
+
+TRL_COMPLETION_LENGTH = 512
+"""TRL's default for ``max_completion_length``, which applies when there is no environment."""
+
+
+@dataclass
+class MultiTurnConfig(GRPOConfig):
+    """Configuration shared by the multi-turn trainers.
+
+    Everything in TRL's ``GRPOConfig`` keeps its name, default and meaning, except: ``max_completion_length`` is derived as
+    ``max_turns * max_new_tokens`` and cannot be set together with an environment; ``disable_dropout`` defaults to True
+    with an environment (so that every importance ratio is 1 before the first update); ``importance_sampling_level`` also
+    takes ``"turn"``, and ``"trajectory"`` for TRL's ``"sequence"``.
+
+    A field below has an effect only with an environment; setting one without is an error.
+
+    Args:
+        max_turns: Turns after which an episode is cut short.
+        max_new_tokens: Tokens of one answer, at most.
+        min_new_tokens: Tokens of one answer before an end-of-turn token may be sampled.
+        max_model_length: Tokens of the whole conversation, prompt included. Default: the model's
+            ``max_position_embeddings``.
+        stop_strings: An answer ends when it contains one of these; they stay part of the answer.
+        system_prompt: System message put before a first observation that brings none.
+        training_chat_template: Use TRL's training variant of the model's chat template, for templates that rewrite
+            earlier turns.
+        turn_ratio_pooling: How ``importance_sampling_level="turn"`` pools the log-ratios of a turn's tokens: ``"mean"``
+            or ``"sum"``.
+        gamma: Discount per turn, in [0, 1].
+        whiten_advantages: Shift and scale the advantages to mean 0 and deviation 1 over all (episode, turn) of the
+            generation batch.
+        advantage_clip_range: Clip advantages to plus or minus this, after normalization and whitening.
+        environment_workers: 0 steps blocking environments inline, one after the other; more steps up to that many at once
+            in threads. Async environments are always awaited together.
+        environment_timeout: Seconds a ``reset`` or ``step`` may take before its episode is given up.
+        generation_chunk_size: Episodes that the transformers generator decodes at once. Default: all.
+        num_eval_episodes: Episodes of one evaluation, over all processes.
+        eval_greedy: Evaluate with the likeliest token instead of sampling.
+        log_rollouts: Write every episode to ``output_dir/rollouts/`` as JSON lines.
+    """
+
+    max_completion_length: int | None = field(
+        default=None,
+        metadata={"help": "Without an environment, as in TRL (512); with one it is max_turns * max_new_tokens."},
+    )
+    disable_dropout: bool | None = field(
+        default=None, metadata={"help": "Disable dropout. Default: True with an environment, else False."}
+    )
+    importance_sampling_level: str = field(
+        default="token", metadata={"help": "Unit of the importance ratio: token, turn or sequence (or trajectory)."}
+    )
+    max_turns: int = field(default=8, metadata={"help": "Turns after which an episode is cut short."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Tokens of one answer, at most."})
+    min_new_tokens: int = field(default=0, metadata={"help": "Tokens of one answer, at least."})
+    max_model_length: int | None = field(
+        default=None, metadata={"help": "Tokens of the whole conversation. Default: the model's maximum."}
+    )
+    stop_strings: list[str] | None = field(default=None, metadata={"help": "Strings that end an answer."})
+    system_prompt: str | None = field(default=None, metadata={"help": "System message before the first observation."})
+    training_chat_template: bool = field(
+        default=False, metadata={"help": "Use TRL's training variant of the model's chat template."}
+    )
+    turn_ratio_pooling: str = field(
+        default="mean", metadata={"help": "Pooling of a turn's log-ratios at the turn level: mean or sum."}
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount per turn."})
+    whiten_advantages: bool = field(default=False, metadata={"help": "Whiten advantages over (episode, turn)."})
+    advantage_clip_range: float | None = field(default=None, metadata={"help": "Clip advantages to +- this."})
+    environment_workers: int = field(default=0, metadata={"help": "Threads for blocking environments; 0 is inline."})
+    environment_timeout: float | None = field(default=None, metadata={"help": "Seconds an environment may take."})
+    generation_chunk_size: int | None = field(default=None, metadata={"help": "Episodes decoded at once."})
+    num_eval_episodes: int = field(default=128, metadata={"help": "Episodes of one evaluation."})
+    eval_greedy: bool = field(default=False, metadata={"help": "Evaluate greedily instead of sampling."})
+    log_rollouts: bool = field(default=True, metadata={"help": "Write episodes to output_dir/rollouts/."})
+
+    def __post_init__(self) -> None:
+        # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
+        # left to `for_trl`, for runs without an environment.
+        eval_generations, self.num_generations_eval = self.num_generations_eval, self.num_generations_eval or 1
+        super().__post_init__()
+        self.num_generations_eval = eval_generations
+        if self.importance_sampling_level == "trajectory":
+            self.importance_sampling_level = "sequence"
+        _one_of(self, "importance_sampling_level", ("token", "turn", "sequence"))
+        _one_of(self, "turn_ratio_pooling", ("mean", "sum"))
+        for name in ("max_turns", "max_new_tokens", "num_eval_episodes", "max_model_length", "generation_chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must lie between 0 and max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}."
+            )
+        if not 0.0 <= self.gamma <= 1.0:
+            raise ValueError(f"gamma is a discount per turn and must lie in [0, 1], got {self.gamma}.")
+        if self.advantage_clip_range is not None and self.advantage_clip_range <= 0:
+            raise ValueError(f"advantage_clip_range must be positive, got {self.advantage_clip_range}.")
+
+    def without_environment(self) -> "MultiTurnConfig":
+        """This configuration as TRL's own ``GRPOTrainer`` means it. Fields that need an environment must be unset."""
+        idle = [f.name for f in fields(self) if f.name in self._own_fields() and getattr(self, f.name) != _default(f)]
+        if self.importance_sampling_level == "turn":
+            idle.append("importance_sampling_level='turn'")
+        if idle:
+            raise ValueError(
+                f"{', '.join(sorted(idle))}: these options act on multi-turn episodes and would have no effect here. "
+                "Pass `environment=...` to the trainer, or leave them unset."
+            )
+        args = copy.copy(self)
+        args.max_completion_length = self.max_completion_length or TRL_COMPLETION_LENGTH
+        args.disable_dropout = bool(self.disable_dropout)
+        eval_batch, group = self.per_device_eval_batch_size * self.world_size, self.num_generations
+        if self.do_eval and self.eval_strategy != "no" and not self.num_generations_eval and eval_batch % group:
+            raise ValueError(
+                f"The global eval batch size ({eval_batch}) must be divisible by num_generations ({group}) when there is "
+                "no environment. Change per_device_eval_batch_size or set num_generations_eval."
+            )
+        return args
+
+    def with_environment(self) -> "MultiTurnConfig":
+        """A copy for episodes: derived fields filled in, everything that would be ignored refused."""
+        length = self.max_turns * self.max_new_tokens
+        if self.max_completion_length not in (None, length):
+            raise ValueError(
+                f"max_completion_length={self.max_completion_length} cannot be set together with an environment: it is "
+                f"max_turns * max_new_tokens = {length}. Set max_turns, max_new_tokens (per answer) and max_model_length "
+                "(whole conversation) instead."
+            )
+        for name, instead in _NO_EFFECT.items():
+            if getattr(self, name) != _default(self.__dataclass_fields__[name]):
+                raise ValueError(f"{name}={getattr(self, name)!r} has no effect with an environment: {instead}.")
+        if self.importance_sampling_level == "turn":
+            self._check_turn_level()
+        elif self.turn_ratio_pooling != "mean":
+            raise ValueError(
+                f"turn_ratio_pooling={self.turn_ratio_pooling!r} acts on importance_sampling_level='turn' only, which is "
+                f"{self.importance_sampling_level!r}."
+            )
+        args = copy.copy(self)
+        args.max_completion_length = length
+        args.disable_dropout = self.disable_dropout is not False
+        return args
+
+    def _check_turn_level(self) -> None:
+        if self.loss_type == "vespo":
+            raise ValueError(
+                "loss_type='vespo' pools the ratio over the sequence by itself and cannot be combined with "
+                "importance_sampling_level='turn'. Use importance_sampling_level='token'."
+            )
+        if self.top_entropy_quantile < 1.0:
+            raise ValueError(
+                f"top_entropy_quantile={self.top_entropy_quantile} drops tokens out of a turn whose ratio is pooled over "
+                "all of them. Use top_entropy_quantile=1.0 or importance_sampling_level='token'."
+            )
+        if self.turn_ratio_pooling == "sum" and self.off_policy_mask_threshold is not None:
+            raise ValueError(
+                "off_policy_mask_threshold compares mean log-probabilities, which turn_ratio_pooling='sum' changes. Use "
+                "turn_ratio_pooling='mean' or leave off_policy_mask_threshold unset."
+            )
+
+    @classmethod
+    def _own_fields(cls) -> set[str]:
+        trl = {f.name for f in fields(GRPOConfig)}
+        return {f.name for f in fields(cls)} - trl
+
+
+_NO_EFFECT = {
+    "use_transformers_continuous_batching": "the rollout generator admits and retires episodes at every token already",
+    "use_transformers_paged": "the rollout generator admits and retires episodes at every token already",
+    "transformers_continuous_batching_config": "the rollout generator does its own batching",
+    "cache_implementation": "the rollout generator keeps its own KV cache between turns",
+    "generation_kwargs": "set temperature, top_p, top_k, min_p, repetition_penalty, min_new_tokens or stop_strings",
+    "max_tool_calling_iterations": "an environment's turns are limited by max_turns",
+    "num_generations_eval": "evaluate() plays num_eval_episodes episodes of their own",
+    "multi_objective_aggregation": "rewards are added to the turns before anything is normalized",
+}
+
+
+def _default(f: Any) -> Any:
+    return f.default_factory() if f.default is MISSING else f.default
+
+
+def _one_of(config: Any, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

@@ -1,0 +1,617 @@
+"""The seam: the only file that touches TRL's private methods.
+
+``MultiTurnTrainer`` replaces what lies between a dataset row and TRL's loss: rollout, rewards, credit. The loss itself,
+the optimizer loop, checkpoints, logging and the Hub stay TRL's. Without an environment every method is plain ``super()``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import speed_metrics
+from transformers.utils import logging
+from trl import GRPOTrainer
+from trl.import_utils import is_vllm_available
+from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
+from trl.trainer.utils import use_adapter
+
+from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.checker import check_environment
+from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.objectives.advantages import pool_over_turns, whiten
+from agile_trainers.objectives.ratios import pool_log_probs
+from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
+from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.collate import collate
+from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.generators.base import SamplingSettings
+from agile_trainers.rollout.generators.transformers import TransformersGenerator
+from agile_trainers.rollout.metrics import episode_row, summarize
+from agile_trainers.rollout.record import episode_record, write_records
+from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.types import Trajectory, TurnBatch
+
+from .batching import Batch, sort_by_length, trim_columns
+from .config import MultiTurnConfig
+from .randomness import EVALUATION, TRAINING, environment_seed, preserved_random_state
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Credit:
+    """What a credit rule returns."""
+
+    advantages: torch.Tensor
+    """(B, K), of all ranks."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class MultiTurnTrainer(GRPOTrainer):
+    """GRPO's machinery over multi-turn episodes; a subclass adds the credit rule, :meth:`_assign_credit`.
+
+    Takes every argument of TRL's ``GRPOTrainer``, in TRL's order, and:
+
+    Args:
+        environment: An environment id (``"gem:game:GuessTheNumber-v0-easy"``, ``"agile:guess_number"``, ...) or any
+            zero-argument factory of environments. None: this is TRL's ``GRPOTrainer``.
+        reward_funcs: With an environment optional, in TRL's form; their (weighted) values are added to the reward of an
+            episode's last turn. ``reward_weights`` weighs these only; the environment's own reward has weight 1.
+        train_dataset: With an environment optional: each row is handed to ``reset`` as ``options``. Without rows, set
+            ``max_steps``; the environment's seed is then all that distinguishes one episode from another.
+
+    Raises:
+        ValueError: For arguments that contradict each other or would have no effect, a template that rewrites earlier
+            turns, an environment that breaks the protocol, a prompt that leaves no room to answer.
+    """
+
+    _config_class: type[MultiTurnConfig]
+    _tag_names = ["trl", "grpo", "agile-trainers"]
+    _needs_final_observation = False
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: MultiTurnConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Any = None,
+        optimizers: Any = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        environment: str | EnvironmentFactory | None = None,
+    ):
+        if args is None:
+            args = self._config_class(output_dir=f"{self._name.replace(' ', '-')}")
+        self.engine: RolloutEngine | None = None
+        # What `_compute_loss` shows `_get_per_token_logps_and_entropies` while it runs.
+        self._loss_batch: Batch | None = None
+        if environment is None:
+            args = args.without_environment()
+        else:
+            _refuse("tools", tools, "the environment answers the model")
+            _refuse("rollout_func", rollout_func, "the environment makes the rollout")
+            _refuse("environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both")
+            args = args.with_environment()
+            _check_vllm(args)
+            factory = make_environment_factory(environment)
+            check_environment(factory, seed=args.seed).raise_for_errors()
+            reward_funcs, reward_processing_classes = self._with_return(args, reward_funcs, reward_processing_classes)
+            self._rows_are_options, self._eval_rows = train_dataset is not None, eval_dataset
+            train_dataset = _training_rows(args, train_dataset)
+            if eval_dataset is None and args.eval_strategy != "no":
+                # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
+                eval_dataset = train_dataset
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        if environment is not None:
+            self._turn_ratios = args.importance_sampling_level == "turn"
+            if self._turn_ratios:
+                # TRL's loss sees log-probabilities whose token ratios already are the turn's.
+                self.importance_sampling_level = "token"
+            self._rollout_seconds = 0.0
+            self.engine = self._build_engine(factory)
+            self._check_first_prompt()
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    def _with_return(self, args: MultiTurnConfig, reward_funcs: Any, classes: Any) -> tuple[list[Any], list[Any]]:
+        """Put the episode return first among the reward functions; TRL demands at least one and logs each."""
+        own = [] if reward_funcs is None else list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+        classes = classes if isinstance(classes, list) else [classes] * len(own)
+        if args.reward_weights is not None:
+            if len(args.reward_weights) != len(own):
+                raise ValueError(
+                    f"reward_weights has {len(args.reward_weights)} entries for {len(own)} reward_funcs; the environment's "
+                    "own reward needs none (its weight is 1)."
+                )
+            args.reward_weights = [1.0, *args.reward_weights]
+
+        def environment(**_: Any) -> list[float]:
+            return self._returns
+
+        return [environment, *own], [None, *classes]
+
+    def _build_engine(self, factory: EnvironmentFactory) -> RolloutEngine:
+        args = self.args
+        if not isinstance(self.processing_class, PreTrainedTokenizerBase):
+            raise ValueError(
+                f"Multi-turn episodes are text only, but processing_class is a {type(self.processing_class).__name__}. "
+                "Pass the processor's tokenizer as `processing_class`."
+            )
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if args.max_model_length is not None and longest is not None and args.max_model_length > longest:
+            raise ValueError(
+                f"max_model_length={args.max_model_length} is more than the model's max_position_embeddings={longest}."
+            )
+        limits = Limits(args.max_turns, args.max_new_tokens, args.max_model_length or longest or 1 << 30)
+        chat = ChatFrames(
+            self.processing_class,
+            eos_token_ids=self.eos_token_ids,
+            chat_template_kwargs=self.chat_template_kwargs,
+            training_template=args.training_chat_template,
+        )
+        return RolloutEngine(
+            EnvironmentPool(factory, args.environment_workers, args.environment_timeout),
+            chat,
+            limits,
+            system_prompt=args.system_prompt,
+            append_final_observation=self._needs_final_observation,
+        )
+
+    def _check_first_prompt(self) -> None:
+        """Play one reset for real: the first prompt must leave room for an answer."""
+        assert self.engine is not None
+        options = dict(next(iter(self.train_dataset))) if self._rows_are_options else None
+        self.engine.pool.reset(0, environment_seed(self.args.seed, TRAINING, 0, 0), options)
+        (outcome,) = self.engine.pool.outcomes(block=True)
+        self.engine.pool.release(0, reusable=outcome.error is None)
+        if outcome.error is not None:
+            raise ValueError(
+                f"The environment failed to reset with options={options!r}: {type(outcome.error).__name__}: {outcome.error}"
+            ) from outcome.error
+        length = len(self.engine.chat.first(self.engine.render(outcome.value[0])))
+        room = self.engine.limits.max_model_length
+        if length >= room:
+            raise ValueError(
+                f"The first prompt has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
+                "max_model_length, or shorten the environment's first observation."
+            )
+
+    # ---------------------------------------------------------------------------------------------------- rollout
+
+    @contextmanager
+    def _generator(self, do_sample: bool = True) -> Iterator[TransformersGenerator]:
+        """The rollout generator on the unwrapped policy, in eval mode, as TRL unwraps it for its own generation."""
+        args, training = self.args, self.model.training
+        settings = SamplingSettings(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_new_tokens=args.min_new_tokens,
+            stop_strings=tuple(args.stop_strings or ()),
+            do_sample=do_sample,
+        )
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=args.ds3_gather_for_generation,
+                gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+            ) as model,
+            torch.no_grad(),
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            model.eval()
+            try:
+                yield TransformersGenerator(
+                    model,
+                    eos_token_ids=self.eos_token_ids,
+                    pad_token_id=self._tokenizer.pad_token_id,
+                    settings=settings,
+                    tokenizer=self._tokenizer,
+                    max_batch_size=args.generation_chunk_size,
+                )
+            finally:
+                model.train(training)
+
+    def _generation_index(self) -> int:
+        """How many generation batches the run has drawn before this one, resumed or not."""
+        accumulation = self.args.gradient_accumulation_steps
+        micro_steps = self.state.global_step * accumulation + self._step % accumulation
+        return micro_steps // (self.args.steps_per_generation * self.num_iterations)
+
+    def _specs(self, inputs: list[dict[str, Any]], generation: int) -> list[EpisodeSpec]:
+        """Seeds depend on (seed, generation, row, member) only: neither on rank nor on the number of processes."""
+        first = self.accelerator.process_index * len(inputs)
+        specs = []
+        for index, row in enumerate(inputs, start=first):
+            group, member = divmod(index, self.num_generations)
+            seed = environment_seed(self.args.seed, TRAINING, generation, group)
+            options = dict(row) if self._rows_are_options else None
+            specs.append(EpisodeSpec(seed, (self.args.seed, TRAINING, generation, group, member), options))
+        return specs
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        if self.engine is None:
+            return super()._generate_and_score_completions(inputs)
+        generation = self._generation_index()
+        started = time.perf_counter()
+        with self._generator() as generator:
+            trajectories = self.engine.run(self._specs(inputs, generation), generator)
+        seconds = time.perf_counter() - started
+        self._rollout_seconds += seconds
+
+        batch = collate(
+            trajectories,
+            pad_token_id=self._tokenizer.pad_token_id,
+            end_token_id=self.eos_token_ids[0],
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            device=self.accelerator.device,
+        )
+        rewards = self._add_reward_functions(inputs, trajectories, batch)
+        advantages = self._credit(batch)
+        output = self._trl_batch(batch, advantages)
+        self._log_rollout(trajectories, rewards, advantages, batch, seconds)
+        if self.args.log_rollouts:
+            self._record(trajectories, f"step-{self.state.global_step:06d}-generation-{generation:06d}", advantages)
+        return output
+
+    def _add_reward_functions(
+        self, inputs: list[dict[str, Any]], trajectories: list[Trajectory], batch: TurnBatch
+    ) -> torch.Tensor:
+        """Score with TRL's reward functions, add them to each episode's last turn; return (B, functions) of all ranks."""
+        self._returns = [trajectory.episode_return for trajectory in trajectories]
+        per_function = self._calculate_rewards(
+            inputs=inputs,
+            prompts=[trajectory.prompt or [{"role": "user", "content": ""}] for trajectory in trajectories],
+            completions=[trajectory.messages for trajectory in trajectories],
+            completion_ids_list=[trajectory.completion_ids for trajectory in trajectories],
+        )
+        weighted = per_function * self.reward_weights.to(per_function.device)
+        extra = weighted[self._local(len(inputs)), 1:].nansum(dim=1)
+        rows = torch.arange(len(inputs), device=extra.device)
+        last = (batch.turn_mask.sum(dim=1) - 1).clamp(min=0)
+        batch.turn_rewards[rows, last] += extra * batch.turn_mask.any(dim=1)
+        return per_function
+
+    def _local(self, size: int) -> slice:
+        return slice(self.accelerator.process_index * size, (self.accelerator.process_index + 1) * size)
+
+    # ----------------------------------------------------------------------------------------------------- credit
+
+    def _assign_credit(self, turn_rewards: torch.Tensor, turn_mask: torch.Tensor, failed: torch.Tensor) -> Credit:
+        """The credit rule. Gets (B, K), (B, K) and (B,) of *all* ranks, rows of a group side by side."""
+        raise NotImplementedError
+
+    def _credit(self, batch: TurnBatch) -> torch.Tensor:
+        """Advantages (B, K) of the local rows; every statistic is over all ranks, before TRL shuffles rows."""
+        turn_rewards, turn_mask = (
+            self.accelerator.gather(self.accelerator.pad_across_processes(value, dim=1))
+            for value in (batch.turn_rewards, batch.turn_mask.long())
+        )
+        failed = self.accelerator.gather(batch.failed)
+        turn_mask = turn_mask.bool()
+        credit = self._assign_credit(turn_rewards, turn_mask, failed)
+        valid = turn_mask & ~failed[:, None]
+        advantages = credit.advantages
+        if self.args.whiten_advantages:
+            advantages = whiten(advantages, valid)
+        if self.args.advantage_clip_range is not None:
+            bound = self.args.advantage_clip_range
+            credit.metrics["advantage/clipped"] = (advantages[valid].abs() > bound).float().mean().item()
+            advantages = advantages.clamp(-bound, bound)
+        if self.importance_sampling_level == "sequence":
+            advantages = pool_over_turns(advantages, turn_mask)
+        kept = advantages[valid]
+        credit.metrics["advantage/mean"] = kept.mean().item() if kept.numel() else 0.0
+        credit.metrics["advantage/std"] = kept.std().item() if kept.numel() > 1 else 0.0
+        for name, value in credit.metrics.items():
+            self._metrics["train"][name].append(value)
+        return advantages[self._local(batch.turn_mask.size(0)), : batch.turn_mask.size(1)]
+
+    def _trl_batch(self, batch: TurnBatch, advantages: torch.Tensor) -> Batch:
+        """The batch dict that TRL's loss reads, and our own columns."""
+        spread = spread_to_tokens(advantages, batch.turn_ids)
+        if self.args.turn_ratio_pooling == "sum":
+            lengths = turn_lengths(batch.turn_ids, advantages.size(1)).clamp(min=1)
+            spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
+        trained = batch.action_mask & ~batch.failed[:, None]
+        if self.mask_truncated_completions:
+            trained &= ~batch.truncated[:, None]
+        output = {
+            "prompt_ids": batch.prompt_ids,
+            "prompt_mask": batch.prompt_mask,
+            "completion_ids": batch.completion_ids,
+            "completion_mask": batch.completion_mask,
+            "tool_mask": trained.long(),
+            "turn_ids": batch.turn_ids,
+            "advantages": spread,
+            "num_items_in_batch": self.accelerator.gather(trained.sum()).sum(),
+        }
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            generate_every = self.args.steps_per_generation * self.num_iterations
+            if self.args.gradient_accumulation_steps % generate_every != 0:
+                output["old_per_token_logps"] = self._score(self.model, output)
+            if self.beta != 0.0:
+                output["ref_per_token_logps"] = self._score_reference(output)
+        return output
+
+    def _score_reference(self, batch: Batch) -> torch.Tensor:
+        if self.ref_model is not None:
+            return self._score(self.ref_model, batch)
+        policy = self.accelerator.unwrap_model(self.model)
+        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+            return self._score(self.model, batch)
+
+    def _score(self, model: Any, batch: Batch) -> torch.Tensor:
+        """Log-probabilities (B, T) of the completions, in micro-batches of like length without common padding."""
+        columns = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        scores = torch.zeros_like(batch["completion_ids"], dtype=torch.float32)
+        order = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)).argsort()
+        for rows in order.split(self.args.per_device_train_batch_size):
+            part = trim_columns({name: batch[name][rows] for name in columns})
+            length = part["completion_ids"].size(1)
+            log_probs, _, _ = super()._get_per_token_logps_and_entropies(
+                model=model,
+                input_ids=torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
+                attention_mask=torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
+                logits_to_keep=length,
+            )
+            scores[rows, :length] = log_probs.float()
+        return scores
+
+    # ------------------------------------------------------------------------------------------------------- loss
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        drawn = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.engine is None or self._buffered_inputs is drawn:
+            return inputs
+        steps, accumulation = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        if steps % accumulation == 0 or accumulation % steps == 0:
+            self._buffered_inputs = sort_by_length(self._buffered_inputs, min(steps, accumulation))
+        return self._buffered_inputs[self._step % steps]
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
+        if self.engine is None:
+            return super()._compute_loss(model=model, inputs=inputs)
+        self._loss_batch = trim_columns(inputs)
+        try:
+            return super()._compute_loss(model=model, inputs=self._loss_batch)
+        finally:
+            self._loss_batch = None
+
+    def _get_per_token_logps_and_entropies(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        batch = self._loss_batch
+        if batch is None or not self._turn_ratios:
+            return log_probs, entropies, aux_loss
+        turn_ids = batch["turn_ids"]
+        old = batch.get("old_per_token_logps", log_probs.detach())
+        num_turns = int(turn_ids.max()) + 1
+        pooled = pool_log_probs(log_probs, old, turn_ids, max(num_turns, 1), self.args.turn_ratio_pooling)
+        if "ref_per_token_logps" in batch:
+            # The KL term must still see the policy's own distance to the reference.
+            batch["ref_per_token_logps"] = batch["ref_per_token_logps"] + (pooled - log_probs)
+        return pooled, entropies, aux_loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.engine is None:
+            return super().training_step(*args, **kwargs)
+        self._rollout_seconds, started = 0.0, time.perf_counter()
+        loss = super().training_step(*args, **kwargs)
+        self._metrics["train"]["time/update"].append(time.perf_counter() - started - self._rollout_seconds)
+        return loss
+
+    # -------------------------------------------------------------------------------------------------- reporting
+
+    def _log_rollout(
+        self,
+        trajectories: list[Trajectory],
+        rewards: torch.Tensor,
+        advantages: torch.Tensor,
+        batch: TurnBatch,
+        seconds: float,
+    ) -> None:
+        rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
+        summary = summarize(rows)
+        metrics = self._metrics["train"]
+        for name, value in summary.items():
+            metrics[name].append(value)
+        tokens = sum(row["action_tokens"] for row in rows)
+        slowest = max(gather_object([seconds]))
+        metrics["time/rollout"].append(slowest)
+        metrics["rollout_tokens_per_second"].append(tokens / slowest)
+        self.state.num_input_tokens_seen += sum(row["tokens"] for row in rows)
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+
+        # TRL's own names, for callbacks and dashboards made for GRPOTrainer.
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        metrics["reward"].append(total.mean().item())
+        metrics["reward_std"].append(total.std().item() if total.numel() > 1 else 0.0)
+        metrics["completions/mean_length"].append(tokens / len(rows))
+        for index, name in enumerate(self.reward_func_names):
+            metrics[f"rewards/{name}/mean"].append(torch.nanmean(rewards[:, index]).item())
+            self._logs["rewards"][name].extend(rewards[:, index].tolist())
+        self._logs["prompt"].extend(gather_object([trajectory.prompt for trajectory in trajectories]))
+        self._logs["completion"].extend(gather_object([trajectory.messages for trajectory in trajectories]))
+        first_turn = pool_over_turns(advantages, batch.turn_mask)[:, 0]
+        self._logs["advantages"].extend(self.accelerator.gather(first_turn.contiguous()).tolist())
+        self._warn_if_degenerate(trajectories, summary)
+
+    def _warn_if_degenerate(self, trajectories: list[Trajectory], summary: dict[str, float]) -> None:
+        """A run that cannot learn looks healthy in a progress bar; say so."""
+        failures = summary["stop/environment_error"] + summary["stop/environment_timeout"]
+        if failures:
+            errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
+            logger.warning(
+                f"The environment failed in {failures:.0%} of this batch's episodes; they are not trained on."
+                + (f" First error: {errors[0]}" if errors else "")
+            )
+        if summary["stop/context_full"] + summary["stop/max_turns"] == 1.0 and self.mask_truncated_completions:
+            logger.warning(
+                "Every episode of this batch was cut short and mask_truncated_completions=True: nothing is trained on. "
+                "Raise max_turns or max_model_length."
+            )
+        if self._metrics["train"].get("advantage/std", [1.0])[-1] == 0.0:
+            logger.warning(
+                "Every advantage of this batch is 0: all members of each group were rewarded alike, so there is nothing "
+                "to learn from it. If this goes on, the task is too hard, too easy, or its reward is constant."
+            )
+
+    def _record(self, trajectories: list[Trajectory], name: str, advantages: torch.Tensor | None = None) -> None:
+        first = self.accelerator.process_index * len(trajectories)
+        records = []
+        for index, trajectory in enumerate(trajectories):
+            context: dict[str, Any] = {"step": self.state.global_step, "episode": first + index}
+            if advantages is not None:
+                context["group"], context["member"] = divmod(first + index, self.num_generations)
+            turn_advantages = None if advantages is None else advantages[index].tolist()
+            records.append(episode_record(trajectory, turn_advantages, **context))
+        path = Path(self.args.output_dir) / "rollouts" / f"{name}-rank{self.accelerator.process_index}.jsonl"
+        write_records(path, records)
+
+    # ------------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        *,
+        num_episodes: int | None = None,
+        greedy: bool | None = None,
+    ) -> dict[str, float]:
+        """Play many episodes and report their return; nothing is trained and the training stream does not change.
+
+        Args:
+            eval_dataset: Rows handed to ``reset``, repeated in order up to ``num_episodes``. Default: the trainer's
+                ``eval_dataset``; without any, the environment gets seeds only.
+            ignore_keys: Accepted for ``Trainer``'s sake; there are no model outputs to ignore.
+            metric_key_prefix: Prefix of the metrics.
+            num_episodes: Over all processes. Default: ``args.num_eval_episodes``.
+            greedy: Take the likeliest token instead of sampling. Default: ``args.eval_greedy``.
+
+        Returns:
+            The metrics of :func:`agile_trainers.rollout.metrics.summarize` under ``eval_``, with ``eval_return`` (the mean
+            episode return, for ``metric_for_best_model="return"``), its standard error ``eval_return_sem``, and
+            ``eval_episodes``. Seeds are the same in every evaluation.
+        """
+        if self.engine is None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if eval_dataset is None:
+            eval_dataset = self._eval_rows
+        if isinstance(eval_dataset, dict):
+            results: dict[str, float] = {}
+            for name, part in eval_dataset.items():
+                prefix = f"{metric_key_prefix}_{name}"
+                results |= self.evaluate(part, ignore_keys, prefix, num_episodes=num_episodes, greedy=greedy)
+            return results
+        count = self.args.num_eval_episodes if num_episodes is None else num_episodes
+        if count < 1:
+            raise ValueError(f"num_episodes must be at least 1, got {count}.")
+        started, training = time.time(), self.model.training
+        with preserved_random_state():
+            trajectories = self._play_evaluation(
+                eval_dataset, count, self.args.eval_greedy if greedy is None else greedy
+            )
+        rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
+        summary = summarize(rows)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in summary.items()}
+        metrics[f"{metric_key_prefix}_return"] = summary.get("return/mean", float("nan"))
+        metrics[f"{metric_key_prefix}_return_sem"] = summary.get("return/std", float("nan")) / len(rows) ** 0.5
+        metrics[f"{metric_key_prefix}_episodes"] = float(len(rows))
+        metrics |= speed_metrics(metric_key_prefix, started, num_samples=len(rows))
+        # TRL's `log` files metrics under the mode of the model.
+        self.model.eval()
+        self.log(metrics)
+        self.model.train(training)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if self.args.log_rollouts:
+            self._record(trajectories, f"step-{self.state.global_step:06d}-{metric_key_prefix}")
+        return metrics
+
+    def _play_evaluation(self, dataset: Any, count: int, greedy: bool) -> list[Trajectory]:
+        assert self.engine is not None
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        rows = None if dataset is None else list(islice(dataset, count))
+        specs = [
+            EpisodeSpec(
+                environment_seed(self.args.seed, EVALUATION, 0, index),
+                (self.args.seed, EVALUATION, 0, index, 0),
+                None if rows is None else dict(rows[index % len(rows)]),
+            )
+            for index in range(rank, count, world)
+        ]
+        with self._generator(do_sample=not greedy) as generator:
+            return self.engine.run(specs, generator)
+
+
+def _refuse(name: str, value: Any, reason: str) -> None:
+    if value is not None and value != []:
+        raise ValueError(f"`{name}` cannot be used together with `environment`: {reason}. Drop one of the two.")
+
+
+def _check_vllm(args: MultiTurnConfig) -> None:
+    if not args.use_vllm:
+        return
+    if not is_vllm_available():
+        raise ImportError("use_vllm=True needs vLLM, which is not installed: pip install 'agile-trainers[vllm]'.")
+    raise ValueError(
+        "use_vllm=True does not serve environments yet. Leave it unset: the transformers generator plays them."
+    )
+
+
+def _training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
+    """The data set that paces training: the user's, or as many empty rows as a generation batch has groups."""
+    groups = args.generation_batch_size // args.num_generations
+    if dataset is None:
+        if args.max_steps <= 0:
+            raise ValueError(
+                f"Without a train_dataset, max_steps must say how long to train; it is {args.max_steps}. Set max_steps to a "
+                "positive number of updates, or pass a train_dataset."
+            )
+        return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * groups})
+    if isinstance(dataset, Dataset) and len(dataset) < groups:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} rows, but a generation batch takes {groups} (generation_batch_size="
+            f"{args.generation_batch_size} / num_generations={args.num_generations}): not a single step would be trained. "
+            "Pass more rows, raise num_generations, or lower per_device_train_batch_size or steps_per_generation."
+        )
+    return dataset
