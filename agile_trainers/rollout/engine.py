@@ -216,3 +216,7 @@ class RolloutEngine:
         text = self.chat.decode(output.token_ids)
         episode.turns.append(Turn(start, len(episode.completion_ids), text, output.finish_reason))
         self.pool.step(output.episode, text)
+
+
+def _noise(stream: tuple[int, ...]) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(stream)))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,8 +203,6 @@ class EnvironmentPool:
 def _close(environment: Environment) -> None:
     close = getattr(environment, "close", None)
     if close is not None and not inspect.iscoroutinefunction(close):
-        try:
+        # Closing is a courtesy; an environment that fails at it has nothing left to lose.
+        with suppress(Exception):
             close()
-        except Exception:
-            # Closing is a courtesy; an environment that fails at it has nothing left to lose.
-            pass

@@ -12,16 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import speed_metrics
 from transformers.utils import logging
 from trl import GRPOTrainer
-from trl.import_utils import is_vllm_available
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
 
@@ -31,19 +29,19 @@ from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.objectives.advantages import pool_over_turns, whiten
 from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
-from agile_trainers.rollout.chat import ChatFrames
 from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.rollout.generators.transformers import TransformersGenerator
 from agile_trainers.rollout.metrics import episode_row, summarize
 from agile_trainers.rollout.record import episode_record, write_records
-from agile_trainers.rollout.stepping import EnvironmentPool
 from agile_trainers.types import Trajectory, TurnBatch
 
 from .batching import Batch, sort_by_length, trim_columns
 from .config import MultiTurnConfig
 from .randomness import EVALUATION, TRAINING, environment_seed, preserved_random_state
+from .reporting import degeneracies, training_summary
+from .setup import build_engine, check_first_prompt, check_vllm, refuse, training_rows
 
 logger = logging.get_logger(__name__)
 
@@ -76,7 +74,7 @@ class MultiTurnTrainer(GRPOTrainer):
     """
 
     _config_class: type[MultiTurnConfig]
-    _tag_names = ["trl", "grpo", "agile-trainers"]
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "agile-trainers"]
     _needs_final_observation = False
 
     def __init__(
@@ -106,16 +104,16 @@ class MultiTurnTrainer(GRPOTrainer):
         if environment is None:
             args = args.without_environment()
         else:
-            _refuse("tools", tools, "the environment answers the model")
-            _refuse("rollout_func", rollout_func, "the environment makes the rollout")
-            _refuse("environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both")
+            refuse("tools", tools, "the environment answers the model")
+            refuse("rollout_func", rollout_func, "the environment makes the rollout")
+            refuse("environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both")
             args = args.with_environment()
-            _check_vllm(args)
+            check_vllm(args)
             factory = make_environment_factory(environment)
             check_environment(factory, seed=args.seed).raise_for_errors()
             reward_funcs, reward_processing_classes = self._with_return(args, reward_funcs, reward_processing_classes)
             self._rows_are_options, self._eval_rows = train_dataset is not None, eval_dataset
-            train_dataset = _training_rows(args, train_dataset)
+            train_dataset = training_rows(args, train_dataset)
             if eval_dataset is None and args.eval_strategy != "no":
                 # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
                 eval_dataset = train_dataset
@@ -141,8 +139,17 @@ class MultiTurnTrainer(GRPOTrainer):
                 # TRL's loss sees log-probabilities whose token ratios already are the turn's.
                 self.importance_sampling_level = "token"
             self._rollout_seconds = 0.0
-            self.engine = self._build_engine(factory)
-            self._check_first_prompt()
+            self.engine = build_engine(
+                args,
+                factory,
+                self.processing_class,
+                eos_token_ids=self.eos_token_ids,
+                longest=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
+                append_final_observation=self._needs_final_observation,
+            )
+            check_first_prompt(
+                self.engine, args.seed, next(iter(self.train_dataset)) if self._rows_are_options else None
+            )
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -162,52 +169,6 @@ class MultiTurnTrainer(GRPOTrainer):
             return self._returns
 
         return [environment, *own], [None, *classes]
-
-    def _build_engine(self, factory: EnvironmentFactory) -> RolloutEngine:
-        args = self.args
-        if not isinstance(self.processing_class, PreTrainedTokenizerBase):
-            raise ValueError(
-                f"Multi-turn episodes are text only, but processing_class is a {type(self.processing_class).__name__}. "
-                "Pass the processor's tokenizer as `processing_class`."
-            )
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if args.max_model_length is not None and longest is not None and args.max_model_length > longest:
-            raise ValueError(
-                f"max_model_length={args.max_model_length} is more than the model's max_position_embeddings={longest}."
-            )
-        limits = Limits(args.max_turns, args.max_new_tokens, args.max_model_length or longest or 1 << 30)
-        chat = ChatFrames(
-            self.processing_class,
-            eos_token_ids=self.eos_token_ids,
-            chat_template_kwargs=self.chat_template_kwargs,
-            training_template=args.training_chat_template,
-        )
-        return RolloutEngine(
-            EnvironmentPool(factory, args.environment_workers, args.environment_timeout),
-            chat,
-            limits,
-            system_prompt=args.system_prompt,
-            append_final_observation=self._needs_final_observation,
-        )
-
-    def _check_first_prompt(self) -> None:
-        """Play one reset for real: the first prompt must leave room for an answer."""
-        assert self.engine is not None
-        options = dict(next(iter(self.train_dataset))) if self._rows_are_options else None
-        self.engine.pool.reset(0, environment_seed(self.args.seed, TRAINING, 0, 0), options)
-        (outcome,) = self.engine.pool.outcomes(block=True)
-        self.engine.pool.release(0, reusable=outcome.error is None)
-        if outcome.error is not None:
-            raise ValueError(
-                f"The environment failed to reset with options={options!r}: {type(outcome.error).__name__}: {outcome.error}"
-            ) from outcome.error
-        length = len(self.engine.chat.first(self.engine.render(outcome.value[0])))
-        room = self.engine.limits.max_model_length
-        if length >= room:
-            raise ValueError(
-                f"The first prompt has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
-                "max_model_length, or shorten the environment's first observation."
-            )
 
     # ---------------------------------------------------------------------------------------------------- rollout
 
@@ -239,7 +200,7 @@ class MultiTurnTrainer(GRPOTrainer):
             try:
                 yield TransformersGenerator(
                     model,
-                    eos_token_ids=self.eos_token_ids,
+                    eos_token_ids=self.engine.chat.eos_token_ids,
                     pad_token_id=self._tokenizer.pad_token_id,
                     settings=settings,
                     tokenizer=self._tokenizer,
@@ -272,8 +233,7 @@ class MultiTurnTrainer(GRPOTrainer):
         started = time.perf_counter()
         with self._generator() as generator:
             trajectories = self.engine.run(self._specs(inputs, generation), generator)
-        seconds = time.perf_counter() - started
-        self._rollout_seconds += seconds
+        self._rollout_seconds = time.perf_counter() - started
 
         batch = collate(
             trajectories,
@@ -285,9 +245,8 @@ class MultiTurnTrainer(GRPOTrainer):
         rewards = self._add_reward_functions(inputs, trajectories, batch)
         advantages = self._credit(batch)
         output = self._trl_batch(batch, advantages)
-        self._log_rollout(trajectories, rewards, advantages, batch, seconds)
-        if self.args.log_rollouts:
-            self._record(trajectories, f"step-{self.state.global_step:06d}-generation-{generation:06d}", advantages)
+        self._log_rollout(trajectories, rewards, advantages, batch.turn_mask)
+        self._record(f"generation-{generation:06d}", self._training_records(trajectories, advantages))
         return output
 
     def _add_reward_functions(
@@ -442,70 +401,40 @@ class MultiTurnTrainer(GRPOTrainer):
     # -------------------------------------------------------------------------------------------------- reporting
 
     def _log_rollout(
-        self,
-        trajectories: list[Trajectory],
-        rewards: torch.Tensor,
-        advantages: torch.Tensor,
-        batch: TurnBatch,
-        seconds: float,
+        self, trajectories: list[Trajectory], rewards: torch.Tensor, advantages: torch.Tensor, turn_mask: torch.Tensor
     ) -> None:
         rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
-        summary = summarize(rows)
+        slowest = max(gather_object([self._rollout_seconds]))
+        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        summary = training_summary(rows, slowest, totals.tolist())
         metrics = self._metrics["train"]
         for name, value in summary.items():
             metrics[name].append(value)
-        tokens = sum(row["action_tokens"] for row in rows)
-        slowest = max(gather_object([seconds]))
-        metrics["time/rollout"].append(slowest)
-        metrics["rollout_tokens_per_second"].append(tokens / slowest)
         self.state.num_input_tokens_seen += sum(row["tokens"] for row in rows)
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-
-        # TRL's own names, for callbacks and dashboards made for GRPOTrainer.
-        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        metrics["reward"].append(total.mean().item())
-        metrics["reward_std"].append(total.std().item() if total.numel() > 1 else 0.0)
-        metrics["completions/mean_length"].append(tokens / len(rows))
         for index, name in enumerate(self.reward_func_names):
             metrics[f"rewards/{name}/mean"].append(torch.nanmean(rewards[:, index]).item())
             self._logs["rewards"][name].extend(rewards[:, index].tolist())
         self._logs["prompt"].extend(gather_object([trajectory.prompt for trajectory in trajectories]))
         self._logs["completion"].extend(gather_object([trajectory.messages for trajectory in trajectories]))
-        first_turn = pool_over_turns(advantages, batch.turn_mask)[:, 0]
-        self._logs["advantages"].extend(self.accelerator.gather(first_turn.contiguous()).tolist())
-        self._warn_if_degenerate(trajectories, summary)
+        per_episode = pool_over_turns(advantages, turn_mask)[:, 0].contiguous()
+        self._logs["advantages"].extend(self.accelerator.gather(per_episode).tolist())
+        errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
+        for warning in degeneracies(summary, metrics["advantage/std"][-1], errors, self.mask_truncated_completions):
+            logger.warning(warning)
 
-    def _warn_if_degenerate(self, trajectories: list[Trajectory], summary: dict[str, float]) -> None:
-        """A run that cannot learn looks healthy in a progress bar; say so."""
-        failures = summary["stop/environment_error"] + summary["stop/environment_timeout"]
-        if failures:
-            errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
-            logger.warning(
-                f"The environment failed in {failures:.0%} of this batch's episodes; they are not trained on."
-                + (f" First error: {errors[0]}" if errors else "")
-            )
-        if summary["stop/context_full"] + summary["stop/max_turns"] == 1.0 and self.mask_truncated_completions:
-            logger.warning(
-                "Every episode of this batch was cut short and mask_truncated_completions=True: nothing is trained on. "
-                "Raise max_turns or max_model_length."
-            )
-        if self._metrics["train"].get("advantage/std", [1.0])[-1] == 0.0:
-            logger.warning(
-                "Every advantage of this batch is 0: all members of each group were rewarded alike, so there is nothing "
-                "to learn from it. If this goes on, the task is too hard, too easy, or its reward is constant."
-            )
-
-    def _record(self, trajectories: list[Trajectory], name: str, advantages: torch.Tensor | None = None) -> None:
-        first = self.accelerator.process_index * len(trajectories)
+    def _training_records(self, trajectories: list[Trajectory], advantages: torch.Tensor) -> list[dict[str, Any]]:
+        first = self._local(len(trajectories)).start
         records = []
-        for index, trajectory in enumerate(trajectories):
-            context: dict[str, Any] = {"step": self.state.global_step, "episode": first + index}
-            if advantages is not None:
-                context["group"], context["member"] = divmod(first + index, self.num_generations)
-            turn_advantages = None if advantages is None else advantages[index].tolist()
-            records.append(episode_record(trajectory, turn_advantages, **context))
-        path = Path(self.args.output_dir) / "rollouts" / f"{name}-rank{self.accelerator.process_index}.jsonl"
-        write_records(path, records)
+        for index, (trajectory, row) in enumerate(zip(trajectories, advantages.tolist()), start=first):
+            group, member = divmod(index, self.num_generations)
+            records.append(episode_record(trajectory, row, group=group, member=member))
+        return records
+
+    def _record(self, name: str, records: list[dict[str, Any]]) -> None:
+        if self.args.log_rollouts:
+            name = f"step-{self.state.global_step:06d}-{name}-rank{self.accelerator.process_index}.jsonl"
+            write_records(Path(self.args.output_dir) / "rollouts" / name, records)
 
     # ------------------------------------------------------------------------------------------------- evaluation
 
@@ -563,8 +492,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.log(metrics)
         self.model.train(training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        if self.args.log_rollouts:
-            self._record(trajectories, f"step-{self.state.global_step:06d}-{metric_key_prefix}")
+        self._record(metric_key_prefix, [episode_record(trajectory) for trajectory in trajectories])
         return metrics
 
     def _play_evaluation(self, dataset: Any, count: int, greedy: bool) -> list[Trajectory]:
@@ -581,37 +509,3 @@ class MultiTurnTrainer(GRPOTrainer):
         ]
         with self._generator(do_sample=not greedy) as generator:
             return self.engine.run(specs, generator)
-
-
-def _refuse(name: str, value: Any, reason: str) -> None:
-    if value is not None and value != []:
-        raise ValueError(f"`{name}` cannot be used together with `environment`: {reason}. Drop one of the two.")
-
-
-def _check_vllm(args: MultiTurnConfig) -> None:
-    if not args.use_vllm:
-        return
-    if not is_vllm_available():
-        raise ImportError("use_vllm=True needs vLLM, which is not installed: pip install 'agile-trainers[vllm]'.")
-    raise ValueError(
-        "use_vllm=True does not serve environments yet. Leave it unset: the transformers generator plays them."
-    )
-
-
-def _training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
-    """The data set that paces training: the user's, or as many empty rows as a generation batch has groups."""
-    groups = args.generation_batch_size // args.num_generations
-    if dataset is None:
-        if args.max_steps <= 0:
-            raise ValueError(
-                f"Without a train_dataset, max_steps must say how long to train; it is {args.max_steps}. Set max_steps to a "
-                "positive number of updates, or pass a train_dataset."
-            )
-        return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * groups})
-    if isinstance(dataset, Dataset) and len(dataset) < groups:
-        raise ValueError(
-            f"train_dataset has {len(dataset)} rows, but a generation batch takes {groups} (generation_batch_size="
-            f"{args.generation_batch_size} / num_generations={args.num_generations}): not a single step would be trained. "
-            "Pass more rows, raise num_generations, or lower per_device_train_batch_size or steps_per_generation."
-        )
-    return dataset

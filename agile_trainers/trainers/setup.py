@@ -1,0 +1,131 @@
+"""What is checked and made once, before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl.import_utils import is_vllm_available
+
+from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.engine import Limits, RolloutEngine
+from agile_trainers.rollout.stepping import EnvironmentPool
+
+from .config import MultiTurnConfig
+from .randomness import TRAINING, environment_seed
+
+
+def build_engine(
+    args: MultiTurnConfig,
+    factory: EnvironmentFactory,
+    tokenizer: Any,
+    *,
+    eos_token_ids: list[int],
+    longest: int | None,
+    append_final_observation: bool,
+) -> RolloutEngine:
+    """The rollout engine of a trainer.
+
+    Args:
+        args: Turn and token limits, template options, workers.
+        factory: Makes environments.
+        tokenizer: The trainer's ``processing_class``.
+        eos_token_ids: What ends an answer.
+        longest: The model's ``max_position_embeddings``, if it has such a limit.
+        append_final_observation: See :class:`~agile_trainers.rollout.engine.RolloutEngine`.
+
+    Raises:
+        ValueError: If the model is not text only, its template rewrites earlier turns, or ``max_model_length`` exceeds
+            what it can read.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(
+            f"Multi-turn episodes are text only, but processing_class is a {type(tokenizer).__name__}. Pass the "
+            "processor's tokenizer as `processing_class`."
+        )
+    if args.max_model_length is not None and longest is not None and args.max_model_length > longest:
+        raise ValueError(
+            f"max_model_length={args.max_model_length} is more than the model's max_position_embeddings={longest}."
+        )
+    chat = ChatFrames(
+        tokenizer,
+        eos_token_ids=eos_token_ids,
+        chat_template_kwargs=args.chat_template_kwargs,
+        training_template=args.training_chat_template,
+    )
+    return RolloutEngine(
+        EnvironmentPool(factory, args.environment_workers, args.environment_timeout),
+        chat,
+        Limits(args.max_turns, args.max_new_tokens, args.max_model_length or longest or 1 << 30),
+        system_prompt=args.system_prompt,
+        append_final_observation=append_final_observation,
+    )
+
+
+def check_first_prompt(engine: RolloutEngine, seed: int, row: dict[str, Any] | None) -> None:
+    """Reset for real, as the first episode will: it must work and leave room for an answer.
+
+    Args:
+        engine: The trainer's engine.
+        seed: The run's seed.
+        row: The first dataset row, or None without rows.
+
+    Raises:
+        ValueError: If the environment fails, or the prompt fills ``max_model_length``.
+    """
+    engine.pool.reset(0, environment_seed(seed, TRAINING, 0, 0), row)
+    (outcome,) = engine.pool.outcomes(block=True)
+    engine.pool.release(0, reusable=outcome.error is None)
+    if outcome.error is not None:
+        raise ValueError(
+            f"The environment failed to reset with options={row!r}: {type(outcome.error).__name__}: {outcome.error}"
+        ) from outcome.error
+    length, room = len(engine.chat.first(engine.render(outcome.value[0]))), engine.limits.max_model_length
+    if length >= room:
+        raise ValueError(
+            f"The first prompt has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
+            "max_model_length, or shorten the environment's first observation."
+        )
+
+
+def refuse(name: str, value: Any, reason: str) -> None:
+    """Raise ``ValueError`` if an argument was given that makes no sense together with an environment."""
+    if value is not None and value != []:
+        raise ValueError(f"`{name}` cannot be used together with `environment`: {reason}. Drop one of the two.")
+
+
+def check_vllm(args: MultiTurnConfig) -> None:
+    """Say at once whether ``use_vllm`` can be had."""
+    if not args.use_vllm:
+        return
+    if not is_vllm_available():
+        raise ImportError("use_vllm=True needs vLLM, which is not installed: pip install 'agile-trainers[vllm]'.")
+    raise ValueError(
+        "use_vllm=True does not serve environments yet. Leave it unset: the transformers generator plays them."
+    )
+
+
+def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
+    """The data set that paces training: the user's, or as many empty rows as a generation batch has groups.
+
+    Raises:
+        ValueError: If nothing says how long to train, or TRL would train no step at all for want of rows.
+    """
+    groups = args.generation_batch_size // args.num_generations
+    if dataset is None:
+        if args.max_steps <= 0:
+            raise ValueError(
+                f"Without a train_dataset, max_steps must say how long to train; it is {args.max_steps}. Set max_steps "
+                "to a positive number of updates, or pass a train_dataset."
+            )
+        return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * groups})
+    if isinstance(dataset, Dataset) and len(dataset) < groups:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} rows, but a generation batch takes {groups} (generation_batch_size="
+            f"{args.generation_batch_size} / num_generations={args.num_generations}): not a single step would be "
+            "trained. Pass more rows, raise num_generations, or lower per_device_train_batch_size or "
+            "steps_per_generation."
+        )
+    return dataset
