@@ -1,1 +1,35 @@
+"""Environments: the protocol, ids, the checker. Libraries behind an id are imported when it is used."""
 
+from .base import Environment, EnvironmentFactory, Observation, ResetResult, StepResult, read_options
+from .checker import (
+    CheckReport,
+    EnvironmentProtocolError,
+    Finding,
+    check_environment,
+    validate_reset,
+    validate_step,
+)
+from .play import Episode, Player, demonstrate, play
+from .registry import list_environments, make_environment_factory, register_environment
+
+__all__ = [
+    "CheckReport",
+    "Environment",
+    "EnvironmentFactory",
+    "EnvironmentProtocolError",
+    "Episode",
+    "Finding",
+    "Observation",
+    "Player",
+    "ResetResult",
+    "StepResult",
+    "check_environment",
+    "demonstrate",
+    "list_environments",
+    "make_environment_factory",
+    "play",
+    "read_options",
+    "register_environment",
+    "validate_reset",
+    "validate_step",
+]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Protocol
 
 from agile_trainers.types import Message
 
 Observation = str | list[Message]
+ResetResult = tuple[Observation, dict[str, Any]]
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 
 
@@ -18,7 +19,9 @@ class Environment(Protocol):
     def``. An instance may also define ``close()``.
     """
 
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult | Awaitable[ResetResult]:
         """Start an episode.
 
         Args:
@@ -29,15 +32,37 @@ class Environment(Protocol):
             The first observation (text, taken as one user message, or a list of chat messages) and an info dict.
         """
 
-    def step(self, action: str) -> StepResult:
+    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
         """Answer the model's text.
 
         Returns:
             ``(observation, reward, terminated, truncated, info)``. ``reward`` is a finite float for this action alone.
-            ``terminated`` means the task itself is over, ``truncated`` that it was cut short. ``info["success"]`` (bool)
-            on the last step feeds the success rate; it is optional.
+            ``terminated`` means the task itself is over, ``truncated`` that it was cut short; if both are set,
+            ``terminated`` counts. ``info["success"]`` (bool) on the last step feeds the success rate; it is optional.
+            Report it on every step, since the trainer's own limits may end an episode at any of them.
         """
 
 
 EnvironmentFactory = Callable[[], Environment]
 """Makes one environment instance; called once for every episode that runs at the same time."""
+
+
+def read_options(options: dict[str, Any] | None, known: Collection[str], environment: str) -> dict[str, Any]:
+    """The options an environment was given, none of them unread.
+
+    Args:
+        options: What ``reset`` got. Entries that are None count as absent: a dataset fills its gaps with them.
+        known: The names the environment reads.
+        environment: What to call the environment in the error.
+
+    Raises:
+        ValueError: If an option is not among ``known``.
+    """
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    unread = sorted(set(given) - set(known))
+    if unread:
+        raise ValueError(
+            f"{environment} does not read the option(s) {', '.join(unread)}; it reads: {', '.join(known) or 'none'}. "
+            "Options are the columns of the dataset row: remove or rename the column(s)."
+        )
+    return given

@@ -1,0 +1,307 @@
+"""Does an environment keep the protocol? Cheap checks for every reset and step, and a longer one to run beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import random
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Literal
+
+import numpy as np
+
+from .base import Environment, EnvironmentFactory, Observation, ResetResult, StepResult
+
+_STEP_ITEMS = "(observation, reward, terminated, truncated, info)"
+
+
+class EnvironmentProtocolError(ValueError):
+    """An environment returned something the protocol does not allow."""
+
+
+def validate_reset(result: Any) -> ResetResult:
+    """Check what ``reset`` returned.
+
+    Returns:
+        ``result``, unchanged.
+
+    Raises:
+        EnvironmentProtocolError: If it is not ``(text or messages, dict)``.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise EnvironmentProtocolError(
+            f"reset() returned {_describe(result)}; expected the tuple (observation, info).{_hint(result)}"
+        )
+    observation, info = result
+    _validate_observation(observation, "reset()")
+    _validate_info(info, "reset()")
+    return result
+
+
+def validate_step(result: Any) -> StepResult:
+    """Check what ``step`` returned.
+
+    Returns:
+        The same five values, with the reward as ``float`` and the two flags as ``bool``.
+
+    Raises:
+        EnvironmentProtocolError: If it is not ``(text or messages, finite real number, bool, bool, dict)``. NumPy
+            scalars are fine; a bool is no reward, since that is most often a flag in the wrong place.
+    """
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise EnvironmentProtocolError(
+            f"step() returned {_describe(result)}; expected the tuple {_STEP_ITEMS}.{_hint(result)}"
+        )
+    observation, reward, terminated, truncated, info = result
+    _validate_observation(observation, "step()")
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise EnvironmentProtocolError(
+                f"step() returned {name}={_describe(flag)}; expected a bool. The order is {_STEP_ITEMS}."
+            )
+    _validate_info(info, "step()")
+    return observation, _validate_reward(reward), bool(terminated), bool(truncated), info
+
+
+def _validate_reward(reward: Any) -> float:
+    if isinstance(reward, bool) or not isinstance(reward, Real):
+        hint = " Call .item() on it." if hasattr(reward, "item") else " Convert it with float()."
+        raise EnvironmentProtocolError(f"step() returned reward={_describe(reward)}; expected a finite number.{hint}")
+    if not math.isfinite(reward):
+        raise EnvironmentProtocolError(
+            f"step() returned reward={reward}; expected a finite number. One NaN or infinity spoils the advantages of "
+            "the whole group: find the division or logarithm it comes from."
+        )
+    return float(reward)
+
+
+def _validate_observation(observation: Any, method: str) -> None:
+    if isinstance(observation, str):
+        return
+    if not isinstance(observation, list):
+        raise EnvironmentProtocolError(
+            f"{method} returned the observation {_describe(observation)}; expected text or a list of chat messages."
+        )
+    if not observation:
+        raise EnvironmentProtocolError(
+            f"{method} returned an empty list of messages; expected at least one. Nothing to say is the empty text ''."
+        )
+    for index, message in enumerate(observation):
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), (str, list))
+        ):
+            raise EnvironmentProtocolError(
+                f"{method} returned message {index} as {_describe(message)}; expected a dict such as "
+                '{"role": "user", "content": "..."}.'
+            )
+
+
+def _validate_info(info: Any, method: str) -> None:
+    if not isinstance(info, dict):
+        raise EnvironmentProtocolError(f"{method} returned info={_describe(info)}; expected a dict, {{}} if empty.")
+    if not isinstance(info.get("success", False), (bool, np.bool_)):
+        raise EnvironmentProtocolError(
+            f"{method} returned info['success']={_describe(info['success'])}; expected True or False."
+        )
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    text = text if len(text) <= 80 else text[:77] + "..."
+    kind = f"tuple of {len(value)} items" if isinstance(value, tuple) else type(value).__name__
+    return f"{text} ({kind})"
+
+
+def _hint(result: Any) -> str:
+    if inspect.isawaitable(result):
+        return " It was not awaited: declare the method that returns it `async def`."
+    if isinstance(result, tuple) and len(result) == 4:
+        return " Split the old Gym's `done` into terminated (the task is over) and truncated (it was cut short)."
+    if isinstance(result, (str, list)):
+        return " Return an info dict with the observation, {} if empty."
+    return ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing the checker noticed."""
+
+    level: Literal["error", "warning"]
+    """An error would stop or spoil training; a warning is worth a look."""
+    message: str
+
+
+@dataclass
+class CheckReport:
+    """What :func:`check_environment` found; empty is good."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def errors(self) -> list[str]:
+        """Messages of what would stop or spoil training."""
+        return [finding.message for finding in self.findings if finding.level == "error"]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Messages of what is worth a look."""
+        return [finding.message for finding in self.findings if finding.level == "warning"]
+
+    def raise_for_errors(self) -> None:
+        """Raise an ``EnvironmentProtocolError`` that lists every error, if there is one."""
+        if self.errors:
+            raise EnvironmentProtocolError("The environment cannot be trained on:\n- " + "\n- ".join(self.errors))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{finding.level}: {finding.message}" for finding in self.findings) or "no findings"
+
+
+Actions = Sequence[str] | Callable[[Observation], str]
+"""Texts sent in turn, over and over, or a function of the latest observation."""
+
+
+def check_environment(
+    factory: EnvironmentFactory,
+    *,
+    seed: int = 0,
+    episodes: int = 1,
+    max_turns: int = 1,
+    actions: Actions = ("0",),
+    options: dict[str, Any] | None = None,
+) -> CheckReport:
+    """Play an environment and report what would go wrong in training.
+
+    Every episode is played twice, on two instances: results must follow the protocol, instances must be reusable, and
+    the same seed must give the same first observation (members of a group share it). The defaults are the quick form a
+    trainer runs at construction; raise ``episodes`` and ``max_turns`` and give sensible ``actions`` for a thorough one.
+
+    Args:
+        factory: Makes an instance; called twice.
+        seed: Seed of the first episode; the following ones count up.
+        episodes: Number of episodes.
+        max_turns: Turns per episode at most.
+        actions: What to answer.
+        options: The dataset row to reset with.
+
+    Returns:
+        The findings. Nothing the environment does is raised here; see :meth:`CheckReport.raise_for_errors`.
+    """
+    return _wait_for(_check(factory, range(seed, seed + episodes), max_turns, actions, options))
+
+
+async def _check(
+    factory: EnvironmentFactory, seeds: range, max_turns: int, actions: Actions, options: dict[str, Any] | None
+) -> CheckReport:
+    report = CheckReport()
+    instances: list[Environment] = []
+    random_state = _random_state()
+    try:
+        for _ in range(2):
+            instances.append(factory())
+            _check_methods(instances[-1])
+        for seed in seeds:
+            first, second = [await _play(instance, seed, max_turns, actions, options) for instance in instances]
+            _compare(first, second, seed, report)
+        if random_state != _random_state():
+            report.findings.append(
+                Finding(
+                    "warning",
+                    "the environment draws from or seeds the global random state (random or numpy.random), so episodes "
+                    "depend on what else runs in the process; use a random.Random or numpy Generator of its own",
+                )
+            )
+    except Exception as error:
+        message = str(error) if isinstance(error, EnvironmentProtocolError) else f"{type(error).__name__}: {error}"
+        report.findings.append(Finding("error", message))
+    for instance in instances:
+        close = getattr(instance, "close", None)
+        if close is not None:
+            await _awaited(close())
+    return report
+
+
+def _check_methods(environment: Any) -> None:
+    for name, arguments in (("reset", {"seed": 0, "options": None}), ("step", {"action": ""})):
+        method = getattr(environment, name, None)
+        signature = f"{name}({', '.join(arguments)})"
+        if not callable(method):
+            raise EnvironmentProtocolError(f"{type(environment).__name__} has no method {signature}.")
+        try:
+            inspect.signature(method).bind(**arguments)
+        except TypeError as error:
+            raise EnvironmentProtocolError(
+                f"{type(environment).__name__}.{name}{inspect.signature(method)} cannot be called as {signature}: "
+                f"{error}."
+            ) from error
+
+
+async def _play(
+    environment: Environment, seed: int, max_turns: int, actions: Actions, options: dict[str, Any] | None
+) -> tuple[Observation, list[StepResult]]:
+    """The first observation and the steps of one episode."""
+    start, _ = validate_reset(await _awaited(environment.reset(seed=seed, options=options)))
+    observation, steps = start, list[StepResult]()
+    for turn in range(max_turns):
+        action = actions(observation) if callable(actions) else actions[turn % len(actions)]
+        steps.append(validate_step(await _awaited(environment.step(action=action))))
+        observation, _, terminated, truncated, _ = steps[-1]
+        if terminated or truncated:
+            break
+    return start, steps
+
+
+def _compare(
+    first: tuple[Observation, list[StepResult]],
+    second: tuple[Observation, list[StepResult]],
+    seed: int,
+    report: CheckReport,
+) -> None:
+    start, other_start = first[0], second[0]
+    if start != other_start:
+        report.findings.append(
+            Finding(
+                "warning",
+                f"reset(seed={seed}) gave {_describe(start)} and then, on another instance, {_describe(other_start)}: "
+                "a group would not start from the same state; derive all randomness of reset from the seed",
+            )
+        )
+    elif [step[:4] for step in first[1]] != [step[:4] for step in second[1]]:
+        report.findings.append(
+            Finding(
+                "warning",
+                f"the same actions after reset(seed={seed}) were answered differently on two instances: runs will not "
+                "be reproducible; derive all randomness of step from the seed of the last reset",
+            )
+        )
+    if start == "":
+        report.findings.append(
+            Finding("warning", f"reset(seed={seed}) gave an empty observation: the model sees nothing")
+        )
+
+
+def _random_state() -> tuple[Any, ...]:
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), numpy_state["pos"], numpy_state["key"].tobytes()
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _wait_for(coroutine: Coroutine[Any, Any, CheckReport]) -> CheckReport:
+    """Run a coroutine, also from inside a running event loop (a notebook's), where ``asyncio.run`` may not be used."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    reports: list[CheckReport] = []
+    thread = threading.Thread(target=lambda: reports.append(asyncio.run(coroutine)))
+    thread.start()
+    thread.join()
+    return reports[0]

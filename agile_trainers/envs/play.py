@@ -1,0 +1,83 @@
+"""Scripted play: a function plays an environment instead of a model. For baselines, demonstrations and tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from agile_trainers.types import Message
+
+from .base import Environment, Observation
+from .checker import validate_reset, validate_step
+
+Player = Callable[[list[Message], random.Random], str]
+"""Answers a conversation that ends with an observation. The random numbers it may use come from the second argument."""
+
+
+@dataclass
+class Episode:
+    """A played episode."""
+
+    messages: list[Message] = field(default_factory=list)
+    """The conversation; it ends with the player's last answer, as a demonstration does."""
+    rewards: list[float] = field(default_factory=list)
+    """Reward of each turn."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Info of the last step."""
+    final_observation: Observation = ""
+    """What the environment said to the last answer."""
+
+    @property
+    def episode_return(self) -> float:
+        """Undiscounted sum of the rewards."""
+        return sum(self.rewards)
+
+    @property
+    def success(self) -> bool:
+        """``info["success"]``, False if the environment does not report it."""
+        return bool(self.info.get("success", False))
+
+
+def play(
+    environment: Environment,
+    player: Player,
+    seed: int,
+    *,
+    options: dict[str, Any] | None = None,
+    max_turns: int | None = None,
+) -> Episode:
+    """Play one episode of an environment that is not async.
+
+    Args:
+        environment: The instance to play on.
+        player: Gives the answers.
+        seed: Seeds the environment and, separately, the player's random numbers.
+        options: The dataset row to reset with.
+        max_turns: Stop after that many turns. Default: play until the environment ends the episode.
+
+    Raises:
+        EnvironmentProtocolError: If the environment breaks the protocol.
+    """
+    rng = random.Random(f"player {seed}")
+    observation, _ = validate_reset(environment.reset(seed=seed, options=options))
+    episode = Episode(messages=_messages(observation))
+    while True:
+        answer = player(episode.messages, rng)
+        episode.messages.append({"role": "assistant", "content": answer})
+        observation, reward, terminated, truncated, episode.info = validate_step(environment.step(answer))
+        episode.rewards.append(reward)
+        if terminated or truncated or len(episode.rewards) == max_turns:
+            episode.final_observation = observation
+            return episode
+        episode.messages += _messages(observation)
+
+
+def demonstrate(environment: Environment, player: Player, seeds: Iterable[int]) -> list[dict[str, list[Message]]]:
+    """One conversation per seed, ``{"messages": [...]}`` each: the rows TRL's ``SFTTrainer`` trains on."""
+    return [{"messages": play(environment, player, seed).messages} for seed in seeds]
+
+
+def _messages(observation: Observation) -> list[Message]:
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)

@@ -1,0 +1,142 @@
+"""From an environment's id to a factory.
+
+An id is one of
+
+- ``gem:<game>``: a GEM environment, for example ``gem:game:GuessTheNumber-v0-easy``;
+- ``agile:<name>``: a ready task of ``agile_environments``, or a probe, ``agile:probe/<name>``;
+- a name given to :func:`register_environment`;
+- ``module.path:Name``: any importable class or function that makes an environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from .base import EnvironmentFactory
+
+_LISTING = r"""python -c "from agile_trainers.envs import *; print(*list_environments(), sep='\n')" """.strip()
+_registered: dict[str, Callable[..., Any]] = {}
+
+
+def register_environment(name: str, factory: Callable[..., Any]) -> None:
+    """Give a factory a name that :func:`make_environment_factory` and the command line understand.
+
+    Args:
+        name: The id. It must hold no colon, which is what the other kinds of id are told apart by.
+        factory: A class or function that makes an environment; it may take keyword arguments.
+
+    Raises:
+        ValueError: If the name holds a colon or is taken by another factory.
+    """
+    if not name or ":" in name:
+        raise ValueError(f"An environment's name must be non-empty and hold no colon, got {name!r}.")
+    if _registered.get(name, factory) is not factory:
+        raise ValueError(f"An environment named {name!r} is registered already: {_registered[name]!r}.")
+    _registered[name] = factory
+
+
+def list_environments() -> list[str]:
+    """Ids of every registered environment, task, probe and, if GEM is installed, GEM environment."""
+    from . import gem
+
+    gem_ids = [f"gem:{game}" for game in gem.games()] if gem.is_installed() else []
+    return sorted([*_registered, *(f"agile:{name}" for name in _tasks()), *gem_ids])
+
+
+def make_environment_factory(environment: str | Callable[..., Any], **kwargs: Any) -> EnvironmentFactory:
+    """A zero-argument factory for an environment.
+
+    Args:
+        environment: An id (see the module's docstring), or a class or function that makes an environment. A factory
+            without ``kwargs`` is returned as it is.
+        kwargs: Handed to the environment each time one is made.
+
+    Raises:
+        ValueError: If the id is unknown (the message names the nearest ones), ``environment`` is an instance, or the
+            environment cannot be made from ``kwargs`` alone.
+        ImportError: If the library behind the id is not installed (the message names the command that installs it).
+    """
+    if not isinstance(environment, str):
+        return _bind(environment, kwargs, repr(environment))
+    source, _, name = environment.partition(":")
+    if source == "gem":
+        from . import gem
+
+        if name not in gem.games():
+            raise _unknown(environment)
+        return functools.partial(gem.GemEnvironment, name, **gem.check_kwargs(name, kwargs))
+    if source == "agile":
+        if name not in _tasks():
+            raise _unknown(environment)
+        return _bind(_load(_tasks()[name]), kwargs, environment)
+    if environment in _registered:
+        return _bind(_registered[environment], kwargs, environment)
+    if source and name:
+        return _bind(_load(environment), kwargs, environment)
+    raise _unknown(environment)
+
+
+def _tasks() -> dict[str, str]:
+    from agile_environments import TASKS
+
+    from .probes import PROBES
+
+    probes = {f"probe/{name}": f"{__package__}.probes:{probe.factory.__name__}" for name, probe in PROBES.items()}
+    return {**TASKS, **probes}
+
+
+def _load(path: str) -> Any:
+    module_name, _, attributes = path.partition(":")
+    try:
+        target = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A library that the module itself needs is another matter, and its own error says what is missing.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise _unknown(path, f"there is no module {error.name!r}") from error
+    for attribute in attributes.split("."):
+        if not hasattr(target, attribute):
+            names = difflib.get_close_matches(attribute, dir(target), cutoff=0.4)
+            nearest = f"; did you mean {' or '.join(names)}?" if names else ""
+            raise ValueError(f"Unknown environment {path!r}: {module_name} has no {attributes!r}{nearest}")
+        target = getattr(target, attribute)
+    return target
+
+
+def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
+    if not inspect.isclass(make) and hasattr(make, "reset") and hasattr(make, "step"):
+        raise ValueError(
+            f"{name} is an environment instance; many episodes run at the same time, each on an instance of its own. "
+            "Pass the class, or a function without arguments that makes an instance."
+        )
+    if not callable(make):
+        raise ValueError(f"{name} ({type(make).__name__}) is neither an environment id nor a callable that makes one.")
+    try:
+        signature = inspect.signature(make)
+    except ValueError:  # some callables written in C have none
+        signature = None
+    if signature is not None:
+        try:
+            signature.bind(**kwargs)
+        except TypeError as error:
+            given = f"the arguments {kwargs}" if kwargs else "no arguments"
+            raise ValueError(
+                f"{name} cannot be made from {given}: {error}. Its signature is {signature}. Give what it needs as "
+                "environment arguments, or pass a function without arguments that makes an instance."
+            ) from error
+    return functools.partial(make, **kwargs) if kwargs else make
+
+
+def _unknown(environment: str, reason: str | None = None) -> ValueError:
+    names = difflib.get_close_matches(environment, list_environments(), n=3, cutoff=0.4)
+    because = f" ({reason})" if reason else ""
+    nearest = f" Nearest: {', '.join(names)}." if names else ""
+    return ValueError(
+        f"Unknown environment {environment!r}{because}.{nearest} An environment is an id, 'module.path:Name' or a factory. "
+        f"List the ids with: {_LISTING}"
+    )
