@@ -139,6 +139,7 @@ class MultiTurnTrainer(GRPOTrainer):
                 # TRL's loss sees log-probabilities whose token ratios already are the turn's.
                 self.importance_sampling_level = "token"
             self._rollout_seconds = 0.0
+            self._idle_batches = 0
             self.engine = build_engine(
                 args,
                 factory,
@@ -419,8 +420,9 @@ class MultiTurnTrainer(GRPOTrainer):
         self._logs["completion"].extend(gather_object([trajectory.messages for trajectory in trajectories]))
         per_episode = pool_over_turns(advantages, turn_mask)[:, 0].contiguous()
         self._logs["advantages"].extend(self.accelerator.gather(per_episode).tolist())
-        errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
-        for warning in degeneracies(summary, metrics["advantage/std"][-1], errors, self.mask_truncated_completions):
+        self._idle_batches = self._idle_batches + 1 if metrics["advantage/std"][-1] == 0.0 else 0
+        error = next((trajectory.error for trajectory in trajectories if trajectory.error is not None), None)
+        for warning in degeneracies(summary, self._idle_batches, error, self.mask_truncated_completions):
             logger.warning(warning)
 
     def _training_records(self, trajectories: list[Trajectory], advantages: torch.Tensor) -> list[dict[str, Any]]:

@@ -33,31 +33,34 @@ def training_summary(rows: Sequence[dict[str, Any]], seconds: float, rewards: Se
     }
 
 
+IDLE_BATCHES = 5
+"""Batches in a row without any signal before it is worth a warning; one happens to healthy runs."""
+
+
 def degeneracies(
-    summary: dict[str, float], advantage_std: float, errors: Sequence[str], truncated_are_masked: bool
+    summary: dict[str, float], idle_batches: int, error: str | None, truncated_are_masked: bool
 ) -> list[str]:
-    """Warnings about a batch that teaches nothing, although its progress bar looks healthy.
+    """Warnings about batches that teach nothing, although the progress bar looks healthy.
 
     Args:
         summary: Of :func:`training_summary`.
-        advantage_std: Spread of the batch's advantages.
-        errors: What environments of this rank raised.
+        idle_batches: How many batches in a row, up to this one, had no advantage but 0.
+        error: What an environment raised, if one did.
         truncated_are_masked: ``mask_truncated_completions``.
     """
     warnings = []
     failures = summary["stop/environment_error"] + summary["stop/environment_timeout"]
     if failures:
-        first = f" First error: {errors[0]}" if errors else ""
-        warnings.append(f"The environment failed in {failures:.0%} of the episodes; they are not trained on.{first}")
+        warnings.append(f"The environment failed in {failures:.0%} of the episodes, which are not trained on: {error}")
     cut = sum(summary[f"stop/{reason}"] for reason in ("truncated", "max_turns", "context_full"))
     if cut == 1.0 and truncated_are_masked:
         warnings.append(
             "Every episode was cut short and mask_truncated_completions=True: nothing is trained on. Raise max_turns or "
             "max_model_length."
         )
-    if advantage_std == 0.0:
+    if idle_batches and idle_batches % IDLE_BATCHES == 0:
         warnings.append(
-            "Every advantage is 0: the members of each group were rewarded alike, so there is nothing to learn from this "
-            "batch. If it goes on, the task is too hard, too easy, or its reward is constant."
+            f"Every advantage of the last {idle_batches} batches is 0: the members of each group were rewarded alike, so "
+            "there was nothing to learn. The task is too hard, too easy, or its reward is constant."
         )
     return warnings
