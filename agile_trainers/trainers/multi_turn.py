@@ -102,18 +102,27 @@ class MultiTurnTrainer(GRPOTrainer):
         # What `_compute_loss` shows `_get_per_token_logps_and_entropies` while it runs.
         self._loss_batch: Batch | None = None
         if environment is None:
-            args = args.without_environment()
+            # TRL's own configuration will do for TRL's own trainer.
+            args = args.without_environment() if isinstance(args, MultiTurnConfig) else args
         else:
+            if not isinstance(args, self._config_class):
+                raise TypeError(
+                    f"{type(self).__name__} takes a {self._config_class.__name__} as `args`, got {type(args).__name__}."
+                )
             refuse("tools", tools, "the environment answers the model")
             refuse("rollout_func", rollout_func, "the environment makes the rollout")
             refuse("environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both")
             args = args.with_environment()
             check_vllm(args)
             factory = make_environment_factory(environment)
-            check_environment(factory, seed=args.seed).raise_for_errors()
-            reward_funcs, reward_processing_classes = self._with_return(args, reward_funcs, reward_processing_classes)
             self._rows_are_options, self._eval_rows = train_dataset is not None, eval_dataset
             train_dataset = training_rows(args, train_dataset)
+            first_row = dict(next(iter(train_dataset))) if self._rows_are_options else None
+            report = check_environment(factory, seed=args.seed, options=first_row)
+            report.raise_for_errors()
+            for finding in report.warnings:
+                logger.warning(finding)
+            reward_funcs, reward_processing_classes = self._with_return(args, reward_funcs, reward_processing_classes)
             if eval_dataset is None and args.eval_strategy != "no":
                 # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
                 eval_dataset = train_dataset
@@ -148,9 +157,7 @@ class MultiTurnTrainer(GRPOTrainer):
                 longest=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
                 append_final_observation=self._needs_final_observation,
             )
-            check_first_prompt(
-                self.engine, args.seed, next(iter(self.train_dataset)) if self._rows_are_options else None
-            )
+            check_first_prompt(self.engine, args.seed, first_row)
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -430,7 +437,7 @@ class MultiTurnTrainer(GRPOTrainer):
         records = []
         for index, (trajectory, row) in enumerate(zip(trajectories, advantages.tolist()), start=first):
             group, member = divmod(index, self.num_generations)
-            records.append(episode_record(trajectory, row, group=group, member=member))
+            records.append(episode_record(trajectory, row, step=self.state.global_step, group=group, member=member))
         return records
 
     def _record(self, name: str, records: list[dict[str, Any]]) -> None:
@@ -494,7 +501,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.log(metrics)
         self.model.train(training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self._record(metric_key_prefix, [episode_record(trajectory) for trajectory in trajectories])
+        self._record(metric_key_prefix, [episode_record(trajectory, step=self.state.global_step) for trajectory in trajectories])
         return metrics
 
     def _play_evaluation(self, dataset: Any, count: int, greedy: bool) -> list[Trajectory]:

@@ -1,0 +1,130 @@
+"""Environments and trainers for the trainer tests: small, deterministic, with turns and observations of many lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+
+
+class Chatter:
+    """Talks for one to four turns (by the seed), more or less, and rewards what it hears by an arbitrary rule."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.options, self.turn = options, 0
+        self.length = 1 + (seed or 0) % 4
+        return f"start {(seed or 0) % 7} " + "more " * ((seed or 0) % 5), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        reward = sum(map(ord, action)) % 5 / 4
+        done = self.turn >= self.length
+        return "again " * (1 + len(action) % 4), reward, done, False, {"success": reward > 0.5}
+
+
+class OneTurn(Chatter):
+    """The same for exactly one turn."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        observation = super().reset(seed, options)
+        self.length = 1
+        return observation
+
+
+def settings(output_dir: Path | str, **changes: Any) -> dict[str, Any]:
+    """Arguments of a quick, exact run: fp32 on CPU, plain SGD without decay, one step."""
+    return {
+        "output_dir": str(output_dir),
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "max_turns": 4,
+        "max_new_tokens": 5,
+        # Common bytes, so that an untrained model's turns have many lengths.
+        "stop_strings": list("aeiou01234 !"),
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "max_steps": 1,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 3,
+        **changes,
+    }
+
+
+def make_trainer(
+    model: Path | str,
+    output_dir: Path | str,
+    *,
+    environment: Callable[[], Any] | str | None = Chatter,
+    lora: bool = True,
+    callbacks: list[TrainerCallback] | None = None,
+    reward_funcs: Any = None,
+    train_dataset: Dataset | None = None,
+    eval_dataset: Any = None,
+    **changes: Any,
+) -> MultiTurnTrainer:
+    """A trainer on the embedded model."""
+    peft_config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights="gaussian")
+    return MultiTurnGRPOTrainer(
+        model=str(model),
+        reward_funcs=reward_funcs,
+        args=MultiTurnGRPOConfig(**settings(output_dir, **changes)),
+        environment=environment,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=peft_config if lora else None,
+        callbacks=callbacks,
+    )
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradient of every optimizer step, by parameter name."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        named = kwargs["model"].named_parameters()
+        self.steps.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+
+
+def draw_batch(trainer: MultiTurnTrainer) -> dict[str, torch.Tensor]:
+    """One generation batch as TRL's loss gets it, without training."""
+    trainer.model.train()
+    trainer.create_optimizer_and_scheduler(1)
+    rows = [dict(trainer.train_dataset[0])] * trainer.args.generation_batch_size
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._generate_and_score_completions(rows)
+
+
+def loss_and_gradients(
+    trainer: MultiTurnTrainer, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a batch and its gradient."""
+    trainer.model.zero_grad()
+    loss = trainer._compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
+
+
+def relative_error(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """|left - right| / |right| over all parameters together."""
+    assert left.keys() == right.keys()
+    distance = sum(((left[name] - right[name]) ** 2).sum() for name in left)
+    return float((distance / sum((value**2).sum() for value in right.values())).sqrt())
