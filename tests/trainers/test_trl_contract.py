@@ -1,0 +1,81 @@
+"""What the seam takes for granted about TRL. A TRL upgrade that changes it fails here, by name, and nowhere else."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from trl import GRPOTrainer
+from trl.models import utils as model_utils
+from trl.trainer import utils
+
+SIGNATURES = {
+    "_generate_and_score_completions": ["self", "inputs"],
+    "_compute_loss": ["self", "model", "inputs"],
+    "_prepare_inputs": ["self", "generation_batch"],
+    "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
+    "evaluate": ["self", "eval_dataset", "ignore_keys", "metric_key_prefix"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+}
+SCORE_ARGUMENTS = {"self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"}
+INIT_ARGUMENTS = [
+    "self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class",
+    "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config", "tools", "rollout_func",
+    "environment_factory",
+]  # fmt: skip
+LOSS_READS = {
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "num_items_in_batch",
+    "old_per_token_logps", "ref_per_token_logps",
+}  # fmt: skip
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_methods_we_override_or_call(name):
+    assert parameters(getattr(GRPOTrainer, name)) == SIGNATURES[name]
+
+
+def test_scoring_takes_our_keywords_and_returns_three_things():
+    assert set(parameters(GRPOTrainer._get_per_token_logps_and_entropies)) >= SCORE_ARGUMENTS
+    returned = inspect.signature(inspect.unwrap(GRPOTrainer._get_per_token_logps_and_entropies)).return_annotation
+    assert "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]" in str(returned).replace("typing.", "")
+
+
+def test_constructor_arguments_are_the_ones_we_pass_on():
+    assert parameters(GRPOTrainer.__init__) == INIT_ARGUMENTS
+
+
+def test_the_loss_reads_the_keys_we_write():
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert all(f'"{key}"' in source for key in LOSS_READS)
+
+
+def test_attributes_of_an_instance(embedded_model, tmp_path):
+    from games import make_trainer
+
+    trainer = make_trainer(embedded_model, tmp_path)
+    for name in (
+        "_step", "_buffered_inputs", "_metrics", "_logs", "_tokenizer", "_dist", "eos_token_ids", "num_generations",
+        "num_iterations", "importance_sampling_level", "scale_rewards", "beta", "ref_model", "reward_weights",
+        "reward_func_names", "mask_truncated_completions", "pad_to_multiple_of", "temperature", "top_p", "top_k",
+        "min_p", "repetition_penalty", "chat_template_kwargs",
+    ):  # fmt: skip
+        assert hasattr(trainer, name), name
+    assert set(trainer._logs) >= {"prompt", "completion", "rewards", "advantages"}
+
+
+def test_extra_batch_entries_survive_shuffle_and_split():
+    batch = {"a": torch.arange(4), "turn_ids": torch.arange(8).view(4, 2), "zero_dimensional": torch.tensor(7)}
+    shuffled = utils.shuffle_sequence_dict(batch)
+    parts = utils.split_tensor_dict(shuffled, 2)
+    assert torch.cat([p["turn_ids"] for p in parts])[:, 0].tolist() == (2 * shuffled["a"]).tolist()
+    assert all(p["zero_dimensional"] == 7 for p in parts)
+
+
+def test_helpers_exist():
+    assert callable(model_utils.unwrap_model_for_generation) and callable(utils.use_adapter)
+    assert callable(model_utils.disable_gradient_checkpointing)

@@ -1,0 +1,119 @@
+"""Without an environment the trainer *is* TRL's GRPOTrainer: same seed, same losses, tools and all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from games import settings
+from trl import GRPOConfig, GRPOTrainer
+
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+
+ROWS = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"say {i}"}] for i in range(8)]})
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+
+
+def distinct_letters(completions, **_):
+    return [float(len(set(completion[-1]["content"]))) for completion in completions]
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply.
+
+    Args:
+        a: One number.
+        b: Another number.
+    """
+    return a * b
+
+
+def trl_settings(folder, **changes):
+    kept = settings(folder, max_steps=3, **changes)
+    for name in ("max_turns", "max_new_tokens", "stop_strings"):
+        del kept[name]
+    return kept
+
+
+def history(trainer):
+    trainer.train()
+    skip = ("time", "runtime", "per_second")
+    return [{k: v for k, v in entry.items() if not any(s in k for s in skip)} for entry in trainer.state.log_history]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_completion_length": 8, "beta": 0.1, "num_iterations": 2},
+        {"max_completion_length": 8, "importance_sampling_level": "sequence", "loss_type": "grpo"},
+    ],
+)
+def test_same_seed_same_run(embedded_model, tmp_path, changes):
+    runs = []
+    for trainer_class, config_class in ((GRPOTrainer, GRPOConfig), (MultiTurnGRPOTrainer, MultiTurnGRPOConfig)):
+        trainer = trainer_class(
+            model=str(embedded_model),
+            reward_funcs=distinct_letters,
+            args=config_class(**trl_settings(tmp_path, **changes)),
+            train_dataset=ROWS,
+        )
+        runs.append((history(trainer), trainer.model.state_dict()))
+    (trl_history, trl_state), (our_history, our_state) = runs
+    assert trl_history == our_history
+    assert all(torch.equal(trl_state[name], our_state[name]) for name in trl_state)
+
+
+def test_tools_still_work(embedded_model, tmp_path, monkeypatch):
+    """The model is made to call a tool by starting every answer with a scripted call."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+    call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call><|im_end|>'
+    call_ids = tokenizer(call, add_special_tokens=False)["input_ids"]
+    original = GRPOTrainer._generate_single_turn
+    seen = []
+
+    def scripted(self, prompt_ids, *args, **kwargs):
+        # The first answer is the call; what follows the tool's result is the model's own.
+        if "tool_response" not in tokenizer.decode(prompt_ids[0]):
+            return [list(call_ids) for _ in prompt_ids], None
+        seen.append(tokenizer.decode(prompt_ids[0]))
+        return original(self, prompt_ids, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", scripted)
+    runs = []
+    for trainer_class, config_class in ((GRPOTrainer, GRPOConfig), (MultiTurnGRPOTrainer, MultiTurnGRPOConfig)):
+        trainer = trainer_class(
+            model=str(embedded_model),
+            reward_funcs=distinct_letters,
+            args=config_class(**trl_settings(tmp_path, max_completion_length=len(call_ids) + 64)),
+            train_dataset=ROWS,
+            processing_class=tokenizer,
+            tools=[multiply],
+        )
+        runs.append(history(trainer))
+    assert seen and "42" in seen[0]
+    assert runs[0] == runs[1]
+    assert runs[0][0]["tools/call_frequency"] >= 1.0
+
+
+def test_trls_own_configuration_will_do(embedded_model, tmp_path):
+    args = GRPOConfig(**trl_settings(tmp_path, max_completion_length=4))
+    trainer = MultiTurnGRPOTrainer(str(embedded_model), distinct_letters, args, ROWS)
+    assert trainer.engine is None and trainer.max_completion_length == 4
+
+
+def test_trls_default_length_applies(embedded_model, tmp_path):
+    args = MultiTurnGRPOConfig(**trl_settings(tmp_path))
+    trainer = MultiTurnGRPOTrainer(str(embedded_model), distinct_letters, args, ROWS)
+    assert trainer.max_completion_length == GRPOConfig(**trl_settings(tmp_path)).max_completion_length == 512
+
+
+def test_multi_turn_options_without_an_environment_are_refused(embedded_model, tmp_path):
+    args = MultiTurnGRPOConfig(**settings(tmp_path, gamma=0.9))
+    with pytest.raises(ValueError, match=r"gamma, max_new_tokens, max_turns, stop_strings.*no effect.*environment="):
+        MultiTurnGRPOTrainer(str(embedded_model), distinct_letters, args, ROWS)
