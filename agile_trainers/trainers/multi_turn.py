@@ -158,6 +158,9 @@ class MultiTurnTrainer(GRPOTrainer):
                 append_final_observation=self._needs_final_observation,
             )
             check_first_prompt(self.engine, args.seed, first_row)
+            with self._generator():
+                # Made once for its checks of the sampling settings.
+                pass
 
     # ------------------------------------------------------------------------------------------------ construction
 
