@@ -1,0 +1,258 @@
+"""Chat frames: a conversation as token ids that only ever grow at the end.
+
+    first(messages) | answer 0 | frame(observation 0) | answer 1 | frame(observation 1) | ...
+
+Answers are the sampler's own ids. A *frame* is everything between the end of one answer and the start of the next: the
+rest of the answer's end-of-turn marker, the observation, the next generation prompt. Nothing is rendered twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from agile_trainers.rollout.template_check import Render, Rewrite, find_rewrite, trl_training_template
+from agile_trainers.types import Message
+
+_ANSWER = "agileAnswer"
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+    """How a conversation is written for a model without a chat template. Roles do not appear in it.
+
+    Nothing is added to an answer: an EOS token or a stop string that was sampled stays where it is. With a stop string
+    ``"\\n"``, for example, choose ``before_observation=""``.
+    """
+
+    separator: str = "\n"
+    """Between the messages of the prompt, or of one observation."""
+    after_prompt: str = ""
+    """Between the prompt and the first answer: by default the prompt is taken as it is."""
+    before_observation: str = "\n"
+    """Between an answer and the observation that follows it."""
+    after_observation: str = "\n"
+    """Between an observation and the next answer."""
+
+
+class ChatFrames:
+    """Makes the ids around the answers of one tokenizer's conversations.
+
+    A template is accepted if a longer conversation, rendered, *begins with* what was there before: the earlier
+    rendering with its generation prompt, then the answer as sampled. Plain or thinking, whichever the template itself
+    writes; what it would add to the other kind (an empty ``<think>`` block, say) does not count, since the sampled ids
+    stay as they are. Refused are templates that drop the thinking of earlier answers (unless ``enable_thinking`` is
+    False) and generation prompts that the history lacks (Qwen3's empty ``<think>`` block): the model would be trained on
+    contexts that its template never shows it.
+
+    A frame is tokenized on its own. Next to a special token, as in nearly every template, that gives the ids that the
+    whole text would give. In plain text, characters across the border might have merged into one token; the ids of the
+    conversation are the sampled ones all the same. Special tokens spelled out in an observation become those tokens, as
+    they do in a prompt.
+
+    Args:
+        tokenizer: Its chat template is used; without one, frames are plain text.
+        eos_token_ids: Ids that end an answer, as in the model's ``generation_config``. Default: the tokenizer's. The
+            template's own end-of-turn token is added, see the attribute of the same name.
+        chat_template: Replaces the tokenizer's template (the template itself, or the name of one of several).
+        chat_template_kwargs: Variables of the template, ``{"enable_thinking": False}`` for example.
+        training_template: If the template rewrites earlier turns, use TRL's training version of it.
+        plain: Write plain text in this format even if the tokenizer has a template. Default for a tokenizer without
+            one: ``PlainFormat()``.
+
+    Attributes:
+        chat_template: The template in use (TRL's training version where that was asked for and needed), None for plain
+            text.
+        eos_token_ids: Every id that ends an answer, sorted: the given ones and the template's end-of-turn token.
+
+    Raises:
+        ValueError: The template rewrites earlier turns, cannot render a conversation, or the arguments contradict each
+            other.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        eos_token_ids: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        training_template: bool = False,
+        plain: PlainFormat | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = dict(chat_template_kwargs or {})
+        if eos_token_ids is None:
+            eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.eos_token_ids = sorted(set(eos_token_ids))
+        self.chat_template: str | None = None
+        if plain is not None or not (chat_template or tokenizer.chat_template):
+            if chat_template or chat_template_kwargs or training_template:
+                raise ValueError(
+                    "chat_template, chat_template_kwargs and training_template need a chat template, but "
+                    + (f"the tokenizer of {_name(tokenizer)} has none" if plain is None else "plain text was asked for")
+                    + ": drop them, or give chat_template and leave plain out."
+                )
+            self._plain = plain or PlainFormat()
+            return
+        self.chat_template = self._choose_template(tokenizer.get_chat_template(chat_template), training_template)
+        self._render = self._renderer(self.chat_template)
+        self._special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._end_of_turn_ids: dict[tuple[str, ...], int | None] = {}
+        self._checked_prompts: set[tuple[str, ...]] = {("user",)}
+        end_of_turn = self._end_of_turn(_as_messages(""))
+        if end_of_turn is not None:
+            self.eos_token_ids = sorted({*self.eos_token_ids, end_of_turn})
+
+    def first(self, observation: str | list[Message]) -> list[int]:
+        """Render the start of a conversation.
+
+        Args:
+            observation: The prompt's messages; text is one user message.
+
+        Returns:
+            The prompt's ids, generation prompt included. Plain text starts with BOS if the tokenizer adds one.
+
+        Raises:
+            ValueError: The messages are malformed, refused by the template, or rewritten by it later on.
+        """
+        messages = _as_messages(observation)
+        if messages[-1]["role"] == "assistant":
+            raise ValueError("The prompt ends with an assistant message; its last message must not be the model's.")
+        if self.chat_template is None:
+            text = self._plain.separator.join(message["content"] for message in messages) + self._plain.after_prompt
+            return self._bos() + self._encode(text)
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._checked_prompts:
+            if rewrite := self._find_rewrite(self.chat_template, messages):
+                fix = f"It does so after a prompt of the roles {list(roles)}: use others, or another chat_template."
+                raise ValueError(rewrite.refusal(_name(self._tokenizer), fix))
+            self._checked_prompts.add(roles)
+        return self._encode(self._render(messages))
+
+    def frame(self, observation: str | list[Message], last_action_id: int) -> list[int]:
+        """Render what stands between an answer and the next one.
+
+        If the answer ended with the template's end-of-turn token, the frame begins right after it (with the newline
+        that follows it in ChatML, for example). Otherwise (a length limit, a stop string, or another EOS token, which
+        stays where it was sampled) the frame begins with that token. Plain text has none.
+
+        Args:
+            observation: What the environment said; text is one user message.
+            last_action_id: The last id of the answer.
+
+        Returns:
+            The observation's ids: end of the answer's turn, the observation, the next generation prompt.
+
+        Raises:
+            ValueError: The messages are malformed, or the template refuses or drops a message of such a role here.
+        """
+        messages = _as_messages(observation)
+        if self.chat_template is None:
+            text = self._plain.separator.join(message["content"] for message in messages)
+            return self._encode(self._plain.before_observation + text + self._plain.after_observation)
+        end_of_turn = self._end_of_turn(messages)
+        ids = self._encode(self._after_answer(messages))
+        # Cut as ids: tokens that swallow the whitespace after them (Phi-3) must see it.
+        return ids[ids.index(end_of_turn) + 1 :] if last_action_id == end_of_turn else ids
+
+    def decode(self, action_ids: Sequence[int]) -> str:
+        """The text of an answer as the environment gets it: without its terminator and without special tokens."""
+        ids = list(action_ids)
+        if ids and ids[-1] in self.eos_token_ids:
+            ids.pop()
+        return cast(str, self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _choose_template(self, template: str, training_template: bool) -> str:
+        """``template``, or TRL's training version of it if it needs one and that was asked for."""
+        prompt = _as_messages("prompt")
+        rewrite = self._find_rewrite(template, prompt)
+        if rewrite is None:
+            return template
+        repaired = trl_training_template(self._tokenizer, template)
+        repairable = repaired is not None and self._find_rewrite(repaired, prompt) is None
+        if training_template and repaired and repairable:
+            return repaired
+        own = (
+            "a chat_template or chat_template_kwargs with which earlier turns stay as they were ({'enable_thinking': "
+            "False} may do for a model that does not think)."
+        )
+        source = "TRL's training version of it (trl.chat_template_utils.get_training_chat_template)"
+        fix = (
+            f"Pass training_template=True for {source}, or {own}" if repairable else f"{source} is no help. Pass {own}"
+        )
+        raise ValueError(rewrite.refusal(_name(self._tokenizer), fix))
+
+    def _find_rewrite(self, template: str, prompt: list[Message]) -> Rewrite | None:
+        return find_rewrite(self._renderer(template), prompt, self._kwargs.get("enable_thinking") is not False)
+
+    def _end_of_turn(self, messages: list[Message]) -> int | None:
+        """The first special or EOS token between an answer and these messages (None: there is none); per roles.
+
+        For most templates it closes the answer's turn; where turns have no end (GLM), it opens the next one, and is
+        what the model samples to stop.
+        """
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._end_of_turn_ids:
+            if "assistant" in roles:
+                raise ValueError(f"The observation has roles {list(roles)}; 'assistant' is the model's own role.")
+            probes = [f"agileObservationProbe{index}x" for index in range(len(messages))]
+            rendered = self._after_answer([{**message, "content": probe} for message, probe in zip(messages, probes)])
+            for role, probe in zip(roles, probes):
+                if probe not in rendered:
+                    raise ValueError(
+                        f"The chat template of {_name(self._tokenizer)} does not write a message of role {role!r} "
+                        f"after an answer. Let the environment return text, or a role that the template writes."
+                    )
+            ends = self._special_ids.union(self.eos_token_ids)
+            ids = self._encode(rendered.partition(probes[0])[0])
+            self._end_of_turn_ids[roles] = next((i for i in ids if i in ends), None)
+        return self._end_of_turn_ids[roles]
+
+    def _after_answer(self, messages: list[Message]) -> str:
+        """What the template writes after an answer that these messages follow."""
+        dummy = [*_as_messages("prompt"), {"role": "assistant", "content": _ANSWER}]
+        return self._render([*dummy, *messages]).partition(_ANSWER)[2]
+
+    def _renderer(self, template: str) -> Render:
+        def render(messages: list[Message]) -> str:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    messages, chat_template=template, tokenize=False, add_generation_prompt=True, **self._kwargs
+                )
+            except (TemplateError, TypeError) as error:
+                raise ValueError(
+                    f"The chat template of {_name(self._tokenizer)} refuses a conversation with the roles "
+                    f"{[message['role'] for message in messages]}: {error}"
+                ) from error
+            return cast(str, text)
+
+        return render
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _bos(self) -> list[int]:
+        """The BOS token if the tokenizer puts one in front of plain text."""
+        added = self._tokenizer.encode("")[:1]
+        return added if added == [self._tokenizer.bos_token_id] else []
+
+
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+    return repr(tokenizer.name_or_path or type(tokenizer).__name__)
+
+
+def _as_messages(observation: str | list[Message]) -> list[Message]:
+    """The messages of an observation, checked."""
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if not isinstance(observation, list) or not observation:
+        raise ValueError(f"An observation is text or a non-empty list of chat messages, not {observation!r}.")
+    for message in observation:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f'A chat message is {{"role": text, "content": text}}, not {message!r}.')
+    return observation

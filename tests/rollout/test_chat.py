@@ -1,0 +1,415 @@
+"""Chat frames: exact ids over three turns, agreement with the whole rendering, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from chat_templates import CHATML, FAMILIES, LLAMA, Family, byte_tokenizer, trl_template, word_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from agile_trainers.rollout.chat import ChatFrames, PlainFormat
+from agile_trainers.types import Message
+
+PROMPT = [{"role": "user", "content": "guess"}]
+OBSERVATIONS: list[str] = ["higher", "lower", "done"]
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, layout: str) -> list[int]:
+    """The ids of a drawn layout: tokens between spaces, ↵ for a newline."""
+    vocab = tokenizer.get_vocab()
+    return [vocab["\n" if token == "↵" else token] for token in layout.split()]
+
+
+def play(
+    frames: ChatFrames, prompt: Any, answers: list[list[int]], observations: list[Any] = OBSERVATIONS
+) -> list[list[int]]:
+    """The pieces of a conversation: prompt, answer, frame, answer, frame, ..."""
+    pieces = [frames.first(prompt)]
+    for answer, observation in zip(answers, observations, strict=True):
+        pieces += [answer, frames.frame(observation, answer[-1])]
+    return pieces
+
+
+def test_chatml_ids_over_three_turns() -> None:
+    """Terminated, cut by length, ended by another EOS token: what each leaves to its frame.
+
+    | prompt ... assistant ↵ | 1 <|im_end|>  |            ↵ <|im_start|> user ↵ higher <|im_end|> ↵ <|im_start|> ...
+                             | 2             | <|im_end|> ↵ <|im_start|> user ↵ lower ...
+                             | 3 <|endoftext|> | <|im_end|> ↵ <|im_start|> user ↵ done ...
+    """
+    tokenizer = word_tokenizer(
+        trl_template("qwen3_instruct_2507"), ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], eos_token="<|im_end|>"
+    )
+    answers = [ids(tokenizer, layout) for layout in ("1 <|im_end|>", "2", "3 <|endoftext|>")]
+    expected = [
+        "<|im_start|> user ↵ guess <|im_end|> ↵ <|im_start|> assistant ↵",
+        "1 <|im_end|>",
+        "↵ <|im_start|> user ↵ higher <|im_end|> ↵ <|im_start|> assistant ↵",
+        "2",
+        "<|im_end|> ↵ <|im_start|> user ↵ lower <|im_end|> ↵ <|im_start|> assistant ↵",
+        "3 <|endoftext|>",
+        "<|im_end|> ↵ <|im_start|> user ↵ done <|im_end|> ↵ <|im_start|> assistant ↵",
+    ]
+    assert play(ChatFrames(tokenizer), PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
+
+
+def test_llama3_ids_over_three_turns() -> None:
+    """BOS once; no newline after the terminator; the template trims the observation.
+
+    | <|begin_of_text|> <|start_header_id|> user ... | 1 <|eot_id|> |            <|start_header_id|> user ... higher ...
+                                                     | 2            | <|eot_id|> <|start_header_id|> user ... lower ...
+    """
+    tokenizer = word_tokenizer(
+        trl_template("llama3"), [*LLAMA, "<|eot_id|>"], bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"
+    )
+    answers = [ids(tokenizer, layout) for layout in ("1 <|eot_id|>", "2", "3 <|eot_id|>")]
+    header = "<|start_header_id|> {} <|end_header_id|> ↵ ↵"
+    user, assistant = header.format("user"), header.format("assistant")
+    expected = [
+        f"<|begin_of_text|> {user} guess <|eot_id|> {assistant}",
+        "1 <|eot_id|>",
+        f"{user} higher <|eot_id|> {assistant}",
+        "2",
+        f"<|eot_id|> {user} lower <|eot_id|> {assistant}",
+        "3 <|eot_id|>",
+        f"{user} done <|eot_id|> {assistant}",
+    ]
+    pieces = play(ChatFrames(tokenizer), PROMPT, answers, ["\n higher\n\n", "lower\n", " done"])
+    assert pieces == [ids(tokenizer, layout) for layout in expected]
+
+
+def test_gemma_ids_over_three_turns() -> None:
+    """The model's role is called ``model``; the end-of-turn token is not the tokenizer's EOS.
+
+    | <bos> <start_of_turn> user ... | 1 <end_of_turn> | ↵ <start_of_turn> user ↵ higher <end_of_turn> ↵ ... model ↵
+                                     | 2 <eos>         | <end_of_turn> ↵ <start_of_turn> user ↵ lower ...
+    """
+    specials = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+    tokenizer = word_tokenizer(trl_template("gemma"), specials, bos_token="<bos>", eos_token="<eos>")
+    answers = [ids(tokenizer, layout) for layout in ("1 <end_of_turn>", "2 <eos>", "3")]
+    rest = "<end_of_turn> ↵ <start_of_turn> model ↵"
+    expected = [
+        f"<bos> <start_of_turn> user ↵ guess {rest}",
+        "1 <end_of_turn>",
+        f"↵ <start_of_turn> user ↵ higher {rest}",
+        "2 <eos>",
+        f"<end_of_turn> ↵ <start_of_turn> user ↵ lower {rest}",
+        "3",
+        f"<end_of_turn> ↵ <start_of_turn> user ↵ done {rest}",
+    ]
+    frames = ChatFrames(tokenizer)
+    assert play(frames, PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
+    assert frames.eos_token_ids == sorted(ids(tokenizer, "<eos> <end_of_turn>"))
+
+
+def test_plain_ids_over_three_turns() -> None:
+    """| guess | 1 | ↵ higher ↵ | 2 <eos> | ↵ lower ↵ | 3 | ↵ done ↵ |"""
+    tokenizer = word_tokenizer(None, ["<eos>"], eos_token="<eos>")
+    answers = [ids(tokenizer, layout) for layout in ("1", "2 <eos>", "3")]
+    expected = ["guess", "1", "↵ higher ↵", "2 <eos>", "↵ lower ↵", "3", "↵ done ↵"]
+    frames = ChatFrames(tokenizer)
+    assert play(frames, PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
+    assert frames.chat_template is None
+    assert frames.eos_token_ids == ids(tokenizer, "<eos>")
+
+
+def test_plain_format_is_configurable_and_may_replace_a_template() -> None:
+    tokenizer = word_tokenizer(trl_template("gemma"), ["<eos>"], eos_token="<eos>")
+    plain = PlainFormat(separator=" a ", after_prompt=" b", before_observation="c ", after_observation=" \n")
+    frames = ChatFrames(tokenizer, plain=plain)
+    messages: list[Message] = [{"role": "system", "content": "word"}, {"role": "user", "content": "guess"}]
+    assert frames.first(messages) == ids(tokenizer, "word a guess b")
+    assert frames.frame(messages, 0) == ids(tokenizer, "c word a guess ↵")
+
+
+def test_plain_prompt_has_the_bos_that_the_tokenizer_adds() -> None:
+    tokenizer = byte_tokenizer(None, ["<bos>"], bos_token="<bos>")
+    frames = ChatFrames(tokenizer)
+    assert frames.first("guess") == tokenizer("guess")["input_ids"]
+    assert frames.first("guess")[0] == tokenizer.bos_token_id
+    assert tokenizer.bos_token_id not in frames.frame("higher", 0)
+    assert frames.eos_token_ids == []
+
+
+@pytest.mark.parametrize("ending", ["stop", "length", "other eos"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pieces_are_the_ids_of_the_whole_rendering(name: str, ending: str) -> None:
+    """first + answers + frames == the tokenized rendering of the conversation, however the answers ended."""
+    family: Family = FAMILIES[name]
+    tokenizer = family.tokenizer()
+    frames = ChatFrames(tokenizer, chat_template_kwargs=family.kwargs)
+    sampled = {"stop": family.end_of_turn, "length": "", "other eos": "<|endoftext|>"}[ending]
+    answers = [
+        tokenizer.encode(text.removeprefix(family.opened) + sampled, add_special_tokens=False)
+        for text in family.answers
+    ]
+    observations = ["higher, b", "lower:\nlook:\n\nbelow", "done (ünï)"]
+
+    conversation: list[Message] = list(PROMPT)
+    for text, observation in zip(family.answers, observations, strict=True):
+        kept = sampled if ending == "other eos" else ""
+        conversation.append({"role": "assistant", "content": text + kept})
+        conversation.append({"role": "user", "content": observation})
+    rendered = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **family.kwargs)
+    whole = tokenizer.encode(rendered, add_special_tokens=False)
+
+    pieces = play(frames, PROMPT, answers, observations)
+    assert [i for piece in pieces for i in piece] == whole
+    bos = tokenizer.bos_token_id
+    assert [piece.count(bos) for piece in pieces] == [1 if family.bos else 0] + [0] * 6
+
+
+def test_a_token_that_swallows_whitespace_is_cut_with_it() -> None:
+    """Phi-3's <|end|> takes the newline after it along, also when it was sampled."""
+    family = FAMILIES["phi3"]
+    tokenizer = family.tokenizer()
+    end = ids(tokenizer, "<|end|>")[0]
+    assert ChatFrames(tokenizer).frame("higher", end)[0] == ids(tokenizer, "<|user|>")[0]
+
+
+def test_turns_without_an_end_stop_at_the_next_header() -> None:
+    """GLM-like: what the model samples to stop is the header of the next turn, which is not repeated."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    tokenizer = word_tokenizer(template, ["<|user|>", "<|assistant|>", "<eos>"], eos_token="<eos>")
+    frames = ChatFrames(tokenizer)
+    [user] = ids(tokenizer, "<|user|>")
+    assert frames.frame("higher", user) == ids(tokenizer, "↵ higher <|assistant|> ↵")
+    assert frames.frame("higher", ids(tokenizer, "1")[0]) == ids(tokenizer, "<|user|> ↵ higher <|assistant|> ↵")
+    assert user in frames.eos_token_ids
+
+
+def test_a_terminator_may_be_an_ordinary_token_or_missing() -> None:
+    """An EOS token that is not flagged special ends turns; a special token after the observation does not."""
+    template = "{% for m in messages %}{{ m.content }} a {% if m.role == 'user' %}<gen>{% endif %}{% endfor %}"
+    tokenizer = word_tokenizer(template, ["<gen>"])
+    [ordinary, gen] = ids(tokenizer, "a <gen>")
+    plain_end = ChatFrames(tokenizer, eos_token_ids=[ordinary])
+    assert plain_end.frame("higher", ordinary) == ids(tokenizer, "higher a <gen>")
+    no_end = ChatFrames(tokenizer)
+    assert no_end.eos_token_ids == []
+    assert no_end.frame("higher", gen) == ids(tokenizer, "a higher a <gen>")
+
+
+def test_text_before_the_terminator_and_bos_before_each_turn() -> None:
+    """Llama-2-like: something of the template before </s>, and a BOS of the template's own before every user turn."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<s>a {{ m.content }} b{% else %}{{ m.content }} \n</s>"
+        "{% endif %}{% endfor %}"
+    )
+    tokenizer = word_tokenizer(template, ["<s>", "</s>"], bos_token="<s>", eos_token="</s>")
+    frames = ChatFrames(tokenizer)
+    assert frames.frame("higher", ids(tokenizer, "</s>")[0]) == ids(tokenizer, "<s> a higher b")
+    assert frames.frame("higher", ids(tokenizer, "1")[0]) == ids(tokenizer, "↵ </s> <s> a higher b")
+
+
+def test_default_system_prompt_stays_in_the_prompt() -> None:
+    tokenizer = FAMILIES["qwen2_5"].tokenizer()
+    frames = ChatFrames(tokenizer)
+    assert "You are Qwen" in tokenizer.decode(frames.first("guess"))
+    assert "You are Qwen" not in tokenizer.decode(frames.frame("higher", 0))
+
+
+def test_tool_messages_use_the_templates_tool_format() -> None:
+    family = FAMILIES["qwen3_instruct_2507"]
+    tokenizer = family.tokenizer()
+    end = ids(tokenizer, family.end_of_turn)[0]
+    tools: list[Message] = [{"role": "tool", "name": "f", "content": text} for text in ("4", "5")]
+    assert tokenizer.decode(ChatFrames(tokenizer).frame(tools, end)) == (
+        "\n<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_system_message_between_turns_where_the_template_has_one() -> None:
+    tokenizer = FAMILIES["qwen2_5"].tokenizer()
+    frame = ChatFrames(tokenizer).frame([{"role": "system", "content": "be brief"}, *PROMPT], 0)
+    assert tokenizer.decode(frame) == (
+        "<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nguess<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "error"),
+    [
+        ("phi3", ["tool"], "does not write a message of role 'tool' after an answer"),
+        ("deepseek_r1_distill_training", ["system", "user"], "does not write a message of role 'system'"),
+        ("gemma", ["tool"], r"refuses a conversation with the roles \['user', 'assistant', 'tool'\]: .*alternate"),
+        ("gemma", ["user", "user"], "refuses a conversation .*alternate"),
+        ("qwen2_5", ["user", "assistant"], "'assistant' is the model's own role"),
+    ],
+)
+def test_observations_that_a_template_cannot_write(name: str, roles: list[str], error: str) -> None:
+    frames = ChatFrames(FAMILIES[name].tokenizer())
+    with pytest.raises(ValueError, match=error):
+        frames.frame([{"role": role, "content": "higher"} for role in roles], 0)
+
+
+@pytest.mark.parametrize(
+    "bad", [[], None, ["higher"], [{"role": "user"}], [{"role": "user", "content": ["higher"]}], 3]
+)
+@pytest.mark.parametrize("template", [trl_template("qwen2_5"), None])
+def test_malformed_observations(template: str | None, bad: Any) -> None:
+    frames = ChatFrames(word_tokenizer(template, ["<|im_end|>"]))
+    for call in (frames.first, lambda observation: frames.frame(observation, 0)):
+        with pytest.raises(ValueError, match=r"An observation is text or|A chat message is"):
+            call(bad)
+
+
+def test_prompt_must_not_end_with_the_model() -> None:
+    frames = ChatFrames(FAMILIES["qwen2_5"].tokenizer())
+    with pytest.raises(ValueError, match="ends with an assistant message"):
+        frames.first([*PROMPT, {"role": "assistant", "content": "1"}])
+
+
+def test_a_gemma_prompt_with_a_system_message_is_a_clear_error() -> None:
+    frames = ChatFrames(FAMILIES["gemma"].tokenizer())
+    with pytest.raises(ValueError, match=r"refuses a conversation.*System role not supported"):
+        frames.first([{"role": "system", "content": "word"}, *PROMPT])
+
+
+def test_decode_drops_the_terminator_and_special_tokens() -> None:
+    tokenizer = byte_tokenizer(trl_template("qwen3_instruct_2507"), [*CHATML, "<|im_end|>"])
+    tokenizer.add_tokens(["<stop>", "<think>"])  # Not special.
+    frames = ChatFrames(tokenizer, eos_token_ids=[ids(tokenizer, "<stop>")[0]])
+    for terminator in ("", "<stop>", "<|im_end|>"):
+        encoded = tokenizer.encode(f" <think> guess , 1\n{terminator}", add_special_tokens=False)
+        assert frames.decode(encoded) == " <think> guess , 1\n"
+    assert frames.decode([]) == ""
+    inside = tokenizer.encode("1<stop>2<|im_start|>3<stop>", add_special_tokens=False)
+    assert frames.decode(inside) == "1<stop>23"
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
+def test_qwen3_is_refused_until_trls_training_template_is_used(kwargs: dict[str, Any]) -> None:
+    """Qwen3 drops earlier thinking; without thinking, the empty block of its generation prompt is not in its history."""
+    tokenizer = byte_tokenizer(trl_template("qwen3"), [*CHATML, "<|im_end|>"], eos_token="<|im_end|>")
+    tokenizer.name_or_path = "Qwen/Qwen3-0.6B"
+    with pytest.raises(ValueError) as caught:
+        ChatFrames(tokenizer, chat_template_kwargs=kwargs)
+    text = str(caught.value)
+    assert "'Qwen/Qwen3-0.6B' rewrites earlier turns" in text
+    assert "as it was" in text and r"assistant\n<think>\n" in text
+    assert "rendered later" in text and r"assistant\nagileAnswerProbe<|im_end|>" in text
+    assert "training_template=True" in text and "get_training_chat_template" in text
+
+    frames = ChatFrames(tokenizer, chat_template_kwargs=kwargs, training_template=True)
+    assert frames.chat_template == trl_template("qwen3_training")
+    assert tokenizer.chat_template == trl_template("qwen3")
+    generation_prompt = "assistant\n<think>\n\n</think>\n\n" if kwargs else "assistant\n"
+    assert str(tokenizer.decode(frames.frame("higher", tokenizer.eos_token_id))).endswith(generation_prompt)
+
+
+@pytest.mark.parametrize("training_template", [False, True])
+def test_templates_that_trl_cannot_repair(training_template: bool) -> None:
+    tokenizer = byte_tokenizer(trl_template("glm4moe"), ["<|user|>", "<|assistant|>"])
+    with pytest.raises(ValueError, match=r"(?s)rewrites earlier turns.*is no help\. Pass a chat_template"):
+        ChatFrames(tokenizer, training_template=training_template)
+
+
+def test_thinking_that_is_dropped_matters_only_to_a_model_that_thinks() -> None:
+    """Gemma 4 drops its own kind of thinking (a channel) from earlier answers."""
+    tokenizer = byte_tokenizer(trl_template("gemma4"), ["<bos>", "<|turn>", "<turn|>"], bos_token="<bos>")
+    for thinks in ({}, {"enable_thinking": True}):
+        with pytest.raises(ValueError, match=r"<\|channel>thought"):
+            ChatFrames(tokenizer, chat_template_kwargs=thinks)
+    frames = ChatFrames(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    end = ids(tokenizer, "<turn|>")[0]
+    assert tokenizer.decode(frames.frame("higher", end)) == "\n<|turn>user\nhigher<turn|>\n<|turn>model\n"
+
+
+def test_thinking_that_the_template_reads_from_its_own_field() -> None:
+    """Qwen3.8 opens the thinking in its generation prompt and writes it from ``reasoning_content`` only."""
+    ChatFrames(byte_tokenizer(trl_template("qwen3_8"), [*CHATML, "<|im_end|>"]))
+
+
+CHATML_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ BODY }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "refused"),
+    [
+        ("m.content", False),
+        (
+            "m.content if loop.index0 > messages|length - 4 else m.content|upper",
+            True,
+        ),  # Only long conversations change.
+        ("m.content if loop.last else '...'", True),
+        ("m.content ~ (' /hint' if loop.last else '')", True),
+        ("(messages|length ~ '|' if loop.first else '') ~ m.content", True),
+        ("m.content.split('</think>')[-1]", True),
+        ("m.content if loop.index0 > messages|length - 4 else m.content.split('</think>')[-1]", True),
+        ("(m.content if m.role == 'user' else '> ' ~ m.content)", True),
+    ],
+)
+def test_rewriting_is_found_wherever_it_happens(body: str, refused: bool) -> None:
+    tokenizer = byte_tokenizer(CHATML_TEMPLATE.replace("BODY", body), [*CHATML, "<|im_end|>"])
+    if not refused:
+        ChatFrames(tokenizer)
+        return
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        ChatFrames(tokenizer)
+
+
+def test_a_system_message_that_wanders_is_found_with_the_prompt_that_has_one() -> None:
+    """Mistral-like: the system message is written into the *last* user message."""
+    template = (
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% endif %}{% for m in messages %}"
+        "{% if m.role == 'user' %}[INST]{% if loop.last and system %}{{ system }}\n{% endif %}{{ m.content }}[/INST]"
+        "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer(template, ["[INST]", "[/INST]", "</s>"], eos_token="</s>")
+    frames = ChatFrames(tokenizer)
+    assert tokenizer.decode(frames.first(PROMPT)) == "[INST]guess[/INST]"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"(?s)rewrites earlier turns.*prompt of the roles \['system', 'user'\]"):
+            frames.first([{"role": "system", "content": "word"}, *PROMPT])
+
+
+def test_a_template_given_by_hand_replaces_the_tokenizers() -> None:
+    tokenizer = byte_tokenizer(trl_template("qwen3"), [*CHATML, "<|im_end|>"])
+    template = trl_template("qwen3_instruct_2507")
+    assert ChatFrames(tokenizer, chat_template=template).chat_template == template
+    bare = byte_tokenizer(None, [*CHATML, "<|im_end|>"])
+    with pytest.raises(ValueError, match="get_training_chat_template"):
+        ChatFrames(bare, chat_template=trl_template("qwen3"))
+    repaired = ChatFrames(bare, chat_template=trl_template("qwen3"), training_template=True)
+    assert repaired.chat_template == trl_template("qwen3_training")
+    assert bare.chat_template is None
+
+
+def test_templates_that_want_content_parts_are_a_clear_error() -> None:
+    with pytest.raises(ValueError, match="refuses a conversation with the roles"):
+        ChatFrames(byte_tokenizer(trl_template("llava_next"), ["</s>"]))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"training_template": True}, {"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template": "x"}],
+)
+def test_template_arguments_need_a_template(kwargs: dict[str, Any]) -> None:
+    bare = word_tokenizer(None, [])
+    if "chat_template" not in kwargs:
+        with pytest.raises(ValueError, match="has none: drop them"):
+            ChatFrames(bare, **kwargs)
+    with pytest.raises(ValueError, match="plain text was asked for"):
+        ChatFrames(bare, plain=PlainFormat(), **kwargs)
+
+
+def test_one_rendering_and_one_tokenizer_call_per_observation() -> None:
+    """Frames are made B x K times a rollout; what is constant is made once."""
+    tokenizer = FAMILIES["qwen2_5"].tokenizer()
+    frames = ChatFrames(tokenizer)
+    with (
+        mock.patch.object(tokenizer, "encode", wraps=tokenizer.encode) as encode,
+        mock.patch.object(tokenizer, "apply_chat_template", wraps=tokenizer.apply_chat_template) as render,
+    ):
+        frames.frame("higher", 0)
+    assert (render.call_count, encode.call_count) == (1, 1)
