@@ -1,0 +1,57 @@
+"""``agile-trainers <command>``. A command's module is imported when the command runs, so that help comes at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "demo": "train a tiny model on guess-the-number, from nothing to a trained agent in minutes",
+    "grpo": "train any model on any environment by multi-turn GRPO",
+}
+"""What each command does; ``agile_trainers.cli.<command>`` runs it."""
+
+
+def usage() -> str:
+    """The text of ``agile-trainers --help``."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: agile-trainers <command> [options]",
+            "",
+            "Multi-turn reinforcement learning for language models, on top of TRL.",
+            "",
+            *lines,
+            "",
+            "`agile-trainers <command> --help` lists the options of a command.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: The command and its options. Default: the command line.
+
+    Returns:
+        The exit code: 0, or 2 for a command that does not exist.
+    """
+    command, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help"):
+        print(usage())
+        return 0
+    if command not in COMMANDS:
+        print(f"agile-trainers: there is no command {command!r}.\n\n{usage()}", file=sys.stderr)
+        return 2
+    # Before TRL is imported: the modules this package builds on call themselves experimental at every import.
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    importlib.import_module(f"agile_trainers.cli.{command}").main(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
