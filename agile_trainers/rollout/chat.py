@@ -60,7 +60,7 @@ class ChatFrames:
             template's own end-of-turn token is added, see the attribute of the same name.
         chat_template: Replaces the tokenizer's template (the template itself, or the name of one of several).
         chat_template_kwargs: Variables of the template, ``{"enable_thinking": False}`` for example.
-        training_template: If the template rewrites earlier turns, use TRL's training version of it.
+        training_chat_template: If the template rewrites earlier turns, use TRL's training version of it.
         plain: Write plain text in this format even if the tokenizer has a template. Default for a tokenizer without
             one: ``PlainFormat()``.
 
@@ -81,7 +81,7 @@ class ChatFrames:
         eos_token_ids: Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        training_template: bool = False,
+        training_chat_template: bool = False,
         plain: PlainFormat | None = None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -91,15 +91,15 @@ class ChatFrames:
         self.eos_token_ids = sorted(set(eos_token_ids))
         self.chat_template: str | None = None
         if plain is not None or not (chat_template or tokenizer.chat_template):
-            if chat_template or chat_template_kwargs or training_template:
+            if chat_template or chat_template_kwargs or training_chat_template:
                 raise ValueError(
-                    "chat_template, chat_template_kwargs and training_template need a chat template, but "
+                    "chat_template, chat_template_kwargs and training_chat_template need a chat template, but "
                     + (f"the tokenizer of {_name(tokenizer)} has none" if plain is None else "plain text was asked for")
                     + ": drop them, or give chat_template and leave plain out."
                 )
             self._plain = plain or PlainFormat()
             return
-        self.chat_template = self._choose_template(tokenizer.get_chat_template(chat_template), training_template)
+        self.chat_template = self._choose_template(tokenizer.get_chat_template(chat_template), training_chat_template)
         self._render = self._renderer(self.chat_template)
         self._special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._end_of_turn_ids: dict[tuple[str, ...], int | None] = {}
@@ -167,7 +167,7 @@ class ChatFrames:
             ids.pop()
         return cast(str, self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _choose_template(self, template: str, training_template: bool) -> str:
+    def _choose_template(self, template: str, training_chat_template: bool) -> str:
         """``template``, or TRL's training version of it if it needs one and that was asked for."""
         prompt = _as_messages("prompt")
         rewrite = self._find_rewrite(template, prompt)
@@ -175,7 +175,7 @@ class ChatFrames:
             return template
         repaired = trl_training_template(self._tokenizer, template)
         repairable = repaired is not None and self._find_rewrite(repaired, prompt) is None
-        if training_template and repaired and repairable:
+        if training_chat_template and repaired and repairable:
             return repaired
         own = (
             "a chat_template or chat_template_kwargs with which earlier turns stay as they were ({'enable_thinking': "
@@ -183,7 +183,9 @@ class ChatFrames:
         )
         source = "TRL's training version of it (trl.chat_template_utils.get_training_chat_template)"
         fix = (
-            f"Pass training_template=True for {source}, or {own}" if repairable else f"{source} is no help. Pass {own}"
+            f"Pass training_chat_template=True for {source}, or {own}"
+            if repairable
+            else f"{source} is no help. Pass {own}"
         )
         raise ValueError(rewrite.refusal(_name(self._tokenizer), fix))
 

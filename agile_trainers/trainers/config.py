@@ -83,7 +83,8 @@ class MultiTurnConfig(GRPOConfig):
     def __post_init__(self) -> None:
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
         # left to `for_trl`, for runs without an environment.
-        eval_generations, self.num_generations_eval = self.num_generations_eval, self.num_generations_eval or 1
+        eval_generations = vars(self)["num_generations_eval"]
+        self.num_generations_eval = eval_generations or 1
         super().__post_init__()
         self.num_generations_eval = eval_generations
         if self.importance_sampling_level == "trajectory":

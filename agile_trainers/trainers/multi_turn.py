@@ -10,16 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from transformers.trainer_utils import speed_metrics
 from transformers.utils import logging
-from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
 
@@ -30,16 +27,17 @@ from agile_trainers.objectives.advantages import pool_over_turns, whiten
 from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.rollout.generators.transformers import TransformersGenerator
-from agile_trainers.rollout.metrics import episode_row, summarize
+from agile_trainers.rollout.metrics import episode_row
 from agile_trainers.rollout.record import episode_record, write_records
 from agile_trainers.types import Trajectory, TurnBatch
 
 from .batching import Batch, sort_by_length, trim_columns
 from .config import MultiTurnConfig
-from .randomness import EVALUATION, TRAINING, environment_seed, preserved_random_state
+from .evaluation import EpisodeEvaluation
+from .randomness import training_specs
 from .reporting import degeneracies, training_summary
 from .setup import build_engine, check_first_prompt, check_vllm, refuse, training_rows
 
@@ -55,7 +53,7 @@ class Credit:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class MultiTurnTrainer(GRPOTrainer):
+class MultiTurnTrainer(EpisodeEvaluation):
     """GRPO's machinery over multi-turn episodes; a subclass adds the credit rule, :meth:`_assign_credit`.
 
     Takes every argument of TRL's ``GRPOTrainer``, in TRL's order, and:
@@ -73,6 +71,13 @@ class MultiTurnTrainer(GRPOTrainer):
             turns, an environment that breaks the protocol, a prompt that leaves no room to answer.
     """
 
+    args: Any  # the trainer's own configuration class, which `Trainer` does not know
+    model: Any
+    num_generations: int
+    pad_to_multiple_of: int | None
+    scale_rewards: Any
+    _logs: dict[str, Any]
+    _buffered_inputs: Any
     _config_class: type[MultiTurnConfig]
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "agile-trainers"]
     _needs_final_observation = False
@@ -97,7 +102,7 @@ class MultiTurnTrainer(GRPOTrainer):
         environment: str | EnvironmentFactory | None = None,
     ):
         if args is None:
-            args = self._config_class(output_dir=f"{self._name.replace(' ', '-')}")
+            args = self._config_class(output_dir=self._name.replace(" ", "-"))
         self.engine: RolloutEngine | None = None
         # What `_compute_loss` shows `_get_per_token_logps_and_entropies` while it runs.
         self._loss_batch: Batch | None = None
@@ -157,6 +162,9 @@ class MultiTurnTrainer(GRPOTrainer):
                 longest=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
                 append_final_observation=self._needs_final_observation,
             )
+            if args.training_chat_template:
+                # Whoever loads the saved tokenizer must render what the policy was trained on.
+                self.processing_class.chat_template = self.engine.chat.chat_template
             check_first_prompt(self.engine, args.seed, first_row)
             with self._generator():
                 # Made once for its checks of the sampling settings.
@@ -186,6 +194,7 @@ class MultiTurnTrainer(GRPOTrainer):
     @contextmanager
     def _generator(self, do_sample: bool = True) -> Iterator[TransformersGenerator]:
         """The rollout generator on the unwrapped policy, in eval mode, as TRL unwraps it for its own generation."""
+        assert self.engine is not None
         args, training = self.args, self.model.training
         settings = SamplingSettings(
             temperature=self.temperature,
@@ -226,24 +235,16 @@ class MultiTurnTrainer(GRPOTrainer):
         micro_steps = self.state.global_step * accumulation + self._step % accumulation
         return micro_steps // (self.args.steps_per_generation * self.num_iterations)
 
-    def _specs(self, inputs: list[dict[str, Any]], generation: int) -> list[EpisodeSpec]:
-        """Seeds depend on (seed, generation, row, member) only: neither on rank nor on the number of processes."""
-        first = self.accelerator.process_index * len(inputs)
-        specs = []
-        for index, row in enumerate(inputs, start=first):
-            group, member = divmod(index, self.num_generations)
-            seed = environment_seed(self.args.seed, TRAINING, generation, group)
-            options = dict(row) if self._rows_are_options else None
-            specs.append(EpisodeSpec(seed, (self.args.seed, TRAINING, generation, group, member), options))
-        return specs
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if self.engine is None:
             return super()._generate_and_score_completions(inputs)
         generation = self._generation_index()
         started = time.perf_counter()
+        rows = [dict(row) if self._rows_are_options else None for row in inputs]
+        first = self._local(len(inputs)).start
+        specs = training_specs(self.args.seed, generation, rows, first, self.num_generations)
         with self._generator() as generator:
-            trajectories = self.engine.run(self._specs(inputs, generation), generator)
+            trajectories = self.engine.run(specs, generator)
         self._rollout_seconds = time.perf_counter() - started
 
         batch = collate(
@@ -447,77 +448,3 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.args.log_rollouts:
             name = f"step-{self.state.global_step:06d}-{name}-rank{self.accelerator.process_index}.jsonl"
             write_records(Path(self.args.output_dir) / "rollouts" / name, records)
-
-    # ------------------------------------------------------------------------------------------------- evaluation
-
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-        *,
-        num_episodes: int | None = None,
-        greedy: bool | None = None,
-    ) -> dict[str, float]:
-        """Play many episodes and report their return; nothing is trained and the training stream does not change.
-
-        Args:
-            eval_dataset: Rows handed to ``reset``, repeated in order up to ``num_episodes``. Default: the trainer's
-                ``eval_dataset``; without any, the environment gets seeds only.
-            ignore_keys: Accepted for ``Trainer``'s sake; there are no model outputs to ignore.
-            metric_key_prefix: Prefix of the metrics.
-            num_episodes: Over all processes. Default: ``args.num_eval_episodes``.
-            greedy: Take the likeliest token instead of sampling. Default: ``args.eval_greedy``.
-
-        Returns:
-            The metrics of :func:`agile_trainers.rollout.metrics.summarize` under ``eval_``, with ``eval_return`` (the mean
-            episode return, for ``metric_for_best_model="return"``), its standard error ``eval_return_sem``, and
-            ``eval_episodes``. Seeds are the same in every evaluation.
-        """
-        if self.engine is None:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if eval_dataset is None:
-            eval_dataset = self._eval_rows
-        if isinstance(eval_dataset, dict):
-            results: dict[str, float] = {}
-            for name, part in eval_dataset.items():
-                prefix = f"{metric_key_prefix}_{name}"
-                results |= self.evaluate(part, ignore_keys, prefix, num_episodes=num_episodes, greedy=greedy)
-            return results
-        count = self.args.num_eval_episodes if num_episodes is None else num_episodes
-        if count < 1:
-            raise ValueError(f"num_episodes must be at least 1, got {count}.")
-        started, training = time.time(), self.model.training
-        with preserved_random_state():
-            trajectories = self._play_evaluation(
-                eval_dataset, count, self.args.eval_greedy if greedy is None else greedy
-            )
-        rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
-        summary = summarize(rows)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in summary.items()}
-        metrics[f"{metric_key_prefix}_return"] = summary.get("return/mean", float("nan"))
-        metrics[f"{metric_key_prefix}_return_sem"] = summary.get("return/std", float("nan")) / len(rows) ** 0.5
-        metrics[f"{metric_key_prefix}_episodes"] = float(len(rows))
-        metrics |= speed_metrics(metric_key_prefix, started, num_samples=len(rows))
-        # TRL's `log` files metrics under the mode of the model.
-        self.model.eval()
-        self.log(metrics)
-        self.model.train(training)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self._record(metric_key_prefix, [episode_record(trajectory, step=self.state.global_step) for trajectory in trajectories])
-        return metrics
-
-    def _play_evaluation(self, dataset: Any, count: int, greedy: bool) -> list[Trajectory]:
-        assert self.engine is not None
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        rows = None if dataset is None else list(islice(dataset, count))
-        specs = [
-            EpisodeSpec(
-                environment_seed(self.args.seed, EVALUATION, 0, index),
-                (self.args.seed, EVALUATION, 0, index, 0),
-                None if rows is None else dict(rows[index % len(rows)]),
-            )
-            for index in range(rank, count, world)
-        ]
-        with self._generator(do_sample=not greedy) as generator:
-            return self.engine.run(specs, generator)

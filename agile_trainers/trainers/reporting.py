@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from transformers.trainer_utils import speed_metrics
+
 from agile_trainers.rollout.metrics import summarize
 
 
@@ -31,6 +33,24 @@ def training_summary(rows: Sequence[dict[str, Any]], seconds: float, rewards: Se
         "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
         "completions/mean_length": tokens / len(rows),
     }
+
+
+def evaluation_summary(rows: Sequence[dict[str, Any]], prefix: str, started: float) -> dict[str, float]:
+    """Metrics of one evaluation, as :meth:`MultiTurnTrainer.evaluate` returns them.
+
+    Args:
+        rows: One row per episode, of all ranks.
+        prefix: Put before every name.
+        started: ``time.time()`` at its start.
+    """
+    summary = summarize(rows)
+    failures = summary["stop/environment_error"] + summary["stop/environment_timeout"]
+    sound = len(rows) * (1 - failures)
+    summary["return"] = summary.get("return/mean", float("nan"))
+    summary["return_sem"] = summary["return/std"] / sound**0.5 if sound else float("nan")
+    summary["episodes"] = float(len(rows))
+    metrics = {f"{prefix}_{name}": value for name, value in summary.items()}
+    return metrics | speed_metrics(prefix, started, num_samples=len(rows))
 
 
 IDLE_BATCHES = 5

@@ -53,7 +53,7 @@ def build_engine(
         tokenizer,
         eos_token_ids=eos_token_ids,
         chat_template_kwargs=args.chat_template_kwargs,
-        training_template=args.training_chat_template,
+        training_chat_template=args.training_chat_template,
     )
     return RolloutEngine(
         EnvironmentPool(factory, args.environment_workers, args.environment_timeout),

@@ -295,20 +295,20 @@ def test_qwen3_is_refused_until_trls_training_template_is_used(kwargs: dict[str,
     assert "'Qwen/Qwen3-0.6B' rewrites earlier turns" in text
     assert "as it was" in text and r"assistant\n<think>\n" in text
     assert "rendered later" in text and r"assistant\nagileAnswerProbe<|im_end|>" in text
-    assert "training_template=True" in text and "get_training_chat_template" in text
+    assert "training_chat_template=True" in text and "get_training_chat_template" in text
 
-    frames = ChatFrames(tokenizer, chat_template_kwargs=kwargs, training_template=True)
+    frames = ChatFrames(tokenizer, chat_template_kwargs=kwargs, training_chat_template=True)
     assert frames.chat_template == trl_template("qwen3_training")
     assert tokenizer.chat_template == trl_template("qwen3")
     generation_prompt = "assistant\n<think>\n\n</think>\n\n" if kwargs else "assistant\n"
     assert str(tokenizer.decode(frames.frame("higher", tokenizer.eos_token_id))).endswith(generation_prompt)
 
 
-@pytest.mark.parametrize("training_template", [False, True])
-def test_templates_that_trl_cannot_repair(training_template: bool) -> None:
+@pytest.mark.parametrize("training_chat_template", [False, True])
+def test_templates_that_trl_cannot_repair(training_chat_template: bool) -> None:
     tokenizer = byte_tokenizer(trl_template("glm4moe"), ["<|user|>", "<|assistant|>"])
     with pytest.raises(ValueError, match=r"(?s)rewrites earlier turns.*is no help\. Pass a chat_template"):
-        ChatFrames(tokenizer, training_template=training_template)
+        ChatFrames(tokenizer, training_chat_template=training_chat_template)
 
 
 def test_thinking_that_is_dropped_matters_only_to_a_model_that_thinks() -> None:
@@ -380,7 +380,7 @@ def test_a_template_given_by_hand_replaces_the_tokenizers() -> None:
     bare = byte_tokenizer(None, [*CHATML, "<|im_end|>"])
     with pytest.raises(ValueError, match="get_training_chat_template"):
         ChatFrames(bare, chat_template=trl_template("qwen3"))
-    repaired = ChatFrames(bare, chat_template=trl_template("qwen3"), training_template=True)
+    repaired = ChatFrames(bare, chat_template=trl_template("qwen3"), training_chat_template=True)
     assert repaired.chat_template == trl_template("qwen3_training")
     assert bare.chat_template is None
 
@@ -392,7 +392,7 @@ def test_templates_that_want_content_parts_are_a_clear_error() -> None:
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"training_template": True}, {"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template": "x"}],
+    [{"training_chat_template": True}, {"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template": "x"}],
 )
 def test_template_arguments_need_a_template(kwargs: dict[str, Any]) -> None:
     bare = word_tokenizer(None, [])

@@ -56,7 +56,10 @@ def test_values_out_of_range(tmp_path, changes, message):
         ({"max_model_length": 10**6}, "max_model_length=1000000 is more than the model's max_position_embeddings=4096"),
         ({"max_model_length": 10}, "leaves no room to answer within max_model_length=10"),
         ({"max_steps": -1}, "Without a train_dataset, max_steps must say how long to train; it is -1"),
-        ({"environment_timeout": 1.0}, "environment_timeout=1.0 cannot interrupt an environment that is stepped inline"),
+        (
+            {"environment_timeout": 1.0},
+            "environment_timeout=1.0 cannot interrupt an environment that is stepped inline",
+        ),
         ({"environment_workers": -1}, "environment_workers must be 0 (inline) or more, got -1"),
         ({"temperature": 0.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),

@@ -51,7 +51,9 @@ def test_advantages_on_disk_are_the_formulas(embedded_model, tmp_path):
         members = [r for r in records if r["group"] == group]
         rewards = [[turn["reward"] for turn in r["turns"]] for r in members]
         for k in range(max(map(len, rewards))):
-            reached = {i: sum(0.5**j * x for j, x in enumerate(row[k:])) for i, row in enumerate(rewards) if k < len(row)}
+            reached = {
+                i: sum(0.5**j * x for j, x in enumerate(row[k:])) for i, row in enumerate(rewards) if k < len(row)
+            }
             mean = sum(reached.values()) / len(reached)
             for i, value in reached.items():
                 expected = value - mean if len(reached) > 1 else 0.0
@@ -249,3 +251,26 @@ def test_whiten_and_clip_act(embedded_model, tmp_path):
     make_trainer(embedded_model, tmp_path / "white", whiten_advantages=True, scale_rewards="none").train()
     white = [turn["advantage"] for r in generations(tmp_path / "white") for turn in r["turns"]]
     assert np.mean(white) == pytest.approx(0, abs=1e-6) and np.std(white, ddof=1) == pytest.approx(1, rel=1e-4)
+
+
+def test_the_training_template_is_saved_with_the_run(embedded_model, tmp_path):
+    """Qwen3's template drops earlier thinking; TRL's training version keeps it, and must be what the folder renders."""
+    from pathlib import Path
+
+    import trl
+    from games import settings
+    from transformers import AutoTokenizer
+
+    from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text()
+    with pytest.raises(ValueError, match="training_chat_template"):
+        args = MultiTurnGRPOConfig(**settings(tmp_path))
+        MultiTurnGRPOTrainer(str(embedded_model), args=args, processing_class=tokenizer, environment=Chatter)
+    args = MultiTurnGRPOConfig(**settings(tmp_path, training_chat_template=True))
+    trainer = MultiTurnGRPOTrainer(str(embedded_model), args=args, processing_class=tokenizer, environment=Chatter)
+    trainer.train()
+    trainer.save_model()
+    saved = AutoTokenizer.from_pretrained(tmp_path).chat_template
+    assert saved == trainer.engine.chat.chat_template and "generation" in saved

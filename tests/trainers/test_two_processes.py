@@ -22,7 +22,10 @@ def launch(processes: int, model: Path, output: Path, changes: dict) -> dict:
     output.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
-        [*command, str(SCRIPT), str(model), str(output), json.dumps(changes)], capture_output=True, text=True, timeout=300
+        [*command, str(SCRIPT), str(model), str(output), json.dumps(changes)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(output / "result.pt", weights_only=False)
@@ -53,7 +56,9 @@ def test_two_processes_are_one(embedded_model, tmp_path, changes):
         for name in ("turn_ids", "seed", "return"):
             assert [r[name] for r in ours] == [r[name] for r in theirs]
     for ours, theirs in zip(episodes(tmp_path / "one", "generation"), episodes(tmp_path / "two", "generation")):
-        assert [t["advantage"] for t in ours["turns"]] == pytest.approx([t["advantage"] for t in theirs["turns"]], abs=1e-6)
+        assert [t["advantage"] for t in ours["turns"]] == pytest.approx(
+            [t["advantage"] for t in theirs["turns"]], abs=1e-6
+        )
     assert relative_error(two["gradients"][0], one["gradients"][0]) < 1e-5
     for name, value in one["adapter"].items():
         torch.testing.assert_close(two["adapter"][name], value, rtol=1e-5, atol=1e-7)
