@@ -1,0 +1,246 @@
+"""The checks that every reset and step goes through, and the check a trainer runs at construction."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agile_trainers.envs import EnvironmentProtocolError, check_environment, validate_reset, validate_step
+from agile_trainers.envs.probes import PROBES
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "go"}]
+
+
+class Echo:
+    """A correct environment of three turns; subclasses break it in one way each."""
+
+    turn = 0
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.turn = 0
+        return f"say {(seed or 0) % 5}", {}
+
+    def step(self, action: str) -> Any:
+        self.turn += 1
+        return action, 0.5, self.turn == 3, False, {}
+
+
+def test_valid_results_pass_and_are_normalized() -> None:
+    assert validate_reset(("hello", {"a": 1})) == ("hello", {"a": 1})
+    assert validate_reset((MESSAGES, {})) == (MESSAGES, {})
+    step = validate_step(("", np.float32(0.5), np.bool_(True), False, {"success": np.bool_(False)}))
+    assert step == ("", 0.5, True, False, {"success": False})
+    assert [type(value) for value in step[1:4]] == [float, bool, bool]
+    assert validate_step(("", 1, False, False, {}))[1] == 1.0
+    assert validate_step(("", np.int64(-2), False, False, {}))[1] == -2.0
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("hello", ["'hello' (str)", "(observation, info)", "Return an info dict"]),
+        (("a", {}, {}), ["tuple of 3 items", "(observation, info)"]),
+        ((5, {}), ["5 (int)", "text or a list of chat messages"]),
+        (("a", None), ["info=None", "expected a dict"]),
+        (([], {}), ["empty list of messages"]),
+        ((["hi"], {}), ["message 0", "'hi' (str)", '"role"']),
+        (([{"role": "user", "content": "a"}, {"role": "user"}], {}), ["message 1"]),
+        (([{"content": "a"}], {}), ["message 0"]),
+    ],
+)
+def test_bad_resets_are_named(result: Any, words: list[str]) -> None:
+    with pytest.raises(EnvironmentProtocolError) as error:
+        validate_reset(result)
+    assert all(word in str(error.value) for word in ["reset()", *words]), error.value
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (("a", 1.0, True, {}), ["tuple of 4 items", "terminated", "truncated", "old Gym"]),
+        (None, ["None", "(observation, reward, terminated, truncated, info)"]),
+        (("a", True, False, False, {}), ["reward=True (bool)", "finite number"]),
+        (("a", "1", False, False, {}), ["reward='1' (str)"]),
+        (("a", None, False, False, {}), ["reward=None"]),
+        (("a", torch.tensor(1.0), False, False, {}), ["reward=", "Tensor", ".item()"]),
+        (("a", np.ones(1), False, False, {}), ["reward=", "ndarray", ".item()"]),
+        (("a", 1j, False, False, {}), ["reward=1j"]),
+        (("a", float("nan"), False, False, {}), ["reward=nan", "finite"]),
+        (("a", np.float64("inf"), False, False, {}), ["reward=inf", "finite"]),
+        (("a", 1.0, 1, False, {}), ["terminated=1 (int)", "bool"]),
+        (("a", 1.0, False, None, {}), ["truncated=None", "bool"]),
+        (("a", 1.0, False, False, []), ["info=[]", "dict"]),
+        (("a", 1.0, True, False, {"success": "no"}), ["info['success']='no'", "True or False"]),
+        ((b"a", 1.0, True, False, {}), ["b'a' (bytes)", "text or a list"]),
+    ],
+)
+def test_bad_steps_are_named(result: Any, words: list[str]) -> None:
+    with pytest.raises(EnvironmentProtocolError) as error:
+        validate_step(result)
+    assert all(word in str(error.value) for word in ["step()", *words]), error.value
+
+
+def test_an_unawaited_result_is_named() -> None:
+    async def reset() -> Any:
+        return "a", {}
+
+    coroutine = reset()
+    with pytest.raises(EnvironmentProtocolError, match=r"not awaited.*async def"):
+        validate_reset(coroutine)
+    coroutine.close()
+
+
+def test_protocol_errors_are_value_errors() -> None:
+    assert issubclass(EnvironmentProtocolError, ValueError)
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_our_own_environments_give_no_findings(name: str) -> None:
+    factory = PROBES[name].factory
+    report = check_environment(factory, seed=3, episodes=4, max_turns=9, actions=factory.vocabulary)
+    assert not report.findings, str(report)
+    report.raise_for_errors()
+
+
+def test_async_environments_are_awaited_in_and_outside_an_event_loop() -> None:
+    class Async(Echo):
+        closed = 0
+
+        async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            await asyncio.sleep(0)
+            return Echo.reset(self, seed)
+
+        async def step(self, action: str) -> Any:
+            await asyncio.sleep(0)
+            return ("", "bad", True, False, {}) if action == "bad" else Echo.step(self, action)
+
+        async def close(self) -> None:
+            Async.closed += 1
+
+    async def inside() -> Any:
+        return check_environment(Async)
+
+    assert not check_environment(Async, episodes=2, max_turns=3).findings
+    assert not asyncio.run(inside()).findings
+    assert Async.closed == 4
+    assert "reward='bad'" in check_environment(Async, actions=["bad"]).errors[0]
+
+
+def test_different_starts_for_one_seed_are_found() -> None:
+    class Unseeded(Echo):
+        count = 0
+
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            Unseeded.count += 1
+            return f"say {Unseeded.count}", {}
+
+    report = check_environment(Unseeded, seed=7)
+    assert not report.errors
+    assert "reset(seed=7)" in report.warnings[0] and "'say 1'" in report.warnings[0] and "'say 2'" in report.warnings[0]
+
+
+def test_different_answers_to_the_same_actions_are_found() -> None:
+    class Noisy(Echo):
+        def step(self, action: str) -> Any:
+            return action, random.SystemRandom().random(), False, False, {}
+
+    (warning,) = check_environment(Noisy).warnings
+    assert "answered differently" in warning
+
+
+def test_the_global_random_state_is_watched() -> None:
+    class Seeds(Echo):
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            random.seed(seed)
+            return f"say {random.randrange(5)}", {}
+
+    class Draws(Echo):
+        def step(self, action: str) -> Any:
+            np.random.rand()
+            return Echo.step(self, action)
+
+    state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        for broken in (Seeds, Draws):
+            (warning,) = check_environment(broken).warnings
+            assert "global random state" in warning
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+
+
+def test_an_empty_first_observation_is_found() -> None:
+    class Silent(Echo):
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            return "", {}
+
+    assert "empty observation" in check_environment(Silent).warnings[0]
+
+
+def test_an_instance_that_cannot_be_reused_is_found() -> None:
+    class Once(Echo):
+        used = False
+
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            if self.used:
+                raise RuntimeError("already played")
+            self.used = True
+            return Echo.reset(self, seed)
+
+    assert not check_environment(Once).errors
+    assert check_environment(Once, episodes=2).errors == ["RuntimeError: already played"]
+
+
+def test_the_methods_must_be_callable_as_the_engine_calls_them() -> None:
+    class NoStep:
+        reset = Echo.reset
+
+    class OldReset(Echo):
+        def reset(self) -> Any:  # type: ignore[override]
+            return "a", {}
+
+    class OtherName(Echo):
+        def step(self, text: str) -> Any:
+            return text, 0.0, True, False, {}
+
+    for factory, message in (
+        (NoStep, "NoStep has no method step(action)"),
+        (OldReset, "OldReset.reset() -> 'Any' cannot be called as reset(seed, options)"),
+        (OtherName, "OtherName.step(text: 'str') -> 'Any' cannot be called as step(action)"),
+    ):
+        broken: Any = factory
+        assert message in check_environment(broken).errors[0]
+
+
+def test_a_factory_that_fails_is_an_error_and_errors_raise() -> None:
+    def factory() -> Any:
+        raise OSError("no such board")
+
+    report = check_environment(factory)
+    assert report.errors == ["OSError: no such board"] and str(report) == "error: OSError: no such board"
+    with pytest.raises(EnvironmentProtocolError, match="no such board"):
+        report.raise_for_errors()
+
+
+def test_options_and_the_latest_observation_reach_the_environment() -> None:
+    seen: list[Any] = []
+
+    class Records(Echo):
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            seen.append((seed, options))
+            return Echo.reset(self, seed)
+
+        def step(self, action: str) -> Any:
+            seen.append(action)
+            return Echo.step(self, action + "!")
+
+    def answer(observation: Any) -> str:
+        return observation.upper()
+
+    assert not check_environment(Records, seed=2, max_turns=2, actions=answer, options={"level": 1}).findings
+    assert seen == [(2, {"level": 1}), "SAY 2", "SAY 2!"] * 2

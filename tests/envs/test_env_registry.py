@@ -1,0 +1,144 @@
+"""From ids to factories, and from wrong ids to helpful errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agile_environments.guess_number import GuessNumber
+from agile_trainers.envs import gem, list_environments, make_environment_factory, register_environment, registry
+from agile_trainers.envs.probes import PROBES, TwoInputs
+
+
+class NeedsSize:
+    """An environment that cannot be made without an argument."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return "a", {}
+
+    def step(self, action: str) -> Any:
+        return "b", 0.0, True, False, {}
+
+
+@pytest.fixture
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+def test_ids_make_what_they_name() -> None:
+    game = make_environment_factory("agile:guess_number", level="hard", max_turns=7)()
+    assert isinstance(game, GuessNumber) and (game.high, game.max_turns) == (24, 7)
+    assert isinstance(make_environment_factory("agile:probe/two_inputs")(), TwoInputs)
+    dotted = make_environment_factory("agile_trainers.envs.probes:TwoInputs")
+    assert dotted is TwoInputs
+    real = make_environment_factory("gem:game:GuessTheNumber-v0-easy", max_number=99)()
+    assert isinstance(real, gem.GemEnvironment) and (real.game.max_number, real.game.max_turns) == (99, 4)
+
+
+def test_every_probe_and_task_has_an_id_that_works() -> None:
+    ids = [name for name in list_environments() if name.startswith("agile:")]
+    assert ids == sorted(["agile:guess_number", *(f"agile:probe/{name}" for name in PROBES)])
+    for name in ids:
+        assert isinstance(make_environment_factory(name)().reset(seed=0), tuple)
+
+
+def test_factories_pass_through_and_take_arguments() -> None:
+    def make() -> Any:
+        return NeedsSize(3)
+
+    assert make_environment_factory(make) is make
+    assert make_environment_factory(GuessNumber) is GuessNumber
+    made: Any = make_environment_factory(NeedsSize, size=5)()
+    assert made.size == 5
+
+
+def test_each_call_makes_a_new_instance() -> None:
+    factory = make_environment_factory("agile:guess_number", high=3)
+    assert factory() is not factory()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("gem:game:GuessTheNumber-v0-eazy", "gem:game:GuessTheNumber-v0-easy"),
+        ("GuessTheNumber-v0-easy", "gem:game:GuessTheNumber-v0-easy"),
+        ("gme:game:Mastermind-v0-easy", "gem:game:Mastermind-v0-easy"),
+        ("agile:guess_nmber", "agile:guess_number"),
+        ("guess_number", "agile:guess_number"),
+        ("agile:probe/conditonal", "agile:probe/conditional"),
+    ],
+)
+def test_unknown_ids_name_the_nearest(wrong: str, nearest: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make_environment_factory(wrong)
+    message = str(error.value)
+    assert f"Unknown environment {wrong!r}" in message and nearest in message and "list_environments" in message
+
+
+def test_the_listing_command_in_the_error_works(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(registry._LISTING.removeprefix('python -c "').removesuffix('"'), {})
+    assert capsys.readouterr().out.splitlines() == list_environments()
+
+
+def test_a_missing_attribute_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"agile_trainers.envs.probes has no 'TwoInput'; did you mean TwoInputs"):
+        make_environment_factory("agile_trainers.envs.probes:TwoInput")
+
+
+def test_a_module_whose_own_import_fails_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_something.py").write_text("import a_library_nobody_has\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_library_nobody_has"):
+        make_environment_factory("needs_something:Environment")
+
+
+@pytest.mark.parametrize(
+    ("environment", "kwargs", "words"),
+    [
+        (NeedsSize, {}, ["no arguments", "'size'", "(size: 'int')"]),
+        (NeedsSize(1), {}, ["instance", "Pass the class"]),
+        (5, {}, ["5 (int)", "neither an environment id nor a callable"]),
+        ("agile:guess_number", {"hihg": 3}, ["agile:guess_number", "'hihg'", "high: "]),
+        ("gem:game:Mastermind-v0-easy", {"colours": 3}, ["colours", "code_length"]),
+    ],
+)
+def test_what_cannot_be_made_is_refused_at_once(environment: Any, kwargs: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        make_environment_factory(environment, **kwargs)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gem" else find(name))
+    with pytest.raises(ImportError, match=r"pip install 'agile-trainers\[envs\]'"):
+        make_environment_factory("gem:game:GuessTheNumber-v0-easy")
+    with pytest.raises(ValueError, match="agile:guess_number"):
+        make_environment_factory("agile:guess_nmber")
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_registered_names() -> None:
+    register_environment("sized", NeedsSize)
+    register_environment("sized", NeedsSize)
+    made: Any = make_environment_factory("sized", size=2)()
+    assert made.size == 2 and "sized" in list_environments()
+    with pytest.raises(ValueError, match="'sized' is registered already"):
+        register_environment("sized", GuessNumber)
+    with pytest.raises(ValueError, match="no colon"):
+        register_environment("my:game", GuessNumber)
+    with pytest.raises(ValueError, match="Nearest: sized"):
+        make_environment_factory("sizd")
+
+
+def test_importing_the_package_does_not_import_the_libraries() -> None:
+    program = "import agile_trainers.envs, sys; sys.exit('gem' in sys.modules or 'agile_environments' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
