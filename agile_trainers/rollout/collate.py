@@ -19,8 +19,9 @@ def collate(
 ) -> TurnBatch:
     """Pad trajectories into a :class:`~agile_trainers.types.TurnBatch`.
 
-    An episode without a single action (its environment failed at reset, or the prompt filled the context) carries one end
-    token that belongs to no turn.
+    An episode without a single action (its environment failed at reset, or the prompt filled the context) has nothing to
+    train on: it carries one end token that belongs to no turn, after another one in place of a prompt that may be longer
+    than the model can read.
 
     Args:
         trajectories: B episodes, at least one.
@@ -33,13 +34,14 @@ def collate(
         The batch.
 
     Raises:
-        ValueError: If there is no trajectory, or the turns of one do not lie in its tokens in order.
+        ValueError: If there is no trajectory, the turns of one do not lie in its tokens in order, or its sampling log-probs
+            do not belong to its tokens.
     """
     if not trajectories:
         raise ValueError("collate needs at least one trajectory, got none.")
     for trajectory in trajectories:
         _check(trajectory)
-    prompts = [trajectory.prompt_ids or [end_token_id] for trajectory in trajectories]
+    prompts = [trajectory.prompt_ids if trajectory.turns else [end_token_id] for trajectory in trajectories]
     completions = [trajectory.completion_ids or [end_token_id] for trajectory in trajectories]
     size = len(trajectories)
     width = _round_up(max(map(len, prompts)), pad_to_multiple_of)
@@ -72,6 +74,7 @@ def collate(
             batch.turn_rewards[row, k] = turn.reward
             batch.turn_mask[row, k] = True
             batch.state_positions[row, k] = width + turn.start - 1
+    _check_logprobs(batch)
     return TurnBatch(**{name: value.to(device) for name, value in vars(batch).items()})
 
 
@@ -94,3 +97,13 @@ def _check(trajectory: Trajectory) -> None:
                 f"has {length} tokens; turns must be non-empty, in order and inside the completion."
             )
         end = turn.end
+
+
+def _check_logprobs(batch: TurnBatch) -> None:
+    stray = (batch.sampling_logprobs != 0.0) & ~batch.action_mask
+    if stray.any():
+        row, token = stray.nonzero()[0].tolist()
+        raise ValueError(
+            f"Token {token} of episode {row} belongs to no turn, but its sampling log-prob is "
+            f"{batch.sampling_logprobs[row, token]:.4g} instead of 0: log-probs and turns are shifted against each other."
+        )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from agile_trainers.envs.base import Observation
-from agile_trainers.envs.checker import validate_reset, validate_step
+from agile_trainers.envs.checker import EnvironmentProtocolError, validate_reset, validate_step
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
 from .generators.base import GenerationOutput, GenerationRequest, Generator
@@ -18,6 +18,11 @@ from .stepping import EnvironmentPool, EnvironmentTimeoutError, Outcome
 
 class Chat(Protocol):
     """What the loop needs of chat frames; see :class:`agile_trainers.rollout.chat.ChatFrames`."""
+
+    eos_token_ids: list[int]
+    """What ends an answer."""
+    chat_template: str | None
+    """The template in use; None for plain text."""
 
     def first(self, observation: Observation) -> list[int]: ...
 
@@ -122,29 +127,49 @@ class RolloutEngine:
             on_finish: Called with each trajectory as it ends, in order of ending (a progress bar, for example).
 
         Returns:
-            The trajectories, in the order of ``specs``.
+            The trajectories, in the order of ``specs``. What an environment raises ends its own episode and is kept there.
+
+        Raises:
+            Exception: What the generator or ``on_finish`` raises.
+            BaseException: What an environment raises that is no ``Exception`` (KeyboardInterrupt, SystemExit).
+            ValueError: If ``environment_timeout`` is set for an environment that is stepped inline.
+            RuntimeError: If the generator never answers a request.
         """
-        episodes = [
-            _Episode(spec, np.random.Generator(np.random.Philox(np.random.SeedSequence(spec.stream)))) for spec in specs
-        ]
+        episodes = [_Episode(spec, _noise(spec.stream)) for spec in specs]
+        try:
+            return self._play(episodes, generator, on_finish)
+        except BaseException:
+            # Nothing of a rollout that was cut off may reach into the next one.
+            self.pool.abandon()
+            raise
+
+    def _play(
+        self, episodes: list[_Episode], generator: Generator, on_finish: Callable[[Trajectory], None] | None
+    ) -> list[Trajectory]:
         for index, episode in enumerate(episodes):
             self.pool.reset(index, episode.spec.seed, episode.spec.options)
-        running = len(episodes)
-        while running:
-            ended = []
-            for outcome in self.pool.outcomes(block=generator.pending == 0):
-                if self._on_outcome(outcome, episodes[outcome.episode], generator):
-                    ended.append(outcome.episode)
-            for index in ended:
-                episode = episodes[index]
-                generator.release(index)
-                self.pool.release(index, reusable=not (episode.stop_reason and episode.stop_reason.failed))
-                if on_finish is not None:
-                    on_finish(episode.finished())
-            running -= len(ended)
+        finished: dict[int, Trajectory] = {}
+        while len(finished) < len(episodes):
+            idle = generator.pending == 0
+            outcomes = self.pool.outcomes(block=idle)
+            if idle and not outcomes:
+                raise RuntimeError(
+                    f"{type(generator).__name__} lost a request: it was never answered, yet none is pending."
+                )
+            for outcome in outcomes:
+                index, episode = outcome.episode, episodes[outcome.episode]
+                self._on_outcome(outcome, episode)
+                if episode.stop_reason is None:
+                    self._ask(index, episode, generator)
+                if episode.stop_reason is not None:
+                    generator.release(index)
+                    self.pool.release(index, reusable=not episode.stop_reason.failed)
+                    finished[index] = episode.finished()
+                    if on_finish is not None:
+                        on_finish(finished[index])
             for output in generator.step():
                 self._on_action(output, episodes[output.episode])
-        return [episode.finished() for episode in episodes]
+        return [finished[index] for index in range(len(episodes))]
 
     def render(self, observation: Observation) -> list[Message]:
         """The messages a first observation stands for."""
@@ -155,8 +180,8 @@ class RolloutEngine:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
-    def _on_outcome(self, outcome: Outcome, episode: _Episode, generator: Generator) -> bool:
-        """Take in what an environment answered. Returns whether the episode is over."""
+    def _on_outcome(self, outcome: Outcome, episode: _Episode) -> None:
+        """Take in what an environment answered."""
         error = outcome.error
         if error is None:
             try:
@@ -167,18 +192,20 @@ class RolloutEngine:
             timeout = isinstance(error, EnvironmentTimeoutError)
             episode.stop_reason = StopReason.ENVIRONMENT_TIMEOUT if timeout else StopReason.ENVIRONMENT_ERROR
             episode.error = f"{type(error).__name__}: {error}"
-        if episode.stop_reason is None:
-            self._ask(outcome.episode, episode, generator)
-        return episode.stop_reason is not None
 
     def _take(self, answer: Any, episode: _Episode) -> None:
-        if not episode.prompt_ids:
+        if not episode.turns:
             observation, episode.reset_info = validate_reset(answer)
             episode.prompt = self.render(observation)
             episode.prompt_ids = self.chat.first(episode.prompt)
+            if not episode.prompt_ids:
+                raise EnvironmentProtocolError(f"reset() returned {observation!r}, which is no token to answer to.")
             return
+        observation, reward, terminated, truncated, info = validate_step(answer)
+        frame = [] if terminated else self.chat.frame(observation, episode.completion_ids[-1])
         turn = episode.turns[-1]
-        turn.observation, turn.reward, terminated, truncated, turn.info = validate_step(answer)
+        turn.observation, turn.reward, turn.info = observation, reward, info
+        room = self._room(episode) - len(frame)
         if terminated:
             episode.stop_reason = StopReason.TERMINATED
             return
@@ -186,12 +213,10 @@ class RolloutEngine:
             episode.stop_reason = StopReason.TRUNCATED
         elif len(episode.turns) >= self.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
-        if episode.stop_reason is None or self.append_final_observation:
-            frame = self.chat.frame(turn.observation, episode.completion_ids[-1])
-            if self._room(episode) > len(frame):
-                episode.append(frame)
-            elif episode.stop_reason is None:
-                episode.stop_reason = StopReason.CONTEXT_FULL
+        elif room < 1:
+            episode.stop_reason = StopReason.CONTEXT_FULL
+        if episode.stop_reason is None or (self.append_final_observation and room >= 0):
+            episode.append(frame)
 
     def _room(self, episode: _Episode) -> int:
         return self.limits.max_model_length - len(episode.prompt_ids) - len(episode.completion_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,13 @@ def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = 
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write a JSON lines file, whole or not at all. Values JSON does not know are written as their ``str``."""
+    """Write a JSON lines file, whole or not at all. What JSON does not know (NaN too) is written as its ``str``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as file:
+    # A lone surrogate, which UTF-8 cannot hold, then becomes JSON's own escape for it.
+    with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for record in records:
-            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            file.write(json.dumps(_plain(record), ensure_ascii=False) + "\n")
     partial.replace(path)
 
 
@@ -55,3 +57,12 @@ def read_records(path: Path | str) -> list[dict[str, Any]]:
     """The episodes of a rollout file."""
     with Path(path).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    known = value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+    return value if known else str(value)

@@ -8,12 +8,18 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from agile_trainers.envs.base import Environment, EnvironmentFactory
+
+_FAILURES = (Exception, asyncio.CancelledError)
+"""What costs an environment its episode. Anything else it raises (KeyboardInterrupt, SystemExit) ends the rollout."""
+
+_Report = Callable[[Any, "BaseException | None"], None]
 
 
 class EnvironmentTimeoutError(Exception):
@@ -26,26 +32,35 @@ class Outcome:
 
     episode: int
     value: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
+    """A call of an environment, from asking for it to its answer."""
+
     episode: int
     method: str
-    arguments: dict[str, Any]
+    environment: Environment | None = None
+    """None if there is none: its construction failed."""
+    function: Callable[[], Any] = lambda: None
+    in_thread: bool = False
     deadline: float = float("inf")
+    cancel: Callable[[], object] = lambda: None
 
 
 class EnvironmentPool:
     """Environment instances, one per running episode, constructed once and reset often.
 
+    Instances are constructed in the caller's thread. One that raised, timed out or broke the protocol is never played
+    again. An async environment must not block: while it does, no other is awaited.
+
     Args:
         factory: Makes an instance.
         workers: 0 steps blocking environments inline, in the caller's thread, in a fixed order (bit-reproducible); more
             steps up to that many at once in threads. Environments with ``async`` methods are always awaited, all at once.
-        timeout: Seconds a call may take before its episode is given up. None waits forever. It cannot interrupt an
-            inline call, so it needs ``workers >= 1`` unless the environment is async.
+        timeout: Seconds a call may take before its episode is given up, which frees its worker. None waits forever. It
+            cannot interrupt an inline call, so it needs ``workers >= 1`` unless the environment is async.
 
     Raises:
         ValueError: If ``workers`` or ``timeout`` is out of range, or a call starts inline with a timeout set.
@@ -54,17 +69,19 @@ class EnvironmentPool:
     def __init__(self, factory: EnvironmentFactory, workers: int = 0, timeout: float | None = None):
         if workers < 0:
             raise ValueError(f"environment_workers must be 0 (inline) or more, got {workers}.")
-        if timeout is not None and timeout <= 0:
+        if timeout is not None and not timeout > 0:
             raise ValueError(f"environment_timeout must be a positive number of seconds, got {timeout}.")
         self.factory = factory
         self.workers = workers
         self.timeout = timeout
+        self._free_workers = workers
         self._idle: list[Environment] = []
         self._playing: dict[int, Environment] = {}
         self._waiting: deque[_Call] = deque()
         self._running: dict[int, _Call] = {}
-        self._outcomes: queue.SimpleQueue[tuple[_Call, Outcome]] = queue.SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # The only thing that other threads touch; the rest belongs to the caller's.
+        self._answers: queue.SimpleQueue[tuple[_Call, Outcome]] = queue.SimpleQueue()
+        self._loop: _Loop | None = None
 
     def reset(self, episode: int, seed: int, options: dict[str, Any] | None) -> None:
         """Start an episode on an idle instance; the outcome comes from :meth:`outcomes`."""
@@ -79,53 +96,73 @@ class EnvironmentPool:
 
         Args:
             block: Wait for at least one outcome, if any call is under way.
+
+        Raises:
+            BaseException: What an environment raised, if that is no ``Exception`` (KeyboardInterrupt, SystemExit).
         """
         taken: list[Outcome] = []
-        while self._running or not self._outcomes.empty():
+        while self._running or not self._answers.empty():
             try:
-                call, outcome = self._outcomes.get(timeout=self._patience(block and not taken))
+                call, outcome = self._answers.get(timeout=self._patience(block and not taken))
             except queue.Empty:
                 taken += self._expire()
                 if not block or taken:
                     break
                 continue
-            # An answer that comes after its deadline belongs to an episode that is over.
+            if outcome.error is not None and not isinstance(outcome.error, _FAILURES):
+                raise outcome.error
             if self._running.get(call.episode) is call:
-                del self._running[call.episode]
+                self._end(call)
                 taken.append(outcome)
-            self._start_waiting()
+            else:
+                # Too late: the episode is over, and the instance was waiting to be let go.
+                self._close(call.environment)
         return taken
 
     def release(self, episode: int, reusable: bool) -> None:
-        """End an episode. An instance that failed is closed rather than played again."""
-        environment = self._playing.pop(episode, None)
-        if environment is None:
-            return
-        if reusable:
+        """End an episode. An instance that failed is closed rather than played again; unknown episodes are fine."""
+        environment, call = self._playing.pop(episode, None), self._running.get(episode)
+        if call is not None:
+            # Nothing gets a thread out of a call: the instance is closed once it answers.
+            self._end(call)
+            call.cancel()
+        elif environment is not None and reusable:
             self._idle.append(environment)
         else:
-            _close(environment)
+            self._close(environment)
+
+    def abandon(self) -> None:
+        """End every episode; none of their instances is played again."""
+        self._waiting.clear()
+        for episode in [*self._playing]:
+            self.release(episode, reusable=False)
 
     def close(self) -> None:
-        """Close every idle instance and stop the event loop."""
-        while self._idle:
-            _close(self._idle.pop())
+        """Close every idle instance, waiting up to ``timeout`` seconds for each, and stop the event loop."""
+        closed: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for environment in self._idle:
+            self._close(environment, lambda value, error: closed.put(None))
+        with suppress(queue.Empty):
+            for _ in self._idle:
+                closed.get(timeout=self.timeout)
+        self._idle.clear()
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.stop()
             self._loop = None
 
     def _call(self, episode: int, method: str, arguments: dict[str, Any]) -> None:
-        call = _Call(episode, method, arguments)
+        call = _Call(episode, method)
         try:
-            environment = self._instance(episode)
-        except Exception as error:
+            call.environment = self._instance(episode)
+            call.function = partial(getattr(call.environment, method), **arguments)
+        except _FAILURES as error:
             self._running[episode] = call
-            self._outcomes.put((call, Outcome(episode, error=error)))
+            self._answers.put((call, Outcome(episode, error=error)))
             return
-        bound: Callable[..., Any] = getattr(environment, method)
-        if inspect.iscoroutinefunction(bound):
-            self._await(call, bound)
+        if inspect.iscoroutinefunction(call.function):
+            self._begin(call)
         elif self.workers:
+            call.in_thread = True
             self._waiting.append(call)
             self._start_waiting()
         elif self.timeout is not None:
@@ -134,50 +171,51 @@ class EnvironmentPool:
                 "environment_workers to the number of environments to step at once, or leave environment_timeout unset."
             )
         else:
-            self._running[episode] = call
-            self._run(call, bound)
+            self._begin(call)
 
     def _instance(self, episode: int) -> Environment:
         if episode not in self._playing:
             self._playing[episode] = self._idle.pop() if self._idle else self.factory()
         return self._playing[episode]
 
-    def _run(self, call: _Call, bound: Callable[..., Any]) -> None:
-        try:
-            outcome = Outcome(call.episode, value=bound(**call.arguments))
-        except Exception as error:
-            outcome = Outcome(call.episode, error=error)
-        self._outcomes.put((call, outcome))
-
     def _start_waiting(self) -> None:
-        while self._waiting and len(self._running) < self.workers:
-            call = self._waiting.popleft()
-            self._begin(call)
-            bound = getattr(self._playing[call.episode], call.method)
-            # A thread per call: one that hangs takes nothing with it, and as a daemon it does not hold up the exit.
-            threading.Thread(target=self._run, args=(call, bound), daemon=True).start()
-
-    def _await(self, call: _Call, bound: Callable[..., Any]) -> None:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._begin(call)
-
-        async def run() -> None:
-            try:
-                outcome = Outcome(call.episode, value=await asyncio.wait_for(bound(**call.arguments), self.timeout))
-            except asyncio.TimeoutError:
-                outcome = Outcome(call.episode, error=self._timeout_error(call))
-            except Exception as error:
-                outcome = Outcome(call.episode, error=error)
-            self._outcomes.put((call, outcome))
-
-        asyncio.run_coroutine_threadsafe(run(), self._loop)
+        while self._waiting and self._free_workers:
+            self._free_workers -= 1
+            self._begin(self._waiting.popleft())
 
     def _begin(self, call: _Call) -> None:
         if self.timeout is not None:
             call.deadline = time.monotonic() + self.timeout
         self._running[call.episode] = call
+
+        def report(value: Any, error: BaseException | None) -> None:
+            self._answers.put((call, Outcome(call.episode, value, error)))
+
+        call.cancel = self._launch(call.function, report)
+
+    def _end(self, call: _Call) -> None:
+        del self._running[call.episode]
+        if call.in_thread:
+            self._free_workers += 1
+            self._start_waiting()
+
+    def _launch(self, function: Callable[[], Any], report: _Report) -> Callable[[], object]:
+        """Run a function of an environment the way its kind runs. Returns what cancels it, as far as that is possible."""
+        if inspect.iscoroutinefunction(function):
+            if self._loop is None:
+                self._loop = _Loop()
+            return self._loop.start(_attempt_async(function, report))
+        if self.workers:
+            # A thread per call: one that hangs takes nothing with it, and as a daemon it does not hold up the exit.
+            work = partial(_attempt, function, report, (BaseException,))
+            threading.Thread(target=work, daemon=True).start()
+        else:
+            _attempt(function, report, _FAILURES)
+        return lambda: None
+
+    def _close(self, environment: Environment | None, report: _Report = lambda value, error: None) -> None:
+        """Let an instance go, without waiting. Closing is a courtesy: nobody asks what came of it."""
+        self._launch(getattr(environment, "close", lambda: None), report)
 
     def _patience(self, block: bool) -> float | None:
         """Seconds to wait for the next outcome: until the nearest deadline, if waiting at all."""
@@ -190,19 +228,52 @@ class EnvironmentPool:
         now = time.monotonic()
         expired = [call for call in self._running.values() if call.deadline <= now]
         for call in expired:
-            del self._running[call.episode]
-            # The instance is still inside the call: it is dropped without being closed.
-            self._playing.pop(call.episode, None)
-        self._start_waiting()
-        return [Outcome(call.episode, error=self._timeout_error(call)) for call in expired]
+            self.release(call.episode, reusable=False)
+        return [
+            Outcome(
+                call.episode,
+                error=EnvironmentTimeoutError(f"{call.method} took longer than environment_timeout={self.timeout} s"),
+            )
+            for call in expired
+        ]
 
-    def _timeout_error(self, call: _Call) -> EnvironmentTimeoutError:
-        return EnvironmentTimeoutError(f"{call.method} took longer than environment_timeout={self.timeout} s")
+
+class _Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        started: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
+
+        async def serve() -> None:
+            self._stop = asyncio.Event()
+            started.put(asyncio.get_running_loop())
+            await self._stop.wait()
+
+        threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
+        self._loop = started.get()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], object]:
+        """Let it run. Returns what cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).cancel
+
+    def stop(self) -> None:
+        """Cancel what is still running and end the thread."""
+        self._loop.call_soon_threadsafe(self._stop.set)
 
 
-def _close(environment: Environment) -> None:
-    close = getattr(environment, "close", None)
-    if close is not None and not inspect.iscoroutinefunction(close):
-        # Closing is a courtesy; an environment that fails at it has nothing left to lose.
-        with suppress(Exception):
-            close()
+def _attempt(function: Callable[[], Any], report: _Report, failures: tuple[type[BaseException], ...]) -> None:
+    try:
+        value = function()
+    except failures as error:
+        report(None, error)
+    else:
+        report(value, None)
+
+
+async def _attempt_async(function: Callable[[], Any], report: _Report) -> None:
+    try:
+        value = await function()
+    except BaseException as error:  # let through, a KeyboardInterrupt would end the loop and with it all the others
+        report(None, error)
+    else:
+        report(value, None)

@@ -1,0 +1,389 @@
+"""Where environments run: order, concurrency, timeouts, reuse and closing of instances; events, not clocks, are asserted.
+
+Waits have a limit of ``LONG`` seconds, so that a defect fails rather than hangs; nothing that works gets near it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from episodes import Factory, Player, Scripted, end, go_on, make_engine, specs
+
+from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.stepping import EnvironmentPool, EnvironmentTimeoutError, Outcome
+from agile_trainers.types import StopReason, Trajectory
+
+LONG = 20.0
+SHORT = 0.3
+"""The timeout of what hangs."""
+TERMINATED, ERROR, TIMEOUT = StopReason.TERMINATED, StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_TIMEOUT
+
+Script = dict[str, Any]
+TWO_TURNS: Script = {"answers": [go_on("up"), end(1.0)]}
+
+
+class AsyncScripted(Scripted):
+    """The same, awaited. A function of the script may be a coroutine function."""
+
+    async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return await self._awaited(super().reset(seed, options))
+
+    async def step(self, action: str) -> Any:
+        return await self._awaited(super().step(action))
+
+    async def _awaited(self, value: Any) -> Any:
+        return await value if asyncio.iscoroutine(value) else value
+
+
+def reasons(trajectories: list[Trajectory]) -> list[StopReason]:
+    return [trajectory.stop_reason for trajectory in trajectories]
+
+
+def run(engine: RolloutEngine, *episodes: Script) -> list[StopReason]:
+    return reasons(engine.run(specs(*episodes), Player()))
+
+
+@pytest.fixture
+def hang() -> Iterator[Callable[[str], Any]]:
+    """A script entry that answers only when the test is over, or when its ``let_go`` is set."""
+    let_go = threading.Event()
+
+    def hanging(action: str) -> Any:
+        let_go.wait()
+        return end(99.0)
+
+    hanging.let_go = let_go  # type: ignore[attr-defined]
+    yield hanging
+    let_go.set()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return as soon as it holds."""
+    pause = threading.Event()
+    for _ in range(int(LONG / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it never came to that")
+
+
+# -------------------------------------------------------------------------------------------------------- concurrency
+
+
+def test_as_many_threads_as_workers_run_at_once_and_no_more() -> None:
+    """A barrier of three opens only if three steps run together; the highest count says that a fourth never does."""
+    barrier, lock, counts = threading.Barrier(3), threading.Lock(), {"now": 0, "most": 0}
+
+    def step(action: str) -> Any:
+        with lock:
+            counts["now"] += 1
+            counts["most"] = max(counts.values())
+        barrier.wait(timeout=LONG)
+        with lock:
+            counts["now"] -= 1
+        return end()
+
+    assert run(make_engine(workers=3), *[{"answers": [step]}] * 12) == [TERMINATED] * 12
+    assert counts == {"now": 0, "most": 3}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_async_environments_are_awaited_all_at_once(workers: int) -> None:
+    """Every step waits for the last of them to begin, whatever the number of workers."""
+    begun = 0
+    all_begun = asyncio.Event()
+
+    async def step() -> Any:
+        nonlocal begun
+        begun += 1
+        if begun == 8:
+            all_begun.set()
+        await asyncio.wait_for(all_begun.wait(), LONG)
+        return end()
+
+    engine = make_engine(AsyncScripted, workers=workers)
+    assert run(engine, *[{"answers": [lambda action: step()]}] * 8) == [TERMINATED] * 8
+    engine.pool.close()
+
+
+def test_awaited_calls_take_no_worker() -> None:
+    """One worker, an async ``reset`` that waits for another episode's blocking ``step``."""
+    stepped = threading.Event()
+
+    class Mixed(AsyncScripted):
+        async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            if seed == 0:
+                await asyncio.to_thread(stepped.wait, LONG)
+            return "go", {}
+
+        def step(self, action: str) -> Any:  # type: ignore[override]
+            stepped.set()
+            return end()
+
+    engine = make_engine(Mixed, workers=1)
+    ended: list[int] = []
+    engine.run(specs({}, {}), Player(), lambda trajectory: ended.append(trajectory.seed))
+    assert ended == [1, 0]
+    engine.pool.close()
+
+
+def test_inline_calls_stay_in_the_callers_thread() -> None:
+    threads: set[threading.Thread] = set()
+
+    def step(action: str) -> Any:
+        threads.add(threading.current_thread())
+        return end()
+
+    run(make_engine(), {"answers": [step]}, {"answers": [step]})
+    assert threads == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("kind", [Scripted, AsyncScripted])
+@pytest.mark.parametrize("workers", [0, 3])
+def test_the_way_of_stepping_does_not_change_the_episodes(kind: type, workers: int) -> None:
+    games: list[Script] = [{"answers": [go_on("up", n)] * (n % 3) + [end(n)]} for n in range(7)]
+    engine = make_engine(kind, workers=workers)
+    assert engine.run(specs(*games), Player()) == make_engine().run(specs(*games), Player())
+    engine.pool.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ timeouts
+
+
+def test_a_hang_costs_its_own_episode_and_frees_its_worker(hang: Any) -> None:
+    """One worker; the clock of a call that waits for the worker does not run yet, or the others would time out too."""
+    engine = make_engine(workers=1, timeout=SHORT)
+    trajectories = engine.run(
+        specs({"answers": [go_on("up", 0.5), hang]}, TWO_TURNS, {"start": hang}, TWO_TURNS), Player()
+    )
+    assert reasons(trajectories) == [TIMEOUT, TERMINATED, TIMEOUT, TERMINATED]
+    assert trajectories[0].rewards == [0.5, 0.0] and len(trajectories[0].turns) == 2
+    assert trajectories[0].turns[1].observation is None and len(trajectories[0].completion_ids) == 2 + 10 + 2
+    assert trajectories[0].error == "EnvironmentTimeoutError: step took longer than environment_timeout=0.3 s"
+    assert trajectories[2].turns == [] and trajectories[2].error is not None
+    assert trajectories[2].error.startswith("EnvironmentTimeoutError: reset took")
+    assert trajectories[1].rewards == trajectories[3].rewards == [0.0, 1.0]
+
+
+def test_a_late_answer_is_ignored_and_its_instance_never_played_again(hang: Any) -> None:
+    factory = Factory()
+    engine = make_engine(factory, workers=1, timeout=SHORT)
+    assert run(engine, {"answers": [hang]}) == [TIMEOUT]
+    (hung,) = factory.made
+    hang.let_go.set()
+    # The same key, so that the late answer would find an episode to spoil.
+    for _ in range(3):
+        (trajectory,) = engine.run(specs(TWO_TURNS), Player())
+        assert (trajectory.stop_reason, trajectory.rewards) == (TERMINATED, [0.0, 1.0])
+    wait_for(lambda: bool(engine.pool.outcomes(block=False)) or hung.closed == 1)
+    assert [environment.resets for environment in factory.made] == [1, 3]
+    assert [environment.closed for environment in factory.made] == [1, 0]
+
+
+def test_an_answer_that_comes_while_others_are_awaited_does_not_stand_for_theirs(hang: Any) -> None:
+    """Pool level: reset 0 hangs and is given up; its late answer comes during the second reset of the same key."""
+    second = threading.Event()
+
+    def wait_for_second(action: str) -> Any:
+        second.wait(LONG)
+        return "second", {}
+
+    pool = EnvironmentPool(Scripted, workers=2, timeout=SHORT)
+    pool.reset(0, 0, {"start": hang})
+    (outcome,) = pool.outcomes(block=True)
+    assert isinstance(outcome.error, EnvironmentTimeoutError)
+    pool.release(0, reusable=False)
+    pool.timeout = LONG
+    pool.reset(0, 0, {"start": wait_for_second})
+    hang.let_go.set()
+    wait_for(lambda: not pool._answers.empty())
+    assert pool.outcomes(block=False) == []
+    second.set()
+    assert pool.outcomes(block=True) == [Outcome(0, ("second", {}))]
+
+
+def test_hung_coroutines_are_cancelled_and_cost_only_their_own_episodes() -> None:
+    cancelled = threading.Event()
+
+    async def forever() -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    hanging: Script = {"answers": [lambda action: forever()]}
+    factory = Factory(AsyncScripted)
+    engine = make_engine(factory, timeout=SHORT)
+    trajectories = engine.run(specs(hanging, TWO_TURNS, hanging), Player())
+    assert reasons(trajectories) == [TIMEOUT, TERMINATED, TIMEOUT]
+    assert cancelled.wait(LONG)
+    assert run(engine, TWO_TURNS, TWO_TURNS, TWO_TURNS) == [TERMINATED] * 3
+    assert sorted(environment.resets for environment in factory.made) == [1, 1, 1, 1, 2]
+    engine.pool.close()
+
+
+@pytest.mark.parametrize("error", [TimeoutError("its own"), asyncio.TimeoutError("its own")])
+def test_a_timeout_of_the_environments_own_is_an_error(error: Exception) -> None:
+    (trajectory,) = make_engine(AsyncScripted, timeout=LONG).run(specs({"answers": [error]}), Player())
+    assert trajectory.stop_reason is ERROR and trajectory.error == "TimeoutError: its own"
+
+
+# -------------------------------------------------------------------------------------------- what environments raise
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Scripted, AsyncScripted])
+def test_errors_cost_only_their_own_episodes(kind: type, workers: int) -> None:
+    engine = make_engine(kind, workers=workers)
+    broken: list[Script] = [{"start": RuntimeError("x")}, {"answers": [go_on("up"), asyncio.CancelledError()]}]
+    assert run(engine, TWO_TURNS, *broken, TWO_TURNS) == [TERMINATED, ERROR, ERROR, TERMINATED]
+    engine.pool.close()
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_a_coroutine_ends_the_rollout_and_not_the_loop(interrupt: type[BaseException]) -> None:
+    engine = make_engine(AsyncScripted)
+    with pytest.raises(interrupt):
+        run(engine, TWO_TURNS, {"answers": [interrupt()]})
+    assert run(engine, TWO_TURNS, TWO_TURNS) == [TERMINATED] * 2
+    engine.pool.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failing_construction_costs_only_its_own_episode(workers: int) -> None:
+    made: list[Scripted] = []
+
+    def factory() -> Scripted:
+        made.append(Scripted())
+        if len(made) == 2:
+            raise OSError("no display")
+        return made[-1]
+
+    engine = make_engine(factory, workers=workers)
+    trajectories = engine.run(specs(TWO_TURNS, TWO_TURNS, TWO_TURNS), Player())
+    assert reasons(trajectories) == [TERMINATED, ERROR, TERMINATED]
+    assert trajectories[1].error == "OSError: no display" and trajectories[1].prompt_ids == []
+
+
+def test_an_environment_without_the_methods_is_an_error() -> None:
+    (trajectory,) = make_engine(object).run(specs({}), Player())
+    assert trajectory.error == "AttributeError: 'object' object has no attribute 'reset'"
+
+
+def test_a_rollout_cut_off_starts_no_call_that_was_waiting(hang: Any) -> None:
+    """One worker, which hangs; the interrupt comes from the callback, while two calls wait for the worker."""
+    factory = Factory()
+    engine = make_engine(factory, workers=1)
+
+    def interrupt(trajectory: Trajectory) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(specs({"start": ("go", None)}, {"start": hang}, TWO_TURNS, TWO_TURNS), Player(), interrupt)
+    wait_for(lambda: [environment.resets for environment in factory.made] == [1, 1, 0, 0])
+    hang.let_go.set()
+    assert run(engine, TWO_TURNS) == [TERMINATED]
+    assert [environment.resets for environment in factory.made] == [1, 1, 0, 0, 1]
+
+
+# ----------------------------------------------------------------------------------------------------------- instances
+
+
+@pytest.mark.parametrize("kind", [Scripted, AsyncScripted])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_instances_are_made_once_reset_often_and_closed_at_the_end(kind: type, workers: int) -> None:
+    factory = Factory(kind)
+    engine = make_engine(factory, workers=workers)
+    for _ in range(4):
+        run(engine, TWO_TURNS, TWO_TURNS, TWO_TURNS)
+    assert [environment.resets for environment in factory.made] == [4, 4, 4]
+    assert [environment.closed for environment in factory.made] == [0, 0, 0]
+    engine.pool.close()
+    engine.pool.close()
+    assert [environment.closed for environment in factory.made] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("bad", [RuntimeError("broken"), ("up", float("inf"), False, False, {})])
+def test_an_instance_that_failed_is_closed_and_not_played_again(bad: Any, workers: int) -> None:
+    factory = Factory()
+    engine = make_engine(factory, workers=workers)
+    run(engine, TWO_TURNS, {"answers": [bad]})
+    wait_for(lambda: [environment.closed for environment in factory.made] == [0, 1])
+    run(engine, TWO_TURNS, TWO_TURNS)
+    assert [environment.resets for environment in factory.made] == [2, 1, 1]
+
+
+def test_truncated_episodes_leave_a_good_instance() -> None:
+    factory = Factory()
+    engine = make_engine(factory, max_turns=1)
+    assert run(engine, {"answers": [go_on("up")]}) == run(engine, {"answers": [go_on("up")]}) == [StopReason.MAX_TURNS]
+    assert [environment.resets for environment in factory.made] == [2]
+
+
+def test_async_close_is_awaited() -> None:
+    closed: list[Any] = []
+
+    class Closing(AsyncScripted):
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            closed.append(self)
+
+    engine = make_engine(Closing)
+    run(engine, TWO_TURNS, TWO_TURNS)
+    engine.pool.close()
+    assert len(set(closed)) == len(closed) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_close_raises_is_dropped(workers: int) -> None:
+    class Closing(Scripted):
+        def close(self) -> None:
+            raise OSError("already gone")
+
+    engine = make_engine(Closing, workers=workers)
+    assert run(engine, {"answers": [RuntimeError()]}, TWO_TURNS) == [ERROR, TERMINATED]
+    engine.pool.close()
+
+
+def test_a_hanging_close_holds_up_nobody(hang: Any) -> None:
+    class Closing(Scripted):
+        def close(self) -> None:
+            hang("")
+
+    engine = make_engine(Closing, workers=1, timeout=SHORT)
+    assert run(engine, {"answers": [RuntimeError()]}, TWO_TURNS) == [ERROR, TERMINATED]
+    engine.pool.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("workers", "timeout", "message"),
+    [
+        (-1, None, "environment_workers must be 0 .inline. or more, got -1"),
+        (1, 0.0, "environment_timeout must be a positive number of seconds, got 0.0"),
+        (1, -1.0, "environment_timeout must be a positive"),
+        (1, float("nan"), "environment_timeout must be a positive"),
+    ],
+)
+def test_arguments_are_checked(workers: int, timeout: float | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EnvironmentPool(Scripted, workers, timeout)
+
+
+def test_an_inline_call_cannot_have_a_timeout() -> None:
+    with pytest.raises(ValueError, match=r"environment_timeout=1.0 cannot interrupt .* Set environment_workers"):
+        make_engine(timeout=1.0).run(specs({}), Player())
+    assert run(make_engine(timeout=float("inf"), workers=1), {}) == [TERMINATED]
+
+
+def test_outcomes_of_an_idle_pool_do_not_wait() -> None:
+    pool = EnvironmentPool(Scripted)
+    assert pool.outcomes(block=True) == pool.outcomes(block=False) == []
+    pool.release(3, reusable=True)
