@@ -76,6 +76,10 @@ def make_tokenizer(texts: Iterable[str] | None = None, vocab_size: int = 1024) -
     )
     tokenizer.train_from_iterator([*(SAMPLE_TEXTS if texts is None else texts), _ROLES], trainer)
     tokenizer.model = _with_numbers(tokenizer)
+    return _with_chat(tokenizer)
+
+
+def _with_chat(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,
@@ -97,10 +101,30 @@ def _with_numbers(tokenizer: Tokenizer) -> models.BPE:
     return models.BPE(vocab=vocab, merges=merges)
 
 
+def make_word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Make a tokenizer whose tokens are these words, for tasks so small that every token must count.
+
+    Words are separated by single spaces, in ``decode`` too. Special tokens and chat template are those of
+    :func:`make_tokenizer`; a newline and the roles ``user`` and ``assistant`` are tokens, so that ChatML can be written.
+    Text with any other word cannot be encoded: the tokenizers library raises "Missing [UNK] token".
+
+    Args:
+        words: Without spaces or newlines; duplicates count once.
+    """
+    vocab = {token: i for i, token in enumerate(dict.fromkeys((*_SPECIAL_TOKENS, "\n", "user", "assistant", *words)))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", behavior="removed"), pre_tokenizers.Split("\n", behavior="isolated")]
+    )
+    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
+    return _with_chat(tokenizer)
+
+
 def make_embedded_model(
     path: str | Path,
     *,
     texts: Iterable[str] | None = None,
+    words: Iterable[str] | None = None,
     vocab_size: int = 1024,
     hidden_size: int = 64,
     num_layers: int = 2,
@@ -117,6 +141,7 @@ def make_embedded_model(
     Args:
         path: Folder to write; made if missing.
         texts: What the tokenizer learns words from, see :func:`make_tokenizer`.
+        words: Use :func:`make_word_tokenizer` with these words instead; ``texts`` and ``vocab_size`` then play no part.
         vocab_size: Upper limit on the number of tokens.
         hidden_size: Width of the residual stream.
         num_layers: Number of decoder layers.
@@ -129,7 +154,7 @@ def make_embedded_model(
         ``path``.
     """
     path = Path(path)
-    tokenizer = make_tokenizer(texts, vocab_size)
+    tokenizer = make_tokenizer(texts, vocab_size) if words is None else make_word_tokenizer(words)
     tokenizer.model_max_length = max_position_embeddings
     config = Qwen3Config(
         vocab_size=len(tokenizer),

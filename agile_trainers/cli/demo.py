@@ -20,9 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from datasets import Dataset, disable_progress_bars
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PrinterCallback
 from transformers.utils import logging
 from trl import SFTConfig, SFTTrainer
 
@@ -54,21 +54,17 @@ class Budget:
 QUICK = Budget(sft_steps=20, rl_steps=4, eval_episodes=60)
 
 
-def supervised(model: Path, output: Path, seed: int, budget: Budget, console: Console) -> Path:
-    """Teach a model the format of the game from games of a player that guesses anything still possible.
+def sft_trainer(model: Path, output: Path, seed: int, budget: Budget) -> SFTTrainer:
+    """The trainer of the supervised stage: the format of the game, from a player that guesses anything still possible.
 
     Args:
         model: Folder of the untrained model.
         output: Folder to write the trained model to.
         seed: Chooses the games and their order.
-        budget: Number of updates and games in each; no game is seen twice.
-        console: Where to show progress.
-
-    Returns:
-        ``output``.
+        budget: Number of updates and of games in each; no game is seen twice.
     """
     count = budget.sft_steps * budget.sft_batch
-    trainer = SFTTrainer(
+    return SFTTrainer(
         model=str(model),
         args=SFTConfig(
             output_dir=str(output),
@@ -83,22 +79,20 @@ def supervised(model: Path, output: Path, seed: int, budget: Budget, console: Co
             seed=seed,
             save_strategy="no",
             report_to="none",
-            logging_steps=25,
+            logging_steps=10,
             disable_tqdm=True,
         ),
         train_dataset=Dataset.from_list(demonstrations(count, seed=seed * count)),
     )
-    with show_progress(trainer, console, "learning the format", {"loss": "loss", "mean_token_accuracy": "accuracy"}):
-        trainer.train()
-    trainer.save_model()
-    return output
 
 
-def make_trainer(model: Path, output: Path, seed: int, budget: Budget) -> MultiTurnGRPOTrainer:
+def make_trainer(
+    model: str | PeftModel, output: Path, seed: int, budget: Budget, peft_config: LoraConfig | None = None
+) -> MultiTurnGRPOTrainer:
     """The multi-turn GRPO trainer of the demo: every update plays each secret ``GROUP`` times."""
     secrets = Dataset.from_dict({"secret": list(range(1, HIGH + 1))})
-    return MultiTurnGRPOTrainer(
-        model=str(model),
+    trainer = MultiTurnGRPOTrainer(
+        model=model,
         environment="agile:guess_number",
         args=MultiTurnGRPOConfig(
             output_dir=str(output),
@@ -124,8 +118,10 @@ def make_trainer(model: Path, output: Path, seed: int, budget: Budget) -> MultiT
         ),
         train_dataset=secrets,
         eval_dataset=secrets,
-        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=peft_config,
     )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def scripted_score(name: str, player: Player, trainer: MultiTurnGRPOTrainer, episodes: int) -> Score:
@@ -168,11 +164,16 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     disable_progress_bars()
     logging.disable_progress_bar()
     console.rule(f"Guess the number between 1 and {HIGH} in {GUESSES} guesses")
-    texts = [message["content"] for game in demonstrations(200) for message in game["messages"]]
-    untrained = make_embedded_model(output / "untrained", texts=texts, seed=seed)
-    base = supervised(untrained, output / "sft", seed, budget, console)
+    words = [message["content"] for game in demonstrations(100) for message in game["messages"]]
+    untrained = make_embedded_model(output / "untrained", texts=[*words, "invalid"], seed=seed)
+    base = output / "sft"
+    supervised = sft_trainer(untrained, base, seed, budget)
+    with show_progress(supervised, console, "learning the format", {"loss": "loss", "mean_token_accuracy": "accuracy"}):
+        supervised.train()
+    supervised.save_model()
 
-    trainer = make_trainer(base, output / "rl", seed, budget)
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make_trainer(str(base), output / "rl", seed, budget, lora)
     scores = {
         "random": scripted_score("random play", random_player, trainer, budget.eval_episodes),
         "sft": model_score("after SFT", trainer),
@@ -199,11 +200,11 @@ def _show(
     console: Console, games: str, table: object, picture: Path, base: Path, adapter: Path, seconds: float
 ) -> None:
     console.rule("Some games of the trained model")
-    console.print(games, highlight=False)
+    console.print(games, highlight=False, soft_wrap=True)
     console.rule("Result")
     console.print(table)
-    console.print(f"{seconds:.0f} seconds. Learning curve: {picture}. The adapter is in {adapter}; it loads with\n")
     console.print(
+        f"{seconds:.0f} seconds. Learning curve: {picture}. The adapter is in {adapter} and loads with\n\n"
         f'    base = AutoModelForCausalLM.from_pretrained("{base}")\n'
         f'    model = PeftModel.from_pretrained(base, "{adapter}")\n'
         f'    tokenizer = AutoTokenizer.from_pretrained("{adapter}")\n',

@@ -1,0 +1,167 @@
+"""``agile-trainers grpo``: multi-turn GRPO on any model and environment, with the options of ``trl grpo`` and ours.
+
+Options come from the command line and from ``--config file.yaml``. Those of ``accelerate launch`` (``--num_processes 2``)
+and ``--accelerate_config`` are understood too and start the training through it.
+"""
+
+import difflib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+from trl.scripts.grpo import GRPOScriptArguments
+
+from agile_trainers.trainers.grpo import MultiTurnGRPOConfig
+
+
+@dataclass
+class MultiTurnScriptArguments(GRPOScriptArguments):
+    """What to train on. The options of ``trl grpo`` and these.
+
+    Args:
+        environment: An environment id (``gem:game:GuessTheNumber-v0-easy``, ``agile:guess_number``) or
+            ``module.path:Name``. None trains on the data set alone, as ``trl grpo`` does.
+        environment_args: Keyword arguments of the environment: a mapping in YAML, JSON on the command line.
+    """
+
+    environment: str | None = field(
+        default=None, metadata={"help": "Environment id, or module.path:Name of a class or factory."}
+    )
+    environment_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of the environment (JSON on the command line)."}
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.environment_args, str):
+            try:
+                self.environment_args = json.loads(self.environment_args)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f'environment_args must be a JSON object such as \'{{"level": "easy"}}\', got '
+                    f"{self.environment_args!r}: {error}."
+                ) from error
+        if self.environment_args is not None and not isinstance(self.environment_args, dict):
+            raise ValueError(f"environment_args must be a mapping of names to values, got {self.environment_args!r}.")
+        if self.environment_args and self.environment is None:
+            raise ValueError("environment_args has no effect without environment; set environment too.")
+
+
+def make_parser() -> TrlParser:
+    """The parser of ``agile-trainers grpo``."""
+    types = (MultiTurnScriptArguments, MultiTurnGRPOConfig, ModelConfig, DatasetMixtureConfig)
+    usage = "agile-trainers grpo --model_name_or_path MODEL --environment ID [--config FILE] [options]"
+    return TrlParser(types, prog="agile-trainers grpo", usage=usage)
+
+
+def train(script: MultiTurnScriptArguments, args: MultiTurnGRPOConfig, model: ModelConfig, mixture: Any) -> None:
+    """Train, save, and push to the Hub if ``args.push_to_hub``."""
+    from trl import get_peft_config, get_quantization_config
+
+    from agile_trainers.envs.registry import make_environment_factory
+    from agile_trainers.trainers.grpo import MultiTurnGRPOTrainer
+
+    environment: Any = script.environment
+    if script.environment_args:
+        environment = make_environment_factory(script.environment, **script.environment_args)
+    dataset = _dataset(script, mixture)
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    trainer = MultiTurnGRPOTrainer(
+        model=model.model_name_or_path,
+        environment=environment,
+        reward_funcs=_reward_functions(script),
+        args=args,
+        train_dataset=dataset and dataset[script.dataset_train_split],
+        eval_dataset=dataset[script.dataset_test_split] if dataset and args.eval_strategy != "no" else None,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    trainer.accelerator.print(f"Saved to {args.output_dir}.")
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+
+
+def _dataset(script: MultiTurnScriptArguments, mixture: Any) -> Any:
+    from datasets import load_dataset
+    from trl import get_dataset
+
+    if mixture.datasets and script.dataset_name:
+        raise ValueError("`datasets` and `dataset_name` both name a data set; keep one of them.")
+    if mixture.datasets:
+        return get_dataset(mixture)
+    if script.dataset_name:
+        return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+    return None
+
+
+def _reward_functions(script: MultiTurnScriptArguments) -> list[str | Callable[..., Any]]:
+    """Reward models, functions of ``trl.rewards`` by name, and any others by their dotted path."""
+    from trl import rewards
+
+    functions: list[str | Callable[..., Any]] = []
+    if script.reward_model_name_or_path:
+        functions.append(script.reward_model_name_or_path)
+    for name in script.reward_funcs or []:
+        if name == "get_soft_overlong_punishment":  # the lengths `trl grpo` gives it
+            functions.append(rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256))
+            continue
+        module, _, attribute = name.rpartition(".")
+        if module:
+            sys.path.insert(0, os.getcwd())
+        source = importlib.import_module(module) if module else rewards
+        if not hasattr(source, attribute):
+            nearest = difflib.get_close_matches(attribute, dir(source), n=1)
+            raise ValueError(
+                f"There is no reward function {name!r}{f'; did you mean {nearest[0]!r}?' if nearest else ''}. Expected "
+                "a name in trl.rewards or a dotted path such as 'my_package.rewards.brevity'."
+            )
+        functions.append(getattr(source, attribute))
+    return functions
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the options and train, through ``accelerate launch`` if some of the options are its own."""
+    parser = make_parser()
+    *parsed, from_config, from_command_line = parser.parse_args_and_config(
+        argv, return_remaining_strings=True, separate_remaining_strings=True
+    )
+    if parsed[2].model_name_or_path is None:
+        parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
+    if from_config or from_command_line:
+        _launch(parser, argv, [*from_config, *from_command_line], from_command_line)
+    else:
+        train(*parsed)
+
+
+def _launch(parser: TrlParser, argv: Sequence[str], options: list[str], from_command_line: list[str]) -> None:
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    launcher = launch_command_parser()
+    own = [option for action in parser._actions for option in action.option_strings]
+    known = {"--accelerate_config", *(option for action in launcher._actions for option in action.option_strings)}
+    for option in options:
+        name = option.split("=")[0]
+        if name.startswith("--") and name not in known:
+            nearest = difflib.get_close_matches(name, [*own, *known], n=1)
+            parser.error(f"there is no option {name}{f'; did you mean {nearest[0]}?' if nearest else ''}")
+    left = list(from_command_line)
+    training = [argument for argument in argv if not (left and argument == left[0] and left.pop(0))]
+    launch_options = resolve_accelerate_config_argument(options)
+    launch_command(launcher.parse_args([*launch_options, "--module", __spec__.name, *training]))
+
+
+if __name__ == "__main__":  # a process that `accelerate launch` started; the launcher's options are not for it
+    train(*make_parser().parse_args_and_config(fail_with_unknown_args=False))

@@ -1,0 +1,104 @@
+"""The demo, with a tiny budget; the full one is ``make demo``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from peft import PeftModel
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from agile_environments.guess_number import demonstrations, halving_player, random_player
+from agile_trainers.cli import demo, report
+from agile_trainers.cli.demo import Budget
+from agile_trainers.cli.report import Score
+from agile_trainers.rollout.engine import EpisodeSpec
+from agile_trainers.rollout.generators.base import GenerationRequest
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.record import write_records
+
+TINY = Budget(sft_steps=2, sft_batch=4, rl_steps=2, eval_episodes=36)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    output = tmp_path_factory.mktemp("demo")
+    with (output / "screen.txt").open("w") as screen:
+        return output, demo.run(output, seed=0, budget=TINY, console=Console(file=screen, width=100))
+
+
+def test_everything_promised_is_written(finished: tuple[Path, dict]) -> None:
+    output, summary = finished
+    assert json.loads((output / "summary.json").read_text()) == summary
+    assert {"random_success", "sft_success", "rl_success", "optimal_success", "seconds", "adapter_path"} <= set(summary)
+    assert (output / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    screen = (output / "screen.txt").read_text()
+    for expected in ("random play", "after SFT", "after RL", "optimal play", "PeftModel.from_pretrained", "2/2"):
+        assert expected in screen
+    assert (output / "games.txt").read_text().count("Guess the number between 1 and 12") == 3
+
+
+def test_adapter_loaded_anew_plays_as_reported(finished: tuple[Path, dict], tmp_path: Path) -> None:
+    _, summary = finished
+    base = AutoModelForCausalLM.from_pretrained(summary["base_path"])
+    model = PeftModel.from_pretrained(base, summary["adapter_path"], is_trainable=True)
+    trainer = demo.make_trainer(model, tmp_path, seed=0, budget=TINY)
+    metrics = trainer.evaluate()
+    assert (metrics["eval_success"], metrics["eval_return"]) == (summary["rl_success"], summary["rl_return"])
+
+
+def test_scripted_players_are_measured_by_the_same_engine(finished: tuple[Path, dict], tmp_path: Path) -> None:
+    """Halving never needs more than four guesses; four uniform guesses find one of twelve with 1 - (11/12)^4."""
+    _, summary = finished
+    assert summary["optimal_success"] == summary["optimal_return"] == 1.0
+    trainer = demo.make_trainer(summary["base_path"], tmp_path, seed=0, budget=TINY)
+    score = demo.scripted_score("random", random_player, trainer, 1200)
+    assert abs(score.success - (1 - (11 / 12) ** 4)) < 4 * (0.21 / 1200) ** 0.5
+    assert demo.scripted_score("halving", halving_player, trainer, 12) == Score("halving", 1.0, 1.0)
+
+
+def test_supervised_tokens_are_those_of_a_rollout(finished: tuple[Path, dict], tmp_path: Path) -> None:
+    """The games SFT trains on, replayed through the rollout engine, give the same ids; the labels are the turns."""
+    output, summary = finished
+    sft = demo.sft_trainer(output / "untrained", tmp_path, seed=0, budget=TINY)
+    trainer = demo.make_trainer(summary["base_path"], tmp_path, seed=0, budget=TINY)
+    for seed, (row, game) in enumerate(zip(sft.train_dataset, demonstrations(8))):
+        answers = iter([message["content"] for message in game["messages"] if message["role"] == "assistant"])
+
+        def script(_: GenerationRequest, answers: Iterator[str] = answers) -> list[int]:
+            return [*trainer.processing_class.encode(next(answers)), trainer.processing_class.eos_token_id]
+
+        (episode,) = trainer.engine.run([EpisodeSpec(seed, (0,))], ScriptedGenerator(script))
+        assert row["input_ids"][:-1] == episode.prompt_ids + episode.completion_ids  # the template ends with a newline
+        trained = {position for position, label in enumerate(row["labels"]) if label != -100}
+        offset = len(episode.prompt_ids)
+        assert trained == {offset + token for turn in episode.turns for token in range(turn.start, turn.end)}
+
+
+def test_moving_average_shrinks_at_the_ends() -> None:
+    assert report.moving_average([1, 2, 6, 3], 3) == [1.5, 3.0, 11 / 3, 4.5]
+    assert report.moving_average([], 3) == []
+
+
+def test_learning_curve_takes_training_steps_only() -> None:
+    history = [{"step": 0, "eval_success": 0.1}, {"step": 1, "success": 0.2}, {"step": 2, "success": 0.4}, {"step": 2}]
+    assert report.learning_curve(history) == ([1, 2], [0.2, 0.4])
+
+
+def test_games_shown_are_the_longest_of_the_last_evaluation(tmp_path: Path) -> None:
+    def episode(secret: int, turns: int) -> dict:
+        turn = {"text": "1", "observation": "higher"}
+        prompt = [{"role": "user", "content": "Guess."}]
+        return {"reset_info": {"secret": secret}, "prompt": prompt, "turns": [turn] * turns, "return": 1.0}
+
+    write_records(tmp_path / "step-000000-eval-rank0.jsonl", [episode(9, 4)])
+    write_records(
+        tmp_path / "step-000160-eval-rank0.jsonl", [episode(1, 1), episode(2, 3), episode(3, 2), episode(2, 3)]
+    )
+    write_records(tmp_path / "step-000160-generation-000159-rank0.jsonl", [episode(8, 4)])
+    games = report.some_games(tmp_path, count=2).split("\n\n")
+    assert [game.splitlines()[-1] for game in games] == [f"(the number was {n}; return +1.0)" for n in (2, 3)]
+    assert games[1].splitlines()[:3] == ["environment: Guess.", "      model: 1", "environment: higher"]
