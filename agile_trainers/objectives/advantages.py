@@ -102,7 +102,7 @@ def group_advantages(
     )
 
 
-def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def whiten(advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Shift and scale to mean 0 and standard deviation 1 over every (episode, turn) that the mask keeps.
 
     A spread below ``1e-6 * max(1, |mean|)`` gives exactly zero.
@@ -110,17 +110,21 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     Args:
         advantages: (B, K).
         mask: (B, K) bool.
+        weights: (B, K) non-negative counts: how often each turn enters the statistics. Default: once.
 
     Returns:
-        (B, K) float32, 0 where the mask is False.
+        (B, K) float32, 0 where the mask is False. Statistics are in float64, the deviation with ddof 1.
     """
-    kept = advantages.double()[mask]
-    if kept.numel() < 2:
+    values = torch.where(mask, advantages, 0.0).double()
+    counts = mask.double() if weights is None else mask * weights.double()
+    total = counts.sum()
+    if total < 2:
         return torch.zeros_like(advantages, dtype=torch.float32)
-    mean, std = kept.mean(), kept.std()
+    mean = (counts * values).sum() / total
+    std = ((counts * (values - mean) ** 2).sum() / (total - 1)).sqrt()
     if std <= 1e-6 * max(1.0, abs(mean.item())):
         return torch.zeros_like(advantages, dtype=torch.float32)
-    return torch.where(mask, (advantages.double() - mean) / (std + 1e-8), 0.0).float()
+    return torch.where(mask, (values - mean) / (std + 1e-8), 0.0).float()
 
 
 def pool_over_turns(advantages: torch.Tensor, turn_mask: torch.Tensor) -> torch.Tensor:

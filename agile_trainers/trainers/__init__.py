@@ -1,5 +1,17 @@
 """The trainers: a credit rule and a configuration each, on one shared seam to TRL."""
 
+from .cispo import MultiTurnCISPOConfig, MultiTurnCISPOTrainer
 from .grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from .gspo import MultiTurnGSPOConfig, MultiTurnGSPOTrainer
+from .reinforce import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
 
-__all__ = ["MultiTurnGRPOConfig", "MultiTurnGRPOTrainer"]
+__all__ = [
+    "MultiTurnCISPOConfig",
+    "MultiTurnCISPOTrainer",
+    "MultiTurnGRPOConfig",
+    "MultiTurnGRPOTrainer",
+    "MultiTurnGSPOConfig",
+    "MultiTurnGSPOTrainer",
+    "MultiTurnREINFORCEConfig",
+    "MultiTurnREINFORCETrainer",
+]

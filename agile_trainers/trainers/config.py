@@ -1,8 +1,9 @@
 """Options that every multi-turn trainer shares, on top of TRL's ``GRPOConfig``."""
 
 import copy
+import os
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
@@ -46,6 +47,9 @@ class MultiTurnConfig(GRPOConfig):
         log_rollouts: Write every episode to ``output_dir/rollouts/`` as JSON lines.
     """
 
+    _groupless: ClassVar[bool] = False
+    """Whether the algorithm does without groups (``num_generations=1``)."""
+
     max_completion_length: int | None = field(
         default=None,
         metadata={"help": "Without an environment, as in TRL (512); with one it is max_turns * max_new_tokens."},
@@ -82,11 +86,18 @@ class MultiTurnConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
-        # left to `for_trl`, for runs without an environment.
-        eval_generations = vars(self)["num_generations_eval"]
-        self.num_generations_eval = eval_generations or 1
+        # left to `without_environment`.
+        group, eval_group = self.num_generations, vars(self)["num_generations_eval"]
+        self.num_generations_eval = eval_group or 1
+        if self._groupless:
+            if group != 1:
+                raise ValueError(
+                    f"num_generations={group} has no effect: {type(self).__name__} compares no group, so every episode "
+                    "starts from a state of its own. Leave num_generations unset (1)."
+                )
+            self.num_generations = self._episodes_per_generation()
         super().__post_init__()
-        self.num_generations_eval = eval_generations
+        self.num_generations, self.num_generations_eval = group, eval_group
         if self.importance_sampling_level == "trajectory":
             self.importance_sampling_level = "sequence"
         _one_of(self, "importance_sampling_level", ("token", "turn", "sequence"))
@@ -139,7 +150,7 @@ class MultiTurnConfig(GRPOConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect with an environment: {instead}.")
         if self.importance_sampling_level == "turn":
             self._check_turn_level()
-        elif self.turn_ratio_pooling != "mean":
+        elif self.turn_ratio_pooling != _default(self.__dataclass_fields__["turn_ratio_pooling"]):
             raise ValueError(
                 f"turn_ratio_pooling={self.turn_ratio_pooling!r} acts on importance_sampling_level='turn' only, which is "
                 f"{self.importance_sampling_level!r}."
@@ -165,6 +176,18 @@ class MultiTurnConfig(GRPOConfig):
                 "off_policy_mask_threshold compares mean log-probabilities, which turn_ratio_pooling='sum' changes. Use "
                 "turn_ratio_pooling='mean' or leave off_policy_mask_threshold unset."
             )
+
+    def _episodes_per_generation(self) -> int:
+        """A group size that TRL's check of the generation batch lets pass, for algorithms without groups."""
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        local = self.per_device_train_batch_size * steps * int(os.environ.get("WORLD_SIZE", "1"))
+        episodes = self.generation_batch_size or local
+        if episodes < 2:
+            raise ValueError(
+                "A generation batch of one episode has nothing to be compared with. Raise per_device_train_batch_size or "
+                "gradient_accumulation_steps."
+            )
+        return episodes
 
     @classmethod
     def _own_fields(cls) -> set[str]:

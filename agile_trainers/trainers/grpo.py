@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, field
 
-import torch
-
 from agile_trainers.objectives.advantages import group_advantages
 
 from .config import MultiTurnConfig, _one_of
-from .multi_turn import Credit, MultiTurnTrainer
+from .multi_turn import Credit, MultiTurnTrainer, Turns
 
 
 @dataclass
@@ -53,12 +51,12 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
     _name = "Multi-turn GRPO"
     _config_class = MultiTurnGRPOConfig
 
-    def _assign_credit(self, turn_rewards: torch.Tensor, turn_mask: torch.Tensor, failed: torch.Tensor) -> Credit:
+    def _assign_credit(self, turns: Turns) -> Credit:
         args = self.args
         result = group_advantages(
-            turn_rewards,
-            turn_mask,
-            failed,
+            turns.rewards,
+            turns.mask,
+            turns.failed,
             group_size=self.num_generations,
             granularity=args.advantage_granularity,
             turn_credit=args.turn_credit,

@@ -45,6 +45,20 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass
+class Turns:
+    """What a credit rule gets: the turns of *all* ranks, rows of a group side by side."""
+
+    rewards: torch.Tensor
+    """(B, K) float32."""
+    mask: torch.Tensor
+    """(B, K) bool, which turns happened in episodes that did not fail: what every statistic is over."""
+    failed: torch.Tensor
+    """(B,) bool."""
+    lengths: torch.Tensor
+    """(B, K) int64, action tokens."""
+
+
+@dataclass
 class Credit:
     """What a credit rule returns."""
 
@@ -284,20 +298,14 @@ class MultiTurnTrainer(EpisodeEvaluation):
 
     # ----------------------------------------------------------------------------------------------------- credit
 
-    def _assign_credit(self, turn_rewards: torch.Tensor, turn_mask: torch.Tensor, failed: torch.Tensor) -> Credit:
-        """The credit rule. Gets (B, K), (B, K) and (B,) of *all* ranks, rows of a group side by side."""
+    def _assign_credit(self, turns: Turns) -> Credit:
+        """The credit rule: advantages of all turns, before whitening and clipping."""
         raise NotImplementedError
 
     def _credit(self, batch: TurnBatch) -> torch.Tensor:
         """Advantages (B, K) of the local rows; every statistic is over all ranks, before TRL shuffles rows."""
-        turn_rewards, turn_mask = (
-            self.accelerator.gather(self.accelerator.pad_across_processes(value, dim=1))
-            for value in (batch.turn_rewards, batch.turn_mask.long())
-        )
-        failed = self.accelerator.gather(batch.failed)
-        turn_mask = turn_mask.bool()
-        credit = self._assign_credit(turn_rewards, turn_mask, failed)
-        valid = turn_mask & ~failed[:, None]
+        turns = self._gather_turns(batch)
+        credit, valid = self._assign_credit(turns), turns.mask
         advantages = credit.advantages
         if self.args.whiten_advantages:
             advantages = whiten(advantages, valid)
@@ -306,7 +314,7 @@ class MultiTurnTrainer(EpisodeEvaluation):
             credit.metrics["advantage/clipped"] = (advantages[valid].abs() > bound).float().mean().item()
             advantages = advantages.clamp(-bound, bound)
         if self.importance_sampling_level == "sequence":
-            advantages = pool_over_turns(advantages, turn_mask)
+            advantages = pool_over_turns(advantages, valid)
         kept = advantages[valid]
         credit.metrics["advantage/mean"] = kept.mean().item() if kept.numel() else 0.0
         credit.metrics["advantage/std"] = kept.std().item() if kept.numel() > 1 else 0.0
@@ -314,10 +322,19 @@ class MultiTurnTrainer(EpisodeEvaluation):
             self._metrics["train"][name].append(value)
         return advantages[self._local(batch.turn_mask.size(0)), : batch.turn_mask.size(1)]
 
+    def _gather_turns(self, batch: TurnBatch) -> Turns:
+        lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
+        rewards, mask, lengths = (
+            self.accelerator.gather(self.accelerator.pad_across_processes(value, dim=1))
+            for value in (batch.turn_rewards, batch.turn_mask.long(), lengths)
+        )
+        failed = self.accelerator.gather(batch.failed)
+        return Turns(rewards, mask.bool() & ~failed[:, None], failed, lengths)
+
     def _trl_batch(self, batch: TurnBatch, advantages: torch.Tensor) -> Batch:
         """The batch dict that TRL's loss reads, and our own columns."""
         spread = spread_to_tokens(advantages, batch.turn_ids)
-        if self.args.turn_ratio_pooling == "sum":
+        if self._turn_ratios and self.args.turn_ratio_pooling == "sum":
             lengths = turn_lengths(batch.turn_ids, advantages.size(1)).clamp(min=1)
             spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
         trained = batch.action_mask & ~batch.failed[:, None]

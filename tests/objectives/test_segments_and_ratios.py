@@ -24,7 +24,9 @@ def test_observation_values_have_no_influence_even_when_infinite():
     assert torch.equal(pool_to_turns(poisoned, TURN_IDS, 2, "mean"), pool_to_turns(VALUES, TURN_IDS, 2, "mean"))
 
 
-@pytest.mark.parametrize(("pooling", "expected"), [("mean", [[0.2, 0.5], [0.3, 0.0]]), ("sum", [[0.4, 1.5], [0.3, 0.0]])])
+@pytest.mark.parametrize(
+    ("pooling", "expected"), [("mean", [[0.2, 0.5], [0.3, 0.0]]), ("sum", [[0.4, 1.5], [0.3, 0.0]])]
+)
 def test_pooled_ratio_by_hand(pooling, expected):
     old = torch.full_like(VALUES, -1.0)
     difference = torch.tensor([[0.1, 0.3, 5.0, 0.2, 0.4, 0.9, 5.0], [0.3, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]])

@@ -1,0 +1,31 @@
+"""Multi-turn CISPO: GRPO that clips the importance weight and keeps every token's gradient."""
+
+from dataclasses import dataclass, field
+
+from .config import _one_of
+from .grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+
+
+@dataclass
+class MultiTurnCISPOConfig(MultiTurnGRPOConfig):
+    """CISPO's settings.
+
+    Args:
+        loss_type: Always ``"cispo"``.
+        epsilon_high: The weight's upper bound, 5.0 (ScaleRL, https://huggingface.co/papers/2510.13786). GRPO's 0.2 would
+            cut every weight to a fifth.
+    """
+
+    loss_type: str = field(default="cispo", metadata={"help": "Always cispo."})
+    epsilon_high: float | None = field(default=5.0, metadata={"help": "Upper bound of the importance weight."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of(self, "loss_type", ("cispo",))
+
+
+class MultiTurnCISPOTrainer(MultiTurnGRPOTrainer):
+    """CISPO (MiniMax-M1, https://huggingface.co/papers/2506.13585) over multi-turn episodes."""
+
+    _name = "Multi-turn CISPO"
+    _config_class = MultiTurnCISPOConfig

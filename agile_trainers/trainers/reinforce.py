@@ -1,0 +1,68 @@
+"""Multi-turn REINFORCE with return batch normalization (ReBN)."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from agile_trainers.objectives.advantages import whiten
+from agile_trainers.objectives.returns import discounted_returns
+
+from .config import MultiTurnConfig, _one_of
+from .multi_turn import Credit, MultiTurnTrainer, Turns
+
+
+@dataclass
+class MultiTurnREINFORCEConfig(MultiTurnConfig):
+    """Configuration of :class:`MultiTurnREINFORCETrainer`: the shared options and these.
+
+    Args:
+        num_generations: Always 1; there are no groups.
+        importance_sampling_level: Default ``"turn"``: the unit that is rewarded is the unit that is clipped.
+        turn_ratio_pooling: Default ``"sum"``: the ratio of a turn is the product of its tokens' ratios.
+        advantage_granularity: What the statistics count: every ``"turn"`` once, every ``"token"`` once (a turn weighs as
+            many as it has), or ``"auto"``: tokens if every episode of the batch has a single turn, else turns.
+    """
+
+    _groupless: ClassVar[bool] = True
+
+    num_generations: int = field(default=1, metadata={"help": "Always 1; there are no groups."})
+    importance_sampling_level: str = field(
+        default="turn", metadata={"help": "Unit of the importance ratio: token, turn or sequence (or trajectory)."}
+    )
+    turn_ratio_pooling: str = field(
+        default="sum", metadata={"help": "Pooling of a turn's log-ratios at the turn level: mean or sum."}
+    )
+    advantage_granularity: str = field(default="auto", metadata={"help": "Unit of the statistics: turn, token, auto."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of(self, "advantage_granularity", ("turn", "token", "auto"))
+
+    def with_environment(self) -> "MultiTurnConfig":
+        for name, default in (("scale_rewards", "group"), ("whiten_advantages", False)):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no effect: REINFORCE normalizes returns over the whole batch. "
+                    f"Leave {name} unset."
+                )
+        return super().with_environment()
+
+    def without_environment(self) -> "MultiTurnConfig":
+        raise ValueError("MultiTurnREINFORCETrainer needs an environment. Pass `environment=...`.")
+
+
+class MultiTurnREINFORCETrainer(MultiTurnTrainer):
+    """REINFORCE over multi-turn episodes; the baseline and the scale are those of the whole batch.
+
+    The advantage of a turn is its discounted return, z-scored over every turn of every episode of the generation batch,
+    on all ranks (return batch normalization, GEM: https://huggingface.co/papers/2510.01051). No groups, no critic: every
+    episode may start from a state of its own. See :class:`MultiTurnTrainer` for the arguments; an environment is required.
+    """
+
+    _name = "Multi-turn REINFORCE"
+    _config_class = MultiTurnREINFORCEConfig
+
+    def _assign_credit(self, turns: Turns) -> Credit:
+        returns = discounted_returns(turns.rewards, turns.mask, self.args.gamma)
+        granularity = self.args.advantage_granularity
+        by_token = granularity == "token" or (granularity == "auto" and turns.mask.sum(dim=1).max() <= 1)
+        return Credit(whiten(returns, turns.mask, turns.lengths if by_token else None), {})
