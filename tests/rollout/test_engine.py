@@ -360,6 +360,34 @@ def test_a_fast_environment_does_not_wait_for_a_slow_one(workers: int) -> None:
     assert ended == [1, 0]
 
 
+def test_the_sampler_does_not_wait_for_a_slow_environment() -> None:
+    """Episode 0's step returns only once the sampler has answered episode 1, which takes it five more steps."""
+    sampled = threading.Event()
+
+    class Watched(Player):
+        def step(self) -> Any:
+            outputs = super().step()
+            if any(output.episode == 1 for output in outputs):
+                sampled.set()
+            return outputs
+
+    def slow(action: str) -> Any:
+        assert sampled.wait(timeout=20)
+        return end()
+
+    player = Watched(latency=lambda request: 1 if request.episode == 0 else 6)
+    trajectories = make_engine(workers=1).run(specs({"answers": [slow]}, {}), player)
+    assert [trajectory.error for trajectory in trajectories] == [None, None]
+
+
+def test_the_sampler_is_told_of_the_end_of_every_episode() -> None:
+    """It refuses a key that it still knows under another prompt."""
+    player = Player()
+    for start in ("go", "up"):
+        engine = make_engine()
+        engine.run(specs({"start": (start, {})}, {"answers": [RuntimeError()]}), player)
+
+
 # ------------------------------------------------------------------------------------------- what is not an episode's
 
 
