@@ -17,7 +17,7 @@ demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in mi
 	$(VENV)/bin/agile-trainers demo
 
 test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 -m "not slow and not gpu"
 
 check: $(VENV)/.installed-dev  ## style and types
 	$(VENV)/bin/ruff check
@@ -28,7 +28,7 @@ probes: $(VENV)/.installed  ## the probe environments, each to its threshold on 
 	$(RUN) benchmarks/probes.py
 
 bench: $(VENV)/.installed  ## rollout and update time, beside TRL's GRPOTrainer
-	$(RUN) benchmarks/speed.py
+	$(RUN) benchmarks/rollout_vs_trl.py
 
 clean:  ## forget the environment and the caches, not the runs
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -66,7 +66,7 @@ def train(script: MultiTurnScriptArguments, args: MultiTurnGRPOConfig, model: Mo
     from agile_trainers.trainers.grpo import MultiTurnGRPOTrainer
 
     environment: Any = script.environment
-    if script.environment_args:
+    if script.environment is not None and isinstance(script.environment_args, dict):
         environment = make_environment_factory(script.environment, **script.environment_args)
     dataset = _dataset(script, mixture)
     args.model_init_kwargs = {
