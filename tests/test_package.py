@@ -1,0 +1,94 @@
+"""The package as a whole: what may import what, what is installed, and how heavy the core is."""
+
+from __future__ import annotations
+
+import ast
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAY_IMPORT = {
+    "types": set(),
+    "embedded": set(),
+    "objectives": set(),
+    "envs": {"types"},
+    "rollout": {"types", "envs"},
+    "trainers": {"types", "objectives", "envs", "rollout"},
+    "cli": {"types", "envs", "rollout", "trainers", "embedded"},
+}
+"""Imports point one way only: a part of the package, and the parts it may use."""
+
+
+def _modules() -> list[Path]:
+    return [path for path in (ROOT / "agile_trainers").rglob("*.py") if path.parent.name != "agile_trainers"] + [
+        ROOT / "agile_trainers" / f"{name}.py" for name in ("types", "embedded")
+    ]
+
+
+def _imported_parts(path: Path) -> set[str]:
+    """First-level parts of ``agile_trainers`` that a module imports, itself included."""
+    parts: set[str] = set()
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = (*base, *(node.module.split(".") if node.module else ()))
+            names = [module] if len(module) > 1 else [(*module, alias.name) for alias in node.names]
+        else:
+            continue
+        parts |= {name[1] for name in names if name[0] == "agile_trainers" and len(name) > 1}
+    return parts
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    part = path.relative_to(ROOT / "agile_trainers").with_suffix("").parts[0]
+    assert _imported_parts(path) <= MAY_IMPORT[part] | {part}
+
+
+@pytest.mark.parametrize(
+    ("files", "foreign"),
+    [
+        ("objectives/*.py", {"trl", "transformers", "peft", "datasets", "accelerate"}),
+        ("rollout/**/*.py", {"peft", "datasets", "accelerate"}),
+        ("rollout/engine.py", {"trl", "transformers"}),
+        ("rollout/stepping.py", {"trl", "transformers", "torch"}),
+        ("envs/*.py", {"trl", "transformers", "peft", "torch", "accelerate"}),
+    ],
+)
+def test_lower_parts_know_nothing_of_the_training_libraries(files: str, foreign: set[str]) -> None:
+    paths = list((ROOT / "agile_trainers").glob(files))
+    assert paths
+    for path in paths:
+        assert not foreign & {name.split(".")[0] for name in _top_level_imports(path)}, path
+
+
+def _top_level_imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return names
+
+
+def test_every_package_folder_is_installed() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for source, package in (("agile_trainers", "agile_trainers"), ("environments", "agile_environments")):
+        for init in (ROOT / source).rglob("__init__.py"):
+            name = ".".join((package, *init.parent.relative_to(ROOT / source).parts))
+            assert f'"{name}"' in text, f"add {name!r} to packages in pyproject.toml"
+
+
+def test_constraints_pin_every_core_requirement_exactly() -> None:
+    lines = (ROOT / "requirements" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert not any("+" in version for version in pins.values()), "a local version such as +cpu cannot be installed"
+    core = [requirement for requirement in requires("agile-trainers") or [] if "extra ==" not in requirement]
+    names = {requirement.split(">")[0].split("<")[0].strip() for requirement in core}
+    assert {"torch", "trl", "transformers", "peft"} <= names <= set(pins)
