@@ -1,1 +1,14 @@
+"""Samplers: the protocol, one on transformers, one scripted."""
 
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator, SamplingSettings
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.generators.transformers import TransformersGenerator
+
+__all__ = [
+    "GenerationOutput",
+    "GenerationRequest",
+    "Generator",
+    "SamplingSettings",
+    "ScriptedGenerator",
+    "TransformersGenerator",
+]

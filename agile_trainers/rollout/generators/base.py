@@ -11,7 +11,11 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How an action is sampled. Names and meaning are those of transformers' ``GenerationConfig``."""
+    """How an action is sampled. Names and meaning are those of transformers' ``GenerationConfig``.
+
+    Raises:
+        ValueError: A value is outside its range.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -22,6 +26,20 @@ class SamplingSettings:
     stop_strings: tuple[str, ...] = ()
     do_sample: bool = True
     """False: greedy, on the raw logits after the repetition penalty."""
+
+    def __post_init__(self) -> None:
+        rules = [
+            ("temperature", self.temperature > 0 or not self.do_sample, "above 0 (for greedy, set `do_sample=False`)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1], where 1 switches it off"),
+            ("top_k", self.top_k >= 0, "0, which switches it off, or more"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1], or None to switch it off"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0, where 1 switches it off"),
+            ("min_new_tokens", self.min_new_tokens >= 0, "0 or more"),
+            ("stop_strings", not isinstance(self.stop_strings, str) and all(self.stop_strings), "a tuple of texts"),
+        ]
+        for name, valid, expected in rules:
+            if not valid:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected {expected}.")
 
 
 @dataclass

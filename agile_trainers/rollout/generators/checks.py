@@ -1,0 +1,49 @@
+"""What generators check about what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agile_trainers.rollout.generators.base import GenerationRequest
+
+
+def check_request(request: GenerationRequest, known: Sequence[int], under_way: bool) -> None:
+    """Refuse a request that no generator can answer faithfully.
+
+    Args:
+        request: The request.
+        known: Every id of the episode so far, the last answer included; empty for a new episode.
+        under_way: Whether an earlier request of the episode has not been answered yet.
+
+    Raises:
+        ValueError: A request is under way, there is nothing to read, no token may be made, or the conversation does
+            not begin with what is already known of it.
+    """
+    episode, ids = request.episode, request.token_ids
+    if under_way:
+        raise ValueError(f"Episode {episode} already has a request under way. Wait for its answer or `release` it.")
+    if not ids:
+        raise ValueError(f"Episode {episode}: `token_ids` is empty; a model needs at least one token to read.")
+    if request.max_new_tokens < 1:
+        raise ValueError(
+            f"Episode {episode}: `max_new_tokens` is {request.max_new_tokens}, expected at least 1. "
+            "End the episode when the context is full."
+        )
+    if list(ids[: len(known)]) == list(known):
+        return
+    position = next((i for i, (old, new) in enumerate(zip(known, ids)) if old != new), len(ids))
+    found = f"id {ids[position]}" if position < len(ids) else "the end"
+    raise ValueError(
+        f"Episode {episode}: `token_ids` has {found} at position {position} where id {known[position]} was read or "
+        "sampled before. Tokens are never re-made: append the new ids to the old ones, or `release` the episode to "
+        "start it again."
+    )
+
+
+def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ``ValueError`` unless every one of ``ids``, called ``name`` in the message, lies in [0, vocab_size)."""
+    outside = [i for i in ids if i not in range(vocab_size)]
+    if outside:
+        raise ValueError(
+            f"`{name}` has {outside[0]}, expected ids in [0, {vocab_size}): is it another model's tokenizer?"
+        )

@@ -1,0 +1,89 @@
+"""From logits to tokens: transformers' own processors, and sampling by inverting the cumulative distribution."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from agile_trainers.rollout.generators.base import SamplingSettings
+
+
+class Sampler:
+    """Draws the next token of each row, with ``GenerationMixin``'s processors in ``GenerationMixin``'s order.
+
+    Args:
+        settings: How to sample.
+        eos_token_ids: The tokens that a row may not draw before its ``min_new_tokens``-th token.
+    """
+
+    def __init__(self, settings: SamplingSettings, eos_token_ids: list[int]) -> None:
+        self.greedy = not settings.do_sample
+        self.eos_token_ids = eos_token_ids
+        self.penalty = LogitsProcessorList()
+        if settings.repetition_penalty != 1.0:
+            self.penalty.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
+        self.warpers = LogitsProcessorList()
+        if self.greedy:
+            return
+        if settings.temperature != 1.0:
+            self.warpers.append(TemperatureLogitsWarper(float(settings.temperature)))
+        if settings.top_k:
+            self.warpers.append(TopKLogitsWarper(settings.top_k))
+        if settings.top_p < 1.0:
+            self.warpers.append(TopPLogitsWarper(settings.top_p))
+        if settings.min_p is not None:
+            self.warpers.append(MinPLogitsWarper(settings.min_p))
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        uniforms: torch.Tensor,
+        history: torch.Tensor | None = None,
+        hold_eos: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose one token per row.
+
+        Args:
+            logits: (R, V), any float type.
+            uniforms: (R,) float64 in [0, 1); not looked at when greedy.
+            history: (R, L) ids the repetition penalty counts, padded with ids of the same row. Needed with a penalty.
+            hold_eos: (R,) bool, the rows that are still too short to end. Default: none.
+
+        Returns:
+            (R,) int64 tokens, and (R,) float64 log-probabilities of them under the distribution they were drawn from:
+            after every processor when sampling; after penalty and ``min_new_tokens``, at temperature 1, when greedy.
+        """
+        scores = self.penalty(history, logits.float())
+        if hold_eos is not None:
+            held = torch.zeros_like(scores, dtype=torch.bool)
+            held[:, self.eos_token_ids] = hold_eos[:, None]
+            scores = scores.masked_fill(held, -torch.inf)
+        log_probs = self.warpers(history, scores).double().log_softmax(-1)
+        tokens = log_probs.argmax(-1) if self.greedy else draw(log_probs.exp(), uniforms)
+        return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+
+def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Invert the cumulative distribution: the first token whose cumulative probability exceeds the uniform.
+
+    A token of probability zero is never drawn, whatever the uniform and the rounding.
+
+    Args:
+        probs: (R, V) float64, rows summing to 1.
+        uniforms: (R,) float64 in [0, 1).
+
+    Returns:
+        (R,) int64 tokens.
+    """
+    # Zeroed at impossible tokens, so that rounding in a parallel cumsum cannot lift one above its neighbours.
+    cumulative = probs.cumsum(-1) * (probs > 0)
+    total = cumulative.amax(-1, keepdim=True)
+    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return (cumulative > target).to(torch.uint8).argmax(-1)

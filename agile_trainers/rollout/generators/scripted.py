@@ -1,0 +1,81 @@
+"""A generator that answers from a function: for tests, and for scripted players."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
+from agile_trainers.rollout.generators.checks import check_request
+
+Script = Callable[[GenerationRequest], "list[int] | GenerationOutput"]
+
+
+@dataclass
+class _Answer:
+    output: GenerationOutput
+    steps_left: int
+
+
+class ScriptedGenerator:
+    """Answers every request with what ``script`` says.
+
+    Args:
+        script: Gives the answer to a request: its token ids, which then have log-probability 0.0 and finish with
+            ``"stop"``, or a whole ``GenerationOutput``. Ids beyond ``max_new_tokens`` are cut off, with ``"length"``.
+        latency: Number of ``step`` calls after which an answer is there, or a function of the request that gives it.
+            Default 1. Answers that come at the same step come in the order of submission.
+    """
+
+    def __init__(self, script: Script, latency: int | Callable[[GenerationRequest], int] = 1) -> None:
+        self._script = script
+        self._latency = latency
+        self._known: dict[int, list[int]] = {}
+        self._under_way: dict[int, _Answer] = {}
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; the script is asked at once.
+
+        Raises:
+            ValueError: The request is malformed (see ``check_request``), or the script's answer is.
+        """
+        check_request(request, self._known.get(request.episode, []), request.episode in self._under_way)
+        output = _answer(self._script(request), request)
+        steps = self._latency(request) if callable(self._latency) else self._latency
+        if steps < 1:
+            raise ValueError(f"`latency` is {steps} for episode {request.episode}, expected at least 1 step.")
+        self._known[request.episode] = [*request.token_ids, *output.token_ids]
+        self._under_way[request.episode] = _Answer(output, steps)
+
+    def step(self) -> list[GenerationOutput]:
+        """Let one step pass and return the answers that are there now."""
+        for answer in self._under_way.values():
+            answer.steps_left -= 1
+        done = [episode for episode, answer in self._under_way.items() if answer.steps_left == 0]
+        return [self._under_way.pop(episode).output for episode in done]
+
+    @property
+    def pending(self) -> int:
+        """Number of requests submitted and not yet answered."""
+        return len(self._under_way)
+
+    def release(self, episode: int) -> None:
+        """Forget an episode, and its request if one is under way."""
+        self._known.pop(episode, None)
+        self._under_way.pop(episode, None)
+
+
+def _answer(answer: list[int] | GenerationOutput, request: GenerationRequest) -> GenerationOutput:
+    if not isinstance(answer, GenerationOutput):
+        answer = GenerationOutput(request.episode, list(answer), [0.0] * len(answer), "stop")
+    if answer.episode != request.episode:
+        raise ValueError(f"The script answered episode {request.episode} with an answer for episode {answer.episode}.")
+    if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
+        raise ValueError(
+            f"The script answered episode {request.episode} with {len(answer.token_ids)} ids and "
+            f"{len(answer.logprobs)} log-probabilities; expected equally many, at least one."
+        )
+    limit = request.max_new_tokens
+    if len(answer.token_ids) <= limit:
+        return answer
+    return GenerationOutput(answer.episode, answer.token_ids[:limit], answer.logprobs[:limit], "length")
