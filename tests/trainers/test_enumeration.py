@@ -1,0 +1,267 @@
+"""The proof: expectations over *all* episodes of a task small enough to list them, against the exact gradient.
+
+Two turns, two tokens in the vocabulary. Turn 0 is one token, turn 1 two, an observation stands between:
+
+    completion   a  |  o  |  b  c
+    turn_ids     0    -1     1  1
+    reward     r0[a]       r1[a, b, c]
+
+The policy is a table of logits per context, so the exact objective and its gradient come from summing over 8 episodes.
+The estimator under test is the real one: our credit rules and TRL's own ``_compute_loss``, which only gets its
+log-probabilities from the table instead of a network.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from games import Chatter, make_trainer, settings
+from trl import GRPOTrainer
+
+from agile_trainers.objectives.segments import spread_to_tokens
+from agile_trainers.trainers import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
+from agile_trainers.trainers.multi_turn import Turns
+
+EPISODES = torch.tensor(list(itertools.product((0, 1), repeat=3)))
+TURN_IDS = torch.tensor([0, -1, 1, 1])
+FIRST_REWARD = torch.tensor([0.3, -0.5])
+SECOND_REWARD = torch.tensor([[[1.0, 0.0], [0.2, -1.0]], [[0.5, 2.0], [-0.7, 0.4]]])
+GAMMA = 0.8
+
+
+class Table:
+    """Logits per context: none, (a), (a, b)."""
+
+    def __init__(self, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = [torch.randn(*shape, generator=generator) for shape in ((2,), (2, 2), (2, 2, 2))]
+        for logits in self.logits:
+            logits.requires_grad_()
+
+    def log_probs(self, episodes: torch.Tensor) -> torch.Tensor:
+        """(B, 4): of a, of the observation (an arbitrary constant), of b, of c."""
+        a, b, c = episodes.unbind(1)
+        first, second, third = (logits.log_softmax(-1) for logits in self.logits)
+        return torch.stack([first[a], torch.full(a.shape, -7.0), second[a, b], third[a, b, c]], dim=1)
+
+    def probability(self) -> torch.Tensor:
+        """(8,) of each episode."""
+        return self.log_probs(EPISODES)[:, TURN_IDS >= 0].sum(1).exp()
+
+    def gradient(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([g.flatten() for g in torch.autograd.grad(value, self.logits)])
+
+
+def turn_rewards(episodes: torch.Tensor) -> torch.Tensor:
+    a, b, c = episodes.unbind(1)
+    return torch.stack([FIRST_REWARD[a], SECOND_REWARD[a, b, c]], dim=1)
+
+
+def exact_gradient(table: Table, gamma: float) -> torch.Tensor:
+    """Of the policy-gradient objective: turn k is credited with its discounted return from k on.
+
+    For gamma 1 this is the gradient of the expected return; below 1 the first turn sees the second discounted, and the
+    second, as usual in practice, is not discounted for coming later.
+    """
+    rewards, probability = turn_rewards(EPISODES), table.probability().detach()
+    log_probs = table.log_probs(EPISODES)
+    to_go = torch.stack([rewards[:, 0] + gamma * rewards[:, 1], rewards[:, 1]], 1)
+    return table.gradient((probability * (log_probs[:, 0] * to_go[:, 0] + log_probs[:, 2:].sum(1) * to_go[:, 1])).sum())
+
+
+def exact_return_gradient(table: Table) -> torch.Tensor:
+    return table.gradient((table.probability() * turn_rewards(EPISODES).sum(1)).sum())
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """The policy, in the place of a network: TRL's loss asks for its log-probabilities."""
+    policy = Table(0)
+
+    def scored(self, model, input_ids, *args, **kwargs):
+        log_probs = policy.log_probs(model)
+        return log_probs, torch.zeros_like(log_probs), None
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", scored)
+    return policy
+
+
+def estimate(trainer, table: Table, episodes: torch.Tensor, advantages=None, **columns) -> torch.Tensor:
+    """The trainer's gradient on one batch of episodes (as ascent), times Dr. GRPO's constant."""
+    size, mask = len(episodes), torch.ones(len(episodes), 2) > 0
+    lengths = torch.tensor([1, 2]).expand(size, 2)
+    if advantages is None:
+        turns = Turns(turn_rewards(episodes), mask, torch.zeros(size) > 0, lengths)
+        advantages = trainer._assign_credit(turns).advantages
+    turn_ids = TURN_IDS.expand(size, -1)
+    spread = spread_to_tokens(advantages, turn_ids)
+    if trainer._turn_ratios and trainer.args.turn_ratio_pooling == "sum":
+        spread = spread / spread_to_tokens(lengths, turn_ids).clamp(min=1)
+    batch = {
+        "prompt_ids": torch.zeros(size, 1, dtype=torch.long),
+        "prompt_mask": torch.ones(size, 1, dtype=torch.long),
+        "completion_ids": torch.zeros(size, 4, dtype=torch.long),
+        "completion_mask": torch.ones(size, 4, dtype=torch.long),
+        "tool_mask": (turn_ids >= 0).long(),
+        "turn_ids": turn_ids,
+        "advantages": spread,
+        "num_items_in_batch": torch.tensor(3.0 * size),
+        **columns,
+    }
+    loss = trainer._compute_loss(episodes, batch)
+    return -table.gradient(loss) * trainer.max_completion_length
+
+
+def expectation(trainer, table: Table, group: int) -> torch.Tensor:
+    """Of the gradient over every group of ``group`` independent episodes."""
+    probability, total = table.probability().detach(), 0.0
+    for members in itertools.product(range(8), repeat=group):
+        members = list(members)
+        total = total + probability[members].prod() * estimate(trainer, table, EPISODES[members])
+    return total
+
+
+def relative_error(estimated: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((estimated - exact).norm() / exact.norm())
+
+
+def grpo(model, folder, group, **changes):
+    return make_trainer(
+        model, folder, loss_type="dr_grpo", num_generations=group, per_device_train_batch_size=group,
+        lora=False, scale_rewards=changes.pop("scale_rewards", "none"), **changes,
+    )  # fmt: skip
+
+
+LEVELS = [
+    {"importance_sampling_level": "token"},
+    {"importance_sampling_level": "turn"},
+    {"importance_sampling_level": "turn", "turn_ratio_pooling": "sum"},
+]
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=["token", "turn-mean", "turn-sum"])
+def test_raw_returns_estimate_the_exact_policy_gradient(embedded_model, tmp_path, table, level):
+    """No baseline, no scale: the loss, the masks and the ratios alone."""
+    trainer = grpo(embedded_model, tmp_path, 2, **level)
+    probability, rewards = table.probability().detach(), turn_rewards(EPISODES)
+    to_go = torch.stack([rewards.sum(1), rewards[:, 1]], 1)
+    rows = [estimate(trainer, table, EPISODES[[i]], to_go[[i]]) for i in range(8)]
+    estimated = sum(p * row for p, row in zip(probability, rows))
+    assert relative_error(estimated, exact_return_gradient(table)) < 1e-5
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=["token", "turn-mean", "turn-sum"])
+@pytest.mark.parametrize("granularity", ["turn", "trajectory"])
+@pytest.mark.parametrize("group", [2, 3])
+def test_unscaled_grpo_is_the_exact_gradient_shrunk_by_its_own_share(
+    embedded_model, tmp_path, table, group, granularity, level
+):
+    """A member is part of its own baseline, which takes 1/G of it away: E = (1 - 1/G) times the exact gradient."""
+    trainer = grpo(embedded_model, tmp_path, group, advantage_granularity=granularity, **level)
+    exact = (1 - 1 / group) * exact_return_gradient(table)
+    assert relative_error(expectation(trainer, table, group), exact) < 1e-5
+
+
+def test_discounted_turn_credit(embedded_model, tmp_path, table):
+    trainer = grpo(embedded_model, tmp_path, 2, gamma=GAMMA)
+    assert relative_error(expectation(trainer, table, 2), 0.5 * exact_gradient(table, GAMMA)) < 1e-5
+
+
+def _brute_force(table: Table, group: int, advantages) -> torch.Tensor:
+    """The same expectation written out: sum over groups of p * mean over members of sum over turns of A * grad log pi."""
+    probability = table.probability().detach().tolist()
+
+    def score_of(i: int, k: int) -> torch.Tensor:
+        # Zero times every table keeps those a turn does not use in the graph.
+        unused = 0 * sum(logits.sum() for logits in table.logits)
+        return table.gradient(table.log_probs(EPISODES)[i, TURN_IDS.eq(k)].sum() + unused)
+
+    score = [[score_of(i, k) for k in (0, 1)] for i in range(8)]
+    total = torch.zeros_like(score[0][0])
+    for members in itertools.product(range(8), repeat=group):
+        weight = 1.0
+        for i in members:
+            weight *= probability[i]
+        for i, row in zip(members, advantages([turn_rewards(EPISODES)[i].tolist() for i in members])):
+            for k in (0, 1):
+                total += weight / group * row[k] * score[i][k]
+    return total
+
+
+def _mean_std(values: list[float]) -> tuple[float, float]:
+    mean = sum(values) / len(values)
+    return mean, (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5
+
+
+def test_normalized_grpo_equals_brute_force(embedded_model, tmp_path, table):
+    def advantages(rewards):
+        rows = [[0.0, 0.0] for _ in rewards]
+        for k in (0, 1):
+            to_go = [sum(r[k:]) for r in rewards]
+            mean, std = _mean_std(to_go)
+            for i, value in enumerate(to_go):
+                rows[i][k] = (value - mean) / (std + 1e-4) if std > 1e-6 else 0.0
+        return rows
+
+    trainer = grpo(embedded_model, tmp_path, 3, scale_rewards="group")
+    assert relative_error(expectation(trainer, table, 3), _brute_force(table, 3, advantages)) < 1e-5
+
+
+def test_rebn_equals_brute_force(embedded_model, tmp_path, table):
+    def advantages(rewards):
+        to_go = [[r[0] + GAMMA * r[1], r[1]] for r in rewards]
+        mean, std = _mean_std([value for row in to_go for value in row])
+        return [[(value - mean) / (std + 1e-8) if std > 1e-6 else 0.0 for value in row] for row in to_go]
+
+    args = MultiTurnREINFORCEConfig(
+        **settings(tmp_path, num_generations=1, per_device_train_batch_size=3, loss_type="dr_grpo", gamma=GAMMA)
+    )
+    trainer = MultiTurnREINFORCETrainer(model=str(embedded_model), args=args, environment=Chatter)
+    assert relative_error(expectation(trainer, table, 3), _brute_force(table, 3, advantages)) < 1e-5
+
+
+def test_rebn_with_population_statistics_is_the_exact_gradient_over_sigma(embedded_model, tmp_path, table):
+    """Replacing the batch's mean and deviation by constants leaves an unbiased estimator, up to the scale."""
+    trainer = grpo(embedded_model, tmp_path, 2)
+    probability, rewards = table.probability().detach(), turn_rewards(EPISODES)
+    to_go = torch.stack([rewards.sum(1), rewards[:, 1]], 1)
+    mean = (probability[:, None] * to_go).sum() / 2
+    sigma = ((probability[:, None] * (to_go - mean) ** 2).sum() / 2).sqrt()
+    rows = [estimate(trainer, table, EPISODES[[i]], ((to_go - mean) / sigma)[[i]]) for i in range(8)]
+    estimated = sum(p * row for p, row in zip(probability, rows))
+    assert relative_error(estimated, exact_return_gradient(table) / sigma) < 1e-5
+
+
+def test_kl_in_the_loss_has_the_exact_value_and_gradient(embedded_model, tmp_path, table):
+    """E[k3] is KL(policy || reference) over episodes. With the ratio correction its gradient is the exact one of
+    sum over contexts of p(context) * KL(policy(context) || reference(context)), the contexts' own probability held
+    fixed: a KL in the loss does not credit an early token for leading to contexts of less divergence later.
+    """
+    reference = Table(1)
+    trainer = grpo(embedded_model, tmp_path, 2)
+    trainer.beta = 0.7
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    with torch.no_grad():
+        reference_log_probs = reference.log_probs(EPISODES)
+    exact = (table.probability() * (table.log_probs(EPISODES) - reference_log_probs)[:, TURN_IDS >= 0].sum(1)).sum()
+    exact_gradient = table.gradient(_kl_given_contexts(table, reference))
+    probability, estimated, value = table.probability().detach(), 0.0, 0.0
+    for i in range(8):
+        columns = {"ref_per_token_logps": reference_log_probs[[i]]}
+        zero = torch.zeros(1, 2)
+        estimated = estimated + probability[i] * estimate(trainer, table, EPISODES[[i]], zero, **columns)
+        value += probability[i].item() * trainer._metrics["train"]["kl"][-1] * 3
+    assert value == pytest.approx(exact.item(), rel=1e-5)
+    assert relative_error(estimated, -0.7 * exact_gradient) < 1e-5
+
+
+def _kl_given_contexts(table: Table, reference: Table) -> torch.Tensor:
+    total, reached = torch.zeros(()), torch.ones(())
+    for logits, other in zip(table.logits, reference.logits):
+        log_probs, other_log_probs = logits.log_softmax(-1), other.detach().log_softmax(-1)
+        total = total + (reached * (log_probs.exp() * (log_probs - other_log_probs)).sum(-1)).sum()
+        reached = (reached[..., None] * log_probs.exp()).detach()
+    return total
