@@ -53,8 +53,8 @@ class KVBatch:
     """The keys and values of several episodes, one per row."""
 
     cache: Cache | None
-    """What the model is given as ``past_key_values``. To be packed, every layer must be a ``GrowingLayer``; None lets the
-    model make its own."""
+    """What the model is given as ``past_key_values``. To be packed, every layer must be a ``GrowingLayer``; None lets
+    the model make its own."""
     mask: torch.Tensor
     """(R, C) bool, which columns hold a token of the row's episode; the others are padding."""
 

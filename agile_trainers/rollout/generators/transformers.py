@@ -36,11 +36,12 @@ class TransformersGenerator:
 
     A turn reads only what was appended since the last one. Requests join a batch that is already decoding once at least
     as many wait as are being decoded, so that reading and repacking are shared; finished rows leave the batch when
-    fewer than half of it is active. Neither changes an episode's tokens: they depend on its ids and uniforms alone, up to
-    rounding in the model.
+    fewer than half of it is active. Neither changes an episode's tokens: they depend on its ids and uniforms alone, up
+    to rounding in the model.
 
-    A model with layers other than plain full attention (sliding window, recurrent, hybrid) cannot be repacked. It reads the
-    whole conversation again each turn, with its own cache class, and takes new requests only when no row is decoding.
+    A model with layers other than plain full attention (sliding window, recurrent, hybrid) cannot be repacked. It reads
+    the whole conversation again each turn, with its own cache class, and takes new requests only when no row is
+    decoding.
 
     The model must be in eval mode while ``step`` runs; training mode is an error. Nothing is kept of gradients.
 
@@ -80,9 +81,11 @@ class TransformersGenerator:
         self._pad_token_id = pad_token_id
         self._settings = settings
         self._sampler = Sampler(settings, sorted(self._eos_token_ids))
-        self._stop = (
-            StopStringCriteria(tokenizer, list(settings.stop_strings)) if tokenizer and settings.stop_strings else None
-        )
+        self._stop: StopStringCriteria | None = None
+        if settings.stop_strings:
+            if tokenizer is None:
+                raise ValueError(f"`stop_strings` {list(settings.stop_strings)} need a tokenizer: pass `tokenizer=`.")
+            self._stop = StopStringCriteria(tokenizer, list(settings.stop_strings))
         self._max_batch_size = max_batch_size
         accepted = inspect.signature(base.forward).parameters
         if "past_key_values" not in accepted:
@@ -161,11 +164,9 @@ class TransformersGenerator:
     def _repack(self, answers: list[Answer]) -> None:
         """Make a batch of ``answers``; its next forward pass reads what each of them has not read yet."""
         _check_eval_mode(self.model)
-        sources: dict[KVBatch | None, list[Answer]] = {}
-        for answer in answers:
-            sources.setdefault(answer.episode.kv, []).append(answer)
-        unread = sources.pop(None, [])
-        answers = [answer for group in sources.values() for answer in group] + unread
+        # `pack` wants the rows of one source together, and those with nothing read last.
+        order = list(dict.fromkeys(answer.episode.kv for answer in answers))
+        answers.sort(key=lambda answer: (answer.episode.kv is None, order.index(answer.episode.kv)))
         kv = self._gather([answer.episode for answer in answers])
         self._batch = decoding_batch(answers, kv, self._pad_token_id)
         if self._sampler.penalty:
@@ -178,7 +179,9 @@ class TransformersGenerator:
             self._batch.recent = torch.tensor(recent, device=self._sampling_device)
 
     def _gather(self, episodes: list[Episode]) -> KVBatch:
-        """What has been read of ``episodes``, in one batch. Episodes with nothing read come last."""
+        """What has been read of ``episodes``, in one new batch."""
+        if not self._keeps_cache:
+            return KVBatch(None, self._no_columns(len(episodes)))
         sources: dict[KVBatch, list[int]] = {}
         for episode in episodes:
             if episode.kv is not None:
@@ -187,17 +190,21 @@ class TransformersGenerator:
             unread = max(len(episode.ids) - episode.cached for episode in episodes)
             kv = pack(list(sources.items()), [episode.cached for episode in episodes], room=unread)
         else:
-            cache = Cache(layer_class_to_replicate=GrowingLayer) if self._keeps_cache else None
-            kv = KVBatch(cache, torch.zeros(len(episodes), 0, dtype=torch.bool, device=self._device))
-        if self._keeps_cache:
-            _move(episodes, kv)
+            kv = KVBatch(Cache(layer_class_to_replicate=GrowingLayer), self._no_columns(len(episodes)))
+        _move(episodes, kv)
         for source in sources:
-            # A batch that most have left would hold their rows for the sake of the few that stay.
-            residents = [episode for episode in self._episodes.values() if episode.kv is source]
-            if residents and 2 * len(residents) <= len(source.mask):
-                rows, counts = [e.row for e in residents], [e.cached for e in residents]
-                _move(residents, pack([(source, rows)], counts))
+            self._shrink(source)
         return kv
+
+    def _no_columns(self, rows: int) -> torch.Tensor:
+        return torch.zeros(rows, 0, dtype=torch.bool, device=self._device)
+
+    def _shrink(self, kv: KVBatch) -> None:
+        """Free the rows of a batch that most episodes have left: the few that stay would hold on to all of them."""
+        residents = [episode for episode in self._episodes.values() if episode.kv is kv]
+        if residents and 2 * len(residents) <= len(kv.mask):
+            rows, counts = [episode.row for episode in residents], [episode.cached for episode in residents]
+            _move(residents, pack([(kv, rows)], counts))
 
     # --------------------------------------------------------------------------------------------------- one token
 
@@ -274,8 +281,8 @@ def _check_eval_mode(model: torch.nn.Module) -> None:
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
         raise RuntimeError(
-            f"The model is in training mode (module {training or 'model'!r}): dropout would change the distribution, and "
-            "gradient checkpointing drops the cache. Call `model.eval()` before generating."
+            f"The model is in training mode (module {training or 'model'!r}): dropout would change the distribution, "
+            "and gradient checkpointing drops the cache. Call `model.eval()` before generating."
         )
 
 
