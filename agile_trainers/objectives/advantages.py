@@ -12,6 +12,7 @@ from .returns import discounted_returns
 Granularity = Literal["turn", "trajectory"]
 TurnCredit = Literal["return", "reward"]
 Scale = Literal["group", "batch", "none"]
+Baseline = Literal["mean", "leave_one_out"]
 
 STD_EPSILON = 1e-4
 """Added to standard deviations of rewards, as in TRL."""
@@ -48,6 +49,7 @@ def group_advantages(
     turn_credit: TurnCredit = "return",
     gamma: float = 1.0,
     scale: Scale = "group",
+    baseline: Baseline = "mean",
 ) -> GroupAdvantages:
     """Group-relative advantages (GRPO: Shao et al., 2024, eq. 3), per trajectory or per turn.
 
@@ -66,6 +68,8 @@ def group_advantages(
         gamma: Discount per turn for ``turn_credit="return"``.
         scale: TRL's ``scale_rewards``: divide by the ``"group"`` standard deviation, by that of the ``"batch"``, or not
             at all (``"none"``, Dr. GRPO).
+        baseline: The ``"mean"`` of the group, or of the other members only (``"leave_one_out"``, RLOO: Ahmadian et al.,
+            2024), which does not shrink the gradient: unscaled, its expectation is the exact one.
 
     Returns:
         The advantages and their statistics. Computed in float64, returned as float32.
@@ -87,6 +91,8 @@ def group_advantages(
     # Equal rewards have a spread of rounding size, not of exactly 0; it must not be blown up to a signal.
     comparable &= std > 1e-6 * mean.abs().clamp(min=1.0)
     centred = torch.where(comparable, grouped - mean, 0.0)
+    if baseline == "leave_one_out":
+        centred = centred * count / (count - 1).clamp(min=1)
     if scale == "group":
         centred = centred / (std + STD_EPSILON)
     elif scale == "batch":

@@ -17,15 +17,19 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
             ``"trajectory"``: one advantage for the whole episode, as TRL.
         turn_credit: At turn granularity, what is compared: the discounted ``"return"`` from that turn on, or the turn's
             own ``"reward"``. With ``"reward"``, a reward at the end teaches the earlier turns nothing.
+        advantage_baseline: What is subtracted: the ``"mean"`` of the group, or the mean of the other members
+            (``"leave_one_out"``, as RLOO).
     """
 
     advantage_granularity: str = field(default="turn", metadata={"help": "Unit of the advantage: turn or trajectory."})
     turn_credit: str = field(default="return", metadata={"help": "What a turn is compared by: return or reward."})
+    advantage_baseline: str = field(default="mean", metadata={"help": "What is subtracted: mean or leave_one_out."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _one_of(self, "advantage_granularity", ("turn", "trajectory"))
         _one_of(self, "turn_credit", ("return", "reward"))
+        _one_of(self, "advantage_baseline", ("mean", "leave_one_out"))
 
     def with_environment(self) -> "MultiTurnConfig":
         if self.advantage_granularity == "trajectory" and self.turn_credit != "return":
@@ -62,6 +66,7 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
             turn_credit=args.turn_credit,
             gamma=args.gamma,
             scale=self.scale_rewards,
+            baseline=args.advantage_baseline,
         )
         metrics = {"groups_without_signal": result.groups_without_signal}
         if args.advantage_granularity == "turn":

@@ -90,3 +90,12 @@ def test_whiten():
 
 def test_pool_over_turns_counts_each_turn_once():
     assert pool_over_turns(torch.tensor([[1.0, 3.0], [5.0, 9.0]]), MASK[1:3]).tolist() == [[2.0, 2.0], [5.0, 0.0]]
+
+
+def test_leave_one_out_by_hand():
+    """Returns 1, 2, 6: against the mean of the other two."""
+    result = group_advantages(
+        torch.tensor([[1.0], [2.0], [6.0]]), torch.ones(3, 1) > 0, NEVER[:3], group_size=3, scale="none",
+        baseline="leave_one_out",
+    )  # fmt: skip
+    assert result.advantages.flatten().tolist() == [-3.0, -1.5, 4.5]

@@ -19,6 +19,7 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
         ({"turn_ratio_pooling": "max"}, "turn_ratio_pooling must be one of 'mean', 'sum', got 'max'"),
         ({"advantage_granularity": "episode"}, "advantage_granularity must be one of 'turn', 'trajectory'"),
         ({"turn_credit": "value"}, "turn_credit must be one of 'return', 'reward', got 'value'"),
+        ({"advantage_baseline": "median"}, "advantage_baseline must be one of 'mean', 'leave_one_out'"),
         ({"max_turns": 0}, "max_turns must be at least 1, got 0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"num_eval_episodes": 0}, "num_eval_episodes must be at least 1"),

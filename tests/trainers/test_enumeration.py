@@ -164,6 +164,14 @@ def test_unscaled_grpo_is_the_exact_gradient_shrunk_by_its_own_share(
     assert relative_error(expectation(trainer, table, group), exact) < 1e-5
 
 
+@pytest.mark.parametrize("granularity", ["turn", "trajectory"])
+@pytest.mark.parametrize("group", [2, 3])
+def test_leave_one_out_is_the_exact_gradient(embedded_model, tmp_path, table, group, granularity):
+    changes = {"advantage_baseline": "leave_one_out", "advantage_granularity": granularity}
+    trainer = grpo(embedded_model, tmp_path, group, **changes)
+    assert relative_error(expectation(trainer, table, group), exact_return_gradient(table)) < 1e-5
+
+
 def test_discounted_turn_credit(embedded_model, tmp_path, table):
     trainer = grpo(embedded_model, tmp_path, 2, gamma=GAMMA)
     assert relative_error(expectation(trainer, table, 2), 0.5 * exact_gradient(table, GAMMA)) < 1e-5
