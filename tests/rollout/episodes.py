@@ -23,7 +23,7 @@ def ids(layout: str) -> list[int]:
     return [vocab[names.get(token, token)] for token in layout.split()]
 
 
-def go_on(observation: str, reward: float = 0.0, **info: Any) -> tuple[Any, ...]:
+def go_on(observation: Any, reward: float = 0.0, **info: Any) -> tuple[Any, ...]:
     """A step after which the episode goes on."""
     return observation, reward, False, False, info
 

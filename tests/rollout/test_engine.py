@@ -175,7 +175,7 @@ def test_a_failed_reset_leaves_an_empty_episode(start: Any) -> None:
     player = Player()
     trajectory = play_one({"start": start}, player)
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and trajectory.error
-    assert trajectory.prompt_ids == trajectory.completion_ids == trajectory.turns == []
+    assert trajectory.prompt_ids == trajectory.completion_ids == [] and trajectory.turns == []
     assert player.requests == []
 
 
@@ -227,7 +227,7 @@ def test_the_context_limit_holds_for_any_lengths() -> None:
     reasons = set()
     for _ in range(150):
         words = lambda low, high: " ".join(["up"] * rng.randint(low, high))  # noqa: E731
-        options = {"start": (words(1, 12), {}), "answers": [go_on(words(0, 12)) for _ in range(6)]}
+        options: dict[str, Any] = {"start": (words(1, 12), {}), "answers": [go_on(words(0, 12)) for _ in range(6)]}
         player = Player([" ".join(["a"] * rng.randint(1, 8) + ["]"]) for _ in range(6)])
         limit, longest = rng.randint(1, 8), rng.randint(8, 120)
         append = rng.random() < 0.5
@@ -422,8 +422,12 @@ def test_what_submit_and_on_finish_raise_propagates() -> None:
 
     with pytest.raises(ValueError, match="no answer"):
         make_engine().run(specs({}), ScriptedGenerator(no_answer))
+
+    def interrupt(trajectory: Trajectory) -> None:
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        make_engine().run(specs({}), Player(), lambda trajectory: 1 // 0)
+        make_engine().run(specs({}), Player(), interrupt)
 
 
 def test_a_lost_request_is_an_error_and_no_endless_wait() -> None:

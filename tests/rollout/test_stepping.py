@@ -120,7 +120,7 @@ def test_awaited_calls_take_no_worker() -> None:
                 await asyncio.to_thread(stepped.wait, LONG)
             return "go", {}
 
-        def step(self, action: str) -> Any:  # type: ignore[override]
+        def step(self, action: str) -> Any:
             stepped.set()
             return end()
 
@@ -329,7 +329,7 @@ def test_async_close_is_awaited() -> None:
     closed: list[Any] = []
 
     class Closing(AsyncScripted):
-        async def close(self) -> None:
+        async def close(self) -> None:  # type: ignore[override]
             await asyncio.sleep(0)
             closed.append(self)
 
