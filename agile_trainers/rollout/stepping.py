@@ -134,7 +134,7 @@ class EnvironmentPool:
     def abandon(self) -> None:
         """End every episode; none of their instances is played again."""
         self._waiting.clear()
-        for episode in [*self._playing]:
+        for episode in {*self._playing, *self._running}:
             self.release(episode, reusable=False)
 
     def close(self) -> None:

@@ -269,6 +269,21 @@ def test_a_failing_construction_costs_only_its_own_episode(workers: int) -> None
     assert trajectories[1].error == "OSError: no display" and trajectories[1].prompt_ids == []
 
 
+def test_a_failed_construction_does_not_outlive_a_rollout_that_was_cut_off() -> None:
+    """The interrupt comes while the failure of episode 0 has not been taken yet."""
+    broken: list[type[BaseException]] = [OSError, KeyboardInterrupt]
+
+    def factory() -> Scripted:
+        if broken:
+            raise broken.pop(0)
+        return Scripted()
+
+    engine = make_engine(factory)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, TWO_TURNS, TWO_TURNS)
+    assert run(engine, TWO_TURNS, TWO_TURNS) == [TERMINATED] * 2
+
+
 def test_an_environment_without_the_methods_is_an_error() -> None:
     (trajectory,) = make_engine(object).run(specs({}), Player())
     assert trajectory.error == "AttributeError: 'object' object has no attribute 'reset'"
