@@ -270,18 +270,18 @@ def test_a_failing_construction_costs_only_its_own_episode(workers: int) -> None
 
 
 def test_a_failed_construction_does_not_outlive_a_rollout_that_was_cut_off() -> None:
-    """The interrupt comes while the failure of episode 0 has not been taken yet."""
-    broken: list[type[BaseException]] = [OSError, KeyboardInterrupt]
+    """Episode 2's interrupt comes before episode 1's failure is taken; the next rollout has no episode 1."""
+    errors: list[BaseException | None] = [None, OSError(), KeyboardInterrupt()]
 
     def factory() -> Scripted:
-        if broken:
-            raise broken.pop(0)
+        if errors and (error := errors.pop(0)) is not None:
+            raise error
         return Scripted()
 
     engine = make_engine(factory)
     with pytest.raises(KeyboardInterrupt):
-        run(engine, TWO_TURNS, TWO_TURNS)
-    assert run(engine, TWO_TURNS, TWO_TURNS) == [TERMINATED] * 2
+        run(engine, TWO_TURNS, TWO_TURNS, TWO_TURNS)
+    assert run(engine, TWO_TURNS) == [TERMINATED]
 
 
 def test_an_environment_without_the_methods_is_an_error() -> None:
