@@ -222,7 +222,7 @@ async def _check(
     for instance in instances:
         close = getattr(instance, "close", None)
         if close is not None:
-            await _awaited(close())
+            await _call(close)
     return report
 
 
@@ -245,11 +245,11 @@ async def _play(
     environment: Environment, seed: int, max_turns: int, actions: Actions, options: dict[str, Any] | None
 ) -> tuple[Observation, list[StepResult]]:
     """The first observation and the steps of one episode."""
-    start, _ = validate_reset(await _awaited(environment.reset(seed=seed, options=options)))
+    start, _ = validate_reset(await _call(environment.reset, seed=seed, options=options))
     observation, steps = start, list[StepResult]()
     for turn in range(max_turns):
         action = actions(observation) if callable(actions) else actions[turn % len(actions)]
-        steps.append(validate_step(await _awaited(environment.step(action=action))))
+        steps.append(validate_step(await _call(environment.step, action=action)))
         observation, _, terminated, truncated, _ = steps[-1]
         if terminated or truncated:
             break
@@ -290,8 +290,10 @@ def _random_state() -> tuple[Any, ...]:
     return random.getstate(), numpy_state["pos"], numpy_state["key"].tobytes()
 
 
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+async def _call(method: Callable[..., Any], **arguments: Any) -> Any:
+    """Call as a rollout does: only what is declared ``async def`` is awaited."""
+    value = method(**arguments)
+    return await value if inspect.iscoroutinefunction(method) else value
 
 
 def _wait_for(coroutine: Coroutine[Any, Any, CheckReport]) -> CheckReport:

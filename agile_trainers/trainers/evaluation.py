@@ -77,6 +77,8 @@ class EpisodeEvaluation(GRPOTrainer):
             trajectories = self._play_evaluation(
                 eval_dataset, count, self.args.eval_greedy if greedy is None else greedy
             )
+        if not self.is_in_train:
+            self.engine.pool.close()
         rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
         metrics = evaluation_summary(rows, metric_key_prefix, started)
         # TRL's `log` files metrics under the mode of the model.

@@ -419,6 +419,13 @@ class MultiTurnTrainer(EpisodeEvaluation):
             batch["ref_per_token_logps"] = batch["ref_per_token_logps"] + (pooled - log_probs)
         return pooled, entropies, aux_loss
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.engine is not None:
+                self.engine.pool.close()
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.engine is None:
             return super().training_step(*args, **kwargs)

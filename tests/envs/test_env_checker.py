@@ -244,3 +244,23 @@ def test_options_and_the_latest_observation_reach_the_environment() -> None:
 
     assert not check_environment(Records, seed=2, max_turns=2, actions=answer, options={"level": 1}).findings
     assert seen == [(2, {"level": 1}), "SAY 2", "SAY 2!"] * 2
+
+
+def test_a_plain_method_that_returns_a_coroutine_is_refused() -> None:
+    """A rollout would not await it either."""
+
+    class Hidden:
+        def reset(self, seed: int | None = None, options: dict | None = None):  # type: ignore[no-untyped-def]
+            # An awaitable that, unlike a coroutine, does not warn when nobody awaits it.
+            return awaitable
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+            return "", 0.0, True, False, {}
+
+    class Awaitable:
+        def __await__(self):  # type: ignore[no-untyped-def]
+            yield
+
+    awaitable = Awaitable()
+    (message,) = check_environment(Hidden).errors
+    assert "async def" in message

@@ -274,3 +274,23 @@ def test_the_training_template_is_saved_with_the_run(embedded_model, tmp_path):
     trainer.save_model()
     saved = AutoTokenizer.from_pretrained(tmp_path).chat_template
     assert saved == trainer.engine.chat.chat_template and "generation" in saved
+
+
+def test_environments_are_reused_and_closed(embedded_model, tmp_path):
+    made, closed = [], []
+
+    class Closing(Chatter):
+        def __init__(self):
+            made.append(self)
+
+        def close(self):
+            closed.append(self)
+
+    trainer = make_trainer(embedded_model, tmp_path, environment=Closing, max_steps=3)
+    before = len(made)
+    trainer.train()
+    # One instance per episode that runs at the same time (the construction check left one), for all three batches.
+    assert len(made) - before == 7
+    assert set(map(id, made)) == set(map(id, closed))
+    trainer.evaluate(num_episodes=2)
+    assert set(map(id, made)) == set(map(id, closed))
