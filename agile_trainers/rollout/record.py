@@ -49,7 +49,7 @@ def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     # A lone surrogate, which UTF-8 cannot hold, then becomes JSON's own escape for it.
     with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for record in records:
-            file.write(json.dumps(_plain(record), ensure_ascii=False) + "\n")
+            file.write(_encode(record) + "\n")
     partial.replace(path)
 
 
@@ -57,6 +57,14 @@ def read_records(path: Path | str) -> list[dict[str, Any]]:
     """The episodes of a rollout file."""
     with Path(path).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def _encode(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
+    except (TypeError, ValueError):
+        # A key that is no text, or a number that JSON has no word for: the slow way, item by item.
+        return json.dumps(_plain(record), ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:

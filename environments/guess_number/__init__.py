@@ -109,7 +109,8 @@ def demonstrations(
 
 def _number(action: str) -> int:
     """The number an answer consists of, 0 if it is none."""
-    return int(action) if re.fullmatch(r"\s*[0-9]{1,9}\s*", action) else 0
+    answer = action.strip()
+    return int(answer) if re.fullmatch(r"[0-9]{1,9}", answer) else 0
 
 
 def _range(messages: list[Message]) -> tuple[int, int]:

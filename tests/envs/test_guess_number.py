@@ -148,3 +148,10 @@ def test_demonstrations_are_conversations_that_end_with_a_guess() -> None:
     assert wins == sum(play(GuessNumber(), random_legal_player, seed).success for seed in range(5, 29))
     easy = demonstrations(6, player=halving_player, environment=GuessNumber("easy"))
     assert all("between 1 and 6" in row["messages"][0]["content"] for row in easy)
+
+
+def test_separators_around_a_number_are_no_error() -> None:
+    """Python strips the control characters 28 to 31 from text, but ``int`` does not."""
+    environment = GuessNumber()
+    environment.reset(options={"secret": 9})
+    assert environment.step("\x1d9\x1f")[1] == 1.0
