@@ -60,6 +60,14 @@ def test_words_of_the_texts_become_single_tokens() -> None:
     assert len(make_tokenizer().encode("Minesweeper reveals flags")) > 6
 
 
+def test_frame_and_answer_are_tokenized_apart_whatever_the_texts_held() -> None:
+    """An answer's ids must not depend on what stands before it, nor numbers on which numbers were seen."""
+    tokenizer = make_tokenizer(["assistant\n\nassistant\n\n2048 2048\n\n7\n\n"] * 10)
+    for answer in ("\n\n", "\nassistant", " 7", "2048", "7 2048"):
+        assert tokenizer.encode(f"assistant\n{answer}") == tokenizer.encode("assistant\n") + tokenizer.encode(answer)
+    assert tokenizer.encode("2048") == tokenizer.encode("20") + tokenizer.encode("48")
+
+
 def test_too_small_a_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match=r"vocab_size=300 is too small.*349"):
         make_tokenizer(vocab_size=300)
