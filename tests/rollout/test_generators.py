@@ -17,8 +17,6 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -29,6 +27,8 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -109,14 +109,15 @@ def lfm2() -> Lfm2ForCausalLM:
     return Lfm2ForCausalLM(Lfm2Config(**shape, layer_types=["conv", "full_attention"], conv_L_cache=3)).eval()
 
 
-def bloom() -> BloomForCausalLM:
-    torch.manual_seed(0)
-    shape = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.4}
-    return BloomForCausalLM(BloomConfig(**shape, pad_token_id=PAD, bos_token_id=2, eos_token_id=1)).eval()
+def mpt() -> MptForCausalLM:
+    """No position ids: distances are counted in columns, so that a hole between tokens would count."""
+    torch.manual_seed(3)
+    shape = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "initializer_range": 0.4}
+    return MptForCausalLM(MptConfig(**shape, max_seq_len=256)).eval()
 
 
 KEEPING = {"qwen2": qwen2, "lora": lora, "fused": fused, "gpt2": gpt2}
-REREADING = {"mistral": mistral, "gemma3": gemma3, "lfm2": lfm2, "bloom": bloom}
+REREADING = {"mistral": mistral, "gemma3": gemma3, "lfm2": lfm2, "mpt": mpt}
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def test_growing_layer_writes_in_place() -> None:
 
 
 def batch(mask: list[str], first: int) -> KVBatch:
-    """Two layers. The key at (row, column) is ``first + 100 * row + column``, plus 0.5 in layer 1; the value minus it."""
+    """Two layers. Key (row, column) is ``first + 100 * row + column``, plus 0.5 in layer 1; the value minus it."""
     rows, columns = len(mask), len(mask[0])
     number = first + 100.0 * torch.arange(rows)[:, None] + torch.arange(columns)
     cache = Cache(layer_class_to_replicate=GrowingLayer)

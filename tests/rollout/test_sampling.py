@@ -52,6 +52,15 @@ def test_rounding_of_a_long_sum_cannot_leave_the_support() -> None:
         assert (probs.gather(1, tokens[:, None]) > 0).all()
 
 
+def test_a_rough_cumsum_cannot_make_a_token_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parallel cumsum is not monotone to the last bit."""
+    ulp = 2.0**-52
+    probs = torch.tensor([[0.5, 0.0, 0.5], [0.5, 0.5, 0.0]], dtype=torch.float64)
+    rough = torch.tensor([[0.5, 0.5 + ulp, 1.0], [0.5, 1.0, 1.0 + 4 * ulp]], dtype=torch.float64)
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: rough)
+    assert draw(probs, torch.tensor([0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [2, 1]
+
+
 def test_greedy_logprobs_are_those_of_the_penalized_softmax() -> None:
     settings = SamplingSettings(do_sample=False, temperature=0.1, top_k=1, repetition_penalty=2.0)
     history = torch.tensor([[0, 0, 1]])

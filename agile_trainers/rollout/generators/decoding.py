@@ -81,10 +81,9 @@ class DecodingBatch:
         self.position_ids = self.position_ids[:, -1:] + self.input_mask
 
     def drop(self, finished: Collection[Answer]) -> None:
-        """Let the rows of ``finished`` idle: from now on they read padding."""
+        """Let the rows of ``finished`` idle."""
         self.rows = [None if row in finished else row for row in self.rows]
         self.alive = torch.tensor([row is not None for row in self.rows], device=self.alive.device)
-        self.input_mask = self.input_mask & self.alive[:, None]
 
 
 def decoding_batch(answers: Sequence[Answer], kv: KVBatch, pad_token_id: int) -> DecodingBatch:

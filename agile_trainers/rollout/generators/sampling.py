@@ -84,6 +84,6 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """
     # Zeroed at impossible tokens, so that rounding in a parallel cumsum cannot lift one above its neighbours.
     cumulative = probs.cumsum(-1) * (probs > 0)
-    total = cumulative.amax(-1, keepdim=True)
-    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # A uniform is at most 1 - 2**-53, which keeps the product below the total after rounding.
+    target = uniforms[:, None] * cumulative.amax(-1, keepdim=True)
     return (cumulative > target).to(torch.uint8).argmax(-1)

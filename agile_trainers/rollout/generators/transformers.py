@@ -39,9 +39,9 @@ class TransformersGenerator:
     fewer than half of it is active. Neither changes an episode's tokens: they depend on its ids and uniforms alone, up
     to rounding in the model.
 
-    A model with layers other than plain full attention (sliding window, recurrent, hybrid) cannot be repacked. It reads
-    the whole conversation again each turn, with its own cache class, and takes new requests only when no row is
-    decoding.
+    A model with layers other than plain full attention (sliding window, recurrent, hybrid), or without position ids,
+    cannot be repacked. It reads the whole conversation again each turn, with its own cache class, and takes new
+    requests only when no row is decoding.
 
     The model must be in eval mode while ``step`` runs; training mode is an error. Nothing is kept of gradients.
 
@@ -289,7 +289,7 @@ def _check_eval_mode(model: torch.nn.Module) -> None:
 @functools.cache
 def _log_rereading(model_type: str) -> None:
     logger.warning(
-        "%s has layers that are not plain full attention: its cache is not kept between turns, every turn reads the "
-        "whole conversation again.",
+        "%s has layers that are not plain full attention, or takes no position ids: its cache is not kept between "
+        "turns, every turn reads the whole conversation again.",
         model_type,
     )
