@@ -15,7 +15,8 @@ MAY_IMPORT = {
     "objectives": set(),
     "envs": {"types"},
     "rollout": {"types", "envs"},
-    "trainers": {"types", "objectives", "envs", "rollout"},
+    "adapters": set(),
+    "trainers": {"types", "objectives", "envs", "rollout", "adapters"},
     "cli": {"types", "envs", "rollout", "trainers", "embedded"},
 }
 """Imports point one way only: a part of the package, and the parts it may use."""

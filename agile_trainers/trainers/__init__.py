@@ -3,6 +3,7 @@
 from .cispo import MultiTurnCISPOConfig, MultiTurnCISPOTrainer
 from .grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from .gspo import MultiTurnGSPOConfig, MultiTurnGSPOTrainer
+from .ppo import MultiTurnPPOConfig, MultiTurnPPOTrainer
 from .reinforce import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "MultiTurnGRPOTrainer",
     "MultiTurnGSPOConfig",
     "MultiTurnGSPOTrainer",
+    "MultiTurnPPOConfig",
+    "MultiTurnPPOTrainer",
     "MultiTurnREINFORCEConfig",
     "MultiTurnREINFORCETrainer",
 ]

@@ -1,0 +1,123 @@
+"""A critic that shares the policy's base: an adapter of its own and a value head on top of the decoder."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import PreTrainedModel
+from trl.trainer.utils import FusedCausalLMOutput
+
+from .roles import CRITIC, POLICY, AdapterRouter
+
+VALUE_HEAD = "value_head"
+"""Name of the head on the base model, and in ``modules_to_save`` of the critic's configuration."""
+
+
+@dataclass
+class ActorCriticOutput(FusedCausalLMOutput):
+    """What the model returns when it is asked for values: TRL's per-token fields, if it was asked for these too."""
+
+    state_values: torch.Tensor | None = None
+    """(B, N) float32, V at ``value_positions``."""
+
+
+def add_value_head(base: PreTrainedModel) -> None:
+    """Put a value head, hidden size to 1, on a base model that has none. It starts at zero: every value is 0.
+
+    Needed before a saved critic can be loaded: ``add_value_head(base)``, then
+    ``PeftModel.from_pretrained(base, f"{output_dir}/critic")``.
+    """
+    if not hasattr(base, VALUE_HEAD):
+        head = torch.nn.Linear(base.config.get_text_config().hidden_size, 1)
+        torch.nn.init.zeros_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+        # Frozen like the rest of the base; what is trained is the adapter's copy.
+        base.value_head = head.to(base.get_output_embeddings().weight.device).requires_grad_(False)
+
+
+def add_critic(model: PeftModel, *, seed: int = 0, autocast_adapter_dtype: bool = True) -> AdapterRouter:
+    """Add the adapter ``critic`` with its value head to a policy, and teach the base's ``forward`` to return values.
+
+    The critic gets the policy's LoRA configuration, freshly initialized. Afterwards
+    ``model(input_ids=..., attention_mask=..., value_positions=...)`` reads values with the critic's adapter, and with
+    ``labels`` and ``fused_lm_head=True`` added it also returns TRL's log-probabilities of the policy, from one call.
+
+    Args:
+        model: The policy, a LoRA adapter named ``default``. Do this after TRL has put its fused head on the base.
+        seed: Of the initial weights; the process's random state is left as it was.
+        autocast_adapter_dtype: PEFT's option of that name.
+
+    Returns:
+        The router between policy and critic.
+
+    Raises:
+        ValueError: If the policy is not a LoRA adapter named ``default``, or trains biases of the base, which the critic
+            would share.
+    """
+    config = model.peft_config.get(POLICY)
+    if not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"The critic copies the policy's LoRA configuration, but the model's adapters are {dict(model.peft_config)}. "
+            f"Pass a LoraConfig as `peft_config` (its adapter is named {POLICY!r})."
+        )
+    if config.bias != "none":
+        raise ValueError(
+            f"LoraConfig(bias={config.bias!r}) trains biases of the base, which policy and critic share. Use bias='none'."
+        )
+    base = model.get_base_model()
+    weights = [p for name, p in model.named_parameters() if f".{POLICY}." in name]
+    critic = copy.deepcopy(config)
+    critic.modules_to_save, critic.trainable_token_indices = [VALUE_HEAD], None
+    critic.init_lora_weights = True  # anything else would change the base below the policy
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        add_value_head(base)
+        model.add_adapter(CRITIC, critic, autocast_adapter_dtype=autocast_adapter_dtype)
+    for name, parameter in model.named_parameters():
+        if f".{CRITIC}." in name:
+            parameter.data = parameter.data.to(weights[0].dtype)
+    router = AdapterRouter(model)
+    _return_values(base, router)
+    return router
+
+
+def _return_values(base: PreTrainedModel, router: AdapterRouter) -> None:
+    """Add the keyword ``value_positions`` to the base's ``forward``; without it, nothing changes."""
+    original = base.forward
+
+    # The original signature: `generate` and the rollout generator look at it.
+    @functools.wraps(type(base).forward)
+    def forward(self: PreTrainedModel, *args: Any, value_positions: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if value_positions is None:
+            return original(*args, **kwargs)
+        outputs = original(*args, **kwargs) if kwargs.get("fused_lm_head") else {}
+        read = {name: kwargs[name] for name in ("input_ids", "attention_mask")}
+        with router.route(CRITIC):
+            hidden = self.base_model(**read, use_cache=False).last_hidden_state
+            values = read_values(hidden, value_positions, self.value_head)
+        return ActorCriticOutput(**outputs, state_values=values)
+
+    base.forward = MethodType(forward, base)
+
+
+def read_values(hidden: torch.Tensor, positions: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
+    """The value head at some positions of a sequence.
+
+    Args:
+        hidden: (B, S, H), the decoder's last hidden states.
+        positions: (B, N) int64, in [0, S).
+        head: H to 1.
+
+    Returns:
+        (B, N) float32.
+    """
+    weight = head.weight
+    picked = hidden.to(weight.device).gather(1, positions.to(weight.device)[..., None].expand(-1, -1, hidden.size(-1)))
+    with torch.autocast(weight.device.type, enabled=False):
+        return head(picked.to(weight.dtype))[..., 0].float()

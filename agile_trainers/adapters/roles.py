@@ -1,0 +1,90 @@
+"""Who an adapter is, and which one runs.
+
+PEFT's own ``set_adapter`` also moves ``requires_grad`` from one adapter to the other, so it cannot serve a step that runs
+two of them and trains both. The router below switches what is computed and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+from transformers import PreTrainedModel
+
+POLICY, REFERENCE, CRITIC = "default", "ref", "critic"
+"""Adapter names: PEFT's default, TRL's reference, ours."""
+
+
+class AdapterRouter:
+    """Chooses the adapter of a forward pass, and of its recomputation under gradient checkpointing.
+
+    Checkpointing recomputes a layer during the backward pass, when another adapter may be active: the gradients would then
+    be those of another function, without any error. The router makes every checkpoint remember its adapter, in reentrant
+    and non-reentrant mode.
+
+    Args:
+        model: With all adapters that will be routed to. Its base's ``_set_gradient_checkpointing`` is replaced on the
+            instance, so make the router before checkpointing is enabled.
+    """
+
+    def __init__(self, model: PeftModel):
+        self._layers = [m for m in model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+        self._active: str | None = None
+        _remember_adapters(model.get_base_model(), self)
+
+    @contextmanager
+    def route(self, adapter: str | None) -> Iterator[None]:
+        """Run ``adapter`` inside the ``with`` block; None, or the adapter that already runs, changes nothing."""
+        if adapter is None or adapter == self._active:
+            yield
+            return
+        before, active = [(layer, layer._active_adapter) for layer in self._layers], self._active
+        for layer in self._layers:
+            # A wrapped module that the adapter has no copy of runs as it is in the base.
+            known = isinstance(layer, BaseTunerLayer) or adapter in layer._adapters
+            layer._active_adapter = [adapter] if known else []
+        self._active = adapter
+        try:
+            yield
+        finally:
+            self._active = active
+            for layer, names in before:
+                layer._active_adapter = names
+
+    def remembering(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """A checkpoint function that recomputes with the adapter of the forward pass."""
+
+        def checkpoint_with_adapter(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            adapter = self._active
+
+            def run(*inputs: Any, **options: Any) -> Any:
+                with self.route(adapter):
+                    return function(*inputs, **options)
+
+            return checkpoint(run, *args, **kwargs)
+
+        return checkpoint_with_adapter
+
+
+def _remember_adapters(base: PreTrainedModel, router: AdapterRouter) -> None:
+    original = base._set_gradient_checkpointing
+
+    def set_gradient_checkpointing(enable: bool = True, **options: Any) -> None:
+        if "gradient_checkpointing_func" in options:
+            options["gradient_checkpointing_func"] = router.remembering(options["gradient_checkpointing_func"])
+        original(enable=enable, **options)
+
+    base._set_gradient_checkpointing = set_gradient_checkpointing
+
+
+def thaw(model: PeftModel, adapters: Iterable[str]) -> None:
+    """Make these adapters trainable.
+
+    PEFT leaves only the active adapter trainable whenever one is switched or disabled, which a reference pass does in the
+    middle of a training step. Call this right before the forward pass that is trained on: done earlier it is undone.
+    """
+    model.set_requires_grad(list(adapters), True)

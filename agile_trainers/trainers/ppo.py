@@ -1,0 +1,365 @@
+"""Multi-turn PPO: a critic tells what a state is worth, and a turn is credited with how much better it went."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from peft import PeftModel
+from transformers.utils import logging
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import disable_dropout_in_model
+
+from agile_trainers.adapters import CRITIC, POLICY, add_critic, thaw
+from agile_trainers.objectives.advantages import whiten
+from agile_trainers.objectives.returns import gae, token_gae
+from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, turn_lengths
+from agile_trainers.objectives.value_loss import explained_variance, value_errors
+from agile_trainers.types import TurnBatch
+
+from .batching import Batch, trim_columns
+from .config import MultiTurnConfig, _one_of
+from .multi_turn import Credit, MultiTurnTrainer, Turns
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class MultiTurnPPOConfig(MultiTurnConfig):
+    """Configuration of :class:`MultiTurnPPOTrainer`: the shared options and these. Where a default comes from is in
+    ``docs/ppo.md``.
+
+    Args:
+        num_generations: Always 1; there are no groups.
+        gae_lambda: Lambda per turn, in [0, 1]: 1 trusts what was sampled, 0 the critic.
+        vf_coef: Weight of the value loss. Policy and critic share no trainable weight, so it matters only where their
+            gradients meet: in ``max_grad_norm``, and in optimizers that do not rescale gradients.
+        value_clip_range: Hold a value within this of the one the batch was drawn with, as the ratio is held. Default: no
+            clipping.
+        critic_learning_rate: Learning rate of the critic's adapter and value head, under the same schedule. Default:
+            ``learning_rate``.
+        critic_warmup_steps: Optimizer steps at the start that train the critic alone.
+        turn_value_position: Where V(s_k) is read: ``"state"``, at the token before the turn's first action token.
+            ``"final"`` (the turn's last token) and ``"mean"`` (over its tokens) know the action already, which biases the
+            gradient.
+        advantage_granularity: ``"turn"``, or ``"token"``: every token of a turn has a value and an advantage of its own.
+    """
+
+    _groupless: ClassVar[bool] = True
+
+    num_generations: int = field(default=1, metadata={"help": "Always 1; there are no groups."})
+    gae_lambda: float = field(default=0.95, metadata={"help": "Lambda per turn of the advantage estimate."})
+    vf_coef: float = field(default=0.5, metadata={"help": "Weight of the value loss."})
+    value_clip_range: float | None = field(default=None, metadata={"help": "Clip values to +- this of the old ones."})
+    critic_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the critic. Default: learning_rate."}
+    )
+    critic_warmup_steps: int = field(default=0, metadata={"help": "First optimizer steps that train the critic only."})
+    turn_value_position: str = field(default="state", metadata={"help": "Where V is read: state, final or mean."})
+    advantage_granularity: str = field(default="turn", metadata={"help": "Unit of the advantage: turn or token."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of(self, "turn_value_position", ("state", "final", "mean"))
+        _one_of(self, "advantage_granularity", ("turn", "token"))
+        if not 0.0 <= self.gae_lambda <= 1.0:
+            raise ValueError(f"gae_lambda must lie in [0, 1], got {self.gae_lambda}.")
+        for name in ("vf_coef", "value_clip_range", "critic_learning_rate"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}.")
+        if self.critic_warmup_steps < 0:
+            raise ValueError(f"critic_warmup_steps must not be negative, got {self.critic_warmup_steps}.")
+        if self.critic_warmup_steps and self.weight_decay:
+            raise ValueError(
+                f"weight_decay={self.weight_decay} would shrink the policy during critic_warmup_steps="
+                f"{self.critic_warmup_steps}, in which it is not to change. Set one of them to 0."
+            )
+
+    def with_environment(self) -> "MultiTurnConfig":
+        if self.scale_rewards != "group":
+            raise ValueError(
+                f"scale_rewards={self.scale_rewards!r} has no effect: PPO has no groups. Use whiten_advantages=True to "
+                "scale advantages over the batch."
+            )
+        if self.advantage_granularity == "token":
+            for name, needed in (("importance_sampling_level", "token"), ("turn_value_position", "state")):
+                if getattr(self, name) != needed:
+                    raise ValueError(
+                        f"advantage_granularity='token' needs {name}={needed!r}, got {getattr(self, name)!r}."
+                    )
+        return super().with_environment()
+
+    def without_environment(self) -> "MultiTurnConfig":
+        raise ValueError("MultiTurnPPOTrainer needs an environment. Pass `environment=...`.")
+
+
+@dataclass
+class Critique:
+    """What the critic said about the local episodes of a generation batch. U is K; T where tokens have values."""
+
+    values: torch.Tensor
+    """(B, U), of the critic as it was then."""
+    turn_values: torch.Tensor
+    """(B, K), V(s_k)."""
+    final_values: torch.Tensor
+    """(B,), V of the final state of an episode cut short, 0 of the others."""
+
+
+@dataclass
+class ValuedTurns(Turns):
+    """Turns of all ranks and what the critic said about them."""
+
+    values: torch.Tensor
+    """(B, K)."""
+    final_values: torch.Tensor
+    """(B,)."""
+
+
+class MultiTurnPPOTrainer(MultiTurnTrainer):
+    """PPO over multi-turn episodes (https://huggingface.co/papers/1707.06347) with generalized advantage estimates over
+    turns (https://huggingface.co/papers/1506.02438).
+
+    Policy and critic are two LoRA adapters on one frozen base, ``default`` and ``critic``; the critic has a value head.
+    Both are saved in PEFT's format, the critic under ``critic/``. See :class:`MultiTurnTrainer` for the arguments; an
+    environment and a ``peft_config`` are required.
+
+    Raises:
+        ValueError: Without ``peft_config``, or with an optimizer made before the critic was.
+    """
+
+    _name = "Multi-turn PPO"
+    _config_class = MultiTurnPPOConfig
+    _needs_final_observation = True
+    _critique: Critique
+    _values: torch.Tensor | None
+    _targets: torch.Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._values = None
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.model, PeftModel):
+            raise ValueError(
+                "MultiTurnPPOTrainer trains policy and critic as two adapters on one base: pass "
+                "`peft_config=LoraConfig(...)`."
+            )
+        if self.optimizer is not None:
+            raise ValueError(
+                "MultiTurnPPOTrainer adds the critic's parameters to the model, which an optimizer made before cannot "
+                "hold. Leave `optimizers[0]` unset and use optim, learning_rate and critic_learning_rate."
+            )
+        plugin = self.args.deepspeed_plugin
+        # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
+        zero3 = plugin is not None and plugin.zero_stage == 3
+        add_critic(self.model, seed=self.args.seed, autocast_adapter_dtype=not zero3)
+        if self.args.disable_dropout:
+            disable_dropout_in_model(self.model)
+        self._thaw()
+        if self.args.turn_value_position != "state":
+            logger.warning(
+                "turn_value_position=%r reads the value after the action it is to be a baseline for: advantages are biased.",
+                self.args.turn_value_position,
+            )
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    def _thaw(self) -> None:
+        thaw(self.model, (POLICY, CRITIC))
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self._thaw()
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if made and self.args.critic_learning_rate is not None:
+            critic = {id(p) for name, p in self.model.named_parameters() if f".{CRITIC}." in name}
+            groups = []
+            for group in optimizer.param_groups:
+                for of_critic, rate in ((False, group["lr"]), (True, self.args.critic_learning_rate)):
+                    chosen = [p for p in group["params"] if (id(p) in critic) == of_critic]
+                    groups += [{**group, "params": chosen, "lr": rate}] if chosen else []
+            optimizer.param_groups[:] = groups
+        return optimizer
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if (Path(resume_from_checkpoint) / CRITIC).is_dir():
+            # Finding adapters in subfolders, `Trainer` leaves out the one beside them.
+            self.model.load_adapter(resume_from_checkpoint, POLICY, is_trainable=True)
+        self._thaw()
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        critic = Path(self.state.best_model_checkpoint) / CRITIC
+        if critic.is_dir():
+            self.model.load_adapter(str(critic), CRITIC)
+
+    # ------------------------------------------------------------------------------------------------------ credit
+
+    def _value_offsets(self, batch: TurnBatch) -> torch.Tensor:
+        """(B, U) where values are read, in completion coordinates; -1 is the last prompt token."""
+        tokens = torch.arange(batch.turn_ids.size(1), device=batch.turn_ids.device).expand_as(batch.turn_ids)
+        if self.args.advantage_granularity == "token":
+            return tokens - 1
+        if self.args.turn_value_position == "mean":
+            return tokens
+        offsets = batch.state_positions[:, :-1] - batch.prompt_ids.size(1)
+        if self.args.turn_value_position == "final":
+            offsets = offsets + turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
+        return offsets
+
+    def _critic_values(self, batch: TurnBatch) -> Critique:
+        """Read values in micro-batches of like length, as log-probabilities are scored."""
+        final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
+        offsets = torch.cat([self._value_offsets(batch), final], dim=1)
+        read = torch.zeros(offsets.shape, device=offsets.device)
+        columns = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        order = (batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1)).argsort()
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            for rows in order.split(self.args.per_device_train_batch_size):
+                part = trim_columns({name: getattr(batch, name)[rows] for name in columns})
+                # Past the last token of the longest row nothing is read that counts.
+                positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
+                with self.accelerator.autocast():
+                    outputs = self.model(
+                        input_ids=torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
+                        attention_mask=torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
+                        value_positions=positions,
+                    )
+                read[rows] = outputs.state_values
+        values = self._pooled(read[:, :-1], batch.turn_ids, batch.turn_mask.size(1))
+        turn_values = values
+        if self.args.advantage_granularity == "token":
+            starts = (batch.state_positions[:, :-1] - batch.prompt_ids.size(1) + 1).clamp(max=values.size(1) - 1)
+            turn_values = values.gather(1, starts)
+        return Critique(values, turn_values, torch.where(batch.truncated, read[:, -1], 0.0))
+
+    def _pooled(self, values: torch.Tensor, turn_ids: torch.Tensor, num_turns: int) -> torch.Tensor:
+        if self.args.turn_value_position != "mean":
+            return values
+        return pool_to_turns(values, turn_ids, num_turns, "mean")
+
+    def _gather_turns(self, batch: TurnBatch) -> ValuedTurns:
+        self._critique = self._critic_values(batch)
+        values = self.accelerator.pad_across_processes(self._critique.turn_values, dim=1)
+        return ValuedTurns(
+            **vars(super()._gather_turns(batch)),
+            values=self.accelerator.gather(values),
+            final_values=self.accelerator.gather(self._critique.final_values),
+        )
+
+    def _assign_credit(self, turns: Turns) -> Credit:
+        assert isinstance(turns, ValuedTurns)
+        advantages = gae(
+            turns.rewards,
+            turns.values,
+            turns.final_values,
+            turns.mask,
+            gamma=self.args.gamma,
+            gae_lambda=self.args.gae_lambda,
+        )
+        self._targets = torch.where(turns.mask, advantages + turns.values, 0.0)
+        values, targets = turns.values[turns.mask], self._targets[turns.mask]
+        metrics = {"value/explained_variance": explained_variance(values, targets)}
+        if values.numel():
+            metrics["value/mean"] = values.mean().item()
+            metrics["value/error"] = (values - targets).square().mean().sqrt().item()
+        return Credit(advantages, metrics)
+
+    def _trl_batch(self, batch: TurnBatch, advantages: torch.Tensor) -> Batch:
+        output = super()._trl_batch(batch, advantages)
+        size, num_turns = batch.turn_mask.shape
+        targets = self._targets[self._local(size), :num_turns]
+        trained = turn_lengths(torch.where(output["tool_mask"] > 0, batch.turn_ids, -1), num_turns)
+        weights = (trained > 0).float()
+        if self.args.advantage_granularity == "token":
+            output["advantages"] = self._token_advantages(targets, batch)
+            # A turn counts once, whatever its length.
+            lengths = spread_to_tokens(trained, batch.turn_ids).clamp(min=1)
+            weights, targets = (spread_to_tokens(x, batch.turn_ids) for x in (weights, targets))
+            weights = weights / lengths
+        output |= {
+            "value_offsets": self._value_offsets(batch),
+            "old_values": self._critique.values,
+            "value_targets": targets,
+            "value_weights": weights,
+        }
+        return output
+
+    def _token_advantages(self, targets: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
+        """(B, T), whitened over the tokens of all ranks and clipped, as asked for."""
+        advantages = token_gae(targets, self._critique.values, batch.turn_ids)
+        mask = batch.action_mask & ~batch.failed[:, None]
+        if self.args.whiten_advantages:
+            everyone, everywhere = (
+                self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
+                for x in (advantages, mask.long())
+            )
+            whitened = whiten(everyone, everywhere.bool())
+            advantages = whitened[self._local(mask.size(0)), : mask.size(1)]
+        if self.args.advantage_clip_range is not None:
+            advantages = advantages.clamp(-self.args.advantage_clip_range, self.args.advantage_clip_range)
+        return advantages
+
+    # -------------------------------------------------------------------------------------------------------- loss
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        drawn = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is not drawn:
+            self._count_turns(self._buffered_inputs)
+        return inputs
+
+    def _count_turns(self, micro_batches: list[Batch]) -> None:
+        """Tell each micro-batch how many turns, over all ranks, its optimizer step trains on."""
+        counts = torch.stack([batch["value_weights"].sum() for batch in micro_batches])
+        counts = self.accelerator.reduce(counts, reduction="sum")
+        accumulation = self.args.gradient_accumulation_steps
+        if len(counts) % accumulation == 0:
+            windows = counts.view(-1, accumulation).sum(dim=1).repeat_interleave(accumulation)
+        else:
+            # The step spans generation batches that are not drawn yet: assume that they are like this one.
+            windows = (counts.mean() * accumulation).expand(len(counts))
+        for batch, turns in zip(micro_batches, windows):
+            batch["turns_in_step"] = turns
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
+        # Right before the forward pass: the reference pass has left only the policy trainable.
+        self._thaw()
+        batch = trim_columns(inputs)
+        policy_loss = super()._compute_loss(model, batch)
+        assert self._values is not None
+        values, self._values = self._values, None
+        targets = batch["value_targets"]
+        values = self._pooled(values, batch["turn_ids"], targets.size(1))
+        weights = batch["value_weights"]
+        errors, clipped = value_errors(values, batch["old_values"], targets, self.args.value_clip_range)
+        # A padded entry has weight 0 but may have read anything.
+        total = torch.where(weights > 0, errors * weights, 0.0).sum()
+        self._log_value_loss(total.detach(), (clipped * weights).sum(), weights.sum())
+        # DDP averages over ranks; TRL's loss is divided for accumulation already, as this one must be.
+        value_loss = total * self.accelerator.num_processes / batch["turns_in_step"].clamp(min=1.0)
+        # Multiplied, not frozen: every parameter has a gradient in every step, as ZeRO-3 demands.
+        policy_weight = 0.0 if self.state.global_step < self.args.critic_warmup_steps else 1.0
+        return policy_weight * policy_loss + self.args.vf_coef * value_loss
+
+    def _log_value_loss(self, total: torch.Tensor, clipped: torch.Tensor, weight: torch.Tensor) -> None:
+        total, clipped, weight = self.accelerator.reduce(torch.stack([total, clipped, weight]), reduction="sum")
+        self._metrics["train"]["value/loss"].append((total / weight.clamp(min=1.0)).item())
+        if self.args.value_clip_range is not None:
+            self._metrics["train"]["value/clip_ratio"].append((clipped / weight.clamp(min=1.0)).item())
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        batch = self._loss_batch
+        if batch is None:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        positions = batch["value_offsets"] + batch["prompt_ids"].size(1)
+
+        def with_values(**inputs: Any) -> Any:
+            """Policy and critic in one call: the only form that is right under DDP and DeepSpeed."""
+            outputs = model(**inputs, value_positions=positions)
+            self._values = outputs.state_values
+            return outputs
+
+        return super()._get_per_token_logps_and_entropies(with_values, *args, **kwargs)
