@@ -151,6 +151,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         plugin = self.args.deepspeed_plugin
         # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
         zero3 = plugin is not None and plugin.zero_stage == 3
+        self._value_totals = torch.zeros(3, device=self.accelerator.device)
         add_critic(self.model, seed=self.args.seed, autocast_adapter_dtype=not zero3)
         if self.args.disable_dropout:
             disable_dropout_in_model(self.model)
@@ -343,10 +344,14 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         return policy_weight * policy_loss + self.args.vf_coef * value_loss
 
     def _log_value_loss(self, total: torch.Tensor, clipped: torch.Tensor, weight: torch.Tensor) -> None:
-        total, clipped, weight = self.accelerator.reduce(torch.stack([total, clipped, weight]), reduction="sum")
-        self._metrics["train"]["value/loss"].append((total / weight.clamp(min=1.0)).item())
-        if self.args.value_clip_range is not None:
-            self._metrics["train"]["value/clip_ratio"].append((clipped / weight.clamp(min=1.0)).item())
+        """Means over all turns of the optimizer step, once its last micro-batch is there."""
+        self._value_totals = self._value_totals + torch.stack([total, clipped, weight])
+        if self.accelerator.sync_gradients:
+            total, clipped, weight = self.accelerator.reduce(self._value_totals, reduction="sum")
+            self._value_totals = torch.zeros_like(self._value_totals)
+            self._metrics["train"]["value/loss"].append((total / weight.clamp(min=1.0)).item())
+            if self.args.value_clip_range is not None:
+                self._metrics["train"]["value/clip_ratio"].append((clipped / weight.clamp(min=1.0)).item())
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **kwargs: Any
