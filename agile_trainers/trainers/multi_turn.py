@@ -455,7 +455,8 @@ class MultiTurnTrainer(EpisodeEvaluation):
         self._logs["completion"].extend(gather_object([trajectory.messages for trajectory in trajectories]))
         per_episode = pool_over_turns(advantages, turn_mask)[:, 0].contiguous()
         self._logs["advantages"].extend(self.accelerator.gather(per_episode).tolist())
-        self._idle_batches = self._idle_batches + 1 if metrics["advantage/std"][-1] == 0.0 else 0
+        idle = metrics["advantage/mean"][-1] == metrics["advantage/std"][-1] == 0.0
+        self._idle_batches = self._idle_batches + 1 if idle else 0
         error = next((trajectory.error for trajectory in trajectories if trajectory.error is not None), None)
         for warning in degeneracies(summary, self._idle_batches, error, self.mask_truncated_completions):
             logger.warning(warning)
