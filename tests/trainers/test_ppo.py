@@ -22,6 +22,8 @@ READ = {
 }
 """A turn's value from those of the last prompt token and the completion."""
 TOKENS = {"advantage_granularity": "token"}
+SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+"""Values are read in micro-batches of unequal width."""
 
 
 def episodes(folder):
@@ -62,7 +64,7 @@ def gae_by_hand(rewards, values, final, gamma, gae_lambda):
 @pytest.mark.parametrize("position", READ)
 def test_every_number_of_the_batch_by_hand(embedded_model, tmp_path, position):
     """From the written episodes: where V is read, what it is, GAE, the critic's targets."""
-    trainer = make_ppo(embedded_model, tmp_path, turn_value_position=position, gamma=0.9, gae_lambda=0.8)
+    trainer = make_ppo(embedded_model, tmp_path, turn_value_position=position, gamma=0.9, gae_lambda=0.8, **SPLIT)
     wake(trainer)
     batch = draw_batch(trainer)
     records = episodes(tmp_path)
@@ -84,7 +86,7 @@ def test_every_number_of_the_batch_by_hand(embedded_model, tmp_path, position):
 
 
 def test_every_number_of_the_batch_by_hand_for_tokens(embedded_model, tmp_path):
-    trainer = make_ppo(embedded_model, tmp_path, gamma=0.9, gae_lambda=0.8, **TOKENS)
+    trainer = make_ppo(embedded_model, tmp_path, gamma=0.9, gae_lambda=0.8, **TOKENS, **SPLIT)
     wake(trainer)
     batch = draw_batch(trainer)
     for row, record in enumerate(episodes(tmp_path)):
@@ -101,6 +103,20 @@ def test_every_number_of_the_batch_by_hand_for_tokens(embedded_model, tmp_path):
             )
             assert batch["value_weights"][row, start:end].tolist() == pytest.approx([1 / len(own)] * len(own))
     assert (batch["value_weights"][batch["turn_ids"] < 0] == 0).all()
+
+
+def test_token_advantages_are_whitened_over_tokens_and_then_clipped(embedded_model, tmp_path):
+    batches = []
+    for name, changes in {"raw": {}, "white": {"whiten_advantages": True, "advantage_clip_range": 0.7}}.items():
+        trainer = make_ppo(embedded_model, tmp_path / name, **TOKENS, **changes)
+        wake(trainer)
+        batches.append(draw_batch(trainer))
+    actions = batches[0]["turn_ids"] >= 0
+    raw, white = (batch["advantages"][actions] for batch in batches)
+    expected = ((raw - raw.mean()) / raw.std()).clamp(-0.7, 0.7)
+    assert (expected.abs() == 0.7).any() and (expected.abs() < 0.7).any()
+    torch.testing.assert_close(white, expected, rtol=1e-4, atol=1e-5)
+    assert (batches[1]["advantages"][~actions] == 0).all()
 
 
 @pytest.mark.parametrize("changes", [{}, {"turn_value_position": "mean"}, TOKENS], ids=["state", "mean", "token"])
