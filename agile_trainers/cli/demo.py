@@ -41,6 +41,9 @@ GROUP = 8
 """Games of the same secret in one update: what a game's return is compared with."""
 
 
+TURN = re.compile(r"<\|im_start\|>\s*(\w+)\s*\n\s*(.*?)\s*<\|im_end\|>", re.DOTALL)
+
+
 @dataclass(frozen=True)
 class Budget:
     """How much of everything."""
@@ -130,7 +133,7 @@ def scripted_score(name: str, player: Player, trainer: MultiTurnGRPOTrainer, epi
     assert isinstance(tokenizer, PreTrainedTokenizerBase) and engine is not None
 
     def script(request: GenerationRequest) -> list[int]:
-        turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", tokenizer.decode(request.token_ids), re.DOTALL)
+        turns = TURN.findall(tokenizer.decode(request.token_ids))
         messages = [{"role": role, "content": content} for role, content in turns]
         answer = player(messages, random.Random(request.uniforms(1)[0]))
         return [*tokenizer.encode(answer), tokenizer.eos_token_id]
@@ -164,8 +167,10 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     disable_progress_bars()
     logging.disable_progress_bar()
     console.rule(f"Guess the number between 1 and {HIGH} in {GUESSES} guesses")
-    words = [message["content"] for game in demonstrations(100) for message in game["messages"]]
-    untrained = make_embedded_model(output / "untrained", texts=[*words, "invalid"], seed=seed)
+    # A vocabulary of the game's words alone: an entropy bonus over hundreds of useless tokens would cost much success.
+    texts = [message["content"] for game in demonstrations(100) for message in game["messages"]]
+    words = sorted({word for text in (*texts, "invalid correct [UNK]") for word in text.split()})
+    untrained = make_embedded_model(output / "untrained", words=words, seed=seed)
     base = output / "sft"
     supervised = sft_trainer(untrained, base, seed, budget)
     with show_progress(supervised, console, "learning the format", {"loss": "loss", "mean_token_accuracy": "accuracy"}):

@@ -281,8 +281,8 @@ class ProbeSpec:
     factory: type[Probe]
     episodes: int
     """Training budget."""
-    max_new_tokens: int = 2
-    """Per turn: the answer and its terminator."""
+    max_new_tokens: int = 1
+    """Per turn. One: the answer is a single token, and nothing else has to be learned (not even to stop)."""
     criterion: Literal["success", "length"] = "success"
     """``success``: greedy success over all starts reaches ``threshold``. ``length``: the mean number of tokens of an
     answer after training differs from that before by at most ``threshold``, as a share of it."""

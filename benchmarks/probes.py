@@ -1,0 +1,301 @@
+"""Train every algorithm on every probe environment and write down which ones it solves (``make probes``).
+
+A run is one (algorithm, probe, seed): an untrained model of the probe's words, the probe's budget of episodes, then
+greedy play from every start state. Each finished run is a JSON file under ``benchmarks/results/probes``; a run whose
+file holds the same settings is not repeated. The table goes to ``docs/probes.md``. The exit code is 1 if a run left its
+probe unsolved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback
+from transformers.utils import logging
+
+from agile_trainers.embedded import make_embedded_model
+from agile_trainers.envs.probes import PROBE_WORDS, PROBES, ProbeSpec
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+
+ROOT = Path(__file__).resolve().parent
+RESULTS = ROOT / "results" / "probes"
+PAGE = ROOT.parent / "docs" / "probes.md"
+BEGIN, END = "<!-- begin: written by benchmarks/probes.py -->", "<!-- end -->"
+
+SEEDS = (0, 1, 2)
+EVALUATIONS = 16
+"""Evaluations during a run, spread evenly over its budget; the last one, at its end, is what counts."""
+LENGTH_EPISODES = 2048
+"""Sampled episodes behind a mean length."""
+
+Run = dict[str, Any]
+"""A finished run: what :func:`run` returns."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A row of the table: what trains, and the options it does not share with the others."""
+
+    trainer: type[MultiTurnTrainer]
+    config: type[MultiTurnConfig]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+ALGORITHMS = {
+    "grpo": Algorithm(MultiTurnGRPOTrainer, MultiTurnGRPOConfig, {"advantage_granularity": "turn"}),
+    "grpo-trajectory": Algorithm(MultiTurnGRPOTrainer, MultiTurnGRPOConfig, {"advantage_granularity": "trajectory"}),
+}
+
+RECIPE: dict[str, Any] = {
+    "per_device_train_batch_size": 128,
+    "num_generations": 8,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "constant",
+    "entropy_coef": 0.2,
+}
+"""One set of hyperparameters for every probe and algorithm: all weights trained, one on-policy step per batch."""
+
+
+def settings(algorithm: str, probe: str, seed: int) -> dict[str, Any]:
+    """Everything a run depends on but the code, as JSON holds it. A saved run with other settings is made again."""
+    spec = PROBES[probe]
+    options = {**RECIPE, **ALGORITHMS[algorithm].options}
+    if spec.criterion == "length":
+        del options["entropy_coef"]  # entropy may well have a favourite length
+    budget = {**asdict(spec), "factory": spec.factory.__name__}
+    return {"algorithm": algorithm, "probe": probe, "seed": seed, "options": options, "budget": budget}
+
+
+def run(algorithm: str, probe: str, seed: int) -> Run:
+    """Train once, from an untrained model, for the probe's whole budget.
+
+    Returns:
+        A dict that JSON can hold: ``settings``; ``curve``, one point per evaluation with ``episodes`` (trained on so far),
+        ``return`` (sampled mean since the last point; None before training) and ``score``; ``score``, the last one (greedy
+        success over all start states, or the mean length as a multiple of that before training); ``solved``;
+        ``episodes_to_solve`` (the first evaluation from which the probe stayed solved, None if it did not);
+        ``length_before``, in tokens per answer; ``seconds`` of training and evaluation.
+    """
+    chosen, spec = settings(algorithm, probe, seed), PROBES[probe]
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _make_trainer(chosen, folder)
+        started = time.perf_counter()
+        before = trainer.evaluate()
+        trainer.train()
+        seconds = time.perf_counter() - started
+    length_before = before["eval_tokens_per_turn"]
+    curve = _curve([before, *trainer.state.log_history], chosen["options"]["per_device_train_batch_size"], spec)
+    unsolved = [i for i, point in enumerate(curve) if not _solves(point["score"], spec)]
+    first_solved = unsolved[-1] + 1 if unsolved else 0
+    return {
+        "settings": chosen,
+        "solved": first_solved < len(curve),
+        "score": curve[-1]["score"],
+        "episodes_to_solve": curve[first_solved]["episodes"] if first_solved < len(curve) else None,
+        "length_before": length_before,
+        "seconds": round(seconds, 1),
+        "curve": curve,
+    }
+
+
+def _make_trainer(chosen: dict[str, Any], folder: str) -> MultiTurnTrainer:
+    algorithm, spec, seed = ALGORITHMS[chosen["algorithm"]], PROBES[chosen["probe"]], chosen["seed"]
+    steps = spec.episodes // chosen["options"]["per_device_train_batch_size"]
+    by_length = spec.criterion == "length"
+    args = algorithm.config(
+        output_dir=folder,
+        seed=seed,
+        max_steps=steps,
+        max_turns=spec.factory.max_turns,
+        max_new_tokens=spec.max_new_tokens,
+        eval_strategy="steps",
+        eval_steps=steps // EVALUATIONS,
+        logging_steps=steps // EVALUATIONS,
+        eval_greedy=not by_length,
+        num_eval_episodes=LENGTH_EPISODES if by_length else spec.factory.starts,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        log_rollouts=False,
+        disable_tqdm=True,
+        **chosen["options"],
+    )
+    model = make_embedded_model(f"{folder}/model", words=PROBE_WORDS, max_position_embeddings=512, seed=seed)
+    starts = Dataset.from_list([{"start": start} for start in range(spec.factory.starts)])
+    trainer = algorithm.trainer(
+        model=str(model), environment=f"agile:probe/{chosen['probe']}", args=args, eval_dataset=starts
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _curve(history: Sequence[dict[str, Any]], batch: int, spec: ProbeSpec) -> list[dict[str, Any]]:
+    """A point per evaluation of a trainer's log; the first one is from before training."""
+    evaluations = [entry for entry in history if "eval_return" in entry]
+    returns = {entry["step"]: entry["return/mean"] for entry in history if "return/mean" in entry}
+    metric = "eval_tokens_per_turn" if spec.criterion == "length" else "eval_success"
+    unit = evaluations[0][metric] if spec.criterion == "length" else 1.0
+    return [
+        {"episodes": step * batch, "return": returns.get(step), "score": entry[metric] / unit}
+        for entry in evaluations
+        for step in [entry.get("step", 0)]
+    ]
+
+
+def _solves(score: float, spec: ProbeSpec) -> bool:
+    return abs(score - 1) <= spec.threshold if spec.criterion == "length" else score >= spec.threshold
+
+
+# ------------------------------------------------------------------------------------------------------- saved runs
+
+
+def result_path(chosen: dict[str, Any]) -> Path:
+    """Where a run is kept."""
+    return RESULTS / f"{chosen['algorithm']}-{chosen['probe']}-{chosen['seed']}.json"
+
+
+def load(chosen: dict[str, Any]) -> Run | None:
+    """The saved run with exactly these settings, if there is one."""
+    path = result_path(chosen)
+    saved: Run | None = json.loads(path.read_text()) if path.exists() else None
+    return saved if saved is not None and saved["settings"] == chosen else None
+
+
+def save(result: Run) -> None:
+    """Write a run; all of it or nothing, so that an interrupted program leaves no half file."""
+    path = result_path(result["settings"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
+
+
+def _start_worker() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # An idle batch means a solved probe here.
+    logging.get_logger("agile_trainers.trainers.multi_turn").setLevel("ERROR")
+
+
+def run_all(wanted: Sequence[tuple[str, str, int]], jobs: int, fresh: bool) -> list[Run]:
+    """Run what is not saved, ``jobs`` at a time, and say so as each run ends.
+
+    Args:
+        wanted: (algorithm, probe, seed) of every run.
+        jobs: Processes, one thread each.
+        fresh: Repeat saved runs too.
+
+    Returns:
+        The runs in the order of ``wanted``.
+    """
+    done = {} if fresh else {key: saved for key in wanted if (saved := load(settings(*key)))}
+    missing = [key for key in wanted if key not in done]
+    print(f"{len(wanted)} runs: {len(done)} saved before, {len(missing)} to do, {jobs} at a time", flush=True)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the workers
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=_start_worker) as pool:
+        futures = {pool.submit(run, *key): key for key in missing}
+        for future in as_completed(futures):
+            key, result = futures[future], future.result()
+            save(result)
+            done[key] = result
+            print(f"[{len(done):>{len(str(len(wanted)))}}/{len(wanted)}] {_line(result)}", flush=True)
+    return [done[key] for key in wanted]
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+
+
+def _line(result: Run) -> str:
+    chosen = result["settings"]
+    after = f"after {result['episodes_to_solve']} episodes" if result["solved"] else "UNSOLVED"
+    name = f"{chosen['algorithm']:<16} {chosen['probe']:<13} seed {chosen['seed']}"
+    return f"{name}  {_score_name(PROBES[chosen['probe']])} {result['score']:.2f}, {after}, {result['seconds']:.0f} s"
+
+
+def _score_name(spec: ProbeSpec) -> str:
+    return "length x" if spec.criterion == "length" else "greedy"
+
+
+def table(results: Sequence[Run]) -> str:
+    """A markdown table: a row per (algorithm, probe)."""
+    rows: dict[tuple[str, str], list[Run]] = {}
+    for result in results:
+        rows.setdefault((result["settings"]["algorithm"], result["settings"]["probe"]), []).append(result)
+    lines = [
+        "| algorithm | probe | solved | score: mean (lowest to highest) | episodes to solve: median (most) | budget | "
+        "seconds: mean |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (algorithm, probe), runs in rows.items():
+        scores = [result["score"] for result in runs]
+        needed = sorted(result["episodes_to_solve"] or float("inf") for result in runs)
+        lines.append(
+            f"| {algorithm} | {probe} | {sum(result['solved'] for result in runs)}/{len(runs)} "
+            f"| {_score_name(PROBES[probe])} {fmean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f}) "
+            f"| {needed[len(needed) // 2]:.0f} ({needed[-1]:.0f}) | {PROBES[probe].episodes} "
+            f"| {fmean(result['seconds'] for result in runs):.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def meanings() -> str:
+    """What it means to fail a probe, as the probes' docstrings tell it."""
+    lines = []
+    for name, spec in PROBES.items():
+        paragraphs = (inspect.getdoc(spec.factory) or "").split("\n\n")
+        failing = " ".join(" ".join(paragraphs).split())
+        match = re.search(r"(Failing\b.*?\.)( |$)", failing)
+        lines.append(f"- `{name}`: {match.group(1) if match else failing}")
+    return "\n".join(lines)
+
+
+def write_page(results: Sequence[Run]) -> None:
+    """Put table and meanings between the markers of ``docs/probes.md``."""
+    page = PAGE.read_text()
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{meanings()}\n\n{END}{tail}")
+
+
+def main() -> int:
+    """Run, report, and return 1 if a run left its probe unsolved."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--probes", nargs="+", choices=PROBES, default=list(PROBES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at the same time")
+    parser.add_argument("--fresh", action="store_true", help="repeat saved runs too")
+    options = parser.parse_args()
+    wanted = [(a, p, s) for a in options.algorithms for p in options.probes for s in options.seeds]
+    results = run_all(wanted, options.jobs, options.fresh)
+    print(f"\n{table(results)}")
+    if set(options.algorithms) == set(ALGORITHMS) and set(options.probes) == set(PROBES):
+        write_page(results)
+        print(f"\nWritten to {PAGE.relative_to(ROOT.parent)}.")
+    return 0 if all(result["solved"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,353 @@
+"""Time rollout and update beside TRL's ``GRPOTrainer`` on the same work (``make bench``).
+
+TRL's side is what a user writes by hand for several turns: a ``rollout_func`` that lets ``model.generate`` read the whole
+conversation again at every turn; batched, left-padded, ids appended and never re-made, finished episodes left out. Both
+sides play the same environment with the same model, LoRA, batch and number of generated tokens, in turns (ours, TRL's,
+ours, ...), and each repetition is a new trainer whose first step warms up and whose second is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import string
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import GenerationConfig, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
+from trl.models.utils import unwrap_model_for_generation
+
+from agile_trainers.embedded import END_OF_TURN, make_tokenizer
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+
+RESULTS = Path(__file__).resolve().parent / "results"
+EPISODES, GROUP, TURNS, NEW_TOKENS, OBSERVATION_CHARACTERS = 16, 8, 8, 32, 64
+THREADS = 2
+NOISE = 0.05
+"""Share by which the median of paired ratios differs between repetitions of the same thing."""
+HEADING = (
+    f"# Rollout and update, beside TRL's GRPOTrainer\n\nWritten by `make bench`: {EPISODES} episodes, {NEW_TOKENS} new tokens "
+    f"a turn, observations of {OBSERVATION_CHARACTERS} characters, Qwen2 of 256 x 4, LoRA r=8, fp32, {THREADS} threads. "
+    "Seconds are medians, ratios (ours / TRL's) medians over pairs of runs."
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is played, and how many rows a forward pass of the update holds."""
+
+    name: str
+    ragged: bool
+    """Turn counts 1 to 8, each twice, instead of 8 turns for all."""
+    micro_batch: int
+
+
+WORKLOADS = (
+    Workload("8 turns, one batch of 16", ragged=False, micro_batch=16),
+    Workload("1 to 8 turns, one batch of 16", ragged=True, micro_batch=16),
+    Workload("1 to 8 turns, micro-batches of 4", ragged=True, micro_batch=4),
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one training step on one generation batch, and what it was made of."""
+
+    rollout: float
+    update: float
+    """Everything in the step but the rollout: scoring, advantages, loss, backward, logging."""
+    action_tokens: int
+    """Tokens sampled."""
+    tokens: int
+    """Tokens of all conversations."""
+
+
+class Chatter:
+    """Says random letters for a fixed number of turns and rewards at random."""
+
+    def __init__(self, lengths: itertools.cycle[int]):
+        self._lengths = lengths
+        self._random = random.Random(0)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self._left = next(self._lengths)
+        self._random.seed(seed)
+        return self._speak(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._left -= 1
+        return self._speak(), self._random.random(), self._left == 0, False, {}
+
+    def _speak(self) -> str:
+        return "".join(self._random.choices(string.ascii_lowercase, k=OBSERVATION_CHARACTERS))
+
+
+def turn_counts(workload: Workload) -> itertools.cycle[int]:
+    """Any 16 in a row hold each count equally often, so that every batch is the same amount of work."""
+    return itertools.cycle(range(1, TURNS + 1) if workload.ragged else [TURNS])
+
+
+def make_model(folder: Path) -> None:
+    """A Qwen2 of 256 x 4 and a byte-level tokenizer with ChatML."""
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=1024,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, top_k=0
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+class RereadingRollout:
+    """TRL's ``rollout_func``: several turns by ``model.generate`` on the whole conversation."""
+
+    def __init__(self, workload: Workload):
+        lengths = turn_counts(workload)
+        self.environments = [Chatter(lengths) for _ in range(EPISODES)]
+        self.seconds: list[float] = []
+        self.episodes: list[tuple[int, int]] = []
+        """Action tokens and all tokens of each episode of the last batch."""
+
+    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        started = time.perf_counter()
+        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model, torch.no_grad():
+            model.eval()
+            output = self._play(model, trainer.processing_class, trainer.accelerator.device)
+            model.train()
+        self.seconds.append(time.perf_counter() - started)
+        return output
+
+    def _play(self, model: Any, tokenizer: Any, device: torch.device) -> dict[str, Any]:
+        prompts = [
+            _first_ids(tokenizer, environment.reset(index)[0]) for index, environment in enumerate(self.environments)
+        ]
+        completions: list[list[int]] = [[] for _ in prompts]
+        masks: list[list[int]] = [[] for _ in prompts]
+        returns = [0.0] * len(prompts)
+        active = list(range(len(prompts)))
+        while active:
+            answers = _generate(model, tokenizer, [prompts[i] + completions[i] for i in active], device)
+            still = []
+            for i, answer in zip(active, answers):
+                completions[i] += answer
+                masks[i] += [1] * len(answer)
+                observation, reward, terminated, _, _ = self.environments[i].step(
+                    tokenizer.decode(answer, skip_special_tokens=True)
+                )
+                returns[i] += reward
+                if not terminated:
+                    frame = _frame_ids(tokenizer, observation)
+                    completions[i] += frame
+                    masks[i] += [0] * len(frame)
+                    still.append(i)
+            active = still
+        self.episodes = [(sum(mask), len(p) + len(c)) for mask, p, c in zip(masks, prompts, completions)]
+        return {
+            "prompt_ids": prompts,
+            "completion_ids": completions,
+            "logprobs": None,
+            "env_mask": masks,
+            "episode_return": returns,
+        }
+
+
+def _first_ids(tokenizer: Any, observation: str) -> list[int]:
+    messages = [{"role": "user", "content": observation}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def _frame_ids(tokenizer: Any, observation: str) -> list[int]:
+    return tokenizer.encode(f"{END_OF_TURN}\n<|im_start|>user\n{observation}{END_OF_TURN}\n<|im_start|>assistant\n")
+
+
+def _generate(model: Any, tokenizer: Any, conversations: Sequence[list[int]], device: torch.device) -> list[list[int]]:
+    inputs = tokenizer.pad({"input_ids": list(conversations)}, padding_side="left", return_tensors="pt").to(device)
+    ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=True)
+    return ids[:, inputs["input_ids"].size(1) :].tolist()
+
+
+def _common(workload: Workload, folder: str) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "max_steps": 2,
+        "per_device_train_batch_size": workload.micro_batch,
+        "gradient_accumulation_steps": EPISODES // workload.micro_batch,
+        "num_generations": GROUP,
+        "learning_rate": 1e-4,
+        "logging_steps": 1,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def _lora() -> LoraConfig:
+    return LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+
+
+def _train(trainer: GRPOTrainer) -> float:
+    """Train two steps and return the seconds spent in ``training_step`` during the second."""
+    seconds: list[float] = []
+    inner = trainer.training_step
+
+    def timed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        started = time.perf_counter()
+        loss = inner(*args, **kwargs)
+        seconds.append(time.perf_counter() - started)
+        return loss
+
+    trainer.training_step = timed
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return sum(seconds[len(seconds) // 2 :])
+
+
+def time_ours(workload: Workload, model: Path) -> Times:
+    """One repetition of ``MultiTurnGRPOTrainer``."""
+    lengths = turn_counts(workload)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = MultiTurnGRPOTrainer(
+            model=str(model),
+            args=MultiTurnGRPOConfig(
+                **_common(workload, folder),
+                max_turns=TURNS,
+                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS,
+                log_rollouts=False,
+            ),
+            peft_config=_lora(),
+            environment=lambda: Chatter(lengths),
+        )
+        total = _train(trainer)
+    last = [entry for entry in trainer.state.log_history if "time/rollout" in entry]
+    rollout, tokens = last[-1]["time/rollout"], last[-1]["num_tokens"] - last[-2]["num_tokens"]
+    actions = round(last[-1]["completions/mean_length"] * EPISODES)
+    return Times(rollout, total - rollout, actions, round(tokens))
+
+
+def time_trl(workload: Workload, model: Path) -> Times:
+    """One repetition of TRL's ``GRPOTrainer``."""
+    rollout = RereadingRollout(workload)
+
+    def episode_return(episode_return: list[float], **_: Any) -> list[float]:
+        return episode_return
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=str(model),
+            reward_funcs=episode_return,
+            args=GRPOConfig(**_common(workload, folder), disable_dropout=True),
+            train_dataset=Dataset.from_dict({"prompt": [""] * EPISODES}),
+            peft_config=_lora(),
+            rollout_func=rollout,
+        )
+        total = _train(trainer)
+    actions, tokens = (sum(counts) for counts in zip(*rollout.episodes))
+    return Times(rollout.seconds[-1], total - rollout.seconds[-1], actions, tokens)
+
+
+def compare(workload: Workload, model: Path, repetitions: int) -> dict[str, Any]:
+    """Time both sides in turns.
+
+    Returns:
+        Of each side every repetition and the medians, and the medians of the paired ratios ours / TRL's.
+
+    Raises:
+        RuntimeError: If the sides did different amounts of work.
+    """
+    ours, trl = [], []
+    for repetition in range(repetitions):
+        ours.append(time_ours(workload, model))
+        trl.append(time_trl(workload, model))
+        if ours[-1].action_tokens != trl[-1].action_tokens:
+            raise RuntimeError(f"Unequal work: {ours[-1]} and {trl[-1]}.")
+        print(f"  {repetition + 1}/{repetitions}  ours {_seconds(ours[-1])}   TRL {_seconds(trl[-1])}", flush=True)
+    return {
+        "workload": asdict(workload),
+        "ours": [asdict(times) for times in ours],
+        "trl": [asdict(times) for times in trl],
+        **{f"{part}_ratio": _ratio(ours, trl, part) for part in ("rollout", "update")},
+    }
+
+
+def _ratio(ours: Sequence[Times], trl: Sequence[Times], part: str) -> float:
+    return median(getattr(a, part) / getattr(b, part) for a, b in zip(ours, trl))
+
+
+def _seconds(times: Times) -> str:
+    return f"rollout {times.rollout:.2f} s, update {times.update:.2f} s"
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Medians as markdown."""
+    lines = [
+        "| workload | tokens sampled / all, ours | TRL | rollout, ours | TRL | ratio | update, ours | TRL | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        cells = [result["workload"]["name"]]
+        cells += [f"{result[side][0]['action_tokens']} / {result[side][0]['tokens']}" for side in ("ours", "trl")]
+        for part in ("rollout", "update"):
+            cells += [f"{median(times[part] for times in result[side]):.2f} s" for side in ("ours", "trl")]
+            cells.append(f"{result[f'{part}_ratio']:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run all workloads; return 1 if a rollout is not twice as fast or an update slower than TRL's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--workloads", nargs="+", type=int, choices=range(len(WORKLOADS)), default=range(len(WORKLOADS))
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        for workload in (WORKLOADS[index] for index in options.workloads):
+            print(workload.name, flush=True)
+            results.append(compare(workload, Path(folder), options.repetitions))
+    print(f"\n{table(results)}")
+    if len(results) == len(WORKLOADS):
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "rollout_vs_trl.json").write_text(json.dumps(results, indent=1) + "\n")
+        (RESULTS / "rollout_vs_trl.md").write_text(f"{HEADING}\n\n{table(results)}\n")
+    slow = [r for r in results if r["rollout_ratio"] > 0.5 or r["update_ratio"] > 1 + NOISE]
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
