@@ -39,9 +39,10 @@ THREADS = 2
 NOISE = 0.05
 """Share by which the median of paired ratios differs between repetitions of the same thing."""
 HEADING = (
-    f"# Rollout and update, beside TRL's GRPOTrainer\n\nWritten by `make bench`: {EPISODES} episodes, {NEW_TOKENS} new tokens "
-    f"a turn, observations of {OBSERVATION_CHARACTERS} characters, Qwen2 of 256 x 4, LoRA r=8, fp32, {THREADS} threads. "
-    "Seconds are medians, ratios (ours / TRL's) medians over pairs of runs."
+    "# Rollout and update, beside TRL's GRPOTrainer\n\n"
+    f"Written by `make bench`: {EPISODES} episodes, {NEW_TOKENS} new tokens a turn, observations of "
+    f"{OBSERVATION_CHARACTERS} characters, Qwen2 of 256 x 4, LoRA r=8, fp32, {THREADS} threads. Seconds are medians, "
+    "ratios (ours / TRL's) medians over pairs of runs."
 )
 
 

@@ -87,7 +87,7 @@ class MultiTurnConfig(GRPOConfig):
     def __post_init__(self) -> None:
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
         # left to `without_environment`.
-        group, eval_group = self.num_generations, vars(self)["num_generations_eval"]
+        group, eval_group = vars(self)["num_generations"], vars(self)["num_generations_eval"]
         self.num_generations_eval = eval_group or 1
         if self._groupless:
             if group != 1:
