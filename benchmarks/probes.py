@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -250,7 +251,7 @@ def table(results: Sequence[Run]) -> str:
     ]
     for (algorithm, probe), runs in rows.items():
         scores = [result["score"] for result in runs]
-        needed = sorted(result["episodes_to_solve"] or float("inf") for result in runs)
+        needed = sorted(math.inf if (n := result["episodes_to_solve"]) is None else n for result in runs)
         lines.append(
             f"| {algorithm} | {probe} | {sum(result['solved'] for result in runs)}/{len(runs)} "
             f"| {_score_name(PROBES[probe])} {fmean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f}) "
