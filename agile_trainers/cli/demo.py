@@ -107,7 +107,7 @@ def make_trainer(
             max_steps=budget.rl_steps,
             num_eval_episodes=budget.eval_episodes,
             learning_rate=5e-3,
-            lr_scheduler_type="linear",  # at a constant rate a late update can undo what was learned
+            lr_scheduler_type="constant",
             entropy_coef=0.02,  # without it a secret or two is lost to early certainty
             beta=0.0,
             gradient_checkpointing=False,
