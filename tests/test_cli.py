@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 from trl.scripts.grpo import make_parser as make_trl_parser
 
-from agile_trainers.cli import grpo
+from agile_trainers.cli import train
 from agile_trainers.cli.main import COMMANDS, main
+from agile_trainers.cli.train import ALGORITHMS
 
 CONFIG = """\
 environment: agile:guess_number
@@ -36,6 +39,7 @@ bf16: false
 use_peft: true
 lora_target_modules: all-linear
 """
+ON_CPU = ["--use_cpu", "--bf16", "false"]
 
 
 @pytest.fixture
@@ -62,7 +66,7 @@ def test_options_shared_with_trl_are_parsed_as_trl_parses_them(tmp_path: Path) -
     path.write_text(SHARED, encoding="utf-8")
     argv = ["--config", str(path), "--model_name_or_path", "model", "--beta", "0.1", "--max_steps", "5"]
     argv += ["--max_completion_length", "64", "--disable_dropout", "false", "--reward_funcs", "accuracy_reward"]
-    script, args, model, _ = grpo.make_parser().parse_args_and_config(argv)
+    script, args, model, _ = train.make_parser("grpo").parse_args_and_config(argv)
     trl_script, trl_args, trl_model, _ = make_trl_parser().parse_args_and_config(argv)
     assert (args.max_steps, args.beta, args.learning_rate) == (5, 0.1, 1e-2)
     for name in GRPOConfig.__dataclass_fields__:
@@ -73,12 +77,60 @@ def test_options_shared_with_trl_are_parsed_as_trl_parses_them(tmp_path: Path) -
 
 def test_environment_arguments_come_from_yaml_or_json(config: Path) -> None:
     argv = ["--config", str(config), "--model_name_or_path", "model"]
-    script, args, *_ = grpo.make_parser().parse_args_and_config(argv)
+    script, args, *_ = train.make_parser("grpo").parse_args_and_config(argv)
     assert (script.environment, script.environment_args) == ("agile:guess_number", {"level": "easy"})
     assert (args.max_turns, args.advantage_granularity) == (3, "trajectory")
     argv += ["--environment_args", '{"high": 5}', "--max_turns", "2"]
-    script, args, *_ = grpo.make_parser().parse_args_and_config(argv)
+    script, args, *_ = train.make_parser("grpo").parse_args_and_config(argv)
     assert script.environment_args == {"high": 5} and args.max_turns == 2
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_each_algorithm_has_its_own_options_and_defaults(algorithm: str) -> None:
+    config, _ = ALGORITHMS[algorithm]
+    _, args, *_ = train.make_parser(algorithm).parse_args_and_config([*ON_CPU, "--model_name_or_path", "model"])
+    expected = config(output_dir=args.output_dir, use_cpu=True, bf16=False)
+    assert type(args) is config
+    different = {name for name in config.__dataclass_fields__ if getattr(args, name) != getattr(expected, name)}
+    assert different <= {"accelerator_config"}  # compares by identity
+
+
+def test_commands_and_algorithms_agree() -> None:
+    assert {"demo", *ALGORITHMS} == set(COMMANDS)
+    for algorithm, (config, trainer) in ALGORITHMS.items():
+        assert trainer._config_class is config and algorithm.upper() in trainer.__name__
+
+
+def test_ppo_trains_and_saves_policy_and_critic(config: Path, embedded_model: Path, tmp_path: Path) -> None:
+    config.write_text(CONFIG.replace("trajectory", "turn") + SHARED.replace("num_generations: 4\n", ""))
+    output = tmp_path / "run"
+    arguments = ["ppo", "--model_name_or_path", str(embedded_model), "--config", str(config)]
+    assert main([*arguments, "--output_dir", str(output), "--save_strategy", "no", "--gae_lambda", "0.9"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(embedded_model)
+    policy = PeftModel.from_pretrained(base, output)
+    trained = [weight for name, weight in policy.named_parameters() if "lora_B" in name]
+    assert trained and all(torch.count_nonzero(weight) for weight in trained)
+    head = {k: v for k, v in load_file(output / "critic" / "adapter_model.safetensors").items() if "value_head" in k}
+    assert head and all(torch.count_nonzero(weight) for weight in head.values())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        ("ppo", ["--environment", "agile:guess_number"], "--use_peft is missing: ppo .* Add --use_peft"),
+        ("ppo", ["--use_peft"], "--environment is missing: ppo"),
+        ("reinforce", [], "--environment is missing: reinforce"),
+        ("reinforce", ["--num_generations", "4"], "num_generations=4 has no effect"),
+        ("gspo", ["--importance_sampling_level", "token"], "must be one of 'sequence', 'turn', got 'token'"),
+        ("grpo", ["--gae_lambda", "0.9"], "there is no option --gae_lambda"),
+    ],
+)
+def test_what_an_algorithm_needs_is_said_in_the_words_of_the_command_line(
+    algorithm: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([algorithm, "--model_name_or_path", "model", *ON_CPU, *options])
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_grpo_trains_and_saves_an_adapter(config: Path, embedded_model: Path, tmp_path: Path) -> None:
@@ -106,20 +158,20 @@ def test_unknown_option_is_refused_with_the_nearest(
     config: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        grpo.main(["--config", str(config), "--model_name_or_path", "model", *options])
+        train.main(["grpo", "--config", str(config), "--model_name_or_path", "model", *options])
     assert message in capsys.readouterr().err
 
 
 def test_unknown_option_in_the_file_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config.write_text(config.read_text() + "max_tokens_new: 3\n")
     with pytest.raises(SystemExit):
-        grpo.main(["--config", str(config), "--model_name_or_path", "model"])
+        train.main(["grpo", "--config", str(config), "--model_name_or_path", "model"])
     assert "there is no option --max_tokens_new" in capsys.readouterr().err
 
 
 def test_missing_model_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        grpo.main(["--config", str(config)])
+        train.main(["grpo", "--config", str(config)])
     assert "--model_name_or_path is missing" in capsys.readouterr().err
 
 
@@ -136,28 +188,28 @@ def test_missing_model_is_refused(config: Path, capsys: pytest.CaptureFixture[st
 )
 def test_bad_environment_arguments_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grpo.MultiTurnScriptArguments(**options)
+        train.MultiTurnScriptArguments(**options)
 
 
 def test_reward_functions_by_name_and_by_path() -> None:
-    script = grpo.MultiTurnScriptArguments(
+    script = train.MultiTurnScriptArguments(
         reward_funcs=["accuracy_reward", "trl.rewards.think_format_reward", "get_soft_overlong_punishment"],
         reward_model_name_or_path="model",
     )
-    functions = grpo._reward_functions(script)
+    functions = train._reward_functions(script)
     assert [getattr(function, "__name__", function) for function in functions] == [
         "model", "accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no reward function 'acuracy_reward'; did you mean 'accuracy_reward'"):
-        grpo._reward_functions(grpo.MultiTurnScriptArguments(reward_funcs=["acuracy_reward"]))
+        train._reward_functions(train.MultiTurnScriptArguments(reward_funcs=["acuracy_reward"]))
 
 
 def test_launch_hands_each_option_to_whom_it_belongs(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", launched.append)
     own = ["--config", str(config), "--model_name_or_path", "model", "--max_steps", "2"]
-    grpo.main([*own[:4], "--num_processes", "2", *own[4:]])
+    train.main(["grpo", *own[:4], "--num_processes", "2", *own[4:]])
     (arguments,) = launched
     assert arguments.num_processes == 2 and arguments.module
-    assert arguments.training_script == "agile_trainers.cli.grpo"
-    assert arguments.training_script_args == own
+    assert arguments.training_script == "agile_trainers.cli.train"
+    assert arguments.training_script_args == ["grpo", *own]

@@ -10,8 +10,12 @@ from collections.abc import Sequence
 COMMANDS = {
     "demo": "train a tiny model on guess-the-number, from nothing to a trained agent in minutes",
     "grpo": "train any model on any environment by multi-turn GRPO",
+    "gspo": "the same with one importance ratio per episode, or per turn",
+    "cispo": "the same with clipped importance weights",
+    "reinforce": "the same without groups, by returns normalized over the batch (ReBN)",
+    "ppo": "the same without groups, with a critic",
 }
-"""What each command does; ``agile_trainers.cli.<command>`` runs it."""
+"""What each command does. ``agile_trainers.cli.demo`` runs the first, ``agile_trainers.cli.train`` the others."""
 
 
 def usage() -> str:
@@ -49,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # Before TRL is imported: the modules this package builds on call themselves experimental at every import.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    importlib.import_module(f"agile_trainers.cli.{command}").main(arguments)
+    if command == "demo":
+        importlib.import_module("agile_trainers.cli.demo").main(arguments)
+    else:
+        importlib.import_module("agile_trainers.cli.train").main([command, *arguments])
     return 0
 
 

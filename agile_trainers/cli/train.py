@@ -1,5 +1,6 @@
-"""``agile-trainers grpo``: multi-turn GRPO on any model and environment, with the options of ``trl grpo`` and ours.
+"""``agile-trainers grpo | gspo | cispo | reinforce | ppo``: any algorithm on any model and environment.
 
+The options are those of ``trl grpo``, the algorithm's configuration, and :class:`MultiTurnScriptArguments`.
 Options come from the command line and from ``--config file.yaml``. Those of ``accelerate launch`` (``--num_processes 2``)
 and ``--accelerate_config`` are understood too and start the training through it.
 """
@@ -16,7 +17,18 @@ from typing import Any
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
-from agile_trainers.trainers.grpo import MultiTurnGRPOConfig
+from agile_trainers import trainers
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+
+ALGORITHMS: dict[str, tuple[type[MultiTurnConfig], type[MultiTurnTrainer]]] = {
+    "grpo": (trainers.MultiTurnGRPOConfig, trainers.MultiTurnGRPOTrainer),
+    "gspo": (trainers.MultiTurnGSPOConfig, trainers.MultiTurnGSPOTrainer),
+    "cispo": (trainers.MultiTurnCISPOConfig, trainers.MultiTurnCISPOTrainer),
+    "reinforce": (trainers.MultiTurnREINFORCEConfig, trainers.MultiTurnREINFORCETrainer),
+    "ppo": (trainers.MultiTurnPPOConfig, trainers.MultiTurnPPOTrainer),
+}
+"""What each command is configured by and trained with."""
 
 
 @dataclass
@@ -51,19 +63,29 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
             raise ValueError("environment_args has no effect without environment; set environment too.")
 
 
-def make_parser() -> TrlParser:
-    """The parser of ``agile-trainers grpo``."""
-    types = (MultiTurnScriptArguments, MultiTurnGRPOConfig, ModelConfig, DatasetMixtureConfig)
-    usage = "agile-trainers grpo --model_name_or_path MODEL --environment ID [--config FILE] [options]"
-    return TrlParser(types, prog="agile-trainers grpo", usage=usage)
+def make_parser(algorithm: str) -> TrlParser:
+    """The parser of ``agile-trainers <algorithm>``."""
+    types = (MultiTurnScriptArguments, ALGORITHMS[algorithm][0], ModelConfig, DatasetMixtureConfig)
+    needed = "--model_name_or_path MODEL --environment ID" + (" --use_peft" if algorithm == "ppo" else "")
+    command = f"agile-trainers {algorithm}"
+    return TrlParser(types, prog=command, usage=f"{command} {needed} [--config FILE] [options]")
 
 
-def train(script: MultiTurnScriptArguments, args: MultiTurnGRPOConfig, model: ModelConfig, mixture: Any) -> None:
-    """Train, save, and push to the Hub if ``args.push_to_hub``."""
+def train(
+    algorithm: str, script: MultiTurnScriptArguments, args: MultiTurnConfig, model: ModelConfig, mixture: Any
+) -> None:
+    """Train, save, and push to the Hub if ``args.push_to_hub``.
+
+    Args:
+        algorithm: A key of ``ALGORITHMS``.
+        script: What to train on.
+        args: The algorithm's configuration.
+        model: What to train.
+        mixture: TRL's ``DatasetMixtureConfig``.
+    """
     from trl import get_peft_config, get_quantization_config
 
     from agile_trainers.envs.registry import make_environment_factory
-    from agile_trainers.trainers.grpo import MultiTurnGRPOTrainer
 
     environment: Any = script.environment
     if script.environment is not None and isinstance(script.environment_args, dict):
@@ -76,7 +98,7 @@ def train(script: MultiTurnScriptArguments, args: MultiTurnGRPOConfig, model: Mo
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    trainer = MultiTurnGRPOTrainer(
+    trainer = ALGORITHMS[algorithm][1](
         model=model.model_name_or_path,
         environment=environment,
         reward_funcs=_reward_functions(script),
@@ -132,17 +154,39 @@ def _reward_functions(script: MultiTurnScriptArguments) -> list[str | Callable[.
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse the options and train, through ``accelerate launch`` if some of the options are its own."""
-    parser = make_parser()
-    *parsed, from_config, from_command_line = parser.parse_args_and_config(
-        argv, return_remaining_strings=True, separate_remaining_strings=True
-    )
-    if parsed[2].model_name_or_path is None:
-        parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
+    """Parse the options and train, through ``accelerate launch`` if some of the options are its own.
+
+    Args:
+        argv: The algorithm and its options.
+    """
+    algorithm, *options = argv
+    parser = make_parser(algorithm)
+    try:
+        *parsed, from_config, from_command_line = parser.parse_args_and_config(
+            options, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except ValueError as error:  # a configuration's own check
+        parser.error(str(error))
+    _check_needed(parser, algorithm, script=parsed[0], model=parsed[2])
     if from_config or from_command_line:
         _launch(parser, argv, [*from_config, *from_command_line], from_command_line)
     else:
-        train(*parsed)
+        train(algorithm, *parsed)
+
+
+def _check_needed(parser: TrlParser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
+    """Say what is missing in the words of the command line, before anything is loaded."""
+    if model.model_name_or_path is None:
+        parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
+    if script.environment is None and algorithm in ("reinforce", "ppo"):
+        parser.error(
+            f"--environment is missing: {algorithm} trains on an environment's episodes, not on a data set alone."
+        )
+    if algorithm == "ppo" and not model.use_peft:
+        parser.error(
+            "--use_peft is missing: ppo trains policy and critic as two LoRA adapters on one base. Add --use_peft, and "
+            "--lora_target_modules all-linear to adapt every linear layer."
+        )
 
 
 def _launch(parser: TrlParser, argv: Sequence[str], options: list[str], from_command_line: list[str]) -> None:
@@ -164,4 +208,5 @@ def _launch(parser: TrlParser, argv: Sequence[str], options: list[str], from_com
 
 
 if __name__ == "__main__":  # a process that `accelerate launch` started; the launcher's options are not for it
-    train(*make_parser().parse_args_and_config(fail_with_unknown_args=False))
+    name, *arguments = sys.argv[1:]
+    train(name, *make_parser(name).parse_args_and_config(arguments, fail_with_unknown_args=False))
