@@ -8,6 +8,7 @@ rest of the answer's end-of-turn marker, the observation, the next generation pr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +16,7 @@ from typing import Any, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from agile_trainers.rollout.shield import Shield
 from agile_trainers.rollout.template_check import Render, Rewrite, find_rewrite, trl_training_template
 from agile_trainers.types import Message
 
@@ -39,6 +41,16 @@ class PlainFormat:
     """Between an observation and the next answer."""
 
 
+@dataclass(frozen=True)
+class _Frame:
+    """What the template itself writes between an answer and the next one."""
+
+    end_of_turn: int | None
+    """The first special or EOS token between an answer and the observation; None if there is none."""
+    specials: Counter[int]
+    """How often each special token occurs."""
+
+
 class ChatFrames:
     """Makes the ids around the answers of one tokenizer's conversations.
 
@@ -51,8 +63,8 @@ class ChatFrames:
 
     A frame is tokenized on its own. Next to a special token, as in nearly every template, that gives the ids that the
     whole text would give. In plain text, characters across the border might have merged into one token; the ids of the
-    conversation are the sampled ones all the same. Special tokens spelled out in an observation become those tokens, as
-    they do in a prompt.
+    conversation are the sampled ones all the same. Special tokens spelled out in a message become ordinary text, so that
+    only the template can begin or end a turn; see :class:`~agile_trainers.rollout.shield.Shield`.
 
     Args:
         tokenizer: Its chat template is used; without one, frames are plain text.
@@ -98,13 +110,14 @@ class ChatFrames:
                     + ": drop them, or give chat_template and leave plain out."
                 )
             self._plain = plain or PlainFormat()
+            self._shield = Shield(tokenizer, self.eos_token_ids)
             return
         self.chat_template = self._choose_template(tokenizer.get_chat_template(chat_template), training_chat_template)
         self._render = self._renderer(self.chat_template)
-        self._special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._end_of_turn_ids: dict[tuple[str, ...], int | None] = {}
-        self._checked_prompts: set[tuple[str, ...]] = {("user",)}
-        end_of_turn = self._end_of_turn(_as_messages(""))
+        self._shield = Shield(tokenizer, self.eos_token_ids)
+        self._frames: dict[tuple[str, ...], _Frame] = {}
+        self._prompts: dict[tuple[str, ...], Counter[int]] = {}
+        end_of_turn = self._frame(_as_messages("")).end_of_turn
         if end_of_turn is not None:
             self.eos_token_ids = sorted({*self.eos_token_ids, end_of_turn})
 
@@ -124,15 +137,11 @@ class ChatFrames:
         if messages[-1]["role"] == "assistant":
             raise ValueError("The prompt ends with an assistant message; its last message must not be the model's.")
         if self.chat_template is None:
-            text = self._plain.separator.join(message["content"] for message in messages) + self._plain.after_prompt
-            return self._bos() + self._encode(text)
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._checked_prompts:
-            if rewrite := self._find_rewrite(self.chat_template, messages):
-                fix = f"It does so after a prompt of the roles {list(roles)}: use others, or another chat_template."
-                raise ValueError(rewrite.refusal(_name(self._tokenizer), fix))
-            self._checked_prompts.add(roles)
-        return self._encode(self._render(messages))
+            return self._bos() + self._plain_ids("", messages, self._plain.after_prompt)
+        own = self._own_specials(self.chat_template, messages)
+        ids = self._shield.encode(self._render(self._shield.hide(messages)))
+        # Answers that the environment shows may well hold special tokens, of thinking for example.
+        return ids if any(message["role"] == "assistant" for message in messages) else self._shield.check(ids, own)
 
     def frame(self, observation: str | list[Message], last_action_id: int) -> list[int]:
         """Render what stands between an answer and the next one.
@@ -153,12 +162,11 @@ class ChatFrames:
         """
         messages = _as_messages(observation)
         if self.chat_template is None:
-            text = self._plain.separator.join(message["content"] for message in messages)
-            return self._encode(self._plain.before_observation + text + self._plain.after_observation)
-        end_of_turn = self._end_of_turn(messages)
-        ids = self._encode(self._after_answer(messages))
+            return self._plain_ids(self._plain.before_observation, messages, self._plain.after_observation)
+        known = self._frame(messages)
+        ids = self._shield.check(self._shield.encode(self._after_answer(self._shield.hide(messages))), known.specials)
         # Cut as ids: tokens that swallow the whitespace after them (Phi-3) must see it.
-        return ids[ids.index(end_of_turn) + 1 :] if last_action_id == end_of_turn else ids
+        return ids[ids.index(known.end_of_turn) + 1 :] if last_action_id == known.end_of_turn else ids
 
     def decode(self, action_ids: Sequence[int]) -> str:
         """The text of an answer as the environment gets it: without its terminator and without special tokens."""
@@ -192,14 +200,26 @@ class ChatFrames:
     def _find_rewrite(self, template: str, prompt: list[Message]) -> Rewrite | None:
         return find_rewrite(self._renderer(template), prompt, self._kwargs.get("enable_thinking") is not False)
 
-    def _end_of_turn(self, messages: list[Message]) -> int | None:
-        """The first special or EOS token between an answer and these messages (None: there is none); per roles.
+    def _own_specials(self, template: str, messages: list[Message]) -> Counter[int]:
+        """The special tokens that the template itself writes around a prompt; per roles, checked for rewriting."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._prompts:
+            # A prompt of one user message was tried when the template was chosen.
+            if roles != ("user",) and (rewrite := self._find_rewrite(template, messages)):
+                fix = f"It does so after a prompt of the roles {list(roles)}: use others, or another chat_template."
+                raise ValueError(rewrite.refusal(_name(self._tokenizer), fix))
+            probes = [{**message, "content": "agileProbe"} for message in messages]
+            self._prompts[roles] = self._shield.count(self._render(probes))
+        return self._prompts[roles]
 
-        For most templates it closes the answer's turn; where turns have no end (GLM), it opens the next one, and is
-        what the model samples to stop.
+    def _frame(self, messages: list[Message]) -> _Frame:
+        """What is the same in every frame of messages of these roles.
+
+        For most templates the end-of-turn token closes the answer's turn; where turns have no end (GLM), it opens the
+        next one, and is what the model samples to stop.
         """
         roles = tuple(message["role"] for message in messages)
-        if roles not in self._end_of_turn_ids:
+        if roles not in self._frames:
             if "assistant" in roles:
                 raise ValueError(f"The observation has roles {list(roles)}; 'assistant' is the model's own role.")
             probes = [f"agileObservationProbe{index}x" for index in range(len(messages))]
@@ -210,10 +230,11 @@ class ChatFrames:
                         f"The chat template of {_name(self._tokenizer)} does not write a message of role {role!r} "
                         f"after an answer. Let the environment return text, or a role that the template writes."
                     )
-            ends = self._special_ids.union(self.eos_token_ids)
-            ids = self._encode(rendered.partition(probes[0])[0])
-            self._end_of_turn_ids[roles] = next((i for i in ids if i in ends), None)
-        return self._end_of_turn_ids[roles]
+            ends = self._shield.ids.union(self.eos_token_ids)
+            ids = self._shield.encode(rendered.partition(probes[0])[0])
+            end_of_turn = next((i for i in ids if i in ends), None)
+            self._frames[roles] = _Frame(end_of_turn, self._shield.count(rendered))
+        return self._frames[roles]
 
     def _after_answer(self, messages: list[Message]) -> str:
         """What the template writes after an answer that these messages follow."""
@@ -235,8 +256,9 @@ class ChatFrames:
 
         return render
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def _plain_ids(self, before: str, messages: list[Message], after: str) -> list[int]:
+        contents = (message["content"] for message in self._shield.hide(messages))
+        return self._shield.encode(before + self._plain.separator.join(contents) + after)
 
     def _bos(self) -> list[int]:
         """The BOS token if the tokenizer puts one in front of plain text."""

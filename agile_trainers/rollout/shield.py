@@ -1,0 +1,90 @@
+"""Special tokens that are spelled out in a message: written as ordinary text, so that nobody can forge a turn."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import Counter
+from collections.abc import Collection
+
+from transformers import PreTrainedTokenizerBase
+
+from agile_trainers.types import Message
+
+
+class Shield:
+    """Tokenizes a rendered conversation in which only the template's own special tokens are special.
+
+    Before rendering, every special token spelled out in a message is replaced by a mark that nobody can guess. After
+    it, the text is cut at the marks: what lies between them is tokenized as always, what they stand for with the
+    parsing of special tokens switched off. Text without special tokens is tokenized whole, in one call.
+
+    Args:
+        tokenizer: Whose special tokens are meant: those among its added tokens that are flagged special.
+        eos_token_ids: Added tokens that count as special whatever their flag.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> None:
+        added = tokenizer.added_tokens_decoder
+        self.ids = frozenset(i for i, token in added.items() if token.special or i in eos_token_ids)
+        # The longest first: one token may begin with another.
+        self._ids_by_text = {added[i].content: i for i in self.ids}
+        self._texts = sorted(self._ids_by_text, key=lambda text: (-len(text), text))
+        self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
+        self._index = {text: index for index, text in enumerate(self._texts)}
+        self._mark = f"agile{secrets.token_hex(16)}n"
+        self._marks = re.compile(self._mark + r"(\d+)n")
+        self._spelled: dict[int, list[int]] = {}
+        self._tokenizer = tokenizer
+
+    def hide(self, messages: list[Message]) -> list[Message]:
+        """The messages with marks for special tokens. Assistant messages stay as they are: they are turns anyway."""
+        return [
+            message if message["role"] == "assistant" else {**message, "content": self._hide(message["content"])}
+            for message in messages
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that was rendered from hidden messages.
+
+        Raises:
+            ValueError: If the tokenizer has no way to write a special token as ordinary text.
+        """
+        ids: list[int] = []
+        for position, piece in enumerate(self._marks.split(text)):
+            ids += self._spell(int(piece)) if position % 2 else self._encode(piece)
+        return ids
+
+    def check(self, ids: list[int], own: Counter[int]) -> list[int]:
+        """``ids``, if they hold no special token beyond the template's own.
+
+        Raises:
+            ValueError: If they do, for example because the tokenizer normalizes look-alikes of it.
+        """
+        forged = Counter(i for i in ids if i in self.ids) - own
+        if forged:
+            raise ValueError(self._refusal(next(iter(forged))))
+        return ids
+
+    def count(self, text: str) -> Counter[int]:
+        """How often each special token occurs in a text, by id."""
+        return Counter(self._ids_by_text[found] for found in self._pattern.findall(text))
+
+    def _hide(self, text: str) -> str:
+        return self._pattern.sub(lambda found: f"{self._mark}{self._index[found[0]]}n", text)
+
+    def _spell(self, index: int) -> list[int]:
+        if index not in self._spelled:
+            ids = self._tokenizer.encode(self._texts[index], add_special_tokens=False, split_special_tokens=True)
+            self._spelled[index] = self.check(ids, Counter())
+        return self._spelled[index]
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def _refusal(self, token_id: int) -> str:
+        token = self._tokenizer.added_tokens_decoder[token_id].content
+        return (
+            f"A message of the environment spells out the special token {token!r}, and the tokenizer has no way to write "
+            "it as ordinary text: an environment must not forge turns. Remove it from the text."
+        )
