@@ -84,6 +84,8 @@ class Trajectory:
     """The environment's seed; members of one group share it."""
     error: str | None = None
     """What the environment raised, when it failed."""
+    observations_cut: int = 0
+    """How many observations, the first among them, were cut for their length."""
 
     @property
     def rewards(self) -> list[float]:

@@ -12,6 +12,7 @@ from agile_trainers.envs.base import Observation
 from agile_trainers.envs.checker import EnvironmentProtocolError, validate_reset, validate_step
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
+from .cutting import cut_observation
 from .generators.base import GenerationOutput, GenerationRequest, Generator
 from .stepping import EnvironmentPool, EnvironmentTimeoutError, Outcome
 
@@ -33,13 +34,15 @@ class Chat(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """When an episode is cut short. All counts are tokens but ``max_turns``."""
+    """When an episode, or what is said in it, is cut short. Counts are tokens unless it says otherwise."""
 
     max_turns: int
     max_new_tokens: int
     """Per turn."""
     max_model_length: int
     """Prompt and completion together."""
+    max_observation_length: int | None = None
+    """Characters of one observation; what is longer is cut, with a note. None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class _Episode:
     reset_info: dict[str, Any] = field(default_factory=dict)
     stop_reason: StopReason | None = None
     error: str | None = None
+    observations_cut: int = 0
 
     def append(self, token_ids: list[int], logprobs: list[float] | None = None) -> None:
         self.completion_ids += token_ids
@@ -83,6 +87,7 @@ class _Episode:
             reset_info=self.reset_info,
             seed=self.spec.seed,
             error=self.error,
+            observations_cut=self.observations_cut,
         )
 
 
@@ -171,6 +176,11 @@ class RolloutEngine:
                 self._on_action(output, episodes[output.episode])
         return [finished[index] for index in range(len(episodes))]
 
+    def cut(self, observation: Observation) -> tuple[Observation, bool]:
+        """An observation within the limit, and whether it had to be cut; see :func:`cut_observation`."""
+        limit = self.limits.max_observation_length
+        return (observation, False) if limit is None else cut_observation(observation, limit)
+
     def render(self, observation: Observation) -> list[Message]:
         """The messages a first observation stands for."""
         messages: list[Message] = (
@@ -196,12 +206,16 @@ class RolloutEngine:
     def _take(self, answer: Any, episode: _Episode) -> None:
         if not episode.turns:
             observation, episode.reset_info = validate_reset(answer)
+            observation, cut = self.cut(observation)
+            episode.observations_cut += cut
             episode.prompt = self.render(observation)
             episode.prompt_ids = self.chat.first(episode.prompt)
             if not episode.prompt_ids:
                 raise EnvironmentProtocolError(f"reset() returned {observation!r}, which is no token to answer to.")
             return
         observation, reward, terminated, truncated, info = validate_step(answer)
+        observation, cut = self.cut(observation)
+        episode.observations_cut += cut
         frame = [] if terminated else self.chat.frame(observation, episode.completion_ids[-1])
         turn = episode.turns[-1]
         turn.observation, turn.reward, turn.info = observation, reward, info

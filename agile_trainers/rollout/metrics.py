@@ -19,6 +19,7 @@ def episode_row(trajectory: Trajectory) -> dict[str, Any]:
         "action_tokens": sum(lengths),
         "tokens": len(trajectory.prompt_ids) + len(trajectory.completion_ids),
         "answers_cut": sum(turn.finish_reason == "length" for turn in trajectory.turns),
+        "observations_cut": trajectory.observations_cut,
         "stop_reason": trajectory.stop_reason.value,
     }
 
@@ -32,8 +33,8 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     Returns:
         ``return/mean|std|min|max`` and ``success`` over the episodes whose environment did not fail (``success`` only if
         an environment reports it), ``turns/mean|max``, ``tokens_per_turn``, ``answers_cut`` (share of answers that ended
-        at a token limit) and ``stop/<reason>`` (share of all episodes) for every stop reason. Keys whose population is
-        empty are left out.
+        at a token limit), ``observations_cut`` (number per episode) and ``stop/<reason>`` (share of all episodes) for
+        every stop reason. Keys whose population is empty are left out.
     """
     metrics: dict[str, float] = {}
     sound = [row for row in rows if not StopReason(row["stop_reason"]).failed]
@@ -51,6 +52,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     if answers:
         metrics["tokens_per_turn"] = sum(row["action_tokens"] for row in rows) / answers
         metrics["answers_cut"] = sum(row["answers_cut"] for row in rows) / answers
+    metrics["observations_cut"] = sum(row["observations_cut"] for row in rows) / len(rows)
     for reason in StopReason:
         metrics[f"stop/{reason.value}"] = sum(row["stop_reason"] == reason.value for row in rows) / len(rows)
     return metrics

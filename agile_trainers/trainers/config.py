@@ -28,6 +28,7 @@ class MultiTurnConfig(GRPOConfig):
         min_new_tokens: Tokens of one answer before an end-of-turn token may be sampled.
         max_model_length: Tokens of the whole conversation, prompt included. Default: the model's
             ``max_position_embeddings``.
+        max_observation_length: Characters of one observation; what is longer is cut, with a note.
         stop_strings: An answer ends when it contains one of these; they stay part of the answer.
         system_prompt: System message put before a first observation that brings none.
         training_chat_template: Use TRL's training variant of the model's chat template, for templates that rewrite
@@ -66,6 +67,7 @@ class MultiTurnConfig(GRPOConfig):
     max_model_length: int | None = field(
         default=None, metadata={"help": "Tokens of the whole conversation. Default: the model's maximum."}
     )
+    max_observation_length: int = field(default=100_000, metadata={"help": "Characters of one observation, at most."})
     stop_strings: list[str] | None = field(default=None, metadata={"help": "Strings that end an answer."})
     system_prompt: str | None = field(default=None, metadata={"help": "System message before the first observation."})
     training_chat_template: bool = field(
@@ -102,7 +104,10 @@ class MultiTurnConfig(GRPOConfig):
             self.importance_sampling_level = "sequence"
         _one_of(self, "importance_sampling_level", ("token", "turn", "sequence"))
         _one_of(self, "turn_ratio_pooling", ("mean", "sum"))
-        for name in ("max_turns", "max_new_tokens", "num_eval_episodes", "max_model_length", "generation_chunk_size"):
+        for name in (
+            "max_turns", "max_new_tokens", "num_eval_episodes", "max_model_length", "max_observation_length",
+            "generation_chunk_size",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")

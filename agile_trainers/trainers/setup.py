@@ -58,7 +58,12 @@ def build_engine(
     return RolloutEngine(
         EnvironmentPool(factory, args.environment_workers, args.environment_timeout),
         chat,
-        Limits(args.max_turns, args.max_new_tokens, args.max_model_length or longest or 1 << 30),
+        Limits(
+            args.max_turns,
+            args.max_new_tokens,
+            args.max_model_length or longest or 1 << 30,
+            args.max_observation_length,
+        ),
         system_prompt=args.system_prompt,
         append_final_observation=append_final_observation,
     )
@@ -82,7 +87,7 @@ def check_first_prompt(engine: RolloutEngine, seed: int, row: dict[str, Any] | N
         raise ValueError(
             f"The environment failed to reset with options={row!r}: {type(outcome.error).__name__}: {outcome.error}"
         ) from outcome.error
-    length, room = len(engine.chat.first(engine.render(outcome.value[0]))), engine.limits.max_model_length
+    length, room = len(engine.chat.first(engine.render(engine.cut(outcome.value[0])[0]))), engine.limits.max_model_length
     if length >= room:
         raise ValueError(
             f"The first prompt has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,7 @@ def test_a_row_by_hand() -> None:
         "action_tokens": 6,
         "tokens": 3 + 8,
         "answers_cut": 1,
+        "observations_cut": 0,
         "stop_reason": "max_turns",
     }
 
@@ -153,7 +155,7 @@ def test_a_summary_by_hand() -> None:
     """Returns 1, 3, -1 (mean 1, sample deviation 2); the failed episode counts for tokens and stop reasons alone."""
     episodes = [
         episode(StopReason.TERMINATED, [(2, "stop", 0.5), (4, "length", 0.5)], success=True),
-        episode(StopReason.MAX_TURNS, [(3, "stop", 3.0)], success=False),
+        replace(episode(StopReason.MAX_TURNS, [(3, "stop", 3.0)], success=False), observations_cut=2),
         episode(StopReason.TERMINATED, [(1, "stop", -1.0)]),
         episode(StopReason.ENVIRONMENT_ERROR, [(5, "length", 100.0)], success=True),
     ]
@@ -167,6 +169,7 @@ def test_a_summary_by_hand() -> None:
         "turns/max": 2.0,
         "tokens_per_turn": 3.0,
         "answers_cut": 0.4,
+        "observations_cut": 0.5,
         "stop/terminated": 0.5,
         "stop/truncated": 0.0,
         "stop/max_turns": 0.25,
@@ -179,7 +182,7 @@ def test_a_summary_by_hand() -> None:
 def test_a_summary_leaves_out_what_has_no_episodes() -> None:
     failed = summarize([episode_row(episode(StopReason.ENVIRONMENT_TIMEOUT, []))])
     assert {name: value for name, value in failed.items() if value} == {"stop/environment_timeout": 1.0}
-    assert set(failed) == {f"stop/{reason.value}" for reason in StopReason}
+    assert set(failed) == {"observations_cut", *(f"stop/{reason.value}" for reason in StopReason)}
     single = summarize([episode_row(episode(StopReason.TERMINATED, [(1, "stop", 2.0)]))])
     assert single["return/std"] == 0.0 and "success" not in single
     assert all(type(value) is float for value in single.values())

@@ -1,0 +1,33 @@
+"""Observations that are too long: cut, with a note that the model can read."""
+
+from __future__ import annotations
+
+from agile_trainers.envs.base import Observation
+from agile_trainers.types import Message
+
+
+def cut_observation(observation: Observation, limit: int) -> tuple[Observation, bool]:
+    """An observation of at most ``limit`` characters and a note.
+
+    Args:
+        observation: Text or messages. Of messages, the first ``limit`` characters of content are kept, all together;
+            those after the one that is cut are dropped.
+        limit: Characters.
+
+    Returns:
+        The observation and whether it was cut; one that is short enough comes back as it is.
+    """
+    if isinstance(observation, str):
+        return (_cut(observation, limit), True) if len(observation) > limit else (observation, False)
+    kept: list[Message] = []
+    for message in observation:
+        content = message["content"]
+        if len(content) > limit:
+            return [*kept, {**message, "content": _cut(content, limit)}], True
+        limit -= len(content)
+        kept.append(message)
+    return observation, False
+
+
+def _cut(text: str, limit: int) -> str:
+    return f"{text[:limit]}\n[cut: {limit} of {len(text)} characters shown]"
