@@ -1,0 +1,179 @@
+"""reasoning-gym's data sets (https://github.com/open-thought/reasoning-gym), each with its own scorer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.util
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from agile_trainers.types import Message
+
+from .answers import final_answer
+from .reasoning import ReasoningEnvironment
+from .rows import TRAIN, GeneratedRows, Row
+
+_CACHED_ROWS = 4096
+# One data set draws from NumPy's global state; while one row borrows it, no other may.
+_random_lock = threading.RLock()
+
+
+def is_installed() -> bool:
+    """Whether reasoning-gym can be imported."""
+    return importlib.util.find_spec("reasoning_gym") is not None
+
+
+def data_sets() -> list[str]:
+    """Names of every data set that can be made by itself (``composite`` is put together from others).
+
+    Raises:
+        ImportError: If reasoning-gym is not installed.
+    """
+    return sorted(set(_registry()) - {"composite"})
+
+
+def check_kwargs(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return ``kwargs`` if the environment or the data set's configuration reads them all.
+
+    Raises:
+        ValueError: If one is unknown; the message names the nearest one.
+    """
+    own = ReasoningGymEnvironment.__init__.__kwdefaults__ or {}
+    known = [*own, *(f.name for f in dataclasses.fields(_registry()[name][1]) if f.name not in ("seed", "size"))]
+    for unknown in sorted(set(kwargs) - set(known)):
+        near = difflib.get_close_matches(unknown, known, n=1)
+        nearest = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"reasoning_gym:{name} does not read the argument {unknown}; it reads: {', '.join(known)}.{nearest}"
+        )
+    return kwargs
+
+
+class ReasoningGymEnvironment(ReasoningEnvironment):
+    """One data set of reasoning-gym.
+
+    The reward is the data set's own score of the completion's :func:`~agile_trainers.envs.answers.final_answer`, between
+    0 and 1 and often above 0 for a wrong answer; 1 is a success. An answer that its scorer cannot digest scores 0. A
+    question is in ``train`` or in ``test`` by its words, so both may be played of one data set.
+
+    Args:
+        name: The data set, for example ``chain_sum``.
+        template: See :class:`~agile_trainers.envs.reasoning.ReasoningEnvironment`, as for the next three; columns are
+            ``question``, ``answer`` and ``metadata``.
+        system_prompt: System message.
+        few_shot: Worked examples before the question.
+        demonstration: An ideal answer, in which ``{answer}`` stands for the answer.
+        split: ``train`` or ``test``.
+        test_fraction: Share of the questions in ``test``. Default .2: finding a row of a split takes, on average, one
+            divided by its share of attempts, and some data sets are slow.
+        size: Number of items that questions are drawn from; the same question may come up in several.
+        config: The data set's own settings.
+
+    Raises:
+        ImportError: If reasoning-gym is not installed.
+        ValueError: If the data set or a setting is unknown, or its configuration refuses a value.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        template: str | Sequence[Message] = "{question}",
+        system_prompt: str | None = None,
+        few_shot: int | Sequence[Row] = 0,
+        demonstration: str | Callable[[Row], str] = "{answer}",
+        split: str = TRAIN,
+        test_fraction: float = 0.2,
+        size: int = 10_000,
+        **config: Any,
+    ):
+        if name not in data_sets():
+            near = ", ".join(difflib.get_close_matches(name, data_sets(), n=3))
+            raise ValueError(f"reasoning-gym has no data set {name!r}. Nearest: {near or 'none'}.")
+        self.name = f"reasoning_gym:{name}"
+        self.items = _items(name, size, json.dumps(check_kwargs(name, config), sort_keys=True))
+        super().__init__(
+            GeneratedRows(self.items.draw, test_fraction=test_fraction),
+            template=template,
+            system_prompt=system_prompt,
+            few_shot=few_shot,
+            demonstration=demonstration,
+            split=split,
+        )
+
+    def score(self, completion: str, row: Row) -> float:
+        """The data set's own score."""
+        return self.items.score(final_answer(completion), row)
+
+    def ideal(self, row: Row) -> str:
+        """The data set's own answer.
+
+        Raises:
+            ValueError: If it has none: a few data sets score answers without knowing one.
+        """
+        if row["answer"] is None:
+            raise ValueError(f"{self.name} scores answers but gives none, so there is nothing to demonstrate.")
+        return super().ideal(row)
+
+
+class _Items:
+    """A data set of reasoning-gym, made to depend on nothing but the item's number."""
+
+    def __init__(self, name: str, size: int, config: dict[str, Any]):
+        with _own_random_state(0):
+            self.data_set = _gym().create_dataset(name, seed=0, size=size, **config)
+        self.item = functools.lru_cache(maxsize=_CACHED_ROWS)(self._item)
+
+    def draw(self, rng: random.Random) -> Row:
+        """A random item."""
+        return self.item(rng.randrange(len(self.data_set)))
+
+    def score(self, answer: str, item: Row) -> float:
+        """Its score of an answer."""
+        with _own_random_state(0):
+            try:
+                return float(self.data_set.score_answer(answer=answer, entry=item))
+            except Exception:  # some scorers assume the answer's format; a model's answer may have any
+                return 0.0
+
+    def _item(self, number: int) -> Row:
+        with _own_random_state(number):
+            return self.data_set[number]
+
+
+@functools.lru_cache(maxsize=256)
+def _items(name: str, size: int, config: str) -> _Items:
+    return _Items(name, size, json.loads(config))
+
+
+@contextmanager
+def _own_random_state(seed: int) -> Iterator[None]:
+    with _random_lock:
+        outside = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(outside[0])
+            np.random.set_state(outside[1])
+
+
+def _registry() -> dict[str, Any]:
+    _gym()
+    return importlib.import_module("reasoning_gym.factory").DATASETS
+
+
+def _gym() -> Any:
+    if not is_installed():
+        raise ImportError("reasoning-gym is not installed. Run: pip install 'agile-trainers[envs]'")
+    return importlib.import_module("reasoning_gym")

@@ -1,0 +1,227 @@
+"""Rows of question and answer: loaded or generated, and split so that no question is both trained on and tested on."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+Row = dict[str, Any]
+Generate = Callable[[random.Random], Row]
+"""Makes one row out of random numbers, and of nothing else."""
+
+TRAIN, TEST = "train", "test"
+_FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
+_ATTEMPTS = 1000
+
+
+class Rows(Protocol):
+    """Where a reasoning environment takes its rows from. Shared by all its instances, and only read."""
+
+    splits: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    def count(self, split: str) -> int | None:
+        """Number of rows of a split, None if there is no end to them."""
+
+    def row(self, split: str, index: int) -> Row:
+        """One row; always the same for the same split and index."""
+
+
+def split_of(question: str, test_fraction: float) -> str:
+    """The split a question belongs to. Its words alone decide, so a repeated question is never on both sides."""
+    digest = hashlib.blake2b(" ".join(question.split()).encode(errors="replace"), digest_size=8).digest()
+    return TEST if int.from_bytes(digest, "big") < test_fraction * 2**64 else TRAIN
+
+
+class TableRows:
+    """Rows of one or more tables.
+
+    One table is split into ``train`` and ``test`` by :func:`split_of`. Several tables are the splits they are named
+    after, except that a question of ``train`` that another one asks too is left out of ``train``.
+
+    Args:
+        tables: Tables by name. An item of a table is a row.
+        question: Name of the column that holds the question.
+        test_fraction: Share of the questions of a single table that becomes ``test``, in (0, 1).
+
+    Raises:
+        ValueError: If there is no row, no such column, or the fraction is out of range.
+    """
+
+    def __init__(self, tables: Mapping[str, Sequence[Row]], question: str = "question", test_fraction: float = 0.1):
+        _check_fraction(test_fraction)
+        first = next((table[0] for table in tables.values() if len(table)), None)
+        if first is None:
+            raise ValueError(
+                f"The data set is empty: {', '.join(tables) or 'it has no split at all, which'} holds no row."
+            )
+        self.columns = tuple(first)
+        check_column(question, self.columns, "question")
+        questions = {name: [str(text) for text in _column(table, question)] for name, table in tables.items()}
+        if len(tables) == 1:
+            ((only, table),) = tables.items()
+            self._tables: dict[str, Sequence[Row]] = {TRAIN: table, TEST: table}
+            self._indices: dict[str, Sequence[int]] = {TRAIN: [], TEST: []}
+            for index, text in enumerate(questions[only]):
+                self._indices[split_of(text, test_fraction)].append(index)  # type: ignore[attr-defined]
+        else:
+            self._tables = dict(tables)
+            self._indices = {name: range(len(table)) for name, table in tables.items()}
+            if TRAIN in tables:
+                elsewhere = {text for name, texts in questions.items() if name != TRAIN for text in texts}
+                self._indices[TRAIN] = [i for i, text in enumerate(questions[TRAIN]) if text not in elsewhere]
+        self.splits = tuple(self._tables)
+
+    def count(self, split: str) -> int:
+        """Number of rows of a split."""
+        return len(self._indices[split])
+
+    def row(self, split: str, index: int) -> Row:
+        """One row of a split."""
+        return dict(self._tables[split][self._indices[split][index]])
+
+
+class GeneratedRows:
+    """Rows without end, made when they are asked for: of what is generated, a split takes what :func:`split_of` gives it.
+
+    Args:
+        generate: Makes a row.
+        question: Name of the column that holds the question.
+        test_fraction: Share of the questions that belongs to ``test``, in (0, 1).
+
+    Raises:
+        ValueError: If no such column is generated, or the fraction is out of range.
+    """
+
+    splits = (TRAIN, TEST)
+
+    def __init__(self, generate: Generate, question: str = "question", test_fraction: float = 0.1):
+        _check_fraction(test_fraction)
+        self._generate, self._question, self._test_fraction = generate, question, test_fraction
+        self.columns = tuple(generate(random.Random(0)))
+        check_column(question, self.columns, "question")
+
+    def count(self, split: str) -> None:
+        """There is no end to them."""
+
+    def row(self, split: str, index: int) -> Row:
+        """One row of a split.
+
+        Raises:
+            ValueError: If the generator hardly ever asks a question that belongs to the split.
+        """
+        for attempt in range(_ATTEMPTS):
+            row = self._generate(random.Random(f"row {index} attempt {attempt}"))
+            if split_of(str(row[self._question]), self._test_fraction) == split:
+                return row
+        raise ValueError(
+            f"None of {_ATTEMPTS} generated questions belongs to the split {split!r} (test_fraction="
+            f"{self._test_fraction}): too few different questions are generated. Change test_fraction or widen the generator."
+        )
+
+
+def load_rows(
+    source: Any,
+    config: str | None = None,
+    *,
+    question: str = "question",
+    test_fraction: float = 0.1,
+    streaming: bool = False,
+    max_rows: int | None = None,
+) -> Rows:
+    """Rows from wherever data sets are.
+
+    Args:
+        source: A ``datasets.Dataset`` or ``IterableDataset``, a dict of them by split, a list of rows, a Hub id, a file
+            (json, jsonl, csv, tsv, parquet), a folder (of such files, or of ``save_to_disk``), or a function
+            ``generate(rng)`` that makes a row.
+        config: Name of the configuration, for a Hub id or folder that has several.
+        question: Name of the column that holds the question.
+        test_fraction: Share of the questions that becomes ``test`` where the data has one split only. Default .1.
+        streaming: Read a Hub id or files as a stream, without downloading all of it; needs ``max_rows``.
+        max_rows: Rows taken from the beginning of each split. Default: all.
+
+    Returns:
+        The rows. What a Hub id, file or folder gives is kept, and shared by whoever asks for the same.
+
+    Raises:
+        ValueError: If there are no rows, no such column, or a stream without ``max_rows``.
+        FileNotFoundError: If a file is not there.
+        TypeError: If ``source`` is none of the above.
+    """
+    if callable(source):
+        return GeneratedRows(source, question, test_fraction)
+    if isinstance(source, (str, Path)):
+        return _load(str(source), config, question, test_fraction, streaming, max_rows)
+    return TableRows(_tables(source, max_rows), question, test_fraction)
+
+
+def check_column(name: str, columns: Iterable[str], what: str) -> None:
+    """Raise a ``ValueError`` that names the nearest column if there is none of that name."""
+    columns = list(columns)
+    if name not in columns:
+        near = difflib.get_close_matches(name, columns, n=1, cutoff=0.3)
+        nearest = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"There is no column {name!r} for the {what}; the columns are: {', '.join(columns)}.{nearest}")
+
+
+@functools.lru_cache(maxsize=32)
+def _load(
+    path: str, config: str | None, question: str, test_fraction: float, streaming: bool, max_rows: int | None
+) -> Rows:
+    import datasets
+
+    suffix = Path(path).suffix.lower()
+    if suffix in _FILES:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no file {path!r} to take rows from.")
+        extra = {"sep": "\t"} if suffix == ".tsv" else {}
+        source = datasets.load_dataset(_FILES[suffix], data_files=path, streaming=streaming, **extra)
+    elif (Path(path) / "dataset_info.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
+        source = datasets.load_from_disk(path)
+    else:
+        source = datasets.load_dataset(path, config, streaming=streaming)
+    return TableRows(_tables(source, max_rows), question, test_fraction)
+
+
+def _tables(source: Any, max_rows: int | None) -> dict[str, Sequence[Row]]:
+    import datasets
+
+    if isinstance(source, Mapping):
+        return {str(name): _table(table, max_rows) for name, table in source.items()}
+    if isinstance(source, (datasets.Dataset, datasets.IterableDataset, list, tuple)):
+        return {TRAIN: _table(source, max_rows)}
+    raise TypeError(
+        f"Rows cannot be taken from {type(source).__name__}: expected a datasets.Dataset, a dict of them by split, a list "
+        "of rows, a Hub id, a path, or a function that generates a row."
+    )
+
+
+def _table(table: Any, max_rows: int | None) -> Sequence[Row]:
+    if max_rows is not None:
+        return list(islice(table, max_rows))
+    if not hasattr(table, "__len__"):
+        raise ValueError(
+            "A streamed data set has no end that is known: set max_rows to the number of rows to take from its beginning."
+        )
+    for index, row in enumerate(table if isinstance(table, (list, tuple)) else ()):
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"Row {index} is {row!r} ({type(row).__name__}); expected a dict of column names and values."
+            )
+    return table
+
+
+def _column(table: Any, name: str) -> Iterable[Any]:
+    return (row[name] for row in table) if isinstance(table, (list, tuple)) else table[name]
+
+
+def _check_fraction(test_fraction: float) -> None:
+    if not 0.0 < test_fraction < 1.0:
+        raise ValueError(f"test_fraction is a share of the questions in (0, 1), got {test_fraction}.")
