@@ -3,6 +3,7 @@
 An id is one of
 
 - ``gem:<game>``: a GEM environment, for example ``gem:game:GuessTheNumber-v0-easy``;
+- ``reasoning_gym:<name>``: a data set of reasoning-gym, for example ``reasoning_gym:chain_sum``;
 - ``agile:<name>``: a ready task of ``agile_environments``, or a probe, ``agile:probe/<name>``;
 - a name given to :func:`register_environment`;
 - ``module.path:Name``: any importable class or function that makes an environment.
@@ -41,11 +42,12 @@ def register_environment(name: str, factory: Callable[..., Any]) -> None:
 
 
 def list_environments() -> list[str]:
-    """Ids of every registered environment, task, probe and, if GEM is installed, GEM environment."""
-    from . import gem
+    """Ids of every registered environment, task and probe, and of what the installed libraries offer."""
+    from . import gem, reasoning_gym
 
     gem_ids = [f"gem:{game}" for game in gem.games()] if gem.is_installed() else []
-    return sorted([*_registered, *(f"agile:{name}" for name in _tasks()), *gem_ids])
+    gym_ids = [f"reasoning_gym:{name}" for name in reasoning_gym.data_sets()] if reasoning_gym.is_installed() else []
+    return sorted([*_registered, *(f"agile:{name}" for name in _tasks()), *gem_ids, *gym_ids])
 
 
 def make_environment_factory(environment: str | Callable[..., Any], **kwargs: Any) -> EnvironmentFactory:
@@ -70,6 +72,13 @@ def make_environment_factory(environment: str | Callable[..., Any], **kwargs: An
         if name not in gem.games():
             raise _unknown(environment)
         return functools.partial(gem.GemEnvironment, name, **gem.check_kwargs(name, kwargs))
+    if source == "reasoning_gym":
+        from . import reasoning_gym
+
+        if name not in reasoning_gym.data_sets():
+            raise _unknown(environment)
+        kwargs = reasoning_gym.check_kwargs(name, kwargs)
+        return functools.partial(reasoning_gym.ReasoningGymEnvironment, name, **kwargs)
     if source == "agile":
         if name not in _tasks():
             raise _unknown(environment)
