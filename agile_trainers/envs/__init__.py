@@ -9,7 +9,7 @@ from .checker import (
     validate_reset,
     validate_step,
 )
-from .play import Episode, Player, demonstrate, play
+from .play import Episode, Player, compare, demonstrate, play
 from .registry import list_environments, make_environment_factory, register_environment
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "ResetResult",
     "StepResult",
     "check_environment",
+    "compare",
     "demonstrate",
     "list_environments",
     "make_environment_factory",

@@ -79,5 +79,27 @@ def demonstrate(environment: Environment, player: Player, seeds: Iterable[int]) 
     return [{"messages": play(environment, player, seed).messages} for seed in seeds]
 
 
+def compare(
+    environment: Environment, better: Player, worse: Player, seeds: Iterable[int]
+) -> list[dict[str, list[Message]]]:
+    """Preference pairs, as TRL's ``DPOTrainer`` takes them: what one player did where the other went wrong.
+
+    Both players play the same episode. The pair is their answers at the first turn where they part, after the same
+    conversation. Seeds with which they never part, or the better player gets no higher return, give no pair.
+
+    Returns:
+        Rows ``{"prompt": [...], "chosen": [answer], "rejected": [answer]}`` of messages.
+    """
+    rows = []
+    for seed in seeds:
+        chosen, rejected = play(environment, better, seed), play(environment, worse, seed)
+        pairs = enumerate(zip(chosen.messages, rejected.messages))
+        index = next((index for index, (good, bad) in pairs if good != bad), None)
+        if index is not None and chosen.episode_return > rejected.episode_return:
+            good, bad = chosen.messages[index], rejected.messages[index]
+            rows.append({"prompt": chosen.messages[:index], "chosen": [good], "rejected": [bad]})
+    return rows
+
+
 def _messages(observation: Observation) -> list[Message]:
     return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
