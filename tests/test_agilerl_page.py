@@ -1,0 +1,203 @@
+"""docs/agilerl.md: the names it gives exist, its defaults are the real ones, and no constructor argument is missing."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin
+from peft import LoraConfig
+from transformers import TrainingArguments
+from trl import GRPOConfig
+
+from agile_trainers.cli.train import ALGORITHMS, make_parser
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "agilerl.md").read_text(encoding="utf-8")
+FAMILIES = {"GRPO": ("grpo", "gspo", "cispo"), "REINFORCE": ("reinforce",), "PPO": ("ppo",)}
+KINDS = ["ours", "TRL", "transformers", "trainer", "PEFT", "accelerate", "command", "automatic", "not_yet", "none"]
+
+SHARED = """pad_token_id pad_token model_name actor_network model_config hp_config index batch_size beta clip_coef
+max_grad_norm update_epochs temperature repetition_penalty top_p top_k min_p offload_trainer_during_rollout
+calc_position_embeddings micro_batch_size_per_gpu mini_batch_size max_output_tokens min_output_tokens max_model_len
+max_row_tokens hf_generate_chunk_size lora_config cosine_lr_schedule_config fsdp_config device wrap clone vllm_config
+seed gradient_checkpointing torch_compiler use_liger_loss importance_sampling_level advantage_granularity
+use_separate_reference_adapter cast_logprobs_to_fp32 chunk_rows quantization_config activation_offload
+moe_lora_recompute lora_target_scope vllm_importance_sampling_correction vllm_importance_sampling_cap
+vllm_max_logprob_gap vllm_max_clip_fraction use_sequence_packing"""
+OWN = {
+    "GRPO": """lr group_size use_kl_advantage_shaping adv_norm loss_type whiten_advantages adv_clip_range
+        filter_zero_adv adv_filter_eps turn_advantage_trajectory_fallback loss_norm profiling_config
+        old_logprobs_source off_policy_token_mask_bounds off_policy_sequence_mask_threshold use_bias_correction_kl
+        kl_clamp""",
+    "REINFORCE": "lr gamma turn_ratio_pooling",
+    "PPO": """vf_coef gamma gae_lambda critic_warmup_steps lr_actor lr_critic share_grad_clip turn_level_clip
+        turn_ratio_pooling turn_value_reduction whiten_advantages fuse_actor_critic_pass kl_clamp""",
+}
+"""Constructor arguments of AgileRL 2.58's LLM algorithms."""
+VLLM_CONFIG = """tensor_parallel_size gpu_memory_utilization max_num_seqs max_num_batched_tokens enforce_eager
+sleep_mode sleep_mode_level dtype quantization vllm_model_name_or_path kv_cache_dtype max_lora_rank max_loras
+strip_multimodal_towers stop_sequences presence_penalty frequency_penalty kv_cache_memory_bytes limit_mm_per_prompt
+lora_staging_dir"""
+
+
+class Row(NamedTuple):
+    """A row of an option table."""
+
+    section: str
+    theirs: list[str]
+    of: list[str]
+    """Families of algorithms."""
+    ours: list[tuple[str, Any]]
+    """Names, and the values written with them or None."""
+    kind: str
+    note: str
+
+
+def _tables(header: str) -> list[tuple[str, list[str]]]:
+    """(section, cells) of every row of the tables with this header."""
+    rows, section, inside = [], "", False
+    for line in PAGE.splitlines():
+        if line.startswith("#"):
+            section = line.lstrip("# ")
+        inside = line.startswith("|") and (inside or line == header)
+        if inside and line != header and not line.startswith("|---"):
+            rows.append((section, [cell.strip() for cell in line.strip("|").split("|")]))
+    assert rows, header
+    return rows
+
+
+def _spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def _options() -> list[Row]:
+    rows = []
+    for section, (theirs, ours, kind, note) in _tables("| AgileRL | here | where | note |"):
+        of = re.search(r"\(([A-Z, ]+)\)", theirs)
+        names = [span.partition("=") for span in _spans(ours)]
+        values = [(name, ast.literal_eval(value) if value else None) for name, _, value in names]
+        families = of.group(1).split(", ") if of else list(FAMILIES)
+        rows.append(Row(section, _spans(theirs), families, values, kind.replace(" ", "_"), note))
+    return rows
+
+
+ROWS = _options()
+
+
+def _names(config: type) -> set[str]:
+    return {field.name for field in fields(config)}
+
+
+def _written_here(config: type[MultiTurnConfig]) -> set[str]:
+    """Fields that our classes declare, anew or once more."""
+    classes = [base for base in config.__mro__ if base.__module__.startswith("agile_trainers")]
+    return {name for base in classes for name in inspect.get_annotations(base)}
+
+
+@cache
+def _known(kind: str, algorithm: str) -> set[str]:
+    """What an option that lives ``kind`` may be called."""
+    config, trainer = ALGORITHMS[algorithm]
+    if kind == "ours":
+        return _written_here(config) & _names(config)
+    if kind in ("TRL", "transformers"):
+        of_transformers = _names(TrainingArguments)
+        return of_transformers if kind == "transformers" else _names(GRPOConfig) - of_transformers
+    if kind == "trainer":
+        return {*inspect.signature(MultiTurnTrainer.__init__).parameters, *dir(trainer)}
+    if kind == "command":
+        parsers = (make_parser(algorithm), launch_command_parser())
+        return {o.lstrip("-") for p in parsers for action in p._actions for o in action.option_strings}
+    return {"PEFT": _names(LoraConfig), "accelerate": _names(FullyShardedDataParallelPlugin)}[kind]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.section}-{'-'.join(row.theirs)}"[:60])
+def test_every_name_exists_where_the_page_says(row: Row) -> None:
+    assert row.theirs and row.kind in KINDS
+    if row.kind == "none":
+        assert not row.ours and row.note, "an option without a counterpart says why"
+    elif row.kind in ("automatic", "not_yet"):
+        assert row.kind == "not_yet" or not row.ours
+    else:
+        assert row.ours
+        for algorithm in (algorithm for family in row.of for algorithm in FAMILIES[family]):
+            unknown = {name for name, _ in row.ours} - _known(row.kind, algorithm)
+            assert not unknown, f"{algorithm} has no {sorted(unknown)} ({row.kind})"
+
+
+def test_what_is_not_yet_there_is_trls_name_or_no_field_yet() -> None:
+    """The page must change when one of them arrives."""
+    every = {name for config, _ in ALGORITHMS.values() for name in _written_here(config)}
+    for row in ROWS:
+        if row.kind == "not_yet":
+            assert not every & {name for name, _ in row.ours}, row.theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_constructor_argument_has_one_row(family: str) -> None:
+    start, end = (PAGE.index(f"\n## {title}") for title in ("Constructor arguments", "What goes into"))
+    sections = {line.lstrip("# ") for line in PAGE[start:end].splitlines() if line.startswith("#")}
+    listed = [name for row in ROWS if row.section in sections and family in row.of for name in row.theirs]
+    assert sorted(listed) == sorted((SHARED + " " + OWN[family]).split())
+
+
+def test_every_field_of_vllm_config_has_one_row() -> None:
+    listed = [name for row in ROWS if row.section == "`VLLMConfig`" for name in row.theirs]
+    assert sorted(listed) == sorted(VLLM_CONFIG.split())
+
+
+CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none"}
+WRITTEN = [
+    (algorithm, name, value)
+    for row in ROWS
+    for name, value in row.ours
+    if value is not None and row.kind != "not_yet"
+    for algorithm in (algorithm for family in row.of for algorithm in FAMILIES[family])
+]
+NEEDED = {"kl_placement": {"beta": 0.1}}
+
+
+@pytest.mark.parametrize(("algorithm", "name", "value"), WRITTEN)
+def test_values_the_page_writes_are_taken(algorithm: str, name: str, value: Any) -> None:
+    config, _ = ALGORITHMS[algorithm]
+    args = config(**CPU, **NEEDED.get(name, {}), **{name: value}).with_environment()
+    assert getattr(args, name) == value
+    with pytest.raises(ValueError):
+        config(**CPU, **NEEDED.get(name, {}), **{name: f"{value}, no"}).with_environment()
+
+
+DEFAULTS = [
+    (algorithm, name, ast.literal_eval(here.strip("`")))
+    for _, (theirs, of, there, option, here) in _tables("| option there | of | there | option here | here |")
+    for algorithm in ([a.strip().lower() for a in of.split(",")] if of != "all" else ALGORITHMS)
+    for name in _spans(option)
+]
+
+
+@pytest.mark.parametrize(("algorithm", "name", "value"), DEFAULTS)
+def test_defaults_are_the_real_ones(algorithm: str, name: str, value: Any) -> None:
+    default = getattr(ALGORITHMS[algorithm][0](**CPU), name)
+    assert default == value and type(default) is type(value)
+
+
+def test_the_tests_that_hold_a_difference_exist() -> None:
+    cited = [span for _, (*_, tests) in _tables("| here | AgileRL | held by |") for span in _spans(tests)]
+    assert len(cited) > 10
+    for test in cited:
+        file, name = test.split("::")
+        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), test
+
+
+def test_the_page_names_every_algorithm() -> None:
+    for algorithm, (config, trainer) in ALGORITHMS.items():
+        assert f"`{trainer.__name__}`, `{config.__name__}`" in PAGE and f"`agile-trainers {algorithm}`" in PAGE
