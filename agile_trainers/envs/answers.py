@@ -52,8 +52,7 @@ def math_match(completion: str, answer: Any, question: str = "") -> float:
     Raises:
         ImportError: If ``math-verify`` is not installed.
     """
-    if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("Comparing mathematical answers needs math-verify. Run: pip install math-verify")
+    require_math_verify()
     from math_verify import parse, verify
 
     # Its time limit is an alarm signal, which only the main thread can set.
@@ -62,6 +61,12 @@ def math_match(completion: str, answer: Any, question: str = "") -> float:
     given = parse(completion if boxed is None else f"\\boxed{{{boxed}}}", parsing_timeout=seconds)
     expected = parse(f"\\boxed{{{answer}}}", parsing_timeout=seconds)
     return float(verify(expected, given, timeout_seconds=seconds))
+
+
+def require_math_verify() -> None:
+    """Raise an ``ImportError`` that names the command if ``math-verify`` is not installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError("Comparing mathematical answers needs math-verify. Run: pip install math-verify")
 
 
 def _number(text: str) -> float | None:

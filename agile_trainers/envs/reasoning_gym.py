@@ -7,7 +7,6 @@ import difflib
 import functools
 import importlib
 import importlib.util
-import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from .rows import TRAIN, GeneratedRows, Row
 _CACHED_ROWS = 4096
 # One data set draws from NumPy's global state; while one row borrows it, no other may.
 _random_lock = threading.RLock()
+_made: dict[str, _Items] = {}
 
 
 def is_installed() -> bool:
@@ -100,7 +100,7 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
             near = ", ".join(difflib.get_close_matches(name, data_sets(), n=3))
             raise ValueError(f"reasoning-gym has no data set {name!r}. Nearest: {near or 'none'}.")
         self.name = f"reasoning_gym:{name}"
-        self.items = _items(name, size, json.dumps(check_kwargs(name, config), sort_keys=True))
+        self.items = _items(name, size, check_kwargs(name, config))
         super().__init__(
             GeneratedRows(self.items.draw, test_fraction=test_fraction),
             template=template,
@@ -129,8 +129,11 @@ class _Items:
     """A data set of reasoning-gym, made to depend on nothing but the item's number."""
 
     def __init__(self, name: str, size: int, config: dict[str, Any]):
-        with _own_random_state(0):
-            self.data_set = _gym().create_dataset(name, seed=0, size=size, **config)
+        try:
+            with _own_random_state(0):
+                self.data_set = _gym().create_dataset(name, seed=0, size=size, **config)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ValueError(f"reasoning_gym:{name} cannot be made from size={size} and {config}: {error}") from error
         self.item = functools.lru_cache(maxsize=_CACHED_ROWS)(self._item)
 
     def draw(self, rng: random.Random) -> Row:
@@ -150,9 +153,13 @@ class _Items:
             return self.data_set[number]
 
 
-@functools.lru_cache(maxsize=256)
-def _items(name: str, size: int, config: str) -> _Items:
-    return _Items(name, size, json.loads(config))
+def _items(name: str, size: int, config: dict[str, Any]) -> _Items:
+    """A data set, made once for all instances of an environment."""
+    key = repr((name, size, sorted(config.items())))
+    with _random_lock:
+        if key not in _made:
+            _made[key] = _Items(name, size, config)
+    return _made[key]
 
 
 @contextmanager

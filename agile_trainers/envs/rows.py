@@ -99,7 +99,7 @@ class GeneratedRows:
         ValueError: If no such column is generated, or the fraction is out of range.
     """
 
-    splits = (TRAIN, TEST)
+    splits: tuple[str, ...] = (TRAIN, TEST)
 
     def __init__(self, generate: Generate, question: str = "question", test_fraction: float = 0.1):
         _check_fraction(test_fraction)
@@ -121,7 +121,7 @@ class GeneratedRows:
             if split_of(str(row[self._question]), self._test_fraction) == split:
                 return row
         raise ValueError(
-            f"None of {_ATTEMPTS} generated questions belongs to the split {split!r} (test_fraction="
+            f"None of {_ATTEMPTS} generated questions belongs to the split {split!r} (test_fraction "
             f"{self._test_fraction}): too few different questions are generated. Change test_fraction or widen the generator."
         )
 

@@ -1,0 +1,213 @@
+"""Countdown: make a target out of some numbers, each used once. See README.md for what good play reaches."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from agile_trainers.envs.answers import final_answer
+from agile_trainers.envs.play import Player, demonstrate
+from agile_trainers.envs.reasoning import ReasoningEnvironment
+from agile_trainers.envs.rows import TRAIN, GeneratedRows, Row
+from agile_trainers.types import Message
+
+LEVELS = {"easy": (3, 9, 30), "normal": (3, 25, 100), "hard": (4, 50, 100)}
+"""Each level's count of numbers, highest number and highest target."""
+
+TEMPLATE = (
+    "Use each of the numbers {numbers} exactly once, with + - * / and brackets, to make {target}. "
+    "Answer with the expression alone, such as (1 + 2) * 3."
+)
+FORMAT_REWARD = 0.1
+_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Fraction, Fraction], Fraction]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+}
+_LONGEST = 200
+
+
+class Countdown(ReasoningEnvironment):
+    """Write an expression that uses every number once and equals the target.
+
+    An answer is an expression, alone, in ``<answer>`` tags or in ``\\boxed{}``; a trailing ``= 24`` is ignored. Reward: 1
+    for an expression that equals the target, .1 for one that uses the right numbers and equals something else, 0 for
+    anything else. Every puzzle has a solution. A puzzle is in ``train`` or ``test`` by its words.
+
+    Args:
+        level: ``easy`` (3 numbers up to 9), ``normal`` (3 up to 25) or ``hard`` (4 up to 50).
+        split: ``train`` or ``test``.
+        test_fraction: Share of the puzzles in ``test``.
+        system_prompt: System message before the puzzle.
+        few_shot: Number of solved puzzles before it.
+
+    Raises:
+        ValueError: If the level or split is unknown.
+    """
+
+    name = "agile:countdown"
+
+    def __init__(
+        self,
+        level: str = "normal",
+        *,
+        split: str = TRAIN,
+        test_fraction: float = 0.1,
+        system_prompt: str | None = None,
+        few_shot: int = 0,
+    ):
+        if level not in LEVELS:
+            raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
+
+        def generate(rng: random.Random) -> Row:
+            return _puzzle(rng, *LEVELS[level])
+
+        super().__init__(
+            GeneratedRows(generate, test_fraction=test_fraction),
+            split=split,
+            system_prompt=system_prompt,
+            few_shot=few_shot,
+            reward_fn=reward,
+        )
+
+    def wrong(self, row: Row, rng: random.Random) -> str:
+        """A well-formed expression of the right numbers that misses the target."""
+        while (expression := _random_expression(_numbers(row["question"])[0], rng)[0]) and reward(
+            expression, None, row["question"]
+        ) == 1.0:
+            pass
+        return expression
+
+
+def reward(completion: str, answer: Any, question: str) -> float:
+    """1 for a solution, .1 for an expression of the right numbers, 0 for anything else.
+
+    Args:
+        completion: The model's answer.
+        answer: Not looked at: any solution counts.
+        question: The puzzle.
+    """
+    numbers, target = _numbers(question)
+    try:
+        value, used = evaluate(final_answer(completion).partition("=")[0])
+    except (ValueError, ZeroDivisionError):
+        return 0.0
+    if sorted(used) != sorted(numbers):
+        return 0.0
+    return 1.0 if value == target else FORMAT_REWARD
+
+
+def evaluate(expression: str) -> tuple[Fraction, list[int]]:
+    """The exact value of an expression of integers, ``+ - * /`` and brackets, and the integers it uses.
+
+    Raises:
+        ValueError: If it is anything else, or longer than 200 characters.
+        ZeroDivisionError: If it divides by zero.
+    """
+    if len(expression) > _LONGEST:
+        raise ValueError(f"The expression has {len(expression)} characters; at most {_LONGEST} are read.")
+    try:
+        tree = ast.parse(expression.strip().replace("\u00d7", "*").replace("\u00f7", "/"), mode="eval")
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression!r} is no expression.") from error
+    used: list[int] = []
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            used.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)][1](value(node.left), value(node.right))
+        raise ValueError(f"{expression!r} holds something other than integers, + - * / and brackets.")
+
+    return value(tree.body), used
+
+
+def solve(numbers: list[int], target: int) -> str | None:
+    """An expression that uses every number once and equals the target, by trying everything; None if there is none."""
+
+    def search(terms: list[tuple[Fraction, str]]) -> str | None:
+        if len(terms) == 1:
+            return terms[0][1] if terms[0][0] == target else None
+        for i, left in enumerate(terms):
+            for j, right in enumerate(terms):
+                rest = [term for k, term in enumerate(terms) if k not in (i, j)]
+                for symbol, apply in _OPERATORS.values():
+                    # A sum or product is tried in one order only.
+                    if i == j or (symbol in "+*" and i > j) or (symbol == "/" and right[0] == 0):
+                        continue
+                    found = search([*rest, (apply(left[0], right[0]), f"({left[1]} {symbol} {right[1]})")])
+                    if found is not None:
+                        return found
+        return None
+
+    expression = search([(Fraction(number), str(number)) for number in numbers])
+    return None if expression is None else _without_outer_brackets(expression)
+
+
+def expert_player(messages: list[Message], rng: random.Random) -> str:
+    """A solution, found by trying everything."""
+    return solve(*_numbers(messages[-1]["content"])) or "0"
+
+
+def random_player(messages: list[Message], rng: random.Random) -> str:
+    """A random expression of the right numbers."""
+    return _random_expression(_numbers(messages[-1]["content"])[0], rng)[0]
+
+
+def demonstrations(
+    count: int, seed: int = 0, player: Player = expert_player, environment: Countdown | None = None
+) -> list[dict[str, list[Message]]]:
+    """Puzzles with a player's answers as training data for TRL's ``SFTTrainer``.
+
+    Args:
+        count: Number of puzzles.
+        seed: They are those of the seeds ``seed`` to ``seed + count - 1``.
+        player: Who answers.
+        environment: What to play. Default: the training split of the normal level.
+    """
+    return demonstrate(environment or Countdown(), player, range(seed, seed + count))
+
+
+def _puzzle(rng: random.Random, count: int, highest: int, highest_target: int) -> Row:
+    while True:
+        numbers = sorted(rng.randint(1, highest) for _ in range(count))  # one order only: a puzzle is its words
+        expression, value = _random_expression(numbers, rng)
+        if value is not None and value.denominator == 1 and 1 <= value <= highest_target and value not in numbers:
+            break
+    listed = f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+    return {
+        "question": TEMPLATE.format(numbers=listed, target=value),
+        "answer": expression,
+        "numbers": numbers,
+        "target": int(value),
+    }
+
+
+def _random_expression(numbers: list[int], rng: random.Random) -> tuple[str, Fraction | None]:
+    """A random expression of all the numbers, and its value (None if it divides by zero)."""
+    terms: list[tuple[str, Fraction | None]] = [(str(number), Fraction(number)) for number in numbers]
+    while len(terms) > 1:
+        (left, a), (right, b) = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
+        symbol, apply = rng.choice(list(_OPERATORS.values()))
+        value = None if a is None or b is None or (symbol == "/" and b == 0) else apply(a, b)
+        terms.append((f"({left} {symbol} {right})", value))
+    return _without_outer_brackets(terms[0][0]), terms[0][1]
+
+
+def _without_outer_brackets(expression: str) -> str:
+    return expression[1:-1] if expression.startswith("(") else expression
+
+
+def _numbers(question: str) -> tuple[list[int], int]:
+    """The numbers and the target of a puzzle."""
+    found = re.search(r"numbers ([\d, and]+) exactly once.* to make (\d+)\.", question)
+    if found is None:
+        raise ValueError(f"Expected a puzzle that says 'numbers ... exactly once, ... to make ...', got {question!r}.")
+    return [int(number) for number in re.findall(r"\d+", found[1])], int(found[2])
