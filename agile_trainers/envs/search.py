@@ -1,0 +1,156 @@
+"""Passages for a query: from an index in memory, or from a server."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Search = Callable[[str], list[str]]
+"""The passages found for a query, best first."""
+
+_MAX_RESPONSE = 10_000_000
+"""Bytes read of a server's answer."""
+
+
+class BM25Index:
+    """Ranks passages by BM25 (Robertson and Zaragoza 2009, with Lucene's never negative idf).
+
+    Words are runs of letters and digits, in lower case. Ties are broken by position. Give all instances of an
+    environment the same index; it is only read.
+
+    Args:
+        passages: What is searched.
+        top_k: Passages returned, at most; one that shares no word with the query never is.
+        k1: How soon repeating a word stops counting. Default 1.5.
+        b: How much long passages are held back, in [0, 1]. Default 0.75.
+
+    Raises:
+        ValueError: If there is no passage or a parameter is out of range.
+    """
+
+    def __init__(self, passages: Sequence[str], top_k: int = 3, k1: float = 1.5, b: float = 0.75):
+        if not passages or top_k < 1 or k1 < 0 or not 0 <= b <= 1:
+            raise ValueError(
+                f"Expected at least one passage, top_k >= 1, k1 >= 0 and b in [0, 1]; got {len(passages)} passages, "
+                f"{top_k=}, {k1=}, {b=}."
+            )
+        self.passages, self.top_k = list(passages), top_k
+        counts = [Counter(_words(passage)) for passage in self.passages]
+        mean = sum(count.total() for count in counts) / len(counts) or 1.0
+        self._weights: dict[str, dict[int, float]] = {}
+        """For each word, its weight in the passages that hold it."""
+        for index, count in enumerate(counts):
+            norm = k1 * (1 - b + b * count.total() / mean)
+            for word, n in count.items():
+                self._weights.setdefault(word, {})[index] = n * (k1 + 1) / (n + norm)
+        for held in self._weights.values():
+            idf = math.log(1 + (len(counts) - len(held) + 0.5) / (len(held) + 0.5))
+            held.update({index: idf * weight for index, weight in held.items()})
+
+    def __call__(self, query: str) -> list[str]:
+        """The best passages, at most ``top_k``."""
+        scores = self.scores(query)
+        return [
+            self.passages[index] for index in sorted(scores, key=lambda index: (-scores[index], index))[: self.top_k]
+        ]
+
+    def scores(self, query: str) -> dict[int, float]:
+        """The score of every passage that shares a word with the query, by its position."""
+        scores: dict[int, float] = {}
+        for word in _words(query):
+            for index, weight in self._weights.get(word, {}).items():
+                scores[index] = scores.get(index, 0.0) + weight
+        return scores
+
+
+class SearchServerError(RuntimeError):
+    """A search server failed, however often it was asked."""
+
+
+class HttpSearch:
+    """Asks a server, by HTTP POST of JSON.
+
+    Connection errors, timeouts and the status codes 429 and 5xx are tried again, after ``backoff``, twice that, four
+    times that, ... seconds. What still fails is raised, so that the episode is not trained on.
+
+    Args:
+        url: Where to post.
+        payload: Makes the JSON to post out of the query. Default: ``{"query": query, "top_k": 3}``.
+        passages: Takes the passages out of the JSON that comes back. Default: ``response["passages"]``.
+        timeout: Seconds per attempt.
+        retries: Attempts after the first one.
+        backoff: Seconds before the first of them.
+        headers: Sent along (an API key, for example).
+
+    Raises:
+        ValueError: If the URL is not http(s) or a number is negative.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        payload: Callable[[str], Any] = lambda query: {"query": query, "top_k": 3},
+        passages: Callable[[Any], list[str]] = lambda response: response["passages"],
+        *,
+        timeout: float = 10.0,
+        retries: int = 3,
+        backoff: float = 0.5,
+        headers: dict[str, str] | None = None,
+    ):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"The search server's URL must begin with http:// or https://, got {url!r}.")
+        if timeout <= 0 or retries < 0 or backoff < 0:
+            raise ValueError(
+                f"timeout must be positive, retries and backoff not negative; {timeout=}, {retries=}, {backoff=}."
+            )
+        self.url, self.payload, self.passages = url, payload, passages
+        self.timeout, self.retries, self.backoff = timeout, retries, backoff
+        self.headers = {"Content-Type": "application/json", **(headers or {})}
+
+    def __call__(self, query: str) -> list[str]:
+        """The passages found.
+
+        Raises:
+            SearchServerError: If the server fails, or answers with something else than passages.
+        """
+        body = json.dumps(self.payload(query)).encode()
+        for attempt in range(self.retries + 1):
+            try:
+                return self._passages(self._post(body))
+            except urllib.error.HTTPError as error:
+                cause: Exception = error
+                if error.code != 429 and error.code < 500:
+                    break
+            except OSError as error:  # URLError, timeouts and broken connections are of this kind
+                cause = error
+            if attempt < self.retries:
+                time.sleep(self.backoff * 2**attempt)
+        raise SearchServerError(f"{self.url} did not answer a search in {attempt + 1} attempt(s): {cause}") from cause
+
+    def _post(self, body: bytes) -> bytes:
+        request = urllib.request.Request(self.url, body, self.headers, method="POST")
+        with urllib.request.urlopen(request, timeout=self.timeout) as response:
+            return response.read(_MAX_RESPONSE)
+
+    def _passages(self, body: bytes) -> list[str]:
+        try:
+            found = self.passages(json.loads(body))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise SearchServerError(
+                f"{self.url} answered {body[:80]!r}, from which no passages could be taken ({error!r}). Pass `passages`, a "
+                "function that takes them out of its JSON."
+            ) from error
+        if not isinstance(found, list) or not all(isinstance(passage, str) for passage in found):
+            raise SearchServerError(f"{self.url}: expected a list of texts as passages, got {str(found)[:80]!r}.")
+        return found
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())

@@ -1,0 +1,153 @@
+"""Tool calls in a model's text, and whether they fit the tool.
+
+Two formats are read, whichever the model writes: Hermes and Qwen, ``<tool_call>{"name": ..., "arguments": {...}}
+</tool_call>`` any number of times in any text; and Llama 3, an answer that is nothing but ``{"name": ...,
+"parameters": {...}}``, several of them separated by ``;``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_EXPECTED = '{"name": "<tool>", "arguments": {"<argument>": <value>}}'
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as the model wrote it."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """Something that was meant as a call."""
+
+    reason: str
+    """What is wrong with it and what was expected: fit to be shown to the model."""
+
+
+def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
+    """The calls in an answer, in order; empty if the answer calls nothing.
+
+    Args:
+        text: The model's answer, without special tokens.
+    """
+    if _OPEN in text or _CLOSE in text:
+        return _hermes_calls(text)
+    answer = text.strip().removeprefix("<|python_tag|>").lstrip()
+    return _llama_calls(answer) if re.match(r'\{\s*"(name|type|function|parameters|arguments)"', answer) else []
+
+
+def argument_error(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
+    """What is wrong with a call's arguments, None if nothing is.
+
+    Args:
+        schema: JSON schema of the tool's parameters, as ``transformers.utils.get_json_schema`` makes it: ``type``,
+            ``enum``, ``items``, ``anyOf`` and ``nullable`` are looked at.
+        arguments: The arguments by name.
+    """
+    known = schema.get("properties", {})
+    missing = [name for name in schema.get("required", []) if name not in arguments]
+    if missing:
+        return f"missing argument(s): {', '.join(missing)}"
+    unknown = sorted(set(arguments) - set(known))
+    if unknown:
+        return f"unknown argument(s): {', '.join(unknown)}; the tool takes: {', '.join(known) or 'none'}"
+    for name, value in arguments.items():
+        if not _fits(known[name], value):
+            return f"argument {name} is {_shown(value)}, expected {_expected(known[name])}"
+    return None
+
+
+def _hermes_calls(text: str) -> list[ToolCall | MalformedCall]:
+    calls: list[ToolCall | MalformedCall] = []
+    for number, part in enumerate(text.split(_OPEN)):
+        body, closing, rest = part.partition(_CLOSE)
+        if _CLOSE in (rest if number else part):
+            calls.append(MalformedCall(f"{_CLOSE} without {_OPEN} before it"))
+        elif number and not closing:
+            calls.append(MalformedCall(f"{_OPEN} is not closed by {_CLOSE}"))
+        elif number:
+            calls.append(_call(body))
+    return calls
+
+
+def _llama_calls(answer: str) -> list[ToolCall | MalformedCall]:
+    calls: list[ToolCall | MalformedCall] = []
+    decoder = json.JSONDecoder()
+    position = 0
+    while position < len(answer):
+        try:
+            value, position = decoder.raw_decode(answer, position)
+        except (ValueError, RecursionError) as error:
+            return [*calls, MalformedCall(_json_error(error))]
+        calls.append(_checked(value))
+        position += len(re.match(r"[\s;]*", answer[position:])[0])  # type: ignore[index]
+    return calls
+
+
+def _call(body: str) -> ToolCall | MalformedCall:
+    try:
+        return _checked(json.loads(body))
+    except (ValueError, RecursionError) as error:
+        return MalformedCall(_json_error(error))
+
+
+def _checked(value: Any) -> ToolCall | MalformedCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return MalformedCall(f"a call is a JSON object such as {_EXPECTED}")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return MalformedCall(f"the arguments of {value['name'][:40]} are no JSON object; expected {_EXPECTED}")
+    return ToolCall(value["name"], arguments)
+
+
+def _json_error(error: Exception) -> str:
+    where = (
+        f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else "too deep or too long"
+    )
+    return f"not valid JSON ({where}); expected {_EXPECTED}"
+
+
+def _fits(schema: dict[str, Any], value: Any) -> bool:
+    if "anyOf" in schema:
+        return any(_fits(choice, value) for choice in schema["anyOf"])
+    if value is None and schema.get("nullable"):
+        return True
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    names = schema.get("type", list(_TYPES))
+    names = [names] if isinstance(names, str) else names
+    # A bool is an int to Python, but not to JSON.
+    if not any(isinstance(value, _TYPES[name]) and (name == "boolean") == isinstance(value, bool) for name in names):
+        return False
+    return not isinstance(value, list) or all(_fits(schema.get("items", {}), item) for item in value)
+
+
+def _expected(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_expected(choice) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return f"one of {', '.join(map(_shown, schema['enum']))}"
+    names = schema.get("type", "any")
+    return names if isinstance(names, str) else " or ".join(names)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,127 @@
+"""Arithmetic with a calculator: a tool call, its result, the answer. See README.md for what scripted play reaches."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from agile_trainers.envs.calculate import calculate
+from agile_trainers.envs.play import Player, compare, demonstrate
+from agile_trainers.envs.rows import GeneratedRows, Row
+from agile_trainers.envs.tools import ToolEnvironment
+from agile_trainers.types import Message
+
+LEVELS = {"easy": ("a ± b", 20), "normal": ("a ± b * c", 99), "hard": ("( a ± b ) * ( c ± d )", 999)}
+"""Each level's form of expression and largest number. ± is + or -, drawn anew each time; numbers start at 1."""
+_RANGES = {"easy": (-19, 40), "normal": (1 - 99 * 99, 99 + 99 * 99), "hard": (-998 * 1998, 1998 * 1998)}
+"""Smallest and largest value: where random players guess."""
+_TEST_FRACTION = 0.2
+
+
+class Calculator(ToolEnvironment):
+    """Compute the value of an expression; a calculator can be called.
+
+    The answer is a number and nothing else (or in ``<answer>`` tags or ``\\\\boxed{}``). Reward: 1 for the right one, -0.2
+    for a call that is malformed, 0 otherwise; a wrong answer ends the episode, and so does the fourth answer. A fifth of
+    all expressions belongs to the split ``test``, whatever their level, so that none of them is ever trained on.
+
+    Args:
+        level: ``easy`` (two numbers up to 20), ``normal`` (three up to 99) or ``hard`` (four up to 999, in brackets).
+        split: ``train`` or ``test``.
+        options: Whatever else :class:`~agile_trainers.envs.tools.ToolEnvironment` takes: ``call_format``, ``announce``, ...
+
+    Raises:
+        ValueError: If the level is unknown or an option is wrong.
+    """
+
+    name = "agile:calculator"
+
+    def __init__(self, level: str = "easy", split: str = "train", **options: Any):
+        if level not in LEVELS:
+            raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
+        self.level = level
+        defaults = {"template": "Compute {question}", "max_turns": 4, "invalid_reward": -0.2}
+        super().__init__([calculate], _rows(level), split=split, **{**defaults, **options})
+
+
+def _rows(level: str) -> GeneratedRows:
+    form, largest = LEVELS[level]
+
+    def generate(rng: random.Random) -> Row:
+        expression = re.sub(
+            "[a-d±]", lambda slot: rng.choice("+-") if slot[0] == "±" else str(rng.randint(1, largest)), form
+        )
+        return {"question": expression, "answer": calculate(expression)}
+
+    return GeneratedRows(generate, test_fraction=_TEST_FRACTION)
+
+
+def expert_player(messages: list[Message], rng: random.Random) -> str:
+    """Calls the calculator and answers with what it says."""
+    result = re.fullmatch(r"<tool_response>\n(.*)\n</tool_response>", messages[-1]["content"])
+    return result[1] if result else call(_expression(messages))
+
+
+def random_player(messages: list[Message], rng: random.Random) -> str:
+    """Any number of the level's range, at once."""
+    expression = _expression(messages)
+    level = "hard" if "(" in expression else "normal" if "*" in expression else "easy"
+    return str(rng.randint(*_RANGES[level]))
+
+
+def careless_player(messages: list[Message], rng: random.Random) -> str:
+    """Calls the calculator every other time, and believes it seven times out of ten; guesses otherwise."""
+    asked = "<tool_response>" not in messages[-1]["content"]
+    return (expert_player if rng.random() < (0.5 if asked else 0.7) else random_player)(messages, rng)
+
+
+def call(expression: str) -> str:
+    """A call of the calculator. Blanks stand where a tokenizer of whole words needs them; JSON does not mind."""
+    return f'<tool_call> {{"name": "calculate", "arguments": {{"expression": " {expression} "}}}} </tool_call>'
+
+
+def demonstrations(
+    count: int, seed: int = 0, player: Player = careless_player, environment: Calculator | None = None
+) -> list[dict[str, list[Message]]]:
+    """Episodes as training data for TRL's ``SFTTrainer``.
+
+    The default player teaches the format of calls and answers and leaves reinforcement learning to find out that calling
+    pays.
+
+    Args:
+        count: Number of episodes.
+        seed: Their seeds are ``seed`` to ``seed + count - 1``.
+        player: Who plays.
+        environment: What to play. Default: the easy level's ``train`` split.
+
+    Returns:
+        ``count`` rows ``{"messages": [...]}``, each ending with the player's last answer.
+    """
+    return demonstrate(environment or Calculator(), player, range(seed, seed + count))
+
+
+def preferences(count: int, seed: int = 0, environment: Calculator | None = None) -> list[dict[str, list[Message]]]:
+    """Pairs for TRL's ``DPOTrainer``: calling or believing the calculator, against the guess of the careless player.
+
+    Args:
+        count: Number of pairs.
+        seed: Seed of the first episode; episodes in which the careless player was right are passed over.
+        environment: What to play. Default: the easy level's ``train`` split.
+
+    Returns:
+        ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
+    """
+    pairs: list[dict[str, list[Message]]] = []
+    while len(pairs) < count:
+        pairs += compare(environment or Calculator(), expert_player, careless_player, [seed])
+        seed += 1
+    return pairs
+
+
+def _expression(messages: list[Message]) -> str:
+    asked = next((m["content"] for m in messages if m["role"] == "user"), "")
+    found = re.search(r"Compute (.+)$", asked)
+    if found is None:
+        raise ValueError(f"Expected a question that says 'Compute ...', got {asked!r}.")
+    return found[1]
