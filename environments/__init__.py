@@ -2,6 +2,8 @@
 
 TASKS = {
     "calculator": "agile_environments.calculator:Calculator",
+    "countdown": "agile_environments.countdown:Countdown",
     "guess_number": "agile_environments.guess_number:GuessNumber",
+    "math": "agile_environments.math:Math",
 }
 """Where each task's environment is, as ``module:class``."""

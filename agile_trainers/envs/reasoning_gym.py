@@ -8,22 +8,18 @@ import functools
 import importlib
 import importlib.util
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
-
-import numpy as np
 
 from agile_trainers.types import Message
 
 from .answers import final_answer
+from .global_random import LOCK, OwnRandomState
 from .reasoning import ReasoningEnvironment
 from .rows import TRAIN, GeneratedRows, Row
 
 _CACHED_ROWS = 4096
-# One data set draws from NumPy's global state; while one row borrows it, no other may.
-_random_lock = threading.RLock()
 _made: dict[str, _Items] = {}
 
 
@@ -130,7 +126,7 @@ class _Items:
 
     def __init__(self, name: str, size: int, config: dict[str, Any]):
         try:
-            with _own_random_state(0):
+            with _random_state(0):
                 self.data_set = _gym().create_dataset(name, seed=0, size=size, **config)
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(f"reasoning_gym:{name} cannot be made from size={size} and {config}: {error}") from error
@@ -142,37 +138,31 @@ class _Items:
 
     def score(self, answer: str, item: Row) -> float:
         """Its score of an answer."""
-        with _own_random_state(0):
+        with _random_state(0):
             try:
                 return float(self.data_set.score_answer(answer=answer, entry=item))
             except Exception:  # some scorers assume the answer's format; a model's answer may have any
                 return 0.0
 
     def _item(self, number: int) -> Row:
-        with _own_random_state(number):
+        with _random_state(number):
             return self.data_set[number]
 
 
 def _items(name: str, size: int, config: dict[str, Any]) -> _Items:
     """A data set, made once for all instances of an environment."""
     key = repr((name, size, sorted(config.items())))
-    with _random_lock:
+    with LOCK:
         if key not in _made:
             _made[key] = _Items(name, size, config)
     return _made[key]
 
 
-@contextmanager
-def _own_random_state(seed: int) -> Iterator[None]:
-    with _random_lock:
-        outside = random.getstate(), np.random.get_state()
-        random.seed(seed)
-        np.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(outside[0])
-            np.random.set_state(outside[1])
+def _random_state(seed: int) -> AbstractContextManager[None]:
+    """One data set draws from NumPy's global state; inside, it depends on the seed alone."""
+    state = OwnRandomState()
+    state.seed(seed)
+    return state.in_place()
 
 
 def _registry() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agile_environments import TASKS
 from agile_environments.guess_number import GuessNumber
 from agile_trainers.envs import gem, list_environments, make_environment_factory, register_environment, registry
 from agile_trainers.envs.probes import PROBES, TwoInputs
@@ -45,7 +46,7 @@ def test_ids_make_what_they_name() -> None:
 
 def test_every_probe_and_task_has_an_id_that_works() -> None:
     ids = [name for name in list_environments() if name.startswith("agile:")]
-    assert ids == sorted(["agile:guess_number", *(f"agile:probe/{name}" for name in PROBES)])
+    assert ids == sorted([*(f"agile:{name}" for name in TASKS), *(f"agile:probe/{name}" for name in PROBES)])
     for name in ids:
         assert isinstance(make_environment_factory(name)().reset(seed=0), tuple)
 
