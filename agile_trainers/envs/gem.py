@@ -7,14 +7,11 @@ import importlib.util
 import inspect
 import logging
 import random
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from .base import ResetResult, StepResult, read_options
+from .global_random import OwnRandomState
 
 OFFLINE_GAMES = (
     "game:Crosswords-v0-easy",
@@ -66,8 +63,6 @@ _RANDOM_ACTIONS: dict[str, Callable[[Any, random.Random], str]] = {
     "Sudoku": lambda game, rng: " ".join(str(rng.randint(1, game.scale)) for _ in range(3)),
     "TowerofHanoi": lambda game, rng: " ".join(rng.sample("ABC", 2)),
 }
-# GEM draws from the global random modules; while one call borrows them, no other may.
-_random_lock = threading.RLock()
 
 
 def is_installed() -> bool:
@@ -124,10 +119,10 @@ class GemEnvironment:
 
     def __init__(self, game: str, **kwargs: Any):
         self.name = game
-        self._states = random.Random().getstate(), np.random.RandomState().get_state()
+        self._random = OwnRandomState()
         self._return = 0.0
         make = _gem().make
-        with self._own_random_state():
+        with self._random.in_place():
             try:
                 self.game = make(game, **kwargs)
             except LookupError as error:
@@ -149,7 +144,7 @@ class GemEnvironment:
         if seed is not None and hasattr(self.game, "idx"):
             # Data set tasks count episodes and reshuffle after an epoch; the seed alone is to choose the question.
             self.game.idx = 0
-        with self._own_random_state():
+        with self._random.in_place():
             observation, info = self.game.reset(
                 seed=None if seed is None else seed % 2**32
             )  # what NumPy can be seeded with
@@ -158,7 +153,7 @@ class GemEnvironment:
 
     def step(self, action: str) -> StepResult:
         """Hand the action to GEM."""
-        with self._own_random_state():
+        with self._random.in_place():
             observation, reward, terminated, truncated, info = self.game.step(action)
         self._return += float(reward)
         if not (terminated or truncated):
@@ -183,19 +178,6 @@ class GemEnvironment:
         """Let GEM close what it holds open."""
         if hasattr(self.game, "close"):
             self.game.close()
-
-    @contextmanager
-    def _own_random_state(self) -> Iterator[None]:
-        with _random_lock:
-            outside = random.getstate(), np.random.get_state()
-            random.setstate(self._states[0])
-            np.random.set_state(self._states[1])
-            try:
-                yield
-            finally:
-                self._states = random.getstate(), np.random.get_state()
-                random.setstate(outside[0])
-                np.random.set_state(outside[1])
 
 
 def _with_suffix(observation: str, info: dict[str, Any]) -> str:

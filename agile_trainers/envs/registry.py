@@ -4,6 +4,8 @@ An id is one of
 
 - ``gem:<game>``: a GEM environment, for example ``gem:game:GuessTheNumber-v0-easy``;
 - ``reasoning_gym:<name>``: a data set of reasoning-gym, for example ``reasoning_gym:chain_sum``;
+- ``textarena:<game>``, ``gymnasium:<id>``, ``openenv:<url>``, ``trl:<module.path:Name>``: see the modules of those names
+  beside this one, for example ``textarena:GuessTheNumber-v0``;
 - ``agile:<name>``: a ready task of ``agile_environments``, or a probe, ``agile:probe/<name>``;
 - a name given to :func:`register_environment`;
 - ``module.path:Name``: any importable class or function that makes an environment.
@@ -22,6 +24,9 @@ from .base import EnvironmentFactory
 
 _LISTING = r"""python -c "from agile_trainers.envs import *; print(*list_environments(), sep='\n')" """.strip()
 _registered: dict[str, Callable[..., Any]] = {}
+_LIBRARIES = {"textarena": "textarena"}
+"""Prefix of an id, and the module beside this one that defines ``is_installed()``, ``listed()`` (names worth listing),
+``knows(name)`` and ``make_factory(name, **kwargs)`` for it."""
 
 
 def register_environment(name: str, factory: Callable[..., Any]) -> None:
@@ -47,7 +52,9 @@ def list_environments() -> list[str]:
 
     gem_ids = [f"gem:{game}" for game in gem.games()] if gem.is_installed() else []
     gym_ids = [f"reasoning_gym:{name}" for name in reasoning_gym.data_sets()] if reasoning_gym.is_installed() else []
-    return sorted([*_registered, *(f"agile:{name}" for name in _tasks()), *gem_ids, *gym_ids])
+    adapters = {prefix: _adapter(prefix) for prefix in _LIBRARIES}
+    others = [f"{prefix}:{name}" for prefix, it in adapters.items() if it.is_installed() for name in it.listed()]
+    return sorted([*_registered, *(f"agile:{name}" for name in _tasks()), *gem_ids, *gym_ids, *others])
 
 
 def make_environment_factory(environment: str | Callable[..., Any], **kwargs: Any) -> EnvironmentFactory:
@@ -79,6 +86,10 @@ def make_environment_factory(environment: str | Callable[..., Any], **kwargs: An
             raise _unknown(environment)
         kwargs = reasoning_gym.check_kwargs(name, kwargs)
         return functools.partial(reasoning_gym.ReasoningGymEnvironment, name, **kwargs)
+    if source in _LIBRARIES:
+        if not _adapter(source).knows(name):
+            raise _unknown(environment)
+        return _adapter(source).make_factory(name, **kwargs)
     if source == "agile":
         if name not in _tasks():
             raise _unknown(environment)
@@ -88,6 +99,10 @@ def make_environment_factory(environment: str | Callable[..., Any], **kwargs: An
     if source and name:
         return _bind(_load(environment), kwargs, environment)
     raise _unknown(environment)
+
+
+def _adapter(prefix: str) -> Any:
+    return importlib.import_module(f"{__package__}.{_LIBRARIES[prefix]}")
 
 
 def _tasks() -> dict[str, str]:
