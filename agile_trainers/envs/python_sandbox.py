@@ -121,7 +121,7 @@ def run_python(code: str, *, timeout: float = 5.0, memory: int = 256, max_output
         output.seek(0)
         text = output.read(max_output).decode("utf-8", "replace").strip()
         if output.tell() == max_output:
-            text += f"\n[output cut at {max_output} bytes]"
+            return f"{text}\n[output cut at {max_output} bytes]"
     return _with_ending(text, process.returncode, timeout, memory)
 
 

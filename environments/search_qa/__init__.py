@@ -1,0 +1,174 @@
+"""Questions about an invented world, to be looked up in a small encyclopedia. See README.md for what good play reaches."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+from typing import Any
+
+from agile_trainers.envs.play import Player, compare, demonstrate
+from agile_trainers.envs.rows import Row, TableRows
+from agile_trainers.envs.search import BM25Index
+from agile_trainers.envs.search_environment import SearchEnvironment
+from agile_trainers.types import Message
+
+LEVELS = {
+    "easy": "Where was {} born?",
+    "normal": "In which country was {} born?",
+    "hard": "Which language is spoken in the country where {} was born?",
+}
+"""Each level's question about a person. The answer is one, two or three searches away."""
+PEOPLE, TOWNS, COUNTRIES = 200, 60, 12
+_SYLLABLES = "ba be da do fe fi ga gu ka ke la li ma mo na ne pa po ra ri sa so ta tu va ve za zu".split()  # noqa: SIM905
+_JOBS = ("baker", "doctor", "farmer", "miner", "painter", "pilot", "sailor", "singer", "tailor", "teacher")
+_HOPS = (
+    ("{}", r"{} was born in (\w+)\."),
+    ("{} town", r"{} is a town in (\w+)\."),
+    ("{} speak", r"In {} people speak (\w+)\."),
+)
+"""From a person to a town, from a town to a country, from a country to a language: what to search for, what to find."""
+_TEST_FRACTION = 0.2
+
+
+class SearchQA(SearchEnvironment):
+    """Answer a question about a person of an invented world, by searching its encyclopedia.
+
+    Reward: 1 for the right ``<answer>``, and 0.1 if the format was right all along; see
+    :class:`~agile_trainers.envs.search_environment.SearchEnvironment`. A fifth of the people belongs to the split ``test``.
+
+    Args:
+        level: ``easy`` (one search leads to the answer), ``normal`` (two) or ``hard`` (three).
+        split: ``train`` or ``test``.
+        options: Whatever else ``SearchEnvironment`` takes. ``max_searches`` defaults to one more than needed.
+
+    Raises:
+        ValueError: If the level is unknown or an option is wrong.
+    """
+
+    name = "agile:search_qa"
+
+    def __init__(self, level: str = "easy", split: str = "train", **options: Any):
+        if level not in LEVELS:
+            raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
+        self.level = level
+        defaults = {"max_searches": list(LEVELS).index(level) + 2}
+        super().__init__(_index(), _rows(level), split=split, **{**defaults, **options})
+
+
+class _World:
+    """Who was born where: always the same."""
+
+    def __init__(self) -> None:
+        rng = random.Random("agile:search_qa")
+        words: dict[str, None] = {}
+        while len(words) < 2 * PEOPLE + TOWNS + 2 * COUNTRIES:
+            words["".join(rng.choices(_SYLLABLES, k=3)).capitalize()] = None
+        names = iter(words)
+        self.people = [f"{next(names)} {next(names)}" for _ in range(PEOPLE)]
+        self.towns = [next(names) for _ in range(TOWNS)]
+        self.countries = [next(names) for _ in range(COUNTRIES)]
+        self.languages = [f"{next(names)}n" for _ in range(COUNTRIES)]
+        self.birthplace = {person: rng.choice(self.towns) for person in self.people}
+        self.country = {town: rng.choice(self.countries) for town in self.towns}
+        self.language = dict(zip(self.countries, self.languages))
+        jobs = {person: rng.choice(_JOBS) for person in self.people}
+        self.passages = [f"{who} was born in {self.birthplace[who]}. {who} is a {jobs[who]}." for who in self.people]
+        for town, mayor in zip(self.towns, rng.sample(self.people, TOWNS)):
+            self.passages.append(f"{town} is a town in {self.country[town]}. Its mayor is {mayor}.")
+        for country, language in self.language.items():
+            self.passages.append(f"{country} is a country. In {country} people speak {language}.")
+
+    def answers(self, person: str) -> tuple[str, str, str]:
+        """Where a person was born: town, country, and the language there."""
+        town = self.birthplace[person]
+        country = self.country[town]
+        return town, country, self.language[country]
+
+
+@cache
+def _world() -> _World:
+    return _World()
+
+
+@cache
+def _index() -> BM25Index:
+    return BM25Index(_world().passages)
+
+
+@cache
+def _rows(level: str) -> TableRows:
+    rows: list[Row] = [
+        {"question": LEVELS[level].format(person), "answer": _world().answers(person)[list(LEVELS).index(level)]}
+        for person in _world().people
+    ]
+    return TableRows({"train": rows}, test_fraction=_TEST_FRACTION)
+
+
+def expert_player(messages: list[Message], rng: random.Random) -> str:
+    """Searches for the person, then for what the last search led to, until the question is answered."""
+    hops, name = _question(messages)
+    found = "\n".join(m["content"] for m in messages if m["content"].startswith("<information>"))
+    for query, pattern in _HOPS[:hops]:
+        fact = re.search(pattern.format(name), found)
+        if fact is None:
+            return f"<search>{query.format(name)}</search>"
+        name = fact[1]
+    return f"<answer>{name}</answer>"
+
+
+def random_player(messages: list[Message], rng: random.Random) -> str:
+    """Any town, country or language, without a search."""
+    hops, _ = _question(messages)
+    world = _world()
+    return f"<answer>{rng.choice((world.towns, world.countries, world.languages)[hops - 1])}</answer>"
+
+
+def careless_player(messages: list[Message], rng: random.Random) -> str:
+    """Does what the expert would, seven times out of ten; guesses otherwise."""
+    return (expert_player if rng.random() < 0.7 else random_player)(messages, rng)
+
+
+def demonstrations(
+    count: int, seed: int = 0, player: Player = careless_player, environment: SearchQA | None = None
+) -> list[dict[str, list[Message]]]:
+    """Episodes as training data for TRL's ``SFTTrainer``.
+
+    Args:
+        count: Number of episodes.
+        seed: Their seeds are ``seed`` to ``seed + count - 1``.
+        player: Who plays. The default teaches the format and leaves something to find.
+        environment: What to play. Default: the easy level's ``train`` split.
+
+    Returns:
+        ``count`` rows ``{"messages": [...]}``, each ending with the player's last answer.
+    """
+    return demonstrate(environment or SearchQA(), player, range(seed, seed + count))
+
+
+def preferences(count: int, seed: int = 0, environment: SearchQA | None = None) -> list[dict[str, list[Message]]]:
+    """Pairs for TRL's ``DPOTrainer``: looking it up, against the wrong guess of the careless player.
+
+    Args:
+        count: Number of pairs.
+        seed: Seed of the first episode; episodes in which the careless player was right are passed over.
+        environment: What to play. Default: the easy level's ``train`` split.
+
+    Returns:
+        ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
+    """
+    pairs: list[dict[str, list[Message]]] = []
+    while len(pairs) < count:
+        pairs += compare(environment or SearchQA(), expert_player, careless_player, [seed])
+        seed += 1
+    return pairs
+
+
+def _question(messages: list[Message]) -> tuple[int, str]:
+    """The number of searches a question needs, and the person it is about."""
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    for hops, question in enumerate(LEVELS.values(), start=1):
+        found = re.search(re.escape(question).replace(r"\{\}", "(.+)") + "$", asked[0] if asked else "")
+        if found:
+            return hops, found[1]
+    raise ValueError(f"Expected one of the questions of {', '.join(LEVELS)}, got {asked[:1]}.")

@@ -1,0 +1,123 @@
+"""Python in a sandbox: what it can do, and the many things it cannot."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from agile_trainers.envs.python_sandbox import MODULES, python, run_python
+from agile_trainers.envs.tools import ToolEnvironment
+
+
+def test_programs() -> None:
+    assert python("print(6 * 7)") == "42"
+    assert python("x = 1") == "(no output: print the result)"
+    assert python("print('a')\n\n1 / 0") == "a\nZeroDivisionError in line 3: division by zero"
+    assert python("def f(:") == "SyntaxError in line 1: invalid syntax (<code>, line 1)"
+    assert python("import sys\nprint('é')\nsys.exit(3)\nprint('b')") == "é"
+
+
+def test_every_module_that_is_allowed_can_be_imported() -> None:
+    assert python(f"import {', '.join(MODULES)}\nprint(math.comb(5, 2), re.sub('a', 'b', 'aa'))") == "10 bb"
+    classes = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nprint(A(3))"
+    assert python(classes) == "A(x=3)"
+    assert python("import datetime\nprint(datetime.datetime.strptime('2024', '%Y').year)") == "2024"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(open({path!r}).read())",
+        "import io; print(io.FileIO({path!r}).read())",
+        "import os; print(os.read(os.open({path!r}, 0), 9))",
+        "import posix; print(posix.open({path!r}, 0))",
+        "import pathlib; print(pathlib.Path({path!r}).read_text())",
+        "import linecache; print(linecache.getlines({path!r}))",
+        "import subprocess; print(subprocess.run(['cat', {path!r}], capture_output=True))",
+        "import os; os.system('cat ' + {path!r})",
+        "import ctypes; print(ctypes.CDLL(None))",
+        "import sys; f = sys.modules['_frozen_importlib_external']; print(f.FileLoader('x', {path!r}).get_data({path!r}))",
+        "import sys; sys.modules['_frozen_importlib'].BuiltinImporter.load_module('_posixsubprocess').fork_exec",
+        "import builtins; builtins.PermissionError = print; print(open({path!r}).read())",
+    ],
+)
+def test_no_file_can_be_read(code: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the secret")
+    printed = python(code.format(path=str(secret)))
+    assert "secret" not in printed.replace(str(secret), "") and "Error in line 1" in printed
+
+
+def test_the_guard_cannot_be_taken_out() -> None:
+    """Even code that gets hold of the guarding function through a traceback changes nothing about it."""
+    code = """
+def free(event, arguments): pass
+try:
+    open("x")
+except PermissionError as error:
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    guard = trace.tb_frame.f_back.f_back.f_locals["guard"]
+    for name in ("__code__", "__defaults__"):
+        try:
+            setattr(guard, name, getattr(free, name))
+        except PermissionError:
+            print(guard.__name__, name)
+print(open("/etc/hostname").read())
+"""
+    lines = python(code).splitlines()
+    assert lines[:2] == ["guard __code__", "guard __defaults__"]
+    assert lines[2].startswith("PermissionError in line 15: the sandbox allows no files")
+
+
+@pytest.mark.parametrize("code", ["open('x', 'w')", "import os; os.mkdir('x')", "import os; os.mknod('x')"])
+def test_no_file_can_be_written(code: str) -> None:
+    assert "Error in line 1" in python(code)
+
+
+@pytest.mark.parametrize("module", ["socket", "_socket", "urllib.request", "http.client", "asyncio", "ssl"])
+def test_the_network_is_out_of_reach(module: str) -> None:
+    assert python(f"import {module}").startswith("PermissionError in line 1: the sandbox allows no files, network")
+
+
+@pytest.mark.parametrize("code", ["import os; os.fork()", "import os; os.kill(os.getppid(), 9)", "import numpy"])
+def test_no_process_no_signal_no_further_module(code: str) -> None:
+    assert "Error in line 1" in python(code)
+
+
+def test_the_environment_of_the_training_process_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "tell nobody")
+    assert "Error" in python("import os; print(os.environ)")
+    assert "Error" in python("print(open('/proc/self/environ').read())")
+
+
+@pytest.mark.parametrize(
+    "code", ["while True: pass", "import time; time.sleep(60)", "print('a', flush=True)\nwhile 1: pass"]
+)
+def test_time_is_limited(code: str) -> None:
+    started = time.monotonic()
+    printed = run_python(code, timeout=0.5)
+    assert printed.endswith("TimeoutError: stopped after 0.5 seconds")
+    assert time.monotonic() - started < 5
+    assert ("a\n" in printed) == ("flush" in code)
+
+
+def test_memory_and_output_are_limited() -> None:
+    assert run_python("x = 'a' * 10**9", memory=128).startswith("MemoryError in line 1")
+    printed = run_python("while True: print('a' * 100)", max_output=1000)
+    assert printed.endswith("\n[output cut at 1000 bytes]") and len(printed) < 1100
+
+
+def test_bad_limits() -> None:
+    with pytest.raises(ValueError, match="limits must be positive, got timeout=0"):
+        run_python("1", timeout=0)
+
+
+def test_as_a_tool() -> None:
+    environment = ToolEnvironment([python], [{"question": "q", "answer": "a"}] * 9)
+    environment.reset(options={"question": "q", "answer": "a"})
+    call = '<tool_call>{"name": "python", "arguments": {"code": "print(2 ** 5)"}}</tool_call>'
+    assert environment.step(call)[0] == "<tool_response>\n32\n</tool_response>"
