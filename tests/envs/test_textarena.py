@@ -43,10 +43,10 @@ def hanoi_moves(disks: int, source: str = "A", target: str = "C", spare: str = "
 
 
 # Generating these takes seconds.
-SLOW = ("RushHour-v0", "Sokoban-v0", "Sudoku-v0-hard")
+SLOW = ("RushHour-v0", "Sokoban-v0")
 
 
-@pytest.mark.parametrize("game", [game for game in OFFLINE_GAMES if game not in SLOW])
+@pytest.mark.parametrize("game", [game for game in OFFLINE_GAMES if game not in (*SLOW, "Sudoku-v0-hard")])
 def test_eight_random_episodes_of_every_offline_game(game: str) -> None:
     first, second = TextArenaEnvironment(game), TextArenaEnvironment(game)
     state = random.getstate()
@@ -59,7 +59,7 @@ def test_eight_random_episodes_of_every_offline_game(game: str) -> None:
     assert random.getstate() == state
 
 
-@pytest.mark.parametrize("game", SLOW)
+@pytest.mark.parametrize("game", [*SLOW, pytest.param("Sudoku-v0-hard", marks=pytest.mark.slow)])
 def test_the_slow_ones_too(game: str) -> None:
     first, second = (play(TextArenaEnvironment(game), at_random, 1, max_turns=4) for _ in range(2))
     assert first == second
