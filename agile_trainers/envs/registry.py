@@ -24,7 +24,7 @@ from .base import EnvironmentFactory
 
 _LISTING = r"""python -c "from agile_trainers.envs import *; print(*list_environments(), sep='\n')" """.strip()
 _registered: dict[str, Callable[..., Any]] = {}
-_LIBRARIES = {"gymnasium": "gymnasium", "textarena": "textarena"}
+_LIBRARIES = {"gymnasium": "gymnasium", "openenv": "openenv", "textarena": "textarena"}
 """Prefix of an id, and the module beside this one that defines ``is_installed()``, ``listed()`` (names worth listing),
 ``knows(name)`` and ``make_factory(name, **kwargs)`` for it."""
 

@@ -1,0 +1,340 @@
+"""The adapter against real OpenEnv servers, over websocket and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openenv", reason="OpenEnv is not installed: pip install 'agile-trainers[envs]'")
+
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+from agile_trainers.envs import check_environment, make_environment_factory
+from agile_trainers.envs.openenv import OpenEnvEnvironment, OpenEnvError, OpenEnvUnavailableError
+from agile_trainers.envs.retries import retry
+from agile_trainers.rollout.stepping import EnvironmentPool
+
+
+class Guess(Action):
+    text: str
+
+
+class Hint(Observation):
+    hint: str
+    success: bool = False
+
+
+class GuessServer(Environment[Guess, Hint, State]):
+    """Guess a number of 1..9; the seed is the secret."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.secret = self.steps = 0
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, low: int = 1, **kwargs: Any) -> Hint:
+        self.secret, self.steps = (seed or 0) % 9 + 1, 0
+        return Hint(hint=f"Guess a number from {low} to 9.")
+
+    def step(self, action: Guess, timeout_s: float | None = None, **kwargs: Any) -> Hint:
+        self.steps += 1
+        if action.text == "crash":
+            raise RuntimeError("the server's own bug")
+        if action.text == "sleep":
+            time.sleep(0.6)
+        right = action.text.strip() == str(self.secret)
+        return Hint(hint="right" if right else "wrong", success=right, reward=1.0 if right else None, done=right)
+
+    @property
+    def state(self) -> State:
+        return State(step_count=self.steps)
+
+
+class Move(Action):
+    row: int
+    column: int
+
+
+class Board(Observation):
+    board: str
+
+
+class BoardServer(Environment[Move, Board, State]):
+    """Hit the one ship at (1, 2). One environment, whoever asks."""
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Board:
+        return Board(board="...\n...")
+
+    def step(self, action: Move, timeout_s: float | None = None, **kwargs: Any) -> Board:
+        hit = (action.row, action.column) == (1, 2)
+        return Board(board="hit" if hit else "miss", reward=float(hit), done=hit)
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
+@contextmanager
+def serve(app: Any, port: int = 0) -> Iterator[str]:
+    """A server in a thread; its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", ws_ping_interval=None))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def guess_url() -> Iterator[str]:
+    with serve(create_fastapi_app(GuessServer, Guess, Hint, max_concurrent_envs=16)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def board_url() -> Iterator[str]:
+    with serve(create_fastapi_app(BoardServer, Move, Board)) as url:
+        yield url
+
+
+def episode(environment: Any, seed: int | None, *answers: str, options: dict[str, Any] | None = None) -> list[Any]:
+    """What reset and every step return."""
+
+    async def play() -> list[Any]:
+        results = [await environment.reset(seed=seed, options=options)]
+        for answer in answers:
+            results.append(await environment.step(answer))
+        await environment.close()
+        return results
+
+    return asyncio.run(play())
+
+
+def test_an_episode_over_websocket(guess_url: str) -> None:
+    environment = make_environment_factory(f"openenv:{guess_url}", observation_field="hint")()
+    assert environment.action_field == "text"  # type: ignore[attr-defined]
+    (start, info), wrong, right = episode(environment, 4, "3", "5")
+    assert start == "Guess a number from 1 to 9." and info["observation"]["success"] is False
+    assert wrong == ("wrong", 0.0, False, False, {"observation": {"hint": "wrong", "success": False}, "success": False})
+    assert right == ("right", 1.0, True, False, {"observation": {"hint": "right", "success": True}, "success": True})
+
+
+def test_eight_episodes_on_one_session(guess_url: str) -> None:
+    environment = OpenEnvEnvironment(guess_url)
+
+    async def play() -> list[bool]:
+        solved = []
+        for seed in range(8):
+            await environment.reset(seed=seed)
+            socket = environment._socket
+            for guess in range(1, 10):
+                _, _, terminated, _, info = await environment.step(str(guess))
+                assert terminated == (guess == seed % 9 + 1)
+                if terminated:
+                    break
+            solved.append(info["success"])
+            assert environment._socket is socket
+        await environment.close()
+        return solved
+
+    assert asyncio.run(play()) == [True] * 8
+
+
+def test_the_rows_columns_go_to_reset(guess_url: str) -> None:
+    environment = OpenEnvEnvironment(guess_url, observation_field="hint")
+    (start, _), step = episode(environment, 1, "8", options={"low": 7, "seed": 7, "episode_id": None})
+    assert start == "Guess a number from 7 to 9." and step[0] == "right"
+
+
+def test_all_fields_of_an_observation_are_json(guess_url: str) -> None:
+    ((start, _),) = episode(OpenEnvEnvironment(guess_url), 0)
+    assert start == '{"hint": "Guess a number from 1 to 9.", "success": false}'
+
+
+def test_actions_of_several_fields_are_json(board_url: str) -> None:
+    environment = OpenEnvEnvironment(board_url)
+    assert environment.action_field is None
+    (start, _), prose, wrong, miss, hit = episode(
+        environment,
+        0,
+        "the corner",
+        'I aim at {"row": "top"}',
+        '{"row": 0, "column": 0}',
+        'So: {"row": 1, "column": 2}!',
+    )
+    assert start == "...\n..."
+    assert prose[0].startswith("That is no action: it holds no JSON object. Expected a JSON object")
+    assert '{"row": "integer", "column": "integer"}' in prose[0] and prose[1:] == (0.0, False, False, {})
+    assert wrong[0].startswith("That is no action") and "row" in wrong[0] and "column" in wrong[0]
+    assert (miss[0], hit[:3]) == ("miss", ("hit", 1.0, True))
+
+
+def test_http_keeps_nothing_between_requests_unless_the_server_does() -> None:
+    shared = GuessServer()
+    with serve(create_fastapi_app(lambda: shared, Guess, Hint)) as url:
+        environment = OpenEnvEnvironment(url, transport="http", observation_field="hint")
+        (start, _), wrong, right = episode(environment, 4, "3", "5")
+    assert start == "Guess a number from 1 to 9."
+    assert (wrong[:3], right[:3], right[4]["success"]) == (("wrong", 0.0, False), ("right", 1.0, True), True)
+
+
+def test_json_actions_that_do_not_fit_are_answered_over_http_too(board_url: str) -> None:
+    environment = OpenEnvEnvironment(board_url, transport="http")
+    _, wrong, hit = episode(environment, 0, '{"row": 1}', '{"row": 1, "column": 2}')
+    assert wrong[0].startswith("That is no action") and "column" in wrong[0] and hit[:3] == ("hit", 1.0, True)
+
+
+def test_an_error_of_the_servers_is_raised_and_the_next_episode_works(guess_url: str) -> None:
+    environment = OpenEnvEnvironment(guess_url, observation_field="hint")
+
+    async def play() -> str:
+        await environment.reset(seed=0)
+        with pytest.raises(OpenEnvError, match="the server's own bug"):
+            await environment.step("crash")
+        await environment.reset(seed=1)
+        observation, *_ = await environment.step("2")
+        await environment.close()
+        return str(observation)
+
+    assert asyncio.run(play()) == "right"
+
+
+def test_many_sessions_step_at_the_same_time(guess_url: str) -> None:
+    """Eight steps of 0.6 s in a fraction of the 4.8 s that they take one after the other."""
+    pool = EnvironmentPool(make_environment_factory(f"openenv:{guess_url}"))
+    outcomes: list[Any] = []
+    for number in range(8):
+        pool.reset(number, number, None)
+    while len(outcomes) < 8:
+        outcomes += pool.outcomes(block=True)
+    started = time.monotonic()
+    for number in range(8):
+        pool.step(number, "sleep")
+    while len(outcomes) < 16:
+        outcomes += pool.outcomes(block=True)
+    assert time.monotonic() - started < 2.4 and not any(outcome.error for outcome in outcomes)
+    for number in range(8):
+        pool.release(number, reusable=True)
+    pool.close()
+
+
+def test_a_full_server_is_waited_for() -> None:
+    with serve(create_fastapi_app(GuessServer, Guess, Hint, max_concurrent_envs=1)) as url:
+        first, patient = OpenEnvEnvironment(url), OpenEnvEnvironment(url, retries=6, backoff=0.05)
+        hasty = OpenEnvEnvironment(url, retries=0)
+
+        async def play() -> str:
+            await first.reset(seed=0)
+            with pytest.raises(OpenEnvUnavailableError, match="max_concurrent_envs, or set max_environments"):
+                await hasty.reset(seed=0)
+            waiting = asyncio.create_task(patient.reset(seed=3))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await first.close()
+            observation, _ = await waiting
+            await patient.close()
+            return str(observation)
+
+        assert "Guess a number" in asyncio.run(play())
+
+
+def test_a_lost_connection_costs_the_episode_and_the_next_one_reconnects() -> None:
+    app: Callable[[], Any] = lambda: create_fastapi_app(GuessServer, Guess, Hint, max_concurrent_envs=4)  # noqa: E731
+
+    async def play(environment: OpenEnvEnvironment, stop: Callable[[], None], start: Callable[[], None]) -> str:
+        await environment.reset(seed=0)
+        await asyncio.to_thread(stop)
+        with pytest.raises(OpenEnvUnavailableError, match="did not answer"):
+            await environment.step("3")
+        again = asyncio.create_task(environment.reset(seed=1))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(start)
+        await again
+        observation, *_ = await environment.step("2")
+        await environment.close()
+        return str(observation)
+
+    servers = [serve(app())]
+    url = servers[0].__enter__()
+    environment = OpenEnvEnvironment(url, observation_field="hint", backoff=0.1)
+
+    def start() -> None:
+        servers.append(serve(app(), int(url.rsplit(":", 1)[1])))
+        servers[-1].__enter__()
+
+    try:
+        assert asyncio.run(play(environment, lambda: servers[0].__exit__(None, None, None), start)) == "right"
+    finally:
+        servers[-1].__exit__(None, None, None)
+
+
+def test_pauses_double_and_other_errors_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("agile_trainers.envs.retries.asyncio.sleep", sleep)
+    errors: list[Exception | None] = [ConnectionError(), ConnectionError(), ConnectionError(), None]
+
+    async def attempt() -> str:
+        if (error := errors.pop(0)) is not None:
+            raise error
+        return "done"
+
+    assert asyncio.run(retry(attempt, (ConnectionError,), 3, 0.5)) == "done" and pauses == [0.5, 1.0, 2.0]
+    errors[:] = [ConnectionError("1"), ConnectionError("2")]
+    with pytest.raises(ConnectionError, match="2"):
+        asyncio.run(retry(attempt, (ConnectionError,), 1, 0.0))
+    errors[:] = [ValueError()]
+    with pytest.raises(ValueError):
+        asyncio.run(retry(attempt, (ConnectionError,), 3, 0.0))
+
+
+def test_the_checker_finds_nothing(guess_url: str) -> None:
+    factory = make_environment_factory(f"openenv:{guess_url}")
+    report = check_environment(factory, episodes=2, max_turns=3, actions=["1", "2", "3"])
+    assert not report.findings, str(report)
+
+
+@pytest.mark.parametrize(
+    ("url", "kwargs", "words"),
+    [
+        ("localhost:8000", {}, ["http://localhost:8000", "'localhost:8000'"]),
+        (None, {"action_field": "txt"}, ["no action field 'txt'", "text"]),
+        (None, {"observation_field": "board"}, ["no observation field 'board'", "hint, success"]),
+        (None, {"transport": "pigeon"}, ["'websocket' or 'http'", "'pigeon'"]),
+        (None, {"retries": -1}, ["retries", "-1"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(
+    guess_url: str, url: str, kwargs: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ValueError) as error:
+        make_environment_factory(f"openenv:{url or guess_url}", **kwargs)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_server_that_is_not_there_is_said_at_once() -> None:
+    with pytest.raises(OpenEnvUnavailableError, match="Is an OpenEnv server running at this address"):
+        make_environment_factory("openenv:http://127.0.0.1:9")
+
+
+def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "websockets" else find(name))
+    with pytest.raises(ImportError, match=r"pip install 'agile-trainers\[envs\]'"):
+        make_environment_factory("openenv:http://localhost:8000")
