@@ -105,6 +105,12 @@ class Trajectory:
         return bool(self.turns[-1].info["success"])
 
     @property
+    def anchors(self) -> list[str | None]:
+        """``info["anchor"]`` of the state each turn started from: reset's for the first, the step before for the others."""
+        infos = [self.reset_info, *(turn.info for turn in self.turns[:-1])][: len(self.turns)]
+        return [None if info.get("anchor") is None else str(info["anchor"]) for info in infos]
+
+    @property
     def messages(self) -> list[Message]:
         """The conversation after the prompt: actions as assistant messages, observations between them."""
         messages: list[Message] = []
@@ -145,6 +151,8 @@ class TurnBatch:
     """(B,) bool, the environment failed: masked out of loss and statistics."""
     sampling_logprobs: torch.Tensor
     """(B, T) float32, 0 on everything but action tokens."""
+    anchors: torch.Tensor
+    """(B, K) int64, a hash of the state each turn started from, as the environment names it; 0 where it names none."""
 
     @property
     def action_mask(self) -> torch.Tensor:

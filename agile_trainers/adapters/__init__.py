@@ -1,7 +1,9 @@
 """Several adapters on one frozen base: the policy, its reference, a critic with a value head."""
 
 from .critic import ActorCriticOutput, add_critic, add_value_head
+from .reference import add_reference, copy_adapter
 from .roles import CRITIC, POLICY, REFERENCE, AdapterRouter, thaw
+from .scope import explaining_scope, within_scope
 
 __all__ = [
     "CRITIC",
@@ -10,6 +12,10 @@ __all__ = [
     "ActorCriticOutput",
     "AdapterRouter",
     "add_critic",
+    "add_reference",
     "add_value_head",
+    "copy_adapter",
+    "explaining_scope",
     "thaw",
+    "within_scope",
 ]

@@ -9,7 +9,7 @@ import torch
 
 from .returns import discounted_returns
 
-Granularity = Literal["turn", "trajectory"]
+Granularity = Literal["turn", "trajectory", "anchor"]
 TurnCredit = Literal["return", "reward"]
 Scale = Literal["group", "batch", "none"]
 Baseline = Literal["mean", "leave_one_out"]
@@ -27,16 +27,41 @@ class GroupAdvantages:
     groups_without_signal: float
     """Share of groups in which every advantage is 0, for equal rewards or too few members."""
     lonely_turns: float
-    """Share of turns that no other valid member of the group reached; they get advantage 0."""
+    """Share of turns that nothing else in the group could be compared with."""
 
 
-def _group_mean_std(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean, sample standard deviation (ddof 1) and count over dim 1 of (G, N, K), of what the mask keeps."""
-    count = mask.sum(dim=1, keepdim=True)
-    kept = torch.where(mask, values, values.new_zeros(()))
-    mean = kept.sum(dim=1, keepdim=True) / count.clamp(min=1)
-    squares = torch.where(mask, (values - mean) ** 2, values.new_zeros(()))
-    return mean, (squares.sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt(), count
+@dataclass
+class _Comparison:
+    """Values, and which of them are compared with each other. All of one shape."""
+
+    values: torch.Tensor
+    sets: torch.Tensor
+    """int64, the set each value belongs to."""
+    mask: torch.Tensor
+    """Which values count at all."""
+
+    def advantages(self, scale: Scale, baseline: Baseline) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Advantages (0 where the mask is False), which values had no other in their set, and which had a signal."""
+        count = self._total(torch.ones_like(self.values))
+        mean = self._total(self.values) / count.clamp(min=1)
+        centred = self.values - mean
+        std = (self._total(centred**2) / (count - 1).clamp(min=1)).sqrt()
+        # Equal rewards have a spread of rounding size, not of exactly 0; it must not be blown up to a signal.
+        signal = self.mask & (count >= 2) & (std > 1e-6 * mean.abs().clamp(min=1.0))
+        centred = torch.where(signal, centred, 0.0)
+        if baseline == "leave_one_out":
+            centred = centred * count / (count - 1).clamp(min=1)
+        if scale == "group":
+            centred = centred / (std + STD_EPSILON)
+        elif scale == "batch":
+            all_values = self.values[self.mask]
+            centred = centred / ((all_values.std() if all_values.numel() > 1 else 0.0) + STD_EPSILON)
+        return centred, self.mask & (count < 2), signal
+
+    def _total(self, values: torch.Tensor) -> torch.Tensor:
+        """Of each value's set, given to each of its values."""
+        kept = torch.where(self.mask, values, 0.0).flatten()
+        return kept.new_zeros(int(self.sets.max()) + 1).index_add(0, self.sets.flatten(), kept)[self.sets]
 
 
 def group_advantages(
@@ -50,62 +75,72 @@ def group_advantages(
     gamma: float = 1.0,
     scale: Scale = "group",
     baseline: Baseline = "mean",
+    trajectory_fallback: bool = False,
+    anchors: torch.Tensor | None = None,
+    anchor_weight: float = 1.0,
 ) -> GroupAdvantages:
     """Group-relative advantages (GRPO: Shao et al., 2024, eq. 3), per trajectory or per turn.
 
     ``"trajectory"``: ``(R - mean of the group) / (std of the group + 1e-4)`` with ``R`` the sum of the turn rewards, the
     same for every turn. ``"turn"``: the same per turn index, over the members of the group that reached that turn, with
-    ``R`` the discounted return from that turn on (``turn_credit="return"``) or the turn's own reward (``"reward"``). A
-    turn that fewer than two members reached has nothing to be compared with and gets 0.
+    ``R`` the discounted return from that turn on (``turn_credit="return"``) or the turn's own reward (``"reward"``).
+    ``"anchor"`` (GiGPO: Feng et al., 2025): the trajectory's advantage plus ``anchor_weight`` times that of the turn among
+    all turns of the group that started from the same state. A turn with nothing to be compared with gets 0.
 
     Args:
         turn_rewards: (B, K); rows ``i * group_size`` to ``(i + 1) * group_size`` are one group.
         turn_mask: (B, K) bool.
         failed: (B,) bool, rows left out of every statistic.
         group_size: Members of a group.
-        granularity: ``"turn"`` or ``"trajectory"``.
-        turn_credit: ``"return"`` or ``"reward"``; only for ``"turn"``.
+        granularity: ``"turn"``, ``"trajectory"`` or ``"anchor"``.
+        turn_credit: ``"return"`` or ``"reward"``; not for ``"trajectory"``.
         gamma: Discount per turn for ``turn_credit="return"``.
-        scale: TRL's ``scale_rewards``: divide by the ``"group"`` standard deviation, by that of the ``"batch"``, or not
-            at all (``"none"``, Dr. GRPO).
-        baseline: The ``"mean"`` of the group, or of the other members only (``"leave_one_out"``, RLOO: Ahmadian et al.,
+        scale: TRL's ``scale_rewards``: divide by the standard deviation of those compared (``"group"``), by that of the
+            ``"batch"``, or not at all (``"none"``, Dr. GRPO).
+        baseline: The ``"mean"`` of those compared, or of the others only (``"leave_one_out"``, RLOO: Ahmadian et al.,
             2024), which does not shrink the gradient: unscaled, its expectation is the exact one.
+        trajectory_fallback: For ``"turn"``: a turn that no other member reached gets its trajectory's advantage, not 0.
+        anchors: (B, K) int64, the state each turn started from, 0 for none. For ``"anchor"`` only.
+        anchor_weight: For ``"anchor"`` only.
 
     Returns:
         The advantages and their statistics. Computed in float64, returned as float32.
     """
-    num_turns = turn_rewards.size(1)
     valid = turn_mask & ~failed[:, None]
     rewards = torch.where(valid, turn_rewards.double(), 0.0)
+    groups = (torch.arange(len(rewards), device=rewards.device) // group_size)[:, None].expand_as(rewards)
+    episodes = _Comparison(rewards.sum(dim=1), groups[:, 0], ~failed)
+    whole, lonely, signal = episodes.advantages(scale, baseline)
+    whole = whole[:, None] * valid
     if granularity == "trajectory":
-        values, mask = rewards.sum(dim=1, keepdim=True), ~failed[:, None]
-    elif turn_credit == "return":
-        values, mask = discounted_returns(rewards, valid, gamma), valid
+        return _result(whole, lonely, ~failed, signal, group_size)
+
+    values = discounted_returns(rewards, valid, gamma) if turn_credit == "return" else rewards
+    indices = torch.arange(rewards.size(1), device=rewards.device).expand_as(groups)
+    if granularity == "turn":
+        compared, keys = valid, indices
     else:
-        values, mask = rewards, valid
+        assert anchors is not None
+        # A state without a name is like no other.
+        compared, keys = valid & (anchors != 0), anchors
+    sets = torch.stack([groups, keys], dim=-1).view(-1, 2).unique(dim=0, return_inverse=True)[1].view(keys.shape)
+    advantages, lonely, turn_signal = _Comparison(values, sets, compared).advantages(scale, baseline)
+    lonely |= valid & ~compared
+    signal_of_turns = turn_signal.any(dim=1)
+    if granularity == "anchor":
+        advantages, signal_of_turns = whole + anchor_weight * advantages, signal | signal_of_turns
+    elif trajectory_fallback:
+        advantages = torch.where(lonely, whole, advantages)
+        signal_of_turns |= signal & lonely.any(dim=1)
+    return _result(advantages, lonely, valid, signal_of_turns, group_size)
 
-    grouped = values.view(-1, group_size, values.size(1))
-    group_mask = mask.view(grouped.shape)
-    mean, std, count = _group_mean_std(grouped, group_mask)
-    comparable = group_mask & (count >= 2)
-    # Equal rewards have a spread of rounding size, not of exactly 0; it must not be blown up to a signal.
-    comparable &= std > 1e-6 * mean.abs().clamp(min=1.0)
-    centred = torch.where(comparable, grouped - mean, 0.0)
-    if baseline == "leave_one_out":
-        centred = centred * count / (count - 1).clamp(min=1)
-    if scale == "group":
-        centred = centred / (std + STD_EPSILON)
-    elif scale == "batch":
-        flat = values[mask]
-        centred = centred / ((flat.std() if flat.numel() > 1 else flat.new_zeros(())) + STD_EPSILON)
 
-    lonely = group_mask & (count < 2)
-    advantages = centred.view(-1, values.size(1)).expand(-1, num_turns) * valid
-    return GroupAdvantages(
-        advantages=advantages.float(),
-        groups_without_signal=(~comparable.flatten(1).any(dim=1)).double().mean().item(),
-        lonely_turns=(lonely.sum() / group_mask.sum().clamp(min=1)).item(),
-    )
+def _result(
+    advantages: torch.Tensor, lonely: torch.Tensor, valid: torch.Tensor, signal: torch.Tensor, group_size: int
+) -> GroupAdvantages:
+    silent = ~signal.view(-1, group_size).any(dim=1)
+    share = lonely.sum() / valid.sum().clamp(min=1)
+    return GroupAdvantages(advantages.float(), silent.double().mean().item(), share.item())
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:

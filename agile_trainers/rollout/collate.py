@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -60,6 +61,7 @@ def collate(
         truncated=torch.tensor([trajectory.stop_reason.truncated for trajectory in trajectories]),
         failed=torch.tensor([trajectory.stop_reason.failed for trajectory in trajectories]),
         sampling_logprobs=torch.zeros(size, length),
+        anchors=torch.zeros(size, num_turns, dtype=torch.long),
     )
     for row, (trajectory, prompt, completion) in enumerate(zip(trajectories, prompts, completions)):
         batch.prompt_ids[row, width - len(prompt) :] = torch.tensor(prompt)
@@ -74,8 +76,15 @@ def collate(
             batch.turn_rewards[row, k] = turn.reward
             batch.turn_mask[row, k] = True
             batch.state_positions[row, k] = width + turn.start - 1
+        for k, anchor in enumerate(trajectory.anchors):
+            batch.anchors[row, k] = 0 if anchor is None else _hash(anchor)
     _check_logprobs(batch)
     return TurnBatch(**{name: value.to(device) for name, value in vars(batch).items()})
+
+
+def _hash(text: str) -> int:
+    """The same positive integer in every process, unlike Python's own ``hash``."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % (2**63 - 1) + 1
 
 
 def _round_up(length: int, multiple: int | None) -> int:

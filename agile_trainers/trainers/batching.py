@@ -27,6 +27,34 @@ def trim_columns(batch: Batch) -> Batch:
     return trimmed
 
 
+def drop_silent_rows(batch: Batch, eps: float, loss_type: str) -> tuple[Batch, float]:
+    """Drop the rows of a micro-batch that have no advantage, and with it no gradient.
+
+    Without any other row, the shortest one stays: a rank that skipped its forward and backward pass would leave the others
+    waiting.
+
+    Args:
+        batch: ``advantages`` and ``tool_mask`` are (B, T).
+        eps: An advantage counts as none up to this.
+        loss_type: TRL's; some divide by the number of rows or tokens of the micro-batch.
+
+    Returns:
+        What is left, and what its loss is to be multiplied by to give that of the whole.
+    """
+    mask = batch["tool_mask"] * batch["completion_mask"]
+    kept = ((batch["advantages"].abs() > eps) & (mask > 0)).any(dim=1)
+    if not kept.any():
+        kept[_lengths(batch).argmin()] = True
+    left = {name: value[kept] if value.ndim else value for name, value in batch.items()}
+    if loss_type == "bnpo":
+        share = mask[kept].sum().clamp(min=1) / mask.sum().clamp(min=1)
+    elif loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
+        share = kept.float().mean()
+    else:
+        return left, 1.0  # divided by the tokens of the whole generation batch
+    return left, share.item()
+
+
 def sort_by_length(micro_batches: list[Batch], window: int) -> list[Batch]:
     """Exchange rows between the micro-batches of one accumulation window so that each holds rows of like length.
 

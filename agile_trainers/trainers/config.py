@@ -46,6 +46,19 @@ class MultiTurnConfig(GRPOConfig):
         num_eval_episodes: Episodes of one evaluation, over all processes.
         eval_greedy: Evaluate with the likeliest token instead of sampling.
         log_rollouts: Write every episode to ``output_dir/rollouts/`` as JSON lines.
+        kl_placement: Where the penalty for leaving the reference, weighed by ``beta``, enters: the ``"loss"`` (TRL's k3),
+            the ``"reward"`` of each turn (summed over its tokens) or the ``"advantage"`` of each token. See
+            :mod:`agile_trainers.objectives.kl`.
+        skip_zero_advantage: Leave episodes without signal out of the forward pass. The gradient stays the same; TRL's
+            metrics (entropy, clip ratios) are then over the episodes that are left. A micro-batch without any signal keeps
+            its shortest episode, so that all ranks stay in step.
+        zero_advantage_eps: An episode has no signal if none of its advantages is larger than this.
+        reference_adapter: With LoRA: the reference is an adapter of its own, ``ref``, that starts as a copy of the policy,
+            instead of the base model. Costs the adapter's memory.
+        reference_update_steps: Make the current policy the reference every so many optimizer steps. LoRA needs
+            ``reference_adapter``.
+        lora_target_scope: Adapt only modules below this part of the model, for example ``"language_model"``.
+        activation_offload: Keep activations in the CPU's memory between forward and backward pass.
     """
 
     _groupless: ClassVar[bool] = False
@@ -85,6 +98,17 @@ class MultiTurnConfig(GRPOConfig):
     num_eval_episodes: int = field(default=128, metadata={"help": "Episodes of one evaluation."})
     eval_greedy: bool = field(default=False, metadata={"help": "Evaluate greedily instead of sampling."})
     log_rollouts: bool = field(default=True, metadata={"help": "Write episodes to output_dir/rollouts/."})
+    kl_placement: str = field(
+        default="loss", metadata={"help": "Where the KL penalty enters: loss, reward, advantage."}
+    )
+    skip_zero_advantage: bool = field(default=False, metadata={"help": "No forward pass for episodes without signal."})
+    zero_advantage_eps: float = field(default=0.0, metadata={"help": "Advantages up to this are no signal."})
+    reference_adapter: bool = field(default=False, metadata={"help": "The reference is an adapter of its own (LoRA)."})
+    reference_update_steps: int | None = field(
+        default=None, metadata={"help": "Make the policy the reference every so many optimizer steps."}
+    )
+    lora_target_scope: str | None = field(default=None, metadata={"help": "Adapt only modules below this one."})
+    activation_offload: bool = field(default=False, metadata={"help": "Keep activations in CPU memory until backward."})
 
     def __post_init__(self) -> None:
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
@@ -119,6 +143,11 @@ class MultiTurnConfig(GRPOConfig):
             raise ValueError(f"gamma is a discount per turn and must lie in [0, 1], got {self.gamma}.")
         if self.advantage_clip_range is not None and self.advantage_clip_range <= 0:
             raise ValueError(f"advantage_clip_range must be positive, got {self.advantage_clip_range}.")
+        if self.zero_advantage_eps < 0:
+            raise ValueError(f"zero_advantage_eps must not be negative, got {self.zero_advantage_eps}.")
+        if self.reference_update_steps is not None and self.reference_update_steps < 1:
+            raise ValueError(f"reference_update_steps must be at least 1, got {self.reference_update_steps}.")
+        _one_of(self, "kl_placement", ("loss", "reward", "advantage"))
 
     def without_environment(self) -> "MultiTurnConfig":
         """This configuration as TRL's own ``GRPOTrainer`` means it. Fields that need an environment must be unset."""
@@ -153,6 +182,8 @@ class MultiTurnConfig(GRPOConfig):
         for name, instead in _NO_EFFECT.items():
             if getattr(self, name) != _default(self.__dataclass_fields__[name]):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect with an environment: {instead}.")
+        self._check_reference()
+        self._check_skipping()
         if self.importance_sampling_level == "turn":
             self._check_turn_level()
         elif self.turn_ratio_pooling != _default(self.__dataclass_fields__["turn_ratio_pooling"]):
@@ -164,6 +195,30 @@ class MultiTurnConfig(GRPOConfig):
         args.max_completion_length = length
         args.disable_dropout = self.disable_dropout is not False
         return args
+
+    def _check_reference(self) -> None:
+        for name in ("kl_placement", "reference_adapter", "reference_update_steps"):
+            if self.beta == 0.0 and getattr(self, name) != _default(self.__dataclass_fields__[name]):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no effect with beta=0.0, which uses no reference. Set beta, or "
+                    f"leave {name} unset."
+                )
+        if self.sync_ref_model and self.reference_update_steps:
+            raise ValueError("sync_ref_model and reference_update_steps both move the reference; keep one of them.")
+
+    def _check_skipping(self) -> None:
+        if not self.skip_zero_advantage:
+            if self.zero_advantage_eps:
+                raise ValueError(f"zero_advantage_eps={self.zero_advantage_eps} needs skip_zero_advantage=True.")
+            return
+        for name, idle in (
+            ("beta", 0.0), ("entropy_coef", 0.0), ("use_adaptive_entropy", False), ("top_entropy_quantile", 1.0),
+        ):  # fmt: skip
+            if getattr(self, name) != idle:
+                raise ValueError(
+                    f"skip_zero_advantage cannot be combined with {name}={getattr(self, name)!r}, which trains episodes "
+                    f"without advantage too. Set {name}={idle!r} or skip_zero_advantage=False."
+                )
 
     def _check_turn_level(self) -> None:
         if self.loss_type == "vespo":

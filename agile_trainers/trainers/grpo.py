@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from agile_trainers.objectives.advantages import group_advantages
 
-from .config import MultiTurnConfig, _one_of
+from .config import MultiTurnConfig, _default, _one_of
 from .multi_turn import Credit, MultiTurnTrainer, Turns
 
 
@@ -14,29 +14,47 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
 
     Args:
         advantage_granularity: ``"turn"``: each turn is compared with the same turn of the other members of its group;
-            ``"trajectory"``: one advantage for the whole episode, as TRL.
+            ``"trajectory"``: one advantage for the whole episode, as TRL. ``"anchor"``: that, plus ``anchor_weight`` times
+            each turn's among the turns of its group that started from the same state (GiGPO,
+            https://huggingface.co/papers/2505.10978), which the environment names by ``info["anchor"]``.
         turn_credit: At turn granularity, what is compared: the discounted ``"return"`` from that turn on, or the turn's
             own ``"reward"``. With ``"reward"``, a reward at the end teaches the earlier turns nothing.
         advantage_baseline: What is subtracted: the ``"mean"`` of the group, or the mean of the other members
             (``"leave_one_out"``, as RLOO).
+        turn_advantage_trajectory_fallback: At turn granularity, a turn that no other member of the group reached gets its
+            episode's advantage instead of 0.
+        anchor_weight: At anchor granularity, the weight of the turn's part.
     """
 
-    advantage_granularity: str = field(default="turn", metadata={"help": "Unit of the advantage: turn or trajectory."})
+    advantage_granularity: str = field(
+        default="turn", metadata={"help": "Unit of the advantage: turn, trajectory or anchor."}
+    )
     turn_credit: str = field(default="return", metadata={"help": "What a turn is compared by: return or reward."})
     advantage_baseline: str = field(default="mean", metadata={"help": "What is subtracted: mean or leave_one_out."})
+    turn_advantage_trajectory_fallback: bool = field(
+        default=False, metadata={"help": "A turn no other member reached gets its episode's advantage."}
+    )
+    anchor_weight: float = field(default=1.0, metadata={"help": "Weight of the turn's part at anchor granularity."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _one_of(self, "advantage_granularity", ("turn", "trajectory"))
+        _one_of(self, "advantage_granularity", ("turn", "trajectory", "anchor"))
         _one_of(self, "turn_credit", ("return", "reward"))
         _one_of(self, "advantage_baseline", ("mean", "leave_one_out"))
 
     def with_environment(self) -> "MultiTurnConfig":
-        if self.advantage_granularity == "trajectory" and self.turn_credit != "return":
-            raise ValueError(
-                f"turn_credit={self.turn_credit!r} acts on advantage_granularity='turn' only, which is 'trajectory'."
-            )
-        uses_gamma = self.advantage_granularity == "turn" and self.turn_credit == "return"
+        granularity = self.advantage_granularity
+        for name, acts_on in (
+            ("turn_credit", ("turn", "anchor")),
+            ("turn_advantage_trajectory_fallback", ("turn",)),
+            ("anchor_weight", ("anchor",)),
+        ):
+            if granularity not in acts_on and getattr(self, name) != _default(self.__dataclass_fields__[name]):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} acts on advantage_granularity={' or '.join(map(repr, acts_on))} only, "
+                    f"which is {granularity!r}."
+                )
+        uses_gamma = granularity != "trajectory" and self.turn_credit == "return"
         if self.gamma != 1.0 and not uses_gamma:
             raise ValueError(
                 f"gamma={self.gamma} discounts the return of a turn, which advantage_granularity="
@@ -55,6 +73,10 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
     _name = "Multi-turn GRPO"
     _config_class = MultiTurnGRPOConfig
 
+    @property
+    def _needs_anchors(self) -> bool:
+        return self.args.advantage_granularity == "anchor"
+
     def _assign_credit(self, turns: Turns) -> Credit:
         args = self.args
         result = group_advantages(
@@ -67,8 +89,11 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
             gamma=args.gamma,
             scale=self.scale_rewards,
             baseline=args.advantage_baseline,
+            trajectory_fallback=args.turn_advantage_trajectory_fallback,
+            anchors=turns.anchors,
+            anchor_weight=args.anchor_weight,
         )
         metrics = {"groups_without_signal": result.groups_without_signal}
-        if args.advantage_granularity == "turn":
+        if args.advantage_granularity != "trajectory":
             metrics["turns_without_comparison"] = result.lonely_turns
         return Credit(result.advantages, metrics)

@@ -20,10 +20,12 @@ from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
 
+from agile_trainers.adapters import REFERENCE, explaining_scope, within_scope
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.objectives.advantages import pool_over_turns, whiten
+from agile_trainers.objectives.kl import shaping, turn_log_ratio
 from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.rollout.collate import collate
@@ -34,14 +36,18 @@ from agile_trainers.rollout.metrics import episode_row
 from agile_trainers.rollout.record import episode_record, write_records
 from agile_trainers.types import Trajectory, TurnBatch
 
-from .batching import Batch, sort_by_length, trim_columns
+from .batching import Batch, drop_silent_rows, sort_by_length, trim_columns
 from .config import MultiTurnConfig
 from .evaluation import EpisodeEvaluation
 from .randomness import training_specs
+from .reference import ReferencePolicy
 from .reporting import degeneracies, training_summary
-from .setup import build_engine, check_first_prompt, check_vllm, refuse, training_rows
+from .setup import activation_offloading, build_engine, check_first_prompt, check_vllm, refuse, training_rows
 
 logger = logging.get_logger(__name__)
+
+_SCORED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+"""Columns that a log-probability depends on."""
 
 
 @dataclass
@@ -56,6 +62,8 @@ class Turns:
     """(B,) bool."""
     lengths: torch.Tensor
     """(B, K) int64, action tokens."""
+    anchors: torch.Tensor
+    """(B, K) int64, the state each turn started from, as the environment names it; 0 where it names none."""
 
 
 @dataclass
@@ -67,7 +75,7 @@ class Credit:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class MultiTurnTrainer(EpisodeEvaluation):
+class MultiTurnTrainer(EpisodeEvaluation, ReferencePolicy):
     """GRPO's machinery over multi-turn episodes; a subclass adds the credit rule, :meth:`_assign_credit`.
 
     Takes every argument of TRL's ``GRPOTrainer``, in TRL's order, and:
@@ -88,6 +96,7 @@ class MultiTurnTrainer(EpisodeEvaluation):
     args: Any  # the trainer's own configuration class, which `Trainer` does not know
     model: Any
     num_generations: int
+    beta: float
     pad_to_multiple_of: int | None
     scale_rewards: Any
     _logs: dict[str, Any]
@@ -95,6 +104,10 @@ class MultiTurnTrainer(EpisodeEvaluation):
     _config_class: type[MultiTurnConfig]
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "agile-trainers"]
     _needs_final_observation = False
+
+    @property
+    def _needs_anchors(self) -> bool:
+        return False
 
     def __init__(
         self,
@@ -133,6 +146,8 @@ class MultiTurnTrainer(EpisodeEvaluation):
             refuse("environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both")
             args = args.with_environment()
             check_vllm(args)
+            if args.lora_target_scope is not None:
+                peft_config = within_scope(peft_config, args.lora_target_scope)
             factory = make_environment_factory(environment)
             self._rows_are_options, self._eval_rows = train_dataset is not None, eval_dataset
             train_dataset = training_rows(args, train_dataset)
@@ -145,22 +160,23 @@ class MultiTurnTrainer(EpisodeEvaluation):
             if eval_dataset is None and args.eval_strategy != "no":
                 # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
                 eval_dataset = train_dataset
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        with explaining_scope(getattr(args, "lora_target_scope", None)):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
         if environment is not None:
             self._turn_ratios = args.importance_sampling_level == "turn"
             if self._turn_ratios:
@@ -179,7 +195,14 @@ class MultiTurnTrainer(EpisodeEvaluation):
             if args.training_chat_template:
                 # Whoever loads the saved tokenizer must render what the policy was trained on.
                 self.processing_class.chat_template = self.engine.chat.chat_template
-            check_first_prompt(self.engine, args.seed, first_row)
+            check_first_prompt(self.engine, args.seed, first_row, needs_anchor=self._needs_anchors)
+            self._set_up_reference()
+            self._offloading = activation_offloading(args, self.model)
+            if args.skip_zero_advantage and self.aux_loss_enabled:
+                raise ValueError(
+                    "skip_zero_advantage cannot be combined with the router's auxiliary loss, which every episode trains. "
+                    "Set router_aux_loss_coef=0.0 in model_init_kwargs, or skip_zero_advantage=False."
+                )
             with self._generator():
                 # Made once for its checks of the sampling settings.
                 pass
@@ -269,8 +292,12 @@ class MultiTurnTrainer(EpisodeEvaluation):
             device=self.accelerator.device,
         )
         rewards = self._add_reward_functions(inputs, trajectories, batch)
+        # With a reference every row is scored, and before credit, which the penalty may be part of.
+        scores = self._policy_scores(batch) if self.beta != 0.0 else None
+        if scores is not None and self.args.kl_placement != "loss":
+            self._penalize(batch, scores)
         advantages = self._credit(batch)
-        output = self._trl_batch(batch, advantages)
+        output = self._trl_batch(batch, advantages, scores or self._policy_scores(batch, advantages))
         self._log_rollout(trajectories, rewards, advantages, batch.turn_mask)
         self._record(f"generation-{generation:06d}", self._training_records(trajectories, advantages))
         return output
@@ -324,16 +351,24 @@ class MultiTurnTrainer(EpisodeEvaluation):
 
     def _gather_turns(self, batch: TurnBatch) -> Turns:
         lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
-        rewards, mask, lengths = (
+        rewards, mask, lengths, anchors = (
             self.accelerator.gather(self.accelerator.pad_across_processes(value, dim=1))
-            for value in (batch.turn_rewards, batch.turn_mask.long(), lengths)
+            for value in (batch.turn_rewards, batch.turn_mask.long(), lengths, batch.anchors)
         )
         failed = self.accelerator.gather(batch.failed)
-        return Turns(rewards, mask.bool() & ~failed[:, None], failed, lengths)
+        return Turns(rewards, mask.bool() & ~failed[:, None], failed, lengths, anchors)
 
-    def _trl_batch(self, batch: TurnBatch, advantages: torch.Tensor) -> Batch:
+    def _token_advantages(self, advantages: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
+        """(B, T) from (B, K)."""
+        return spread_to_tokens(advantages, batch.turn_ids)
+
+    def _trl_batch(self, batch: TurnBatch, advantages: torch.Tensor, scores: Batch) -> Batch:
         """The batch dict that TRL's loss reads, and our own columns."""
-        spread = spread_to_tokens(advantages, batch.turn_ids)
+        spread = self._token_advantages(advantages, batch)
+        if self.args.kl_placement == "advantage":
+            log_probs, reference = scores["old_per_token_logps"], scores["ref_per_token_logps"]
+            unit = "turn" if self._turn_ratios else self.importance_sampling_level
+            spread = spread - self.beta * shaping(log_probs, reference, batch.turn_ids, unit)
         if self._turn_ratios and self.args.turn_ratio_pooling == "sum":
             lengths = turn_lengths(batch.turn_ids, advantages.size(1)).clamp(min=1)
             spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
@@ -350,28 +385,51 @@ class MultiTurnTrainer(EpisodeEvaluation):
             "advantages": spread,
             "num_items_in_batch": self.accelerator.gather(trained.sum()).sum(),
         }
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            generate_every = self.args.steps_per_generation * self.num_iterations
-            if self.args.gradient_accumulation_steps % generate_every != 0:
-                output["old_per_token_logps"] = self._score(self.model, output)
-            if self.beta != 0.0:
-                output["ref_per_token_logps"] = self._score_reference(output)
+        if self._scores_old_policy:
+            output["old_per_token_logps"] = scores["old_per_token_logps"]
+        if self.beta != 0.0 and self.args.kl_placement == "loss":
+            output["ref_per_token_logps"] = scores["ref_per_token_logps"]
         return output
 
-    def _score_reference(self, batch: Batch) -> torch.Tensor:
-        if self.ref_model is not None:
-            return self._score(self.ref_model, batch)
-        policy = self.accelerator.unwrap_model(self.model)
-        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
-            return self._score(self.model, batch)
+    @property
+    def _scores_old_policy(self) -> bool:
+        """Whether an update sees a batch that an older policy sampled; TRL's own condition."""
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        return self.args.gradient_accumulation_steps % generate_every != 0
 
-    def _score(self, model: Any, batch: Batch) -> torch.Tensor:
-        """Log-probabilities (B, T) of the completions, in micro-batches of like length without common padding."""
-        columns = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        scores = torch.zeros_like(batch["completion_ids"], dtype=torch.float32)
-        order = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)).argsort()
-        for rows in order.split(self.args.per_device_train_batch_size):
-            part = trim_columns({name: batch[name][rows] for name in columns})
+    def _policy_scores(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Batch:
+        """Log-probabilities (B, T) of policy and reference, where the step needs them.
+
+        With ``advantages`` (B, K) and ``skip_zero_advantage``, only of rows with signal; the others are 0, and not read.
+        """
+        columns = {name: getattr(batch, name) for name in _SCORED}
+        rows = torch.arange(batch.turn_ids.size(0), device=batch.turn_ids.device)
+        if advantages is not None and self.args.skip_zero_advantage:
+            live = (advantages.abs() > self.args.zero_advantage_eps).any(dim=1)
+            # As many on every rank: where weights are sharded, forward passes must match.
+            rows = live.int().argsort(descending=True, stable=True)[: int(self.accelerator.gather(live.sum()).max())]
+        scores: Batch = {}
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if self._scores_old_policy or self.args.kl_placement != "loss":
+                scores["old_per_token_logps"] = self._score(self.model, columns, rows)
+            if self.beta != 0.0:
+                scores["ref_per_token_logps"] = self._score_reference(columns, rows)
+        return scores
+
+    def _score_reference(self, columns: Batch, rows: torch.Tensor) -> torch.Tensor:
+        if self.ref_model is not None:
+            return self._score(self.ref_model, columns, rows)
+        policy = self.accelerator.unwrap_model(self.model)
+        with use_adapter(policy, adapter_name=REFERENCE if REFERENCE in policy.peft_config else None):
+            return self._score(self.model, columns, rows)
+
+    def _score(self, model: Any, columns: Batch, rows: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities (B, T) of some rows, in micro-batches of like length without common padding."""
+        scores = torch.zeros_like(columns["completion_ids"], dtype=torch.float32)
+        lengths = columns["prompt_mask"].sum(dim=1) + columns["completion_mask"].sum(dim=1)
+        ordered = rows[lengths[rows].argsort()]
+        for chosen in ordered.split(self.args.per_device_train_batch_size) if len(ordered) else ():
+            part = trim_columns({name: column[chosen] for name, column in columns.items()})
             length = part["completion_ids"].size(1)
             log_probs, _, _ = super()._get_per_token_logps_and_entropies(
                 model=model,
@@ -379,8 +437,19 @@ class MultiTurnTrainer(EpisodeEvaluation):
                 attention_mask=torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
                 logits_to_keep=length,
             )
-            scores[rows, :length] = log_probs.float()
+            scores[chosen, :length] = log_probs.float()
         return scores
+
+    def _penalize(self, batch: TurnBatch, scores: Batch) -> None:
+        """Log the divergence from the reference, and take it from the rewards if that is its place."""
+        log_probs, reference = scores["old_per_token_logps"], scores["ref_per_token_logps"]
+        turns = turn_log_ratio(log_probs, reference, batch.turn_ids, batch.turn_mask.size(1))
+        trained = batch.action_mask & ~batch.failed[:, None]
+        totals = torch.stack([((log_probs - reference) * trained).sum(), trained.sum().float()])
+        total, tokens = self.accelerator.reduce(totals, reduction="sum")
+        self._metrics["train"]["kl"].append((total / tokens.clamp(min=1.0)).item())
+        if self.args.kl_placement == "reward":
+            batch.turn_rewards -= self.beta * turns * batch.turn_mask
 
     # ------------------------------------------------------------------------------------------------------- loss
 
@@ -397,11 +466,16 @@ class MultiTurnTrainer(EpisodeEvaluation):
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         if self.engine is None:
             return super()._compute_loss(model=model, inputs=inputs)
+        share, beta = 1.0, self.beta
+        if self.args.skip_zero_advantage:
+            inputs, share = drop_silent_rows(inputs, self.args.zero_advantage_eps, self.loss_type)
+        if self.args.kl_placement != "loss":
+            self.beta = 0.0  # the penalty is in the advantages already
         self._loss_batch = trim_columns(inputs)
         try:
-            return super()._compute_loss(model=model, inputs=self._loss_batch)
+            return share * super()._compute_loss(model=model, inputs=self._loss_batch)
         finally:
-            self._loss_batch = None
+            self._loss_batch, self.beta = None, beta
 
     def _get_per_token_logps_and_entropies(
         self, *args: Any, **kwargs: Any
@@ -430,7 +504,8 @@ class MultiTurnTrainer(EpisodeEvaluation):
         if self.engine is None:
             return super().training_step(*args, **kwargs)
         self._rollout_seconds, started = 0.0, time.perf_counter()
-        loss = super().training_step(*args, **kwargs)
+        with self._offloading:
+            loss = super().training_step(*args, **kwargs)
         self._metrics["train"]["time/update"].append(time.perf_counter() - started - self._rollout_seconds)
         return loss
 

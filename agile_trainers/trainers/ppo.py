@@ -82,6 +82,10 @@ class MultiTurnPPOConfig(MultiTurnConfig):
                 f"scale_rewards={self.scale_rewards!r} has no effect: PPO has no groups. Use whiten_advantages=True to "
                 "scale advantages over the batch."
             )
+        if self.skip_zero_advantage:
+            raise ValueError(
+                "skip_zero_advantage has no effect: every episode trains the critic. Leave skip_zero_advantage unset."
+            )
         if self.advantage_granularity == "token":
             for name, needed in (("importance_sampling_level", "token"), ("turn_value_position", "state")):
                 if getattr(self, name) != needed:
@@ -183,9 +187,6 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if (Path(resume_from_checkpoint) / CRITIC).is_dir():
-            # Finding adapters in subfolders, `Trainer` leaves out the one beside them.
-            self.model.load_adapter(resume_from_checkpoint, POLICY, is_trainable=True)
         self._thaw()
 
     def _load_best_model(self) -> None:
@@ -266,14 +267,13 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             metrics["value/error"] = (values - targets).square().mean().sqrt().item()
         return Credit(advantages, metrics)
 
-    def _trl_batch(self, batch: TurnBatch, advantages: torch.Tensor) -> Batch:
-        output = super()._trl_batch(batch, advantages)
+    def _trl_batch(self, batch: TurnBatch, advantages: torch.Tensor, scores: Batch) -> Batch:
+        output = super()._trl_batch(batch, advantages, scores)
         size, num_turns = batch.turn_mask.shape
         targets = self._targets[self._local(size), :num_turns]
         trained = turn_lengths(torch.where(output["tool_mask"] > 0, batch.turn_ids, -1), num_turns)
         weights = (trained > 0).float()
         if self.args.advantage_granularity == "token":
-            output["advantages"] = self._token_advantages(targets, batch)
             # A turn counts once, whatever its length.
             lengths = spread_to_tokens(trained, batch.turn_ids).clamp(min=1)
             weights, targets = (spread_to_tokens(x, batch.turn_ids) for x in (weights, targets))
@@ -286,8 +286,11 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         }
         return output
 
-    def _token_advantages(self, targets: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
-        """(B, T), whitened over the tokens of all ranks and clipped, as asked for."""
+    def _token_advantages(self, advantages: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
+        """(B, T); those of single tokens are whitened over the tokens of all ranks and clipped, as asked for."""
+        if self.args.advantage_granularity == "turn":
+            return super()._token_advantages(advantages, batch)
+        targets = self._targets[self._local(batch.turn_mask.size(0)), : batch.turn_mask.size(1)]
         advantages = token_gae(targets, self._critique.values, batch.turn_ids)
         mask = batch.action_mask & ~batch.failed[:, None]
         if self.args.whiten_advantages:

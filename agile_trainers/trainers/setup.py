@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl.import_utils import is_vllm_available
+from trl.models import get_act_offloading_ctx_manager
 
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.rollout.chat import ChatFrames
@@ -69,16 +71,20 @@ def build_engine(
     )
 
 
-def check_first_prompt(engine: RolloutEngine, seed: int, row: dict[str, Any] | None) -> None:
+def check_first_prompt(
+    engine: RolloutEngine, seed: int, row: dict[str, Any] | None, *, needs_anchor: bool = False
+) -> None:
     """Reset for real, as the first episode will: it must work and leave room for an answer.
 
     Args:
         engine: The trainer's engine.
         seed: The run's seed.
         row: The first dataset row, or None without rows.
+        needs_anchor: Whether the algorithm compares turns by the state they started from.
 
     Raises:
-        ValueError: If the environment fails, or the prompt fills ``max_model_length``.
+        ValueError: If the environment fails, names no anchor where one is needed, or the prompt fills
+            ``max_model_length``.
     """
     engine.pool.reset(0, environment_seed(seed, TRAINING, 0, 0), row)
     (outcome,) = engine.pool.outcomes(block=True)
@@ -87,7 +93,16 @@ def check_first_prompt(engine: RolloutEngine, seed: int, row: dict[str, Any] | N
         raise ValueError(
             f"The environment failed to reset with options={row!r}: {type(outcome.error).__name__}: {outcome.error}"
         ) from outcome.error
-    length, room = len(engine.chat.first(engine.render(engine.cut(outcome.value[0])[0]))), engine.limits.max_model_length
+    if needs_anchor and outcome.value[1].get("anchor") is None:
+        raise ValueError(
+            "advantage_granularity='anchor' compares turns that start from the same state, but the environment does not "
+            f"name it: the info of reset() is {outcome.value[1]!r}. Put a string under info['anchor'] in reset() and "
+            "step(), or choose advantage_granularity='turn'."
+        )
+    length, room = (
+        len(engine.chat.first(engine.render(engine.cut(outcome.value[0])[0]))),
+        engine.limits.max_model_length,
+    )
     if length >= room:
         raise ValueError(
             f"The first prompt has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
@@ -99,6 +114,21 @@ def refuse(name: str, value: Any, reason: str) -> None:
     """Raise ``ValueError`` if an argument was given that makes no sense together with an environment."""
     if value is not None and value != []:
         raise ValueError(f"`{name}` cannot be used together with `environment`: {reason}. Drop one of the two.")
+
+
+def activation_offloading(args: MultiTurnConfig, model: Any) -> AbstractContextManager[Any]:
+    """What a training step runs in: TRL's offloading of activations, if asked for.
+
+    Raises:
+        ValueError: On CPU, where activations are in the CPU's memory already.
+    """
+    if not args.activation_offload:
+        return nullcontext()
+    if args.device.type == "cpu":
+        raise ValueError(
+            "activation_offload=True has no effect on CPU, whose memory it would move activations to. Leave it unset."
+        )
+    return get_act_offloading_ctx_manager(model=model)
 
 
 def check_vllm(args: MultiTurnConfig) -> None:

@@ -99,3 +99,48 @@ def test_leave_one_out_by_hand():
         baseline="leave_one_out",
     )  # fmt: skip
     assert result.advantages.flatten().tolist() == [-3.0, -1.5, 4.5]
+
+
+def test_a_lonely_turn_may_fall_back_to_its_trajectory():
+    """Turn 1 of row 3 is alone; its episode, with 4 against 2, has advantage 1."""
+    result = group_advantages(REWARDS, MASK, NEVER, group_size=2, scale="none", trajectory_fallback=True)
+    assert result.advantages.tolist() == [[-1.0, -1.0], [1.0, 1.0], [-1.0, 0.0], [1.0, 1.0]]
+    assert result.lonely_turns == pytest.approx(1 / 7)
+
+
+def test_anchor_advantages_by_hand():
+    """Returns to go of the group: (1, 1), (3, 3), (2, -), (4, 0); episodes: 1, 3, 2, 4, mean 2.5.
+
+    State 5: turns 00, 10, 30 (1, 3, 4, mean 8/3). State 6: turns 01, 31 (1, 0, mean 1/2). State 7: turn 11 alone. Turn 20
+    names none.
+    """
+    anchors = torch.tensor([[5, 6], [5, 7], [0, 0], [5, 6]])
+    result = group_advantages(
+        REWARDS, MASK, NEVER, group_size=4, granularity="anchor", scale="none", anchors=anchors, anchor_weight=0.5
+    )
+    expected = [
+        [-1.5 + 0.5 * (1 - 8 / 3), -1.5 + 0.5 * 0.5],
+        [0.5 + 0.5 * (3 - 8 / 3), 0.5],
+        [-0.5, 0.0],
+        [1.5 + 0.5 * (4 - 8 / 3), 1.5 + 0.5 * -0.5],
+    ]
+    torch.testing.assert_close(result.advantages, torch.tensor(expected))
+    assert result.lonely_turns == pytest.approx(2 / 7)
+
+
+def test_the_same_state_in_another_group_is_another_state():
+    anchors = torch.full((4, 2), 5)
+    one = group_advantages(REWARDS, MASK, NEVER, group_size=2, granularity="anchor", anchors=anchors)
+    alone = group_advantages(REWARDS[:2], MASK[:2], NEVER[:2], group_size=2, granularity="anchor", anchors=anchors[:2])
+    torch.testing.assert_close(one.advantages[:2], alone.advantages)
+
+
+def test_anchors_that_are_the_turn_index_add_the_turn_advantage():
+    anchors = torch.tensor([[1, 2]]).expand(4, 2)
+    options = {"group_size": 4, "scale": "group", "baseline": "leave_one_out"}
+    parts = [
+        group_advantages(REWARDS, MASK, NEVER, granularity=granularity, **options).advantages
+        for granularity in ("trajectory", "turn")
+    ]
+    both = group_advantages(REWARDS, MASK, NEVER, granularity="anchor", anchors=anchors, **options)
+    torch.testing.assert_close(both.advantages, sum(parts))

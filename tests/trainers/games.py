@@ -11,8 +11,18 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.trainers import (
+    MultiTurnGRPOConfig,
+    MultiTurnGRPOTrainer,
+    MultiTurnREINFORCEConfig,
+    MultiTurnREINFORCETrainer,
+)
 from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+
+ALGORITHMS: dict[str, tuple[type[MultiTurnTrainer], Any]] = {
+    "grpo": (MultiTurnGRPOTrainer, MultiTurnGRPOConfig),
+    "reinforce": (MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig),
+}
 
 
 class Chatter:
@@ -72,6 +82,7 @@ def make_trainer(
     *,
     environment: Callable[[], Any] | str | None = Chatter,
     lora: bool = True,
+    algorithm: str = "grpo",
     callbacks: list[TrainerCallback] | None = None,
     reward_funcs: Any = None,
     train_dataset: Dataset | None = None,
@@ -80,10 +91,11 @@ def make_trainer(
 ) -> MultiTurnTrainer:
     """A trainer on the embedded model."""
     peft_config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights="gaussian")
-    return MultiTurnGRPOTrainer(
+    trainer, config = ALGORITHMS[algorithm]
+    return trainer(
         model=str(model),
         reward_funcs=reward_funcs,
-        args=MultiTurnGRPOConfig(**settings(output_dir, **changes)),
+        args=config(**settings(output_dir, **changes)),
         environment=environment,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,

@@ -1,9 +1,10 @@
-"""Two steps of PPO, to be launched with one process or two; leaves gradients, adapters and metrics behind.
+"""Two steps of PPO per case, to be launched with one process or two; leaves gradients, adapters and metrics behind.
 
-Usage: torchrun --nproc_per_node N ppo_two_processes.py MODEL OUTPUT '{"option": "value"}'
+Usage: torchrun --nproc_per_node N ppo_two_processes.py MODEL OUTPUT '{"case": {"option": "value"}}'
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,10 +12,20 @@ import torch
 from games import Gradients
 from ppo_games import make_ppo, wake
 
-if __name__ == "__main__":
-    model, output, changes = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+
+def play(model: str, output: Path, changes: dict) -> None:
+    """One case. ``per_device_train_batch_size`` is divided by the number of processes."""
+    rows = changes.pop("per_device_train_batch_size") // int(os.environ["WORLD_SIZE"])
     gradients = Gradients()
-    trainer = make_ppo(model, output, callbacks=[gradients], max_steps=2, learning_rate=0.01, **changes)
+    trainer = make_ppo(
+        model,
+        output,
+        callbacks=[gradients],
+        max_steps=2,
+        learning_rate=0.01,
+        per_device_train_batch_size=rows,
+        **changes,
+    )
     untouched = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if ".critic" in n}
     wake(trainer)
     trainer.train()
@@ -30,3 +41,8 @@ if __name__ == "__main__":
             },
             output / "result.pt",
         )
+
+
+if __name__ == "__main__":
+    for name, case in json.loads(sys.argv[3]).items():
+        play(sys.argv[1], Path(sys.argv[2]) / name, case)

@@ -23,6 +23,7 @@ from trl import GRPOTrainer
 from agile_trainers.objectives.segments import spread_to_tokens
 from agile_trainers.trainers import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
 from agile_trainers.trainers.multi_turn import Turns
+from agile_trainers.types import TurnBatch
 
 EPISODES = torch.tensor(list(itertools.product((0, 1), repeat=3)))
 TURN_IDS = torch.tensor([0, -1, 1, 1])
@@ -88,17 +89,18 @@ def table(monkeypatch):
     return policy
 
 
-def estimate(trainer, table: Table, episodes: torch.Tensor, advantages=None, **columns) -> torch.Tensor:
+def estimate(trainer, table: Table, episodes: torch.Tensor, advantages=None, spread=None, **columns) -> torch.Tensor:
     """The trainer's gradient on one batch of episodes (as ascent), times Dr. GRPO's constant."""
     size, mask = len(episodes), torch.ones(len(episodes), 2) > 0
     lengths = torch.tensor([1, 2]).expand(size, 2)
     if advantages is None:
-        turns = Turns(turn_rewards(episodes), mask, torch.zeros(size) > 0, lengths)
+        turns = Turns(turn_rewards(episodes), mask, torch.zeros(size) > 0, lengths, torch.zeros(size, 2).long())
         advantages = trainer._assign_credit(turns).advantages
     turn_ids = TURN_IDS.expand(size, -1)
-    spread = spread_to_tokens(advantages, turn_ids)
-    if trainer._turn_ratios and trainer.args.turn_ratio_pooling == "sum":
-        spread = spread / spread_to_tokens(lengths, turn_ids).clamp(min=1)
+    if spread is None:
+        spread = spread_to_tokens(advantages, turn_ids)
+        if trainer._turn_ratios and trainer.args.turn_ratio_pooling == "sum":
+            spread = spread / spread_to_tokens(lengths, turn_ids).clamp(min=1)
     batch = {
         "prompt_ids": torch.zeros(size, 1, dtype=torch.long),
         "prompt_mask": torch.ones(size, 1, dtype=torch.long),
@@ -273,3 +275,97 @@ def _kl_given_contexts(table: Table, reference: Table) -> torch.Tensor:
         total = total + (reached * (log_probs.exp() * (log_probs - other_log_probs)).sum(-1)).sum()
         reached = (reached[..., None] * log_probs.exp()).detach()
     return total
+
+
+def turn_batch(episodes: torch.Tensor) -> TurnBatch:
+    """What the rollout would hand over."""
+    size, turns = len(episodes), torch.ones(len(episodes), 2)
+    return TurnBatch(
+        prompt_ids=torch.zeros(size, 1, dtype=torch.long),
+        prompt_mask=torch.ones(size, 1, dtype=torch.long),
+        completion_ids=torch.zeros(size, 4, dtype=torch.long),
+        completion_mask=torch.ones(size, 4, dtype=torch.long),
+        turn_ids=TURN_IDS.expand(size, -1),
+        turn_rewards=turn_rewards(episodes),
+        turn_mask=turns > 0,
+        state_positions=torch.zeros(size, 3, dtype=torch.long),
+        truncated=turns[:, 0] < 0,
+        failed=turns[:, 0] < 0,
+        sampling_logprobs=torch.zeros(size, 4),
+        anchors=torch.zeros(size, 2, dtype=torch.long),
+    )
+
+
+def scores_of(table: Table, reference: Table, episodes: torch.Tensor) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        scored = {"old_per_token_logps": table, "ref_per_token_logps": reference}
+        return {name: policy.log_probs(episodes) for name, policy in scored.items()}
+
+
+def exact_divergence(table: Table, reference: Table) -> torch.Tensor:
+    """KL(policy || reference) over episodes, with the gradient of every path."""
+    log_ratio = (table.log_probs(EPISODES) - reference.log_probs(EPISODES).detach())[:, TURN_IDS >= 0].sum(1)
+    return (table.probability() * log_ratio).sum()
+
+
+def test_kl_in_the_reward_has_the_exact_value_and_gradient(embedded_model, tmp_path, table):
+    """E[return - beta * log-ratio], by leave-one-out over pairs: the gradient of E[return] - beta * KL, all of it."""
+    reference, beta = Table(1), 0.7
+    trainer = grpo(embedded_model, tmp_path, 2, beta=beta, kl_placement="reward", advantage_baseline="leave_one_out")
+    probability, estimated, value = table.probability().detach(), 0.0, 0.0
+    for members in itertools.product(range(8), repeat=2):
+        batch, weight = turn_batch(EPISODES[list(members)]), probability[list(members)].prod()
+        trainer._penalize(batch, scores_of(table, reference, EPISODES[list(members)]))
+        advantages = trainer._assign_credit(trainer._gather_turns(batch)).advantages
+        estimated = estimated + weight * estimate(trainer, table, EPISODES[list(members)], advantages)
+        value += weight.item() * trainer._metrics["train"]["kl"][-1] * 3
+    divergence = exact_divergence(table, reference)
+    assert value == pytest.approx(divergence.item(), rel=1e-5)
+    exact = exact_return_gradient(table) - beta * table.gradient(divergence)
+    assert relative_error(estimated, exact) < 1e-5
+
+
+def _divergence_given_turns(table: Table, reference: Table) -> torch.Tensor:
+    """Sum over turns of the KL divergence of the whole turn, the turns before it held fixed."""
+    first = table.logits[0].log_softmax(-1)
+    first_reference = reference.logits[0].detach().log_softmax(-1)
+    total = (first.exp() * (first - first_reference)).sum()
+    for a in (0, 1):
+        log_ratio, probability = [], []
+        for b, c in itertools.product((0, 1), repeat=2):
+            turn = [
+                t.logits[1].log_softmax(-1)[a, b] + t.logits[2].log_softmax(-1)[a, b, c] for t in (table, reference)
+            ]
+            log_ratio.append(turn[0] - turn[1].detach())
+            probability.append(turn[0].exp())
+        total = total + first.detach().exp()[a] * sum(p * r for p, r in zip(probability, log_ratio))
+    return total
+
+
+@pytest.mark.parametrize(
+    "level, divergence",
+    [
+        ({"importance_sampling_level": "token"}, lambda *tables: _kl_given_contexts(*tables)),
+        ({"importance_sampling_level": "turn"}, _divergence_given_turns),
+        ({"importance_sampling_level": "turn", "turn_ratio_pooling": "sum"}, _divergence_given_turns),
+        ({"importance_sampling_level": "sequence"}, exact_divergence),
+    ],
+    ids=["token", "turn-mean", "turn-sum", "sequence"],
+)
+def test_kl_in_the_advantage_has_the_exact_value_and_gradient(embedded_model, tmp_path, table, level, divergence):
+    """The divergence of what the ratio spans, what came before held fixed."""
+    reference, beta = Table(1), 0.7
+    trainer = grpo(embedded_model, tmp_path, 2, beta=beta, kl_placement="advantage", **level)
+    probability, estimated, value = table.probability().detach(), 0.0, 0.0
+    for i in range(8):
+        batch, scores = turn_batch(EPISODES[[i]]), scores_of(table, reference, EPISODES[[i]])
+        trainer._penalize(batch, scores)
+        columns = trainer._trl_batch(batch, torch.zeros(1, 2), scores)
+        assert not {"old_per_token_logps", "ref_per_token_logps"} & columns.keys()
+        spread = columns["advantages"]
+        gradient = estimate(trainer, table, EPISODES[[i]], torch.zeros(1, 2), spread=spread)
+        estimated = estimated + probability[i] * gradient
+        value += probability[i].item() * trainer._metrics["train"]["kl"][-1] * 3
+    assert torch.equal(batch.turn_rewards, turn_rewards(EPISODES[[7]]))
+    assert value == pytest.approx(exact_divergence(table, reference).item(), rel=1e-5)
+    assert relative_error(estimated, -beta * table.gradient(divergence(table, reference))) < 1e-5

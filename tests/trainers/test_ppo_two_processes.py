@@ -2,59 +2,52 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from games import relative_error
-from test_two_processes import episodes
+from test_two_processes import episodes, launch
 
 SCRIPT = Path(__file__).with_name("ppo_two_processes.py")
 LOGGED = ["return/mean", "advantage/std", "advantage/mean", "value/mean", "value/error", "value/explained_variance",
           "value/loss", "value/clip_ratio", "kl"]  # fmt: skip
 
 
-def launch(processes: int, model: Path, output: Path, changes: dict) -> dict:
-    output.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(model), str(output), json.dumps(changes)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(output / "result.pt", weights_only=False)
+CASES = {
+    # The reference pass freezes the critic in the middle of a training step.
+    "reference-pass": {
+        "gradient_checkpointing": True, "beta": 0.1, "value_clip_range": 0.2, "critic_learning_rate": 0.02
+    },
+    "tokens-accumulation-reentrant": {
+        "advantage_granularity": "token",
+        "whiten_advantages": True,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        # As for any model: reentrant checkpointing and the search for unused parameters exclude each other.
+        "ddp_find_unused_parameters": False,
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        # The reference pass freezes the critic in the middle of a training step.
-        {"gradient_checkpointing": True, "beta": 0.1, "value_clip_range": 0.2, "critic_learning_rate": 0.02},
-        {
-            "advantage_granularity": "token",
-            "whiten_advantages": True,
-            "gradient_accumulation_steps": 2,
-            "gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": {"use_reentrant": True},
-            # As for any model: reentrant checkpointing and the search for unused parameters exclude each other.
-            "ddp_find_unused_parameters": False,
-        },
-    ],
-    ids=["reference pass, non-reentrant", "tokens, accumulation, reentrant"],
-)
-def test_two_processes_are_one(embedded_model, tmp_path, changes):
-    rows = 8 // changes.get("gradient_accumulation_steps", 1)
-    one = launch(1, embedded_model, tmp_path / "one", {**changes, "per_device_train_batch_size": rows})
-    two = launch(2, embedded_model, tmp_path / "two", {**changes, "per_device_train_batch_size": rows // 2})
+@pytest.fixture(scope="module")
+def runs(embedded_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo-runs")
+    cases = {
+        name: {**case, "per_device_train_batch_size": 8 // case.get("gradient_accumulation_steps", 1)}
+        for name, case in CASES.items()
+    }
+    return [launch(SCRIPT, n, embedded_model, folder / str(n), cases) for n in (1, 2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_are_one(runs, case):
+    one, two = (torch.load(run / case / "result.pt", weights_only=False) for run in runs)
     assert (one["processes"], two["processes"]) == (1, 2) and two["distributed_type"].endswith("MULTI_CPU")
-    fresh = [torch.load(path) for path in sorted(tmp_path.glob("*/critic-*.pt"))]
+    fresh = [torch.load(path) for path in [path for run in runs for path in sorted((run / case).glob("critic-*.pt"))]]
     assert len(fresh) == 3 and all(torch.equal(other[name], fresh[0][name]) for other in fresh for name in fresh[0])
-    ours, theirs = (episodes(tmp_path / name, "generation") for name in ("one", "two"))
+    ours, theirs = (episodes(run / case, "generation") for run in runs)
     assert len(ours) == 16
     assert sorted(r["completion_ids"] for r in ours) == sorted(r["completion_ids"] for r in theirs)
     for single, double in zip(one["gradients"], two["gradients"]):

@@ -18,48 +18,62 @@ LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns
           "groups_without_signal", "turns_without_comparison", "num_tokens", "kl", "success"]  # fmt: skip
 
 
-def launch(processes: int, model: Path, output: Path, changes: dict) -> dict:
-    output.mkdir()
+CASES = {
+    # A group spans both processes: four episodes each, eight in a group.
+    "one-group": {"num_generations": 8, "whiten_advantages": True, "importance_sampling_level": "turn", "beta": 0.1},
+    "batch-statistics": {"scale_rewards": "batch", "loss_type": "grpo", "advantage_granularity": "trajectory"},
+    "ReBN": {"algorithm": "reinforce", "num_generations": 1, "gamma": 0.9, "max_steps": 2},
+    # Groups differ in whether they have a signal, and with them the ranks.
+    "rows-skipped": {"skip_zero_advantage": True, "zero_advantage_eps": 0.5, "num_iterations": 2, "max_steps": 2},
+    "kl-in-the-reward": {"kl_placement": "reward", "beta": 0.1, "max_steps": 2},
+}
+
+
+def launch(script: Path, processes: int, model: Path, output: Path, cases: dict[str, dict]) -> Path:
+    """All cases in one go, as ``torchrun`` starts them."""
+    for name in cases:
+        (output / name).mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
-        [*command, str(SCRIPT), str(model), str(output), json.dumps(changes)],
+        [*command, str(script), str(model), str(output), json.dumps(cases)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(output / "result.pt", weights_only=False)
+    return output
 
 
 def episodes(folder: Path, kind: str) -> list[dict]:
     records = [record for path in sorted((folder / "rollouts").glob(f"*{kind}*")) for record in read_records(path)]
-    return sorted(records, key=lambda r: (r.get("group", 0), r.get("member", r["seed"])))
+    return sorted(records, key=lambda r: (r.get("step", 0), r.get("group", 0), r.get("member", r["seed"])))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        # A group spans both processes: four episodes each, eight in a group.
-        {"num_generations": 8, "whiten_advantages": True, "importance_sampling_level": "turn", "beta": 0.1},
-        {"num_generations": 4, "scale_rewards": "batch", "loss_type": "grpo", "advantage_granularity": "trajectory"},
-    ],
-    ids=["one group over both ranks", "batch statistics"],
-)
-def test_two_processes_are_one(embedded_model, tmp_path, changes):
-    one = launch(1, embedded_model, tmp_path / "one", {**changes, "per_device_train_batch_size": 8})
-    two = launch(2, embedded_model, tmp_path / "two", {**changes, "per_device_train_batch_size": 4})
+@pytest.fixture(scope="module")
+def runs(embedded_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    cases = {name: {"per_device_train_batch_size": 8, **case} for name, case in CASES.items()}
+    return [launch(SCRIPT, n, embedded_model, folder / str(n), cases) for n in (1, 2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_are_one(runs, case):
+    folders = [run / case for run in runs]
+    one, two = (torch.load(folder / "result.pt", weights_only=False) for folder in folders)
     assert (one["processes"], two["processes"]) == (1, 2) and two["distributed_type"].endswith("MULTI_CPU")
     for kind in ("generation", "eval"):
-        ours, theirs = episodes(tmp_path / "one", kind), episodes(tmp_path / "two", kind)
-        assert len(ours) == (8 if kind == "generation" else 5)
+        ours, theirs = (episodes(folder, kind) for folder in folders)
+        batches = 2 if "max_steps" in CASES[case] and "num_iterations" not in CASES[case] else 1
+        assert len(ours) == (8 * batches if kind == "generation" else 5)
         assert [r["completion_ids"] for r in ours] == [r["completion_ids"] for r in theirs]
         for name in ("turn_ids", "seed", "return"):
             assert [r[name] for r in ours] == [r[name] for r in theirs]
-    for ours, theirs in zip(episodes(tmp_path / "one", "generation"), episodes(tmp_path / "two", "generation")):
+    for ours, theirs in zip(*(episodes(folder, "generation") for folder in folders)):
         assert [t["advantage"] for t in ours["turns"]] == pytest.approx(
             [t["advantage"] for t in theirs["turns"]], abs=1e-6
         )
-    assert relative_error(two["gradients"][0], one["gradients"][0]) < 1e-5
+    for single, double in zip(one["gradients"], two["gradients"]):
+        assert relative_error(double, single) < 1e-5
     for name, value in one["adapter"].items():
         torch.testing.assert_close(two["adapter"][name], value, rtol=1e-5, atol=1e-7)
     for name in LOGGED:

@@ -1,19 +1,24 @@
-"""One training step, to be launched with one process or two; leaves the gradient and the adapter behind.
+"""A short training run per case, to be launched with one process or two; leaves gradients and adapters behind.
 
-Usage: torchrun --nproc_per_node N two_processes.py MODEL OUTPUT '{"option": "value"}'
+Usage: torchrun --nproc_per_node N two_processes.py MODEL OUTPUT '{"case": {"option": "value"}}'
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
 from games import Gradients, make_trainer
 
-if __name__ == "__main__":
-    model, output, changes = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+
+def play(model: str, output: Path, changes: dict) -> None:
+    """One case. ``per_device_train_batch_size`` is divided by the number of processes."""
+    rows = changes.pop("per_device_train_batch_size") // int(os.environ["WORLD_SIZE"])
     gradients = Gradients()
-    trainer = make_trainer(model, output, callbacks=[gradients], num_eval_episodes=5, **changes)
+    trainer = make_trainer(
+        model, output, callbacks=[gradients], num_eval_episodes=5, per_device_train_batch_size=rows, **changes
+    )
     trainer.train()
     metrics = trainer.evaluate()
     if trainer.accelerator.is_main_process:
@@ -28,3 +33,8 @@ if __name__ == "__main__":
             },
             output / "result.pt",
         )
+
+
+if __name__ == "__main__":
+    for name, case in json.loads(sys.argv[3]).items():
+        play(sys.argv[1], Path(sys.argv[2]) / name, case)

@@ -1,0 +1,42 @@
+"""The reference policy as an adapter of its own, beside the policy's."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from peft import PeftModel
+
+from .roles import POLICY, REFERENCE
+
+
+def add_reference(model: PeftModel) -> None:
+    """Add the adapter ``ref``, a frozen copy of the policy, unless the model has one.
+
+    Args:
+        model: With an adapter ``default``, which stays active.
+    """
+    if REFERENCE not in model.peft_config:
+        model.add_adapter(REFERENCE, copy.deepcopy(model.peft_config[POLICY]))
+        copy_adapter(model, POLICY, REFERENCE)
+    model.set_requires_grad(REFERENCE, False)
+
+
+@torch.no_grad()
+def copy_adapter(model: PeftModel, source: str, target: str) -> None:
+    """Give one adapter the weights of another with the same configuration.
+
+    Raises:
+        ValueError: If ``target`` lacks a weight of ``source``, or has it in another shape.
+    """
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if f".{source}." not in name and not name.endswith(f".{source}"):
+            continue
+        twin = weights.get(f".{target}".join(name.rsplit(f".{source}", 1)))
+        if twin is None or twin.shape != weight.shape:
+            raise ValueError(
+                f"Adapter {target!r} cannot take the weights of {source!r}: {name} is {tuple(weight.shape)} there and "
+                f"{'missing' if twin is None else tuple(twin.shape)} here. Both need the same configuration."
+            )
+        twin.copy_(weight)

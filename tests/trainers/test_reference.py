@@ -1,0 +1,133 @@
+"""The reference: an adapter of its own, moved to the policy when told to, and still there after a resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from games import draw_batch, loss_and_gradients, make_trainer
+from peft import LoraConfig
+
+from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter
+
+KINDS = {"lora": {"lora": True, "reference_adapter": True}, "full": {"lora": False}}
+
+
+def policy_and_reference(trainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights by name, copied."""
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    if trainer.ref_model is not None:
+        return weights, {name: p.detach().clone() for name, p in trainer.ref_model.named_parameters()}
+    policy = {name: p for name, p in weights.items() if f".{POLICY}." in name}
+    return policy, {name: weights[name.replace(f".{POLICY}.", f".{REFERENCE}.")] for name in policy}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    assert left.keys() == right.keys() and left
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_moves_when_told_to(embedded_model, tmp_path, kind):
+    trainer = make_trainer(embedded_model, tmp_path, beta=0.1, max_steps=2, **KINDS[kind])
+    start, reference = policy_and_reference(trainer)
+    assert same(start, reference)
+    trainer.train()
+    policy, reference = policy_and_reference(trainer)
+    assert same(reference, start) and not same(policy, start)
+    trainer.update_reference()
+    assert same(*policy_and_reference(trainer)) and same(policy_and_reference(trainer)[0], policy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_so_many_steps(embedded_model, tmp_path, kind):
+    """After step 2 of 3 the policy of then is the reference: the KL of step 3 is 0 again, that of step 2 was not."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, beta=0.1, max_steps=3, reference_update_steps=2, learning_rate=1.0, **KINDS[kind]
+    )
+    trainer.train()
+    kl = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+    assert kl[0] == pytest.approx(0, abs=1e-9) and kl[1] > 1e-6 and kl[2] == pytest.approx(0, abs=1e-9)
+    assert not same(*policy_and_reference(trainer))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_moved_reference_survives_a_resume(embedded_model, tmp_path, kind):
+    changes = {"beta": 0.1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1.0, **KINDS[kind]}
+    changes["reference_update_steps"] = 1
+    first = make_trainer(embedded_model, tmp_path / "a", max_steps=1, **changes)
+    first.train()
+    policy, reference = policy_and_reference(first)
+    assert same(policy, reference)
+    resumed = make_trainer(embedded_model, tmp_path / "a", max_steps=1, **changes)
+    assert not same(policy_and_reference(resumed)[1], reference)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    assert same(policy_and_reference(resumed)[0], policy) and same(policy_and_reference(resumed)[1], reference)
+
+
+def test_only_the_policy_is_trained(embedded_model, tmp_path):
+    trainer = make_trainer(embedded_model, tmp_path, beta=0.1, reference_adapter=True)
+    batch = draw_batch(trainer)
+    assert "ref_per_token_logps" in batch
+    _, gradients = loss_and_gradients(trainer, batch)
+    assert gradients and all(f".{POLICY}." in name for name in gradients)
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert trained and all(f".{POLICY}." in name for name in trained)
+
+
+def test_the_adapter_is_saved_beside_the_policy(embedded_model, tmp_path):
+    trainer = make_trainer(embedded_model, tmp_path, beta=0.1, reference_adapter=True)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "saved" / REFERENCE / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"beta": 0.1, "reference_update_steps": 2}, "Set reference_adapter=True"),
+        ({"beta": 0.1, "reference_adapter": True, "lora": False}, "Pass `peft_config`"),
+        ({"reference_adapter": True}, "no effect with beta=0.0"),
+        ({"reference_update_steps": 2}, "no effect with beta=0.0"),
+        ({"beta": 0.1, "reference_adapter": True, "reference_update_steps": 0}, "at least 1, got 0"),
+        ({"beta": 0.1, "lora": False, "reference_update_steps": 2, "sync_ref_model": True}, "keep one of them"),
+        ({"kl_placement": "reward"}, "no effect with beta=0.0"),
+        ({"beta": 0.1, "kl_placement": "rewards"}, "'loss', 'reward', 'advantage', got 'rewards'"),
+        ({"activation_offload": True}, "no effect on CPU"),
+        ({"lora_target_scope": "model.layers.1", "lora": False}, "needs a LoraConfig as peft_config, got NoneType"),
+        ({"advantage_granularity": "anchor"}, r"the environment does not name it: the info of reset\(\) is {}"),
+        ({"anchor_weight": 0.5}, "acts on advantage_granularity='anchor' only"),
+        ({"turn_advantage_trajectory_fallback": True, "advantage_granularity": "trajectory"}, "='turn' only"),
+    ],
+)
+def test_what_cannot_be_is_refused(embedded_model, tmp_path, changes, named):
+    with pytest.raises(ValueError, match=named):
+        make_trainer(embedded_model, tmp_path, **changes)
+
+
+def test_update_reference_says_why_it_cannot(embedded_model, tmp_path):
+    with pytest.raises(ValueError, match="beta is 0"):
+        make_trainer(embedded_model, tmp_path).update_reference()
+    with pytest.raises(ValueError, match="reference_adapter=True"):
+        make_trainer(embedded_model, tmp_path, beta=0.1).update_reference()
+
+
+def test_adapters_of_another_shape_are_not_copied(embedded_model, tmp_path):
+    model = make_trainer(embedded_model, tmp_path).model
+    model.add_adapter("other", LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(
+        ValueError, match=r"cannot take the weights of 'default'.*is \(4, 64\) there and \(2, 64\) here"
+    ):
+        copy_adapter(model, POLICY, "other")
+
+
+def test_lora_target_scope(embedded_model, tmp_path):
+    trainer = make_trainer(embedded_model, tmp_path, lora_target_scope="layers.1")
+    adapted = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert adapted and all(".layers.1." in name for name in adapted)
+    everywhere = [n for n, p in make_trainer(embedded_model, tmp_path).model.named_parameters() if p.requires_grad]
+    assert len(everywhere) == 2 * len(adapted)
+
+
+def test_a_scope_that_does_not_exist(embedded_model, tmp_path):
+    with pytest.raises(ValueError, match="lora_target_scope='vision_tower'"):
+        make_trainer(embedded_model, tmp_path, lora_target_scope="vision_tower")

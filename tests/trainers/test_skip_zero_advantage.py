@@ -1,0 +1,102 @@
+"""Episodes without signal cost no forward pass and change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from games import Chatter, loss_and_gradients, make_trainer, relative_error
+
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
+
+class PartlySilent(Chatter):
+    """Chatter, whose rewards are all alike where the row says so."""
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, 0.5 if self.options["silent"] else reward, terminated, truncated, info
+
+
+def draw(trainer, silent: list[bool]) -> dict[str, torch.Tensor]:
+    """A generation batch with a group of four per entry."""
+    trainer.model.train()
+    trainer.create_optimizer_and_scheduler(1)
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._generate_and_score_completions([{"silent": quiet} for quiet in silent for _ in range(4)])
+
+
+def rows_forwarded(trainer) -> list[int]:
+    """Filled with the number of rows of every forward pass from now on, generation's aside."""
+    seen: list[int] = []
+
+    def count(_module, _args, kwargs):
+        if kwargs.get("fused_lm_head"):
+            seen.append(len(kwargs["input_ids"]))
+
+    trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+    return seen
+
+
+def make(model, folder, **changes):
+    changes = {"advantage_granularity": "trajectory", "num_iterations": 2, **changes}
+    return make_trainer(model, folder, environment=PartlySilent, train_dataset=rows(), **changes)
+
+
+def rows():
+    from datasets import Dataset
+
+    return Dataset.from_list([{"silent": True}, {"silent": False}])
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_gradient_is_that_of_the_whole_batch(embedded_model, tmp_path, loss_type):
+    """Off-policy by design (num_iterations=2, then moved weights): old log-probabilities are needed, of live rows only."""
+    trainer = make(embedded_model, tmp_path, skip_zero_advantage=True, loss_type=loss_type)
+    seen = rows_forwarded(trainer)
+    batch = draw(trainer, [True, False])
+    assert sum(seen) == 4, "silent rows were scored"
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora" in name:
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    seen.clear()
+    loss, gradients = loss_and_gradients(trainer, batch)
+    assert seen == [4]
+    trainer.args.skip_zero_advantage = False
+    whole, expected = loss_and_gradients(trainer, batch)
+    assert seen == [4, 8]
+    assert loss == pytest.approx(whole.item(), rel=1e-5, abs=1e-7)
+    assert relative_error(gradients, expected) < 1e-5
+
+
+def test_a_silent_batch_still_takes_part(embedded_model, tmp_path):
+    """One row goes through, so that a rank with nothing to learn is there when gradients are averaged."""
+    trainer = make(embedded_model, tmp_path, skip_zero_advantage=True)
+    batch = draw(trainer, [True, True])
+    seen = rows_forwarded(trainer)
+    loss, gradients = loss_and_gradients(trainer, batch)
+    assert seen == [1] and loss == 0.0
+    assert gradients and not any(g.any() for g in gradients.values())
+
+
+def test_eps_is_the_largest_advantage_without_signal(embedded_model, tmp_path):
+    trainer = make(embedded_model, tmp_path, skip_zero_advantage=True, zero_advantage_eps=1e9)
+    batch = draw(trainer, [False, False])
+    seen = rows_forwarded(trainer)
+    loss_and_gradients(trainer, batch)
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"skip_zero_advantage": True, "beta": 0.1}, "beta=0.1"),
+        ({"skip_zero_advantage": True, "entropy_coef": 0.1}, "entropy_coef=0.1"),
+        ({"skip_zero_advantage": True, "top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5"),
+        ({"zero_advantage_eps": 0.1}, "needs skip_zero_advantage=True"),
+        ({"skip_zero_advantage": True, "zero_advantage_eps": -0.1}, "not be negative, got -0.1"),
+    ],
+)
+def test_what_would_train_or_mean_something_else_is_refused(embedded_model, tmp_path, changes, named):
+    with pytest.raises(ValueError, match=named):
+        make(embedded_model, tmp_path, **changes)
