@@ -21,7 +21,7 @@ from agile_environments.countdown import (
 from agile_trainers.envs import check_environment, make_environment_factory, play
 
 PUZZLE = "Use each of the numbers 3, 5 and 5 exactly once, with + - * / and brackets, to make 30. Answer ..."
-RANDOM_SUCCESS = {"easy": 0.059, "normal": 0.036, "hard": 0.011}
+RANDOM_SUCCESS = {"easy": 0.056, "normal": 0.042, "hard": 0.010}
 """What README.md says, over 10,000 puzzles."""
 
 
