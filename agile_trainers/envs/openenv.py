@@ -20,6 +20,8 @@ from .retries import retry
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _MAX_MESSAGE = 2**26
 """Bytes of one answer."""
+_COMMON = ("metadata", "done", "reward")
+"""Fields that every action or observation of OpenEnv's has."""
 
 
 class OpenEnvError(RuntimeError):
@@ -181,9 +183,10 @@ class OpenEnvEnvironment:
         if self.observation_field is not None:
             value = observation.get(self.observation_field, "")
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        if len(observation) == 1 and isinstance(value := next(iter(observation.values())), str):
+        shown = {name: value for name, value in observation.items() if name not in _COMMON}
+        if len(shown) == 1 and isinstance(value := next(iter(shown.values())), str):
             return value
-        return json.dumps(observation, ensure_ascii=False)
+        return json.dumps(shown, ensure_ascii=False)
 
     async def _call(self, kind: Literal["reset", "step"], data: dict[str, Any]) -> dict[str, Any]:
         if self.transport == "http":
@@ -267,7 +270,7 @@ def _fields(schema: dict[str, Any]) -> dict[str, Any]:
     return {
         name: field.get("type", "any")
         for name, field in schema.get("properties", {}).items()
-        if name not in ("metadata", "done", "reward")
+        if name not in _COMMON
     }
 
 

@@ -24,7 +24,7 @@ from .base import EnvironmentFactory
 
 _LISTING = r"""python -c "from agile_trainers.envs import *; print(*list_environments(), sep='\n')" """.strip()
 _registered: dict[str, Callable[..., Any]] = {}
-_LIBRARIES = {"gymnasium": "gymnasium", "openenv": "openenv", "textarena": "textarena"}
+_LIBRARIES = {"gymnasium": "gymnasium", "openenv": "openenv", "textarena": "textarena", "trl": "trl_tools"}
 """Prefix of an id, and the module beside this one that defines ``is_installed()``, ``listed()`` (names worth listing),
 ``knows(name)`` and ``make_factory(name, **kwargs)`` for it."""
 
@@ -89,7 +89,10 @@ def make_environment_factory(environment: str | Callable[..., Any], **kwargs: An
     if source in _LIBRARIES:
         if not _adapter(source).knows(name):
             raise _unknown(environment)
-        return _adapter(source).make_factory(name, **kwargs)
+        try:
+            return _adapter(source).make_factory(name, **kwargs)
+        except TypeError as error:
+            raise ValueError(f"{environment} cannot be made from the arguments {kwargs}: {error}") from error
     if source == "agile":
         if name not in _tasks():
             raise _unknown(environment)
