@@ -175,6 +175,20 @@ def demonstrations(
     return demonstrate(environment or Countdown(), player, range(seed, seed + count))
 
 
+def preferences(count: int, seed: int = 0, environment: Countdown | None = None) -> list[dict[str, list[Message]]]:
+    """Puzzles with a right and a wrong answer as training data for TRL's ``DPOTrainer``.
+
+    Args:
+        count: Number of pairs.
+        seed: They are those of the seeds ``seed`` to ``seed + count - 1``.
+        environment: What to play. Default: the training split of the normal level.
+
+    Returns:
+        ``count`` rows ``{"prompt", "chosen", "rejected"}``.
+    """
+    return (environment or Countdown()).preferences(count, seed)
+
+
 def _puzzle(rng: random.Random, count: int, highest: int, highest_target: int) -> Row:
     while True:
         numbers = sorted(rng.randint(1, highest) for _ in range(count))  # one order only: a puzzle is its words

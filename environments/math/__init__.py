@@ -181,6 +181,20 @@ def demonstrations(
     return demonstrate(environment or Math(), player, range(seed, seed + count))
 
 
+def preferences(count: int, seed: int = 0, environment: Math | None = None) -> list[dict[str, list[Message]]]:
+    """Problems with a right and a wrong answer as training data for TRL's ``DPOTrainer``.
+
+    Args:
+        count: Number of pairs.
+        seed: They are those of the seeds ``seed`` to ``seed + count - 1``.
+        environment: What to play. Default: the training split of normal arithmetic.
+
+    Returns:
+        ``count`` rows ``{"prompt", "chosen", "rejected"}``.
+    """
+    return (environment or Math()).preferences(count, seed)
+
+
 @dataclass(frozen=True)
 class _Task:
     rows: Rows

@@ -14,6 +14,7 @@ from agile_environments.countdown import (
     demonstrations,
     evaluate,
     expert_player,
+    preferences,
     random_player,
     reward,
     solve,
@@ -96,7 +97,7 @@ def test_train_and_test_share_no_puzzle() -> None:
 def test_demonstrations_and_preferences() -> None:
     for row in demonstrations(6, seed=2, environment=Countdown("easy")):
         assert reward(row["messages"][1]["content"], None, row["messages"][0]["content"]) == 1.0
-    for pair in Countdown("hard").preferences(6):
+    for pair in preferences(6, environment=Countdown("hard")):
         question = pair["prompt"][0]["content"]
         scores = [reward(pair[name][0]["content"], None, question) for name in ("chosen", "rejected")]
         assert scores[0] == 1.0 and scores[1] < 1.0

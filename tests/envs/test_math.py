@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from agile_environments.math import LEVELS, Math, _value, demonstrations, expert_player, random_player
+from agile_environments.math import LEVELS, Math, _value, demonstrations, expert_player, preferences, random_player
 from agile_trainers.envs import check_environment, make_environment_factory, play
 from agile_trainers.envs.answers import exact_match, final_answer, math_match
 
@@ -78,7 +78,7 @@ def test_python_agrees_with_every_answer() -> None:
 def test_arithmetic_checks_and_data_for_earlier_stages() -> None:
     factory = make_environment_factory("agile:math", level="hard")
     assert not check_environment(factory, episodes=3, actions=["7"]).findings
-    for pair in Math("easy").preferences(5):
+    for pair in preferences(5, environment=Math("easy")):
         assert abs(int(pair["chosen"][0]["content"]) - int(pair["rejected"][0]["content"])) in (1, 2)
     (row,) = demonstrations(1, seed=3)
     assert play(Math(), lambda *_: row["messages"][1]["content"], seed=3).success
