@@ -29,8 +29,7 @@ import matplotlib.pyplot as plt
 
 
 def tiny_model(folder: Path, seed: int, steps: int, batch: int) -> Path:
-    """Make a model that knows the words of the task, and teach it the format from a player that is right a third of the
-    time."""
+    """Make a model that knows the words of the task, and teach it the format from a player that seldom calls the tool."""
     episodes = demonstrations(steps * batch, seed=seed * steps * batch)
     texts = [message["content"] for episode in episodes for message in episode["messages"]]
     words = sorted({word for text in (*texts, "system [UNK]") for word in text.split()})
@@ -64,7 +63,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/tool_calculator"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft_steps", type=int, default=400)
-    parser.add_argument("--rl_steps", type=int, default=40)
+    parser.add_argument("--rl_steps", type=int, default=60)
     options = parser.parse_args()
     tiny = options.model is None
     model = str(tiny_model(options.output_dir, options.seed, options.sft_steps, 32)) if tiny else options.model
@@ -82,6 +81,7 @@ def main() -> None:
             max_steps=options.rl_steps,
             learning_rate=3e-3 if tiny else 1e-5,
             lr_scheduler_type="constant",
+            entropy_coef=0.005 if tiny else 0.0,
             num_eval_episodes=400,
             bf16=False if tiny else None,
             use_cpu=tiny,

@@ -71,9 +71,9 @@ def random_player(messages: list[Message], rng: random.Random) -> str:
 
 
 def careless_player(messages: list[Message], rng: random.Random) -> str:
-    """Calls the calculator every other time, and believes it seven times out of ten; guesses otherwise."""
+    """Calls the calculator four times out of ten, and believes it nine times out of ten; guesses otherwise."""
     asked = "<tool_response>" not in messages[-1]["content"]
-    return (expert_player if rng.random() < (0.5 if asked else 0.7) else random_player)(messages, rng)
+    return (expert_player if rng.random() < (0.4 if asked else 0.9) else random_player)(messages, rng)
 
 
 def call(expression: str) -> str:

@@ -16,6 +16,7 @@ from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.metrics import episode_row, summarize
+from agile_trainers.rollout.shield import Shield
 from agile_trainers.rollout.stepping import EnvironmentPool
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.types import Message, Trajectory
@@ -113,6 +114,7 @@ def test_a_template_that_trims_and_a_token_that_begins_another() -> None:
     special = set(tokenizer.added_tokens_decoder)
     assert [i for i in forged if i in special] == [i for i in honest if i in special]
     assert attack.strip() in tokenizer.decode(forged)
+    assert Shield(tokenizer, []).count("<|eot_id|>><|eot_id|>") == {260: 1, 257: 1}
 
 
 def test_look_alikes_that_a_tokenizer_would_normalize_are_refused() -> None:

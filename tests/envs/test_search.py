@@ -37,12 +37,12 @@ ROWS = [{"question": f"Who sat on number {n}?", "answer": ["The cat", "dog"]} fo
 
 def test_bm25_by_hand() -> None:
     """Lengths 3, 6, 1, 4: mean 3.5. "cat" is in two of four passages, once each."""
-    index = BM25Index(PASSAGES, k1=1.2, b=0.5)
+    index = BM25Index(PASSAGES, k1=1.2, b=0.4)
     idf = math.log(1 + (4 - 2 + 0.5) / (2 + 0.5))
-    weights = [idf * 2.2 / (1 + 1.2 * (0.5 + 0.5 * length / 3.5)) for length in (3, 6)]
+    weights = [idf * 2.2 / (1 + 1.2 * (0.6 + 0.4 * length / 3.5)) for length in (3, 6)]
     assert index.scores("CAT!") == pytest.approx({0: weights[0], 1: weights[1]})
     idf_the = math.log(1 + (4 - 3 + 0.5) / (3 + 0.5))
-    the = 2 * 2.2 / (2 + 1.2 * (0.5 + 0.5 * 6 / 3.5))  # twice in the second passage
+    the = 2 * 2.2 / (2 + 1.2 * (0.6 + 0.4 * 6 / 3.5))  # twice in the second passage
     assert index.scores("the cat")[1] == pytest.approx(weights[1] + idf_the * the)
     assert index.scores("cat cat")[0] == pytest.approx(2 * weights[0])
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 
+from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs import check_environment
 from agile_trainers.envs.calculate import calculate
 from agile_trainers.envs.tool_calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
 from agile_trainers.envs.tools import ToolEnvironment, describe_tools
+from agile_trainers.rollout.chat import ChatFrames
 from agile_trainers.types import Message
 
+TOKENIZER = make_tokenizer()
 ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(1, 30)]
 
 
@@ -155,6 +160,17 @@ def test_the_announcement_has_three_places() -> None:
         assert messages[-1]["content"].endswith("What is 1 + 1?")
     with pytest.raises(ValueError, match=r"announce='user' puts the tools into the first message, but .* 'system'"):
         ToolEnvironment([add], ROWS, announce="user", system_prompt="x").reset(options=ROWS[0])
+
+
+def test_a_template_that_lists_the_tools_itself() -> None:
+    """Qwen's template, given the schemas, with results as tool messages: nothing is announced twice."""
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text(encoding="utf-8")
+    made = environment(announce="no", result_role="tool")
+    frames = ChatFrames(TOKENIZER, chat_template=template, chat_template_kwargs={"tools": made.schemas})
+    prompt = str(TOKENIZER.decode(frames.first(made.reset(options=ROWS[0])[0])))
+    assert prompt.count('"description": "Add two numbers."') == 1 and "What is 1 + 1?<|im_end|>" in prompt
+    frame = str(TOKENIZER.decode(frames.frame(made.step(hermes("add", a=1))[0], TOKENIZER.eos_token_id)))
+    assert frame == ("\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_the_example_of_each_format_is_read_as_a_call() -> None:

@@ -83,7 +83,16 @@ def test_the_network_is_out_of_reach(module: str) -> None:
     assert python(f"import {module}").startswith("PermissionError in line 1: the sandbox allows no files, network")
 
 
-@pytest.mark.parametrize("code", ["import os; os.fork()", "import os; os.kill(os.getppid(), 9)", "import numpy"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.fork()",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; print(os.stat('/'))",
+        "import numpy",
+        "import sys; print(sys.modules['_frozen_importlib'].BuiltinImporter.load_module('gc'))",
+    ],
+)
 def test_no_process_no_signal_no_further_module(code: str) -> None:
     assert "Error in line 1" in python(code)
 
