@@ -172,10 +172,9 @@ class ReasoningEnvironment:
         self._check_split(split)
         assert self.rows is not None
         count = self.rows.count(split)
-        if row < 0 or (count is not None and row >= count):
-            raise ValueError(
-                f"{self.name} has no row {row} in the split {split!r}: its rows are 0 to {(count or 0) - 1}."
-            )
+        if not isinstance(row, int) or row < 0 or (count is not None and row >= count):
+            last = "" if count is None else f" to {count - 1}"
+            raise ValueError(f"{self.name} has no row {row!r} in the split {split!r}: its rows are numbered 0{last}.")
         return self.rows.row(split, row)
 
     def dataset(self, split: str, count: int | None = None) -> Dataset:

@@ -266,6 +266,7 @@ def test_wrong_sources_and_options_say_what_is_wrong(tmp_path: Path) -> None:
         ({"split": "dev"}, "no split 'dev'"),
         ({"row": 40}, "no row 40 in the split 'train'"),
         ({"row": -1}, "no row -1"),
+        ({"row": "first"}, "no row 'first'"),
         ({"level": 3}, r"does not read the option\(s\) level"),
     ):
         with pytest.raises(ValueError, match=message):
