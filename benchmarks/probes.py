@@ -27,23 +27,38 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PrinterCallback
+from peft import LoraConfig
+from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging
 
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS, PROBES, ProbeSpec
-from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.trainers import (
+    MultiTurnCISPOConfig,
+    MultiTurnCISPOTrainer,
+    MultiTurnGRPOConfig,
+    MultiTurnGRPOTrainer,
+    MultiTurnGSPOConfig,
+    MultiTurnGSPOTrainer,
+    MultiTurnPPOConfig,
+    MultiTurnPPOTrainer,
+    MultiTurnREINFORCEConfig,
+    MultiTurnREINFORCETrainer,
+)
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.multi_turn import MultiTurnTrainer
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "probes"
 PAGE = ROOT.parent / "docs" / "probes.md"
+PICTURE = PAGE.parent / "images" / "probes.png"
 BEGIN, END = "<!-- begin: written by benchmarks/probes.py -->", "<!-- end -->"
 
 SEEDS = (0, 1, 2)
 EVALUATIONS = 16
 """Evaluations during a run, spread evenly over its budget; the last one, at its end, is what counts."""
+PATIENCE = 4
+"""Evaluations in a row that end a run early once its probe is solved; lengths are watched for the whole budget."""
 LENGTH_EPISODES = 2048
 """Sampled episodes behind a mean length."""
 
@@ -58,12 +73,30 @@ class Algorithm:
     trainer: type[MultiTurnTrainer]
     config: type[MultiTurnConfig]
     options: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+    """Keyword arguments of a ``LoraConfig``; None trains all weights."""
+    probes: tuple[str, ...] = tuple(PROBES)
 
+
+OWN_REWARD = {"eight_turns": {"gamma": 0.1}}
+"""For algorithms that credit turns: here a turn's reward says nothing about the turns before it, and gamma says so."""
 
 ALGORITHMS = {
     "grpo": Algorithm(MultiTurnGRPOTrainer, MultiTurnGRPOConfig, {"advantage_granularity": "turn"}),
-    "grpo-trajectory": Algorithm(MultiTurnGRPOTrainer, MultiTurnGRPOConfig, {"advantage_granularity": "trajectory"}),
+    "grpo-trajectory": Algorithm(
+        MultiTurnGRPOTrainer, MultiTurnGRPOConfig, {"advantage_granularity": "trajectory"}, probes=("eight_turns",)
+    ),
+    "gspo": Algorithm(MultiTurnGSPOTrainer, MultiTurnGSPOConfig),
+    "cispo": Algorithm(MultiTurnCISPOTrainer, MultiTurnCISPOConfig),
+    "reinforce": Algorithm(MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig, {"num_generations": 1}),
+    "ppo": Algorithm(
+        MultiTurnPPOTrainer,
+        MultiTurnPPOConfig,
+        {"num_generations": 1, "learning_rate": 5e-3, "whiten_advantages": True},
+        {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
+    ),
 }
+TURN_LEVEL = ("grpo", "reinforce", "ppo")
 
 RECIPE: dict[str, Any] = {
     "per_device_train_batch_size": 128,
@@ -78,15 +111,17 @@ RECIPE: dict[str, Any] = {
 def settings(algorithm: str, probe: str, seed: int) -> dict[str, Any]:
     """Everything a run depends on but the code, as JSON holds it. A saved run with other settings is made again."""
     spec = PROBES[probe]
-    options = {**RECIPE, **ALGORITHMS[algorithm].options}
+    row = ALGORITHMS[algorithm]
+    options = {**RECIPE, **row.options, **(OWN_REWARD.get(probe, {}) if algorithm in TURN_LEVEL else {})}
     if spec.criterion == "length":
         del options["entropy_coef"]  # entropy may well have a favourite length
     budget = {**asdict(spec), "factory": spec.factory.__name__}
-    return {"algorithm": algorithm, "probe": probe, "seed": seed, "options": options, "budget": budget}
+    chosen = {"algorithm": algorithm, "probe": probe, "seed": seed, "options": options, "budget": budget}
+    return chosen if row.lora is None else {**chosen, "lora": row.lora}
 
 
 def run(algorithm: str, probe: str, seed: int) -> Run:
-    """Train once, from an untrained model, for the probe's whole budget.
+    """Train once, from an untrained model, for the probe's budget or until it has stayed solved for a quarter of it.
 
     Returns:
         A dict that JSON can hold: ``settings``; ``curve``, one point per evaluation with ``episodes`` (trained on so far),
@@ -145,10 +180,27 @@ def _make_trainer(chosen: dict[str, Any], folder: str) -> MultiTurnTrainer:
     model = make_embedded_model(f"{folder}/model", words=PROBE_WORDS, max_position_embeddings=512, seed=seed)
     starts = Dataset.from_list([{"start": start} for start in range(spec.factory.starts)])
     trainer = algorithm.trainer(
-        model=str(model), environment=f"agile:probe/{chosen['probe']}", args=args, eval_dataset=starts
+        model=str(model),
+        environment=f"agile:probe/{chosen['probe']}",
+        args=args,
+        eval_dataset=starts,
+        peft_config=None if algorithm.lora is None else LoraConfig(**algorithm.lora),
+        callbacks=[] if by_length else [StopWhenSolved(spec)],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+class StopWhenSolved(TrainerCallback):
+    """Ends a run after ``PATIENCE`` evaluations in a row that solve its probe."""
+
+    def __init__(self, spec: ProbeSpec):
+        self._spec, self._in_a_row = spec, 0
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        self._in_a_row = self._in_a_row + 1 if _solves(metrics["eval_success"], self._spec) else 0
+        if self._in_a_row >= PATIENCE:
+            control.should_training_stop = True
 
 
 def _curve(history: Sequence[dict[str, Any]], batch: int, spec: ProbeSpec) -> list[dict[str, Any]]:
@@ -272,27 +324,70 @@ def meanings() -> str:
     return "\n".join(lines)
 
 
+def plot(results: Sequence[Run]) -> None:
+    """Learning curves of everything saved: a panel per probe, a line per algorithm, its range over seeds shaded."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    probes = [name for name, spec in PROBES.items() if spec.criterion == "success"]
+    figure, panels = plt.subplots(2, math.ceil(len(probes) / 2), figsize=(14, 6), sharey=True, constrained_layout=True)
+    lines = {}
+    for panel, probe in zip(panels.flat, probes):
+        budget = PROBES[probe].episodes
+        steps = [budget * i // EVALUATIONS for i in range(EVALUATIONS + 1)]
+        panel.set_title(f"{probe} ({budget} episodes)", fontsize=10)
+        for color, algorithm in enumerate(ALGORITHMS):
+            runs = [r for r in results if (r["settings"]["algorithm"], r["settings"]["probe"]) == (algorithm, probe)]
+            if not runs:
+                continue
+            scores = list(zip(*([_score_at(run["curve"], step) for step in steps] for run in runs)))
+            (lines[algorithm],) = panel.plot(steps, [fmean(at) for at in scores], color=f"C{color}", linewidth=1.2)
+            panel.fill_between(steps, *zip(*((min(at), max(at)) for at in scores)), color=f"C{color}", alpha=0.12)
+    for panel in panels.flat[len(probes) :]:
+        panel.axis("off")
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines))
+    figure.supylabel("greedy success over all start states")
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, dpi=110)
+    plt.close(figure)
+
+
+def _score_at(curve: Sequence[dict[str, Any]], episodes: int) -> float:
+    """The last evaluation up to then: a run that ended early, solved, stays where it was."""
+    return [point["score"] for point in curve if point["episodes"] <= episodes][-1]
+
+
 def write_page(results: Sequence[Run]) -> None:
     """Put table and meanings between the markers of ``docs/probes.md``."""
     page = PAGE.read_text()
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{meanings()}\n\n{END}{tail}")
+    image = f"![Learning curves of every algorithm on every probe]({PICTURE.relative_to(PAGE.parent)})"
+    PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{image}\n\n{meanings()}\n\n{END}{tail}")
 
 
 def main() -> int:
     """Run, report, and return 1 if a run left its probe unsolved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=["grpo"])
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--probes", nargs="+", choices=PROBES, default=list(PROBES))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at the same time")
     parser.add_argument("--fresh", action="store_true", help="repeat saved runs too")
     options = parser.parse_args()
-    wanted = [(a, p, s) for a in options.algorithms for p in options.probes for s in options.seeds]
+    wanted = [
+        (a, p, s)
+        for a in options.algorithms
+        for p in options.probes
+        if p in ALGORITHMS[a].probes
+        for s in options.seeds
+    ]
     results = run_all(wanted, options.jobs, options.fresh)
     print(f"\n{table(results)}")
-    if set(options.probes) == set(PROBES) and set(options.seeds) >= set(SEEDS):
+    if {*options.probes} >= {*PROBES} and {*options.seeds} >= {*SEEDS} and {*options.algorithms} >= {*ALGORITHMS}:
+        plot(results)
         write_page(results)
         print(f"\nWritten to {PAGE.relative_to(ROOT.parent)}.")
     return 0 if all(result["solved"] for result in results) else 1
