@@ -1,10 +1,11 @@
-"""Where environments run: inline, in threads, or awaited; with a timeout, and never at another episode's cost."""
+"""Where environments run: inline, in threads, in processes, or awaited; never at another episode's cost."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -15,6 +16,8 @@ from functools import partial
 from typing import Any
 
 from agile_trainers.envs.base import Environment, EnvironmentFactory
+
+from .processes import ProcessEnvironment, check_factory
 
 _FAILURES = (Exception, asyncio.CancelledError)
 """What costs an environment its episode. Anything else it raises (KeyboardInterrupt, SystemExit) ends the rollout."""
@@ -61,31 +64,60 @@ class EnvironmentPool:
             steps up to that many at once in threads. Environments with ``async`` methods are always awaited, all at once.
         timeout: Seconds a call may take before its episode is given up, which frees its worker. None waits forever. It
             cannot interrupt an inline call, so it needs ``workers >= 1`` unless the environment is async.
+        processes: 0 runs environments in this process; more gives each a process of its own, and plays up to that many at
+            once. One that hangs is killed.
+        max_environments: Episodes that play at once, each on an instance of its own; the others wait for one to end. None
+            plays all.
 
     Raises:
-        ValueError: If ``workers`` or ``timeout`` is out of range, or a call starts inline with a timeout set.
+        ValueError: If an argument is out of range or contradicts another, ``factory`` cannot be sent to a process, or a call
+            starts inline with a timeout set.
     """
 
-    def __init__(self, factory: EnvironmentFactory, workers: int = 0, timeout: float | None = None):
+    def __init__(
+        self,
+        factory: EnvironmentFactory,
+        workers: int = 0,
+        timeout: float | None = None,
+        *,
+        processes: int = 0,
+        max_environments: int | None = None,
+    ):
         if workers < 0:
             raise ValueError(f"environment_workers must be 0 (inline) or more, got {workers}.")
+        if processes < 0:
+            raise ValueError(f"environment_processes must be 0 (none) or more, got {processes}.")
+        if max_environments is not None and max_environments < 1:
+            raise ValueError(f"max_environments must be 1 or more, or None for no limit, got {max_environments}.")
+        if processes and (workers or max_environments is not None):
+            raise ValueError(
+                f"environment_processes={processes} says how many environments play at once and runs them itself: leave "
+                "environment_workers and max_environments unset."
+            )
         if timeout is not None and not timeout > 0:
             raise ValueError(f"environment_timeout must be a positive number of seconds, got {timeout}.")
+        if processes:
+            check_factory(factory)
+            factory = partial(ProcessEnvironment, factory)
         self.factory = factory
         self.workers = workers
+        self.max_environments = processes or max_environments or sys.maxsize
         self.timeout = timeout
         self._free_workers = workers
         self._idle: list[Environment] = []
         self._playing: dict[int, Environment] = {}
         self._waiting: deque[_Call] = deque()
+        self._queued: deque[Callable[[], None]] = deque()
+        """Resets that wait for another episode to end."""
         self._running: dict[int, _Call] = {}
         # The only thing that other threads touch; the rest belongs to the caller's.
         self._answers: queue.SimpleQueue[tuple[_Call, Outcome]] = queue.SimpleQueue()
         self._loop: _Loop | None = None
 
     def reset(self, episode: int, seed: int, options: dict[str, Any] | None) -> None:
-        """Start an episode on an idle instance; the outcome comes from :meth:`outcomes`."""
-        self._call(episode, "reset", {"seed": seed, "options": options})
+        """Start an episode, as soon as there may be one more; the outcome comes from :meth:`outcomes`."""
+        self._queued.append(partial(self._call, episode, "reset", {"seed": seed, "options": options}))
+        self._start_queued()
 
     def step(self, episode: int, action: str) -> None:
         """Send an action; the outcome comes from :meth:`outcomes`."""
@@ -130,9 +162,11 @@ class EnvironmentPool:
             self._idle.append(environment)
         else:
             self._close(environment)
+        self._start_queued()
 
     def abandon(self) -> None:
         """End every episode; none of their instances is played again."""
+        self._queued.clear()
         self._waiting.clear()
         for episode in {*self._playing, *self._running}:
             self.release(episode, reusable=False)
@@ -149,6 +183,10 @@ class EnvironmentPool:
         if self._loop is not None:
             self._loop.stop()
             self._loop = None
+
+    def _start_queued(self) -> None:
+        while self._queued and len(self._playing) < self.max_environments:
+            self._queued.popleft()()
 
     def _call(self, episode: int, method: str, arguments: dict[str, Any]) -> None:
         call = _Call(episode, method)

@@ -41,6 +41,9 @@ class MultiTurnConfig(GRPOConfig):
         advantage_clip_range: Clip advantages to plus or minus this, after normalization and whitening.
         environment_workers: 0 steps blocking environments inline, one after the other; more steps up to that many at once
             in threads. Async environments are always awaited together.
+        environment_processes: Gives each environment a process of its own, for work that needs a core; up to that many play
+            at once. 0: none. The training script must start under ``if __name__ == "__main__"``.
+        max_environments: Episodes that play at once, for servers that take no more; the others wait. Default: all.
         environment_timeout: Seconds a ``reset`` or ``step`` may take before its episode is given up.
         generation_chunk_size: Episodes that the transformers generator decodes at once. Default: all.
         num_eval_episodes: Episodes of one evaluation, over all processes.
@@ -93,6 +96,8 @@ class MultiTurnConfig(GRPOConfig):
     whiten_advantages: bool = field(default=False, metadata={"help": "Whiten advantages over (episode, turn)."})
     advantage_clip_range: float | None = field(default=None, metadata={"help": "Clip advantages to +- this."})
     environment_workers: int = field(default=0, metadata={"help": "Threads for blocking environments; 0 is inline."})
+    environment_processes: int = field(default=0, metadata={"help": "Environments at once, a process each; 0: none."})
+    max_environments: int | None = field(default=None, metadata={"help": "Episodes that play at once. Default: all."})
     environment_timeout: float | None = field(default=None, metadata={"help": "Seconds an environment may take."})
     generation_chunk_size: int | None = field(default=None, metadata={"help": "Episodes decoded at once."})
     num_eval_episodes: int = field(default=128, metadata={"help": "Episodes of one evaluation."})

@@ -58,7 +58,13 @@ def build_engine(
         training_chat_template=args.training_chat_template,
     )
     return RolloutEngine(
-        EnvironmentPool(factory, args.environment_workers, args.environment_timeout),
+        EnvironmentPool(
+            factory,
+            args.environment_workers,
+            args.environment_timeout,
+            processes=args.environment_processes,
+            max_environments=args.max_environments,
+        ),
         chat,
         Limits(
             args.max_turns,

@@ -197,7 +197,7 @@ def test_by_id() -> None:
     assert type(factory()) is TRLEnvironment
     with pytest.raises(ValueError, match=r"trl:module\.path:Name"):
         make_environment_factory(f"trl:{__name__}:Countr")
-    with pytest.raises(ValueError, match="cannot be made from the arguments .*colour"):
+    with pytest.raises(ValueError, match=r"cannot be made from the arguments .*colour"):
         make_environment_factory(f"trl:{__name__}:Counter", colour="red")
 
 

@@ -83,6 +83,8 @@ def make_engine(
     *,
     workers: int = 0,
     timeout: float | None = None,
+    processes: int = 0,
+    max_environments: int | None = None,
     max_turns: int = 4,
     max_new_tokens: int = 3,
     max_model_length: int = 1000,
@@ -90,7 +92,8 @@ def make_engine(
 ) -> RolloutEngine:
     """An engine on the word tokenizer."""
     limits = Limits(max_turns, max_new_tokens, max_model_length)
-    return RolloutEngine(EnvironmentPool(factory, workers, timeout), CHAT, limits, **options)
+    pool = EnvironmentPool(factory, workers, timeout, processes=processes, max_environments=max_environments)
+    return RolloutEngine(pool, CHAT, limits, **options)
 
 
 class Player(ScriptedGenerator):

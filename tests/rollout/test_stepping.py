@@ -151,6 +151,56 @@ def test_the_way_of_stepping_does_not_change_the_episodes(kind: type, workers: i
     engine.pool.close()
 
 
+@pytest.mark.parametrize("kind", [Scripted, AsyncScripted])
+@pytest.mark.parametrize("workers", [0, 3])
+def test_no_more_episodes_play_at_once_than_allowed(kind: type, workers: int) -> None:
+    """Of five instances' worth of episodes two play at a time, on two instances, and all of them as they always do."""
+    games: list[Script] = [{"answers": [go_on("up", n)] * (n % 3) + [end(n)]} for n in range(9)]
+    factory = Factory(kind)
+    engine = make_engine(factory, workers=workers, max_environments=2)
+    assert engine.run(specs(*games), Player()) == make_engine().run(specs(*games), Player())
+    assert len(factory.made) == 2 and sum(environment.resets for environment in factory.made) == 9
+    engine.pool.close()
+
+
+def test_an_episode_that_waited_begins_when_another_has_ended() -> None:
+    events: list[str] = []
+
+    def note(name: str, answer: Any) -> Any:
+        return lambda action: (events.append(name), answer)[1]
+
+    def game(name: str) -> Script:
+        return {"start": note(f"{name} begins", ("go", {})), "answers": [go_on("up"), note(f"{name} ends", end())]}
+
+    run(make_engine(max_environments=1), game("a"), game("b"), game("c"))
+    assert events == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
+
+
+def test_a_failure_lets_the_next_one_begin(hang: Any) -> None:
+    engine = make_engine(workers=4, timeout=SHORT, max_environments=1)
+    broken: list[Script] = [{"start": hang}, {"start": RuntimeError("x")}, {"answers": [("bad",)]}]
+    assert run(engine, *broken, TWO_TURNS) == [TIMEOUT, ERROR, ERROR, TERMINATED]
+    hang.let_go.set()
+
+    def no_display() -> Scripted:
+        raise OSError
+
+    assert run(make_engine(no_display, max_environments=1), TWO_TURNS, TWO_TURNS) == [ERROR, ERROR]
+
+
+def test_a_rollout_cut_off_leaves_no_episode_waiting() -> None:
+    def interrupt(trajectory: Trajectory) -> None:
+        raise KeyboardInterrupt
+
+    factory = Factory()
+    engine = make_engine(factory, max_environments=1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(specs({"start": ("go", None)}, TWO_TURNS, TWO_TURNS), Player(), interrupt)
+    resets = sum(environment.resets for environment in factory.made)
+    assert run(engine, TWO_TURNS) == [TERMINATED]
+    assert sum(environment.resets for environment in factory.made) == resets + 1
+
+
 # ------------------------------------------------------------------------------------------------------------ timeouts
 
 
@@ -390,6 +440,20 @@ def test_a_hanging_close_holds_up_nobody(hang: Any) -> None:
 def test_arguments_are_checked(workers: int, timeout: float | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EnvironmentPool(Scripted, workers, timeout)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_environments": 0}, "max_environments must be 1 or more, or None for no limit, got 0"),
+        ({"processes": -1}, r"environment_processes must be 0 \(none\) or more, got -1"),
+        ({"processes": 2, "workers": 1}, "environment_processes=2 says how many .* leave environment_workers"),
+        ({"processes": 2, "max_environments": 2}, "leave environment_workers and max_environments unset"),
+    ],
+)
+def test_limits_are_checked(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EnvironmentPool(Scripted, **options)
 
 
 def test_an_inline_call_cannot_have_a_timeout() -> None:

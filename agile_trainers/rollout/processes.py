@@ -1,0 +1,127 @@
+"""An environment in a process of its own: for work that would hold up the others, and that can be killed when it hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import multiprocessing
+import pickle
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from agile_trainers.envs.base import Environment, EnvironmentFactory, ResetResult, StepResult
+
+_CLOSING_SECONDS = 5.0
+"""What an environment gets to close itself before its process is killed."""
+
+
+class EnvironmentProcessError(RuntimeError):
+    """An environment raised in its process, or the process died."""
+
+
+def check_factory(factory: EnvironmentFactory) -> None:
+    """Raise ``ValueError`` if a factory cannot be sent to another process."""
+    try:
+        pickle.dumps(factory)
+    except Exception as error:  # whatever an object's own pickling raises
+        raise ValueError(
+            f"environment_processes needs a factory that another process can import, got {factory!r} ({error}). Pass an "
+            "id, or a class or function defined at the top of a module."
+        ) from error
+
+
+class ProcessEnvironment:
+    """Plays an environment that lives in a process of its own, started from a clean server process (``forkserver``).
+
+    A call that is cancelled kills the process. What the environment raises arrives as text.
+
+    Args:
+        factory: Makes the environment, over there. It is pickled, and a script's own module is imported again, so the
+            script must start its work under ``if __name__ == "__main__"``.
+    """
+
+    def __init__(self, factory: EnvironmentFactory):
+        context = multiprocessing.get_context("forkserver")
+        # Imported once, before the first fork, instead of in every process.
+        context.set_forkserver_preload(["__main__", __name__])
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(factory, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        """Start an episode over there."""
+        return await self._call("reset", seed=seed, options=options)
+
+    async def step(self, action: str) -> StepResult:
+        """Answer over there."""
+        return await self._call("step", action=action)
+
+    async def close(self) -> None:
+        """Let the environment close itself, then end its process."""
+        with suppress(EnvironmentProcessError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._call("close"), _CLOSING_SECONDS)
+        self._end()
+
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        try:
+            self._connection.send((method, arguments))
+            await self._readable()
+            error, value = self._connection.recv()
+        except asyncio.CancelledError:
+            self._end()
+            raise
+        except (EOFError, OSError) as lost:
+            self._process.join(_CLOSING_SECONDS)
+            raise EnvironmentProcessError(
+                f"the environment's process died in {method} (exit code {self._process.exitcode})"
+            ) from lost
+        if error is not None:
+            raise EnvironmentProcessError(error)
+        return value
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        descriptor = self._connection.fileno()
+        loop.add_reader(descriptor, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(descriptor)
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._connection.close()
+
+
+def _serve(factory: Callable[[], Environment], connection: Connection) -> None:
+    """The other process: answer calls until the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides what an interrupt means
+    loop = asyncio.new_event_loop()
+    environment: Any = None
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            if environment is None and method != "close":
+                environment = factory()
+            function = getattr(environment, method) if method != "close" else getattr(environment, method, lambda: None)
+            value = function(**arguments)
+            answer: tuple[str | None, Any] = (
+                None,
+                loop.run_until_complete(value) if inspect.isawaitable(value) else value,
+            )
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}", None
+        try:
+            connection.send(answer)
+        except OSError:  # nobody is there any more
+            return
+        except Exception as error:
+            connection.send((f"what {method} returned cannot be sent to another process: {error}", None))

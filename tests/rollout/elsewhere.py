@@ -1,0 +1,34 @@
+"""Environments that are played in processes of their own: a module that is quick to import there."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+
+class Elsewhere:
+    """Two turns; what the step does is in the options."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.what, self.turns = (options or {}).get("what"), 0
+        return "go", {"process": os.getpid(), "seed": seed}
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        if self.what == "raise":
+            raise KeyError("a bug")
+        if self.what == "die":
+            os._exit(7)
+        if self.what == "hang":
+            time.sleep(600)
+        if self.what == "unsendable":
+            return "up", 0.0, False, False, {"function": lambda: None}
+        return "up", float(self.turns), self.turns == 2, False, {"process": os.getpid()}
+
+
+class AsyncElsewhere(Elsewhere):
+    """The same, awaited over there."""
+
+    async def step(self, action: str) -> Any:  # type: ignore[override]
+        return super().step(action)

@@ -1,0 +1,80 @@
+"""Environments in processes of their own: they play alike, at the same time, and die alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from elsewhere import AsyncElsewhere, Elsewhere
+from episodes import Player, make_engine, specs
+
+from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.types import StopReason
+
+TERMINATED, ERROR, TIMEOUT = StopReason.TERMINATED, StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_TIMEOUT
+
+
+@pytest.fixture
+def engine() -> Iterator[RolloutEngine]:
+    made = make_engine(Elsewhere, processes=3, timeout=60.0)
+    yield made
+    made.pool.close()
+
+
+def test_episodes_are_the_same_and_somewhere_else(engine: RolloutEngine) -> None:
+    episodes = engine.run(specs(*[{}] * 7), Player())
+    here = make_engine(Elsewhere).run(specs(*[{}] * 7), Player())
+    assert [e.rewards for e in episodes] == [e.rewards for e in here] == [[1.0, 2.0]] * 7
+    assert [e.seed for e in episodes] == [e.reset_info["seed"] for e in episodes] == list(range(7))
+    processes = {turn.info["process"] for episode in episodes for turn in episode.turns}
+    assert len(processes) == 3 and os.getpid() not in processes
+    again = engine.run(specs({}, {}), Player())
+    assert {episode.reset_info["process"] for episode in again} <= processes, "instances are played again"
+
+
+def test_what_goes_wrong_costs_its_own_episode(engine: RolloutEngine) -> None:
+    games = [{"what": what} for what in ("raise", None, "die", None, "unsendable", None)]
+    episodes = engine.run(specs(*games), Player())
+    assert [episode.stop_reason for episode in episodes] == [ERROR, TERMINATED] * 3
+    assert episodes[0].error == "EnvironmentProcessError: KeyError: 'a bug'"
+    assert "process died in step (exit code 7)" in str(episodes[2].error)
+    assert "what step returned cannot be sent" in str(episodes[4].error)
+
+
+def test_a_hang_is_killed() -> None:
+    engine = make_engine(Elsewhere, processes=2, timeout=5.0)
+    first = engine.run(specs({}, {}), Player())  # starting the processes is not what is timed below
+    engine.pool.timeout = 0.5
+    started = time.monotonic()
+    episodes = engine.run(specs({"what": "hang"}, {}), Player())
+    assert [episode.stop_reason for episode in episodes] == [TIMEOUT, TERMINATED]
+    assert time.monotonic() - started < 5.0
+    hung = ({e.reset_info["process"] for e in first} - {episodes[1].reset_info["process"]}).pop()
+    for _ in range(200):
+        if not _alive(hung):
+            break
+        time.sleep(0.02)
+    assert not _alive(hung)
+    engine.pool.close()
+
+
+def test_async_environments_are_awaited_over_there() -> None:
+    engine = make_engine(AsyncElsewhere, processes=1, timeout=60.0)
+    assert [episode.rewards for episode in engine.run(specs({}, {}), Player())] == [[1.0, 2.0]] * 2
+    engine.pool.close()
+
+
+def test_a_factory_that_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a factory that another process can import"):
+        EnvironmentPool(lambda: Elsewhere(), processes=1)
+
+
+def _alive(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
