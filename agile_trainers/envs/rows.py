@@ -35,7 +35,7 @@ class Rows(Protocol):
 
 def split_of(question: str, test_fraction: float) -> str:
     """The split a question belongs to. Its words alone decide, so a repeated question is never on both sides."""
-    digest = hashlib.blake2b(" ".join(question.split()).encode(errors="replace"), digest_size=8).digest()
+    digest = hashlib.blake2b(_words(question).encode(errors="replace"), digest_size=8).digest()
     return TEST if int.from_bytes(digest, "big") < test_fraction * 2**64 else TRAIN
 
 
@@ -63,7 +63,7 @@ class TableRows:
             )
         self.columns = tuple(first)
         check_column(question, self.columns, "question")
-        questions = {name: [str(text) for text in _column(table, question)] for name, table in tables.items()}
+        questions = {name: [_words(str(text)) for text in _column(table, question)] for name, table in tables.items()}
         if len(tables) == 1:
             ((only, table),) = tables.items()
             self._tables: dict[str, Sequence[Row]] = {TRAIN: table, TEST: table}
@@ -121,8 +121,8 @@ class GeneratedRows:
             if split_of(str(row[self._question]), self._test_fraction) == split:
                 return row
         raise ValueError(
-            f"None of {_ATTEMPTS} generated questions belongs to the split {split!r} (test_fraction "
-            f"{self._test_fraction}): too few different questions are generated. Change test_fraction or widen the generator."
+            f"None of {_ATTEMPTS} generated questions belongs to the split {split!r} (test_fraction={self._test_fraction}): "
+            "too few different questions are generated. Change test_fraction or widen the generator."
         )
 
 
@@ -220,6 +220,10 @@ def _table(table: Any, max_rows: int | None) -> Sequence[Row]:
 
 def _column(table: Any, name: str) -> Iterable[Any]:
     return (row[name] for row in table) if isinstance(table, (list, tuple)) else table[name]
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _check_fraction(test_fraction: float) -> None:

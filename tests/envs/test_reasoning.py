@@ -144,12 +144,12 @@ def test_a_single_table_is_split_by_question_whatever_is_repeated() -> None:
 def test_named_splits_are_kept_and_their_questions_taken_out_of_training() -> None:
     tables = DatasetDict(
         train=Dataset.from_list(CAPITALS[:20]),
-        validation=Dataset.from_list(CAPITALS[15:25]),
+        validation=Dataset.from_list([{**row, "question": row["question"] + "\n"} for row in CAPITALS[15:25]]),
         test=Dataset.from_list(CAPITALS[30:]),
     )
     environment = make(tables)
     assert questions(environment, "train") == [row["question"] for row in CAPITALS[:15]]
-    assert questions(environment, "validation") == [row["question"] for row in CAPITALS[15:25]]
+    assert questions(environment, "validation") == [row["question"] + "\n" for row in CAPITALS[15:25]]
     assert questions(environment, "test") == [row["question"] for row in CAPITALS[30:]]
 
 
