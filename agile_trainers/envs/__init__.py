@@ -10,7 +10,9 @@ from .checker import (
     validate_step,
 )
 from .play import Episode, Player, compare, demonstrate, play
+from .reasoning import ReasoningEnvironment
 from .registry import list_environments, make_environment_factory, register_environment
+from .rows import load_rows
 
 __all__ = [
     "CheckReport",
@@ -21,12 +23,14 @@ __all__ = [
     "Finding",
     "Observation",
     "Player",
+    "ReasoningEnvironment",
     "ResetResult",
     "StepResult",
     "check_environment",
     "compare",
     "demonstrate",
     "list_environments",
+    "load_rows",
     "make_environment_factory",
     "play",
     "read_options",
