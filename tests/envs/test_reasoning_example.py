@@ -1,0 +1,29 @@
+"""The example trains, and what it learns holds on questions it never saw."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agile-trainers[envs]'")
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "reasoning_gym_chain.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_success_on_held_out_questions_rises(seed: int, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, EXAMPLE, "--seed", str(seed), "--output_dir", tmp_path], check=True)
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    # 400 questions: one standard error is about .02
+    assert summary["after"] > summary["before"] + 0.03 and summary["after"] > 0.8
+    asked: dict[str, set[str]] = {"generation": set(), "eval": set()}
+    for path in (tmp_path / "rollouts").glob("*.jsonl"):
+        kind = "generation" if "generation" in path.name else "eval"
+        records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        asked[kind] |= {record["prompt"][0]["content"] for record in records}
+    assert len(asked["eval"]) > 300 and not asked["generation"] & asked["eval"]
