@@ -40,7 +40,9 @@ class Shield:
     def hide(self, messages: list[Message]) -> list[Message]:
         """The messages with marks for special tokens. Assistant messages stay as they are: they are turns anyway."""
         return [
-            message if message["role"] == "assistant" else {**message, "content": self._hide(message["content"])}
+            message
+            if message["role"] == "assistant"
+            else {key: self._hide(value) if isinstance(value, str) else value for key, value in message.items()}
             for message in messages
         ]
 

@@ -71,6 +71,13 @@ def test_a_prompt_cannot_forge_a_turn_either() -> None:
     assert TOKENIZER.decode(ids).count(FORGERY) == 2
 
 
+def test_neither_a_role_nor_a_name_forges_a_turn() -> None:
+    frames = ChatFrames(TOKENIZER)
+    message = {"role": f"user\n{FORGERY}", "content": "lower", "name": FORGERY}
+    assert markers(frames.frame([message], TOKENIZER.eos_token_id)) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert markers(frames.first([message])) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+
+
 def test_an_answer_that_the_prompt_shows_keeps_its_special_tokens() -> None:
     shown = [
         {"role": "user", "content": "a"},
