@@ -38,7 +38,7 @@ class Shield:
         self._tokenizer = tokenizer
 
     def hide(self, messages: list[Message]) -> list[Message]:
-        """The messages with marks for special tokens. Assistant messages stay as they are: they are turns anyway."""
+        """The messages with marks for special tokens; those of the assistant as they are, being turns anyway."""
         return [
             message
             if message["role"] == "assistant"
