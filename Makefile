@@ -27,7 +27,8 @@ check: $(VENV)/.installed-dev  ## style and types
 probes: $(VENV)/.installed  ## the probe environments, each to its threshold on three seeds; resumable
 	$(RUN) benchmarks/probes.py
 
-bench: $(VENV)/.installed  ## rollout and update time, beside TRL's GRPOTrainer
+bench: $(VENV)/.installed  ## overlap of slow environments; rollout and update time, beside TRL's GRPOTrainer
+	$(RUN) benchmarks/slow_environments.py
 	$(RUN) benchmarks/rollout_vs_trl.py
 
 clean:  ## forget the environment and the caches, not the runs

@@ -7,9 +7,11 @@ import inspect
 import multiprocessing
 import pickle
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 from agile_trainers.envs.base import Environment, EnvironmentFactory, ResetResult, StepResult
@@ -39,17 +41,19 @@ class ProcessEnvironment:
     A call that is cancelled kills the process. What the environment raises arrives as text.
 
     Args:
-        factory: Makes the environment, over there. It is pickled, and a script's own module is imported again, so the
-            script must start its work under ``if __name__ == "__main__"``.
+        factory: Makes the environment, over there. It is pickled. If it belongs to the script itself, every process imports
+            the script again: it must start its work under ``if __name__ == "__main__"``, and a module of its own is
+            quicker.
     """
 
     def __init__(self, factory: EnvironmentFactory):
         context = multiprocessing.get_context("forkserver")
         # Imported once, before the first fork, instead of in every process.
-        context.set_forkserver_preload(["__main__", __name__])
+        context.set_forkserver_preload([__name__, *_module(factory)])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(factory, theirs), daemon=True)
-        self._process.start()
+        with _without_main_module(factory):
+            self._process.start()
         theirs.close()
 
     async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
@@ -96,6 +100,24 @@ class ProcessEnvironment:
     def _end(self) -> None:
         self._process.kill()
         self._connection.close()
+
+
+def _module(factory: Any) -> list[str]:
+    name = getattr(getattr(factory, "func", factory), "__module__", None)
+    return [name] if name not in (None, "__main__") else []
+
+
+@contextmanager
+def _without_main_module(factory: EnvironmentFactory) -> Iterator[None]:
+    """Keep multiprocessing from importing the script, and all it imports, in every process that has no use for it."""
+    if b"__main__" in pickle.dumps(factory):
+        yield
+        return
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _serve(factory: Callable[[], Environment], connection: Connection) -> None:

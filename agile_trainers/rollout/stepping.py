@@ -22,6 +22,7 @@ from .processes import ProcessEnvironment, check_factory
 _FAILURES = (Exception, asyncio.CancelledError)
 """What costs an environment its episode. Anything else it raises (KeyboardInterrupt, SystemExit) ends the rollout."""
 
+_Attempt = Callable[[], "tuple[Any, BaseException | None]"]
 _Report = Callable[[Any, "BaseException | None"], None]
 
 
@@ -113,6 +114,7 @@ class EnvironmentPool:
         # The only thing that other threads touch; the rest belongs to the caller's.
         self._answers: queue.SimpleQueue[tuple[_Call, Outcome]] = queue.SimpleQueue()
         self._loop: _Loop | None = None
+        self._threads = _Threads()
 
     def reset(self, episode: int, seed: int, options: dict[str, Any] | None) -> None:
         """Start an episode, as soon as there may be one more; the outcome comes from :meth:`outcomes`."""
@@ -172,7 +174,7 @@ class EnvironmentPool:
             self.release(episode, reusable=False)
 
     def close(self) -> None:
-        """Close every idle instance, waiting up to ``timeout`` seconds for each, and stop the event loop."""
+        """Close every idle instance, waiting up to ``timeout`` seconds for each; stop the event loop and idle threads."""
         closed: queue.SimpleQueue[None] = queue.SimpleQueue()
         for environment in self._idle:
             self._close(environment, lambda value, error: closed.put(None))
@@ -183,6 +185,7 @@ class EnvironmentPool:
         if self._loop is not None:
             self._loop.stop()
             self._loop = None
+        self._threads.stop()
 
     def _start_queued(self) -> None:
         while self._queued and len(self._playing) < self.max_environments:
@@ -244,11 +247,9 @@ class EnvironmentPool:
                 self._loop = _Loop()
             return self._loop.start(_attempt_async(function, report))
         if self.workers:
-            # A thread per call: one that hangs takes nothing with it, and as a daemon it does not hold up the exit.
-            work = partial(_attempt, function, report, (BaseException,))
-            threading.Thread(target=work, daemon=True).start()
+            self._threads.run(partial(_attempt, function, (BaseException,)), report)
         else:
-            _attempt(function, report, _FAILURES)
+            report(*_attempt(function, _FAILURES))
         return lambda: None
 
     def _close(self, environment: Environment | None, report: _Report = lambda value, error: None) -> None:
@@ -276,6 +277,38 @@ class EnvironmentPool:
         ]
 
 
+class _Threads:
+    """Threads that are used again. One that hangs is not waited for, and as a daemon it does not hold up the exit."""
+
+    def __init__(self) -> None:
+        self._idle: deque[queue.SimpleQueue[tuple[Callable[[], tuple[Any, BaseException | None]], _Report] | None]] = (
+            deque()
+        )
+
+    def run(self, attempt: _Attempt, report: _Report) -> None:
+        """Attempt it in an idle thread, or in a new one, and report what came of it."""
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            inbox = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(inbox,), daemon=True).start()
+        inbox.put((attempt, report))
+
+    def stop(self) -> None:
+        """End the idle threads."""
+        while self._idle:
+            self._idle.pop().put(None)
+
+    def _serve(self, inbox: Any) -> None:
+        while (work := inbox.get()) is not None:
+            attempt, report = work
+            outcome = attempt()
+            # Idle first, so that the answer's next call finds this thread.
+            self._idle.append(inbox)
+            report(*outcome)
+            del work, attempt, report, outcome  # while idle, nothing is kept alive
+
+
 class _Loop:
     """An event loop in a thread of its own."""
 
@@ -299,13 +332,13 @@ class _Loop:
         self._loop.call_soon_threadsafe(self._stop.set)
 
 
-def _attempt(function: Callable[[], Any], report: _Report, failures: tuple[type[BaseException], ...]) -> None:
+def _attempt(
+    function: Callable[[], Any], failures: tuple[type[BaseException], ...]
+) -> tuple[Any, BaseException | None]:
     try:
-        value = function()
+        return function(), None
     except failures as error:
-        report(None, error)
-    else:
-        report(value, None)
+        return None, error
 
 
 async def _attempt_async(function: Callable[[], Any], report: _Report) -> None:

@@ -1,0 +1,101 @@
+"""Do slow environments overlap? 64 episodes of 8 turns whose every step sleeps 50 ms (``make bench``).
+
+With full overlap a rollout takes the sleeps of one episode: 8 x 50 ms. A scripted generator answers at once, so what is
+timed is the rollout loop with its real chat frames and the environments. Once more with one environment of 64 that hangs:
+the others must finish as if it were not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+from sleepers import HANGS, SECONDS, TURNS, AsyncSleeper, Sleeper
+
+from agile_trainers.embedded import make_tokenizer
+from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.types import StopReason
+
+EPISODES = 64
+IDEAL = TURNS * SECONDS
+LIMIT = 1.5
+"""Times the ideal that a rollout may take."""
+TIMEOUT = 2.0
+"""Seconds after which the hanging environment is given up."""
+
+
+WAYS: dict[str, tuple[Callable[..., Sleeper], dict[str, int]]] = {
+    "threads": (Sleeper, {"workers": EPISODES}),
+    "asyncio": (AsyncSleeper, {}),
+    "processes": (Sleeper, {"processes": EPISODES}),
+}
+
+
+def make_engine(way: str, hanging: bool) -> RolloutEngine:
+    """An engine with 64 environments."""
+    kind, options = WAYS[way]
+    pool = EnvironmentPool(partial(kind, hanging), timeout=TIMEOUT if hanging else None, **options)
+    return RolloutEngine(pool, ChatFrames(make_tokenizer()), Limits(TURNS, 4, 100_000))
+
+
+def play(engine: RolloutEngine) -> tuple[float, list[StopReason]]:
+    """Wall time of a rollout, and how its episodes ended."""
+    generator = ScriptedGenerator(lambda request: [*engine.chat.eos_token_ids[:1]])
+    ends: list[float] = []
+    started = time.perf_counter()
+    specs = [EpisodeSpec(seed, (seed,)) for seed in range(EPISODES)]
+    trajectories = engine.run(specs, generator, lambda _: ends.append(time.perf_counter() - started))
+    # When one hangs, the time of all but the last to end, which is the one that hangs.
+    hung = sum(trajectory.stop_reason.failed for trajectory in trajectories)
+    return ends[-1 - hung], [trajectory.stop_reason for trajectory in trajectories]
+
+
+def measure(way: str, hanging: bool, repetitions: int) -> float:
+    """Median wall time of warm rollouts as a multiple of the ideal.
+
+    Raises:
+        RuntimeError: If an episode ended in another way than it should.
+    """
+    engine = make_engine(way, hanging=False)
+    play(engine)  # makes the instances, and starts what threads or processes there are
+    if hanging:
+        engine = make_engine(way, hanging=True)
+    seconds = []
+    for _ in range(repetitions):
+        wall, reasons = play(engine)
+        expected = [StopReason.TERMINATED] * EPISODES
+        if hanging:
+            expected[HANGS] = StopReason.ENVIRONMENT_TIMEOUT
+        if reasons != expected:
+            raise RuntimeError(f"{way}: the episodes ended as {reasons}.")
+        seconds.append(wall)
+    engine.pool.close()
+    return median(seconds) / IDEAL
+
+
+def main() -> int:
+    """Measure every way; return 1 if one takes more than 1.5 times the ideal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    options = parser.parse_args()
+    print(f"{EPISODES} episodes x {TURNS} turns x {SECONDS * 1000:.0f} ms; ideal {IDEAL:.2f} s, limit {LIMIT} x")
+    slow = False
+    for way in options.ways:
+        for hanging in (False, True):
+            ratio = measure(way, hanging, options.repetitions)
+            slow |= ratio > LIMIT
+            others = f", beside one of {EPISODES} that hangs" if hanging else ""
+            print(f"  {way:<10} {ratio * IDEAL:.3f} s, {ratio:.2f} x ideal{others}", flush=True)
+    return int(slow)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
