@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .base import ResetResult, StepResult, read_options
@@ -88,6 +88,7 @@ def check_kwargs(game: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     module, _, name = _registry()[game].entry_point.partition(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    known.append("wrappers")
     unknown = sorted(set(kwargs) - set(known))
     if unknown:
         raise ValueError(
@@ -110,14 +111,17 @@ class GemEnvironment:
 
     Args:
         game: GEM's id, for example ``game:GuessTheNumber-v0-easy``.
+        wrappers: GEM's wrappers by its names, inner first, for example ``("python_tool",)``. GEM runs the code that a model
+            writes in a process of this machine, without a sandbox. What a tool pays counts as reward, not as success.
         kwargs: Handed to GEM.
 
     Raises:
         ImportError: If GEM is not installed.
+        ValueError: If a wrapper is unknown, or one of those that repeat the conversation in every observation.
         RuntimeError: If the game needs NLTK's word list and it is not there.
     """
 
-    def __init__(self, game: str, **kwargs: Any):
+    def __init__(self, game: str, *, wrappers: Sequence[str] = (), **kwargs: Any):
         self.name = game
         self._random = OwnRandomState()
         self._return = 0.0
@@ -129,6 +133,11 @@ class GemEnvironment:
                 raise RuntimeError(
                     f"gem:{game} needs NLTK's word list, which is not installed. Run: python -m nltk.downloader words"
                 ) from error
+        # Only the game itself draws at random; a tool may take its time without holding up other instances.
+        self._tooled = self.game
+        self.game.reset, self.game.step = self._seeded(self.game.reset), self._seeded(self.game.step)
+        for wrapper in wrappers:
+            self._tooled = _wrapper(wrapper)(self._tooled)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
         """Start a game.
@@ -144,18 +153,15 @@ class GemEnvironment:
         if seed is not None and hasattr(self.game, "idx"):
             # Data set tasks count episodes and reshuffle after an epoch; the seed alone is to choose the question.
             self.game.idx = 0
-        with self._random.in_place():
-            observation, info = self.game.reset(
-                seed=None if seed is None else seed % 2**32
-            )  # what NumPy can be seeded with
+        observation, info = self._tooled.reset(seed=None if seed is None else seed % 2**32)  # all that NumPy takes
         self._return = 0.0
         return _with_suffix(observation, info), _without_suffix(info)
 
     def step(self, action: str) -> StepResult:
         """Hand the action to GEM."""
-        with self._random.in_place():
-            observation, reward, terminated, truncated, info = self.game.step(action)
-        self._return += float(reward)
+        observation, reward, terminated, truncated, info = self._tooled.step(action)
+        if "tool_type" not in info:
+            self._return += float(reward)
         if not (terminated or truncated):
             observation = _with_suffix(observation, info)
         success = self._return > 1.0 - 1e-6
@@ -174,6 +180,13 @@ class GemEnvironment:
             )
         return f"\\boxed{{{_RANDOM_ACTIONS[family](self.game, rng)}}}"
 
+    def _seeded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            with self._random.in_place():
+                return function(*args, **kwargs)
+
+        return seeded
+
     def close(self) -> None:
         """Let GEM close what it holds open."""
         if hasattr(self.game, "close"):
@@ -187,6 +200,17 @@ def _with_suffix(observation: str, info: dict[str, Any]) -> str:
 
 def _without_suffix(info: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in info.items() if name != "suffix"}
+
+
+def _wrapper(name: str) -> Callable[[Any], Any]:
+    known = importlib.import_module("gem.wrappers.wrapper_factory").WRAPPER_FACTORY
+    usable = [wrapper for wrapper in known if not wrapper.startswith("concat")]
+    if name not in usable:
+        repeats = ": it repeats the conversation, which the model has before it anyway" if name in known else ""
+        raise ValueError(
+            f"wrappers cannot hold {name!r}{repeats}. GEM's wrappers that can be used: {', '.join(usable)}."
+        )
+    return known[name]
 
 
 def _registry() -> dict[str, Any]:

@@ -211,3 +211,26 @@ def test_a_game_without_its_words_says_how_to_get_them() -> None:
 def test_there_is_no_random_player_for_other_environments() -> None:
     with pytest.raises(ValueError, match="no random player"):
         GemEnvironment("rg:basic_arithmetic").random_action(random.Random(0))
+
+
+def test_gems_python_tool_runs_code_and_what_it_pays_is_no_success() -> None:
+    environment = make_environment_factory(
+        "gem:game:GuessTheNumber-v0-easy", wrappers=("python_tool", "episode_tracking")
+    )()
+    observation, _ = environment.reset(seed=5)  # type: ignore[misc]
+    assert "between 1 and 10" in observation and "<python>...</python>" in observation
+    plain = GemEnvironment("game:GuessTheNumber-v0-easy")
+    plain.reset(seed=5)
+    assert environment.game.game_number == plain.game.game_number  # type: ignore[attr-defined]
+    observation, reward, terminated, _, info = environment.step("<python>print(6 * 7)</python>")  # type: ignore[misc]
+    assert "Code execution result: 42" in observation and reward == pytest.approx(0.3)
+    assert not terminated and info["success"] is False and info["tool_success_counter"] == 1
+    answer = f"\\boxed{{{plain.game.game_number}}}"
+    _, reward, terminated, _, info = environment.step(answer)  # type: ignore[misc]
+    assert (reward, terminated, info["success"]) == (1.0, True, True)
+
+
+@pytest.mark.parametrize(("name", "words"), [("concat", "repeats the conversation"), ("python", "python_tool")])
+def test_other_wrappers_are_refused(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GemEnvironment("game:GuessTheNumber-v0-easy", wrappers=(name,))

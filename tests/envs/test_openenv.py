@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("openenv", reason="OpenEnv is not installed: pip install 'agile-trainers[envs]'")
+pytest.importorskip("openenv", reason="OpenEnv is not installed: pip install 'agile-trainers[dev]'")
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
