@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TRL_EXPERIMENTAL_SILENCE := 1
 
-.PHONY: demo test check probes bench clean
+.PHONY: demo test check mutations probes bench clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -23,6 +23,9 @@ check: $(VENV)/.installed-dev  ## style and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must notice each time
+	$(RUN) tests/mutations.py
 
 probes: $(VENV)/.installed  ## the probe environments, each to its threshold on three seeds; resumable
 	$(RUN) benchmarks/probes.py

@@ -50,7 +50,7 @@ class Budget:
 
     sft_steps: int = 250
     sft_batch: int = 32
-    rl_steps: int = 160
+    rl_steps: int = 240
     eval_episodes: int = 1000
 
 
@@ -106,7 +106,7 @@ def make_trainer(
             per_device_train_batch_size=GROUP * HIGH,
             max_steps=budget.rl_steps,
             num_eval_episodes=budget.eval_episodes,
-            learning_rate=5e-3,
+            learning_rate=3e-3,
             lr_scheduler_type="constant",
             entropy_coef=0.02,  # without it a secret or two is lost to early certainty
             beta=0.0,

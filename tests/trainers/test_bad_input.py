@@ -46,7 +46,10 @@ def test_values_out_of_range(tmp_path, changes, message):
             {"turn_ratio_pooling": "sum", "importance_sampling_level": "turn", "off_policy_mask_threshold": 0.5},
             "off_policy_mask_threshold compares mean",
         ),
-        ({"turn_credit": "reward", "advantage_granularity": "trajectory"}, "advantage_granularity='turn' or 'anchor' only"),
+        (
+            {"turn_credit": "reward", "advantage_granularity": "trajectory"},
+            "advantage_granularity='turn' or 'anchor' only",
+        ),
         ({"gamma": 0.9, "advantage_granularity": "trajectory"}, "gamma=0.9 discounts the return of a turn"),
         ({"gamma": 0.9, "turn_credit": "reward"}, "gamma=0.9 discounts the return of a turn"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs={'num_beams': 2} has no effect"),

@@ -1,0 +1,253 @@
+"""Break the code on purpose, one line at a time, and see that a test notices (``make mutations``).
+
+Each mutation is a way in which multi-turn training goes wrong without an error. It is made in a copy of the project; the
+tests named with it must pass there before and fail after. The exit code is 1 if a mutation survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One edit, and the tests that must notice."""
+
+    name: str
+    file: str
+    """Below ``agile_trainers/``."""
+    old: str
+    """Occurs exactly once in the file."""
+    new: str
+    tests: str
+    """Arguments of pytest."""
+
+
+ENUMERATION = "tests/trainers/test_enumeration.py"
+ADVANTAGES = "tests/objectives/test_advantages.py"
+GAE = "tests/objectives/test_gae.py"
+
+MUTATIONS = [
+    Mutation(
+        "sign of the advantage", "objectives/advantages.py",
+        "centred = self.values - mean", "centred = mean - self.values", ADVANTAGES,
+    ),
+    Mutation(
+        "groups shifted by one row", "objectives/advantages.py",
+        "device=rewards.device) // group_size)", "device=rewards.device).add(1) // group_size)", ADVANTAGES,
+    ),
+    Mutation(
+        "failed episodes in the statistics", "objectives/advantages.py",
+        "valid = turn_mask & ~failed[:, None]", "valid = turn_mask", ADVANTAGES,
+    ),
+    Mutation(
+        "immediate reward instead of the return", "objectives/returns.py",
+        "running = rewards[:, k] + gamma * running", "running = rewards[:, k]", ADVANTAGES,
+    ),
+    Mutation(
+        "a turn's advantage given to the next turn", "objectives/segments.py",
+        "return padded.gather(1, turn_ids + 1)", "return padded.roll(1, 1).gather(1, turn_ids + 1)",
+        "tests/objectives/test_segments_and_ratios.py",
+    ),
+    Mutation(
+        "off-by-one turn start", "rollout/collate.py",
+        "batch.turn_ids[row, turn.start : turn.end] = k", "batch.turn_ids[row, turn.start + 1 : turn.end + 1] = k",
+        "tests/rollout/test_collate.py",
+    ),
+    Mutation(
+        "value read after the first action token", "rollout/collate.py",
+        "batch.state_positions[row, k] = width + turn.start - 1", "batch.state_positions[row, k] = width + turn.start",
+        "tests/rollout/test_collate.py",
+    ),
+    Mutation(
+        "reward on every token", "objectives/returns.py",
+        "spread_to_tokens(lambda_returns, turn_ids) - token_values",
+        "(spread_to_tokens(lambda_returns, turn_ids).flip(1).cumsum(1).flip(1)) - token_values", GAE,
+    ),
+    Mutation(
+        "no bootstrap on truncation", "objectives/returns.py",
+        "running, following = torch.zeros_like(final_values), final_values",
+        "running, following = torch.zeros_like(final_values), torch.zeros_like(final_values)", GAE,
+    ),
+    Mutation(
+        "bootstrap on termination", "trainers/ppo.py",
+        "torch.where(batch.truncated, read[:, -1], 0.0)", "read[:, -1]", "tests/trainers/test_ppo.py -k by_hand",
+    ),
+    Mutation(
+        "lambda ignored", "objectives/returns.py",
+        "delta + gamma * gae_lambda * running", "delta + gamma * running", GAE,
+    ),
+    Mutation(
+        "KL arguments swapped in the reward", "objectives/kl.py",
+        "return pool_to_turns(log_probs - reference,", "return pool_to_turns(reference - log_probs,",
+        f"{ENUMERATION} -k kl_in_the_reward",
+    ),
+    Mutation(
+        "KL arguments swapped in the advantage", "objectives/kl.py",
+        "torch.where(turn_ids >= 0, log_probs - reference, 0.0)", "torch.where(turn_ids >= 0, reference - log_probs, 0.0)",
+        f"{ENUMERATION} -k kl_in_the_advantage",
+    ),
+    Mutation(
+        "KL of a turn averaged over its tokens", "objectives/kl.py",
+        'return pool_to_turns(log_probs - reference, turn_ids, turns, "sum")',
+        'return pool_to_turns(log_probs - reference, turn_ids, turns, "mean")', f"{ENUMERATION} -k kl_in_the_reward",
+    ),
+    Mutation(
+        "KL penalty twice", "trainers/multi_turn.py",
+        "self.beta = 0.0  # the penalty is in the advantages already", "pass",
+        "tests/trainers/test_kl_placement.py -k no_kl_term",
+    ),
+    Mutation(
+        "ranks not reduced", "trainers/multi_turn.py",
+        "self.accelerator.gather(self.accelerator.pad_across_processes(value, dim=1))\n            for value in (batch.turn",
+        "value\n            for value in (batch.turn", "tests/trainers/test_two_processes.py",
+    ),
+    Mutation(
+        "value loss not counted over ranks", "trainers/ppo.py",
+        'counts = self.accelerator.reduce(counts, reduction="sum")', "pass",
+        "tests/trainers/test_ppo_two_processes.py",
+    ),
+    Mutation(
+        "critic frozen by the reference pass", "trainers/ppo.py",
+        "# Right before the forward pass: the reference pass has left only the policy trainable.\n        self._thaw()",
+        "pass", "tests/trainers/test_ppo.py -k both_adapters_train",
+    ),
+    Mutation(
+        "recomputation with the wrong adapter", "adapters/roles.py",
+        "with self.route(adapter):\n                    return function", "if True:\n                    return function",
+        "tests/adapters/test_critic.py -k merged_by_hand",
+    ),
+    Mutation(
+        "turn ratio over observations too", "objectives/segments.py",
+        "inside = torch.where(turn_ids >= 0, values, values.new_zeros(()))",
+        "turn_ids = turn_ids.clamp(min=0)\n    inside = values", "tests/objectives/test_segments_and_ratios.py",
+    ),
+    Mutation(
+        "sum pooling not divided by the length", "trainers/multi_turn.py",
+        "spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)", "pass",
+        "tests/trainers/test_invariances.py -k poolings",
+    ),
+    Mutation(
+        "observations trained on", "trainers/multi_turn.py",
+        '"tool_mask": trained.long()', '"tool_mask": batch.completion_mask',
+        "tests/trainers/test_invariances.py -k change_nothing",
+    ),
+    Mutation(
+        "members of a group start differently", "trainers/randomness.py",
+        "environment_seed(seed, TRAINING, generation, group)", "environment_seed(seed, TRAINING, generation, index)",
+        "tests/trainers/test_invariances.py -k group_shares",
+    ),
+    Mutation(
+        "deviation of the population instead of the sample", "objectives/advantages.py",
+        "std = ((counts * (values - mean) ** 2).sum() / (total - 1)).sqrt()",
+        "std = ((counts * (values - mean) ** 2).sum() / total).sqrt()", f"{ADVANTAGES} tests/trainers/test_reinforce.py",
+    ),
+    Mutation(
+        "rows without signal change the loss's divisor", "trainers/batching.py",
+        "return left, share.item()", "return left, 1.0", "tests/trainers/test_skip_zero_advantage.py -k whole_batch",
+    ),
+    Mutation(
+        "reference follows the policy at once", "trainers/reference.py",
+        "state.global_step % args.reference_update_steps == 0", "True",
+        "tests/trainers/test_reference.py -k so_many_steps",
+    ),
+    Mutation(
+        "warm-up trains the policy", "trainers/ppo.py",
+        "policy_weight = 0.0 if self.state.global_step < self.args.critic_warmup_steps else 1.0", "policy_weight = 1.0",
+        "tests/trainers/test_ppo.py -k warm_up",
+    ),
+]  # fmt: skip
+
+
+def copy_project(target: Path) -> None:
+    """What the tests need, and nothing that was built."""
+    for name in ("agile_trainers", "environments", "tests", "examples", "benchmarks", "docs"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, target / name)
+    (target / "agile_environments").symlink_to("environments")
+
+
+def passes(project: Path, tests: str) -> bool:
+    """Run tests on the copy.
+
+    Raises:
+        RuntimeError: If pytest could not run them, or ran other code than the copy's.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    where = [sys.executable, "-c", "import agile_trainers; print(agile_trainers.__file__)"]
+    used = subprocess.run(where, env=environment, cwd=project, capture_output=True, text=True, check=True).stdout
+    if not used.startswith(str(project)):
+        raise RuntimeError(f"The tests would run {used.strip()} instead of the copy in {project}.")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+    done = subprocess.run(command, env=environment, cwd=project, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(
+            f"pytest {tests} ended with exit code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}"
+        )
+    return done.returncode == 0
+
+
+def survives(mutation: Mutation, project: Path) -> bool:
+    """Make the mutation, run its tests, and undo it.
+
+    Raises:
+        ValueError: If the line to change is not there exactly once.
+    """
+    file = project / "agile_trainers" / mutation.file
+    source = file.read_text()
+    if source.count(mutation.old) != 1:
+        raise ValueError(
+            f"{mutation.name}: {mutation.old!r} occurs {source.count(mutation.old)} times in {mutation.file}."
+        )
+    file.write_text(source.replace(mutation.old, mutation.new))
+    try:
+        return passes(project, mutation.tests)
+    finally:
+        file.write_text(source)
+
+
+def main() -> int:
+    """Run the mutations whose name contains a word of the command line, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only mutations whose name contains one of these")
+    words = parser.parse_args().words
+    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    alive, green = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        project = Path(folder) / "project"
+        project.mkdir()
+        copy_project(project)
+        for number, mutation in enumerate(chosen, start=1):
+            started = time.perf_counter()
+            if mutation.tests not in green:
+                green[mutation.tests] = passes(project, mutation.tests)
+            if not green[mutation.tests]:
+                verdict = "TESTS FAIL ANYWAY"
+            else:
+                verdict = "SURVIVED" if survives(mutation, project) else "noticed"
+            alive += [mutation.name] * (verdict != "noticed")
+            seconds = time.perf_counter() - started
+            print(
+                f"[{number:>2}/{len(chosen)}] {verdict:<9} {mutation.name} ({mutation.file}, {seconds:.0f} s)",
+                flush=True,
+            )
+    print(
+        f"\n{len(chosen) - len(alive)} of {len(chosen)} mutations noticed."
+        + "".join(f"\nNot: {name}" for name in alive)
+    )
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

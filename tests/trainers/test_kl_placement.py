@@ -1,0 +1,68 @@
+"""The KL penalty outside the loss, through a whole training step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from games import draw_batch, loss_and_gradients, make_trainer, relative_error
+
+from agile_trainers.objectives.kl import shaping
+
+
+def moved(trainer):
+    """The same trainer, its policy away from its reference."""
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return trainer
+
+
+def make(model, folder, placement: str | None, **changes):
+    changes = changes if placement is None else {"beta": 0.3, "kl_placement": placement, **changes}
+    return moved(make_trainer(model, folder, **changes))
+
+
+@pytest.mark.parametrize("placement", ["reward", "advantage"])
+def test_the_loss_itself_has_no_kl_term(embedded_model, tmp_path, placement):
+    """Given its advantages, the batch is trained on as without any penalty."""
+    trainer = make(embedded_model, tmp_path, placement)
+    batch = draw_batch(trainer)
+    loss, gradients = loss_and_gradients(trainer, batch)
+    assert trainer.beta == 0.3
+    unpenalized = make(embedded_model, tmp_path, None)
+    draw_batch(unpenalized)
+    plain, expected = loss_and_gradients(unpenalized, batch)
+    assert loss == plain and relative_error(gradients, expected) < 1e-6
+    assert len(trainer._metrics["train"]["kl"]) == 1 and trainer._metrics["train"]["kl"][0] > 0
+
+
+def test_in_the_reward_the_penalty_is_part_of_what_is_compared(embedded_model, tmp_path):
+    """By hand: unscaled advantages with and without penalty differ by the penalty less its mean over the group."""
+    options = {"advantage_granularity": "trajectory", "scale_rewards": "none"}
+    penalized = make(embedded_model, tmp_path, "reward", **options)
+    batch, plain = draw_batch(penalized), draw_batch(make(embedded_model, tmp_path, None, **options))
+    torch.testing.assert_close(batch["completion_ids"], plain["completion_ids"])
+    action = batch["turn_ids"] >= 0
+    columns = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    rows = torch.arange(len(action))
+    with torch.no_grad():
+        log_ratio = penalized._score(penalized.model, columns, rows) - penalized._score_reference(columns, rows)
+    penalty = 0.3 * (log_ratio * action).sum(1)
+    expected = penalty - penalty.view(-1, 4).mean(1).repeat_interleave(4)
+    difference = plain["advantages"] - batch["advantages"]
+    torch.testing.assert_close(difference, torch.where(action, expected[:, None], 0.0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+def test_in_the_advantage_it_comes_after_whitening_and_clipping(embedded_model, tmp_path, level):
+    options = {"whiten_advantages": True, "advantage_clip_range": 0.5, "importance_sampling_level": level}
+    penalized = make(embedded_model, tmp_path, "advantage", **options)
+    batch, plain = draw_batch(penalized), draw_batch(make(embedded_model, tmp_path, None, **options))
+    columns = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    rows = torch.arange(len(batch["turn_ids"]))
+    with torch.no_grad():
+        scores = penalized._score(penalized.model, columns, rows), penalized._score_reference(columns, rows)
+    expected = plain["advantages"] - 0.3 * shaping(*scores, batch["turn_ids"], level)
+    torch.testing.assert_close(batch["advantages"], expected, rtol=1e-4, atol=1e-5)
+    assert plain["advantages"].abs().max() <= 0.5
