@@ -4,8 +4,8 @@ An id is one of
 
 - ``gem:<game>``: a GEM environment, for example ``gem:game:GuessTheNumber-v0-easy``;
 - ``reasoning_gym:<name>``: a data set of reasoning-gym, for example ``reasoning_gym:chain_sum``;
-- ``textarena:<game>``, ``gymnasium:<id>``, ``openenv:<url>``, ``trl:<module.path:Name>``: see the modules of those names
-  beside this one, for example ``textarena:GuessTheNumber-v0``;
+- ``textarena:<game>``, ``gymnasium:<id>``, ``openenv:<url>``, ``trl:<module.path:Name>``, ``verifiers:<task set>``: see the
+  modules of those names beside this one, for example ``textarena:GuessTheNumber-v0``;
 - ``agile:<name>``: a ready task of ``agile_environments``, or a probe, ``agile:probe/<name>``;
 - a name given to :func:`register_environment`;
 - ``module.path:Name``: any importable class or function that makes an environment.
@@ -24,7 +24,13 @@ from .base import EnvironmentFactory
 
 _LISTING = r"""python -c "from agile_trainers.envs import *; print(*list_environments(), sep='\n')" """.strip()
 _registered: dict[str, Callable[..., Any]] = {}
-_LIBRARIES = {"gymnasium": "gymnasium", "openenv": "openenv", "textarena": "textarena", "trl": "trl_tools"}
+_LIBRARIES = {
+    "gymnasium": "gymnasium",
+    "openenv": "openenv",
+    "textarena": "textarena",
+    "trl": "trl_tools",
+    "verifiers": "verifiers",
+}
 """Prefix of an id, and the module beside this one that defines ``is_installed()``, ``listed()`` (names worth listing),
 ``knows(name)`` and ``make_factory(name, **kwargs)`` for it."""
 
