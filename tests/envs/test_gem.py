@@ -43,8 +43,8 @@ def play_all(game: str, episodes: int) -> None:
 
 
 @pytest.mark.parametrize("game", [game for game in OFFLINE_GAMES if game not in SLOW_TO_GENERATE])
-def test_four_random_episodes(game: str) -> None:
-    play_all(game, 4)
+def test_eight_random_episodes(game: str) -> None:
+    play_all(game, 8)
 
 
 @pytest.mark.slow
