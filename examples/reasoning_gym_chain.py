@@ -26,7 +26,7 @@ from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.reasoning_gym import ReasoningGymEnvironment
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
-HELD_OUT = 400
+HELD_OUT = 1000
 ON_CPU: dict[str, Any] = {"bf16": False, "use_cpu": True, "gradient_checkpointing": False, "disable_tqdm": True}
 
 
