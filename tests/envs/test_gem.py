@@ -225,6 +225,11 @@ def test_gems_python_tool_runs_code_and_what_it_pays_is_no_success() -> None:
     observation, reward, terminated, _, info = environment.step("<python>print(6 * 7)</python>")  # type: ignore[misc]
     assert "Code execution result: 42" in observation and reward == pytest.approx(0.3)
     assert not terminated and info["success"] is False and info["tool_success_counter"] == 1
+    for _ in range(3):
+        *_, info = environment.step("<python>1</python>")  # type: ignore[misc]
+    # 1.2 by now; a wrong guess shows that it is not taken for the game's 1
+    *_, info = environment.step(f"\\boxed{{{plain.game.game_number % 10 + 1}}}")  # type: ignore[misc]
+    assert info["success"] is False
     answer = f"\\boxed{{{plain.game.game_number}}}"
     _, reward, terminated, _, info = environment.step(answer)  # type: ignore[misc]
     assert (reward, terminated, info["success"]) == (1.0, True, True)
