@@ -239,6 +239,8 @@ class GridNavigation(Probe):
     Answers are ``left`` and ``right``; a step into the wall or any other answer stays. All 12 pairs of start and goal
     occur. An episode that does not arrive in five turns is truncated.
 
+    ``info["anchor"]`` names the state, so that turns which start from the same cell can be compared.
+
     Failing means that credit over several turns of the same episode is wrong, or that episodes of different length are
     not handled alike.
     """
@@ -249,6 +251,11 @@ class GridNavigation(Probe):
     random_return = 41 / 120
     optimal_return = (6 * 1.0 + 4 * 0.9 + 2 * 0.8) / 12
     cells = 4
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        """Start an episode; see :meth:`Probe.reset`."""
+        observation, info = super().reset(seed, options)
+        return observation, {**info, "anchor": observation}
 
     def begin(self, start: int) -> str:
         """Enter a start state and return its observation."""
@@ -264,7 +271,8 @@ class GridNavigation(Probe):
         self._turn += 1
         arrived = self._cell == self._goal
         truncated = not arrived and self._turn == self.max_turns
-        return self._observation(), 1.0 if arrived else -0.1, arrived, truncated, {"success": arrived}
+        observation = self._observation()
+        return observation, 1.0 if arrived else -0.1, arrived, truncated, {"success": arrived, "anchor": observation}
 
     def optimal_action(self, observation: str) -> str:
         """Towards the goal."""

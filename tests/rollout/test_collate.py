@@ -57,6 +57,7 @@ def test_every_field_by_hand() -> None:
     batch = collate([two_turns(), one_turn_and_final_observation(), no_action()], pad_token_id=PAD, end_token_id=END)
     assert as_lists(batch) == {
         "prompt_ids": [[11, 12, 13], [0, 14, 15], [0, 0, 99]],
+        "anchors": [[0, 0], [0, 0], [0, 0]],
         "prompt_mask": [[1, 1, 1], [0, 1, 1], [0, 0, 1]],
         "completion_ids": [[21, 22, 31, 23, 0], [24, 32, 33, 34, 35], [99, 0, 0, 0, 0]],
         "completion_mask": [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]],
@@ -159,3 +160,16 @@ def test_misaligned_log_probs_are_refused() -> None:
 def test_nothing_to_collate_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one trajectory"):
         collate([], pad_token_id=PAD, end_token_id=END)
+
+
+def test_anchors_name_the_state_a_turn_started_from() -> None:
+    """Turn 0's is in reset's info, turn 1's in the info of the step before; the same name is the same number anywhere."""
+    one, two = two_turns(), two_turns()
+    one.reset_info, one.turns[0].info = {"anchor": "start"}, {"anchor": (1, 2)}
+    two.reset_info, two.turns[1].info = {"anchor": None}, {"anchor": "where nothing follows"}
+    two.turns[0].info = {"anchor": "start"}
+    start = 2316573427547572729
+    anchors = collate([one, two], pad_token_id=PAD, end_token_id=END).anchors
+    assert one.anchors == ["start", "(1, 2)"] and two.anchors == [None, "start"]
+    assert anchors[0, 0] == anchors[1, 1] == start
+    assert anchors[1, 0] == 0 and anchors[0, 1] not in (0, start)

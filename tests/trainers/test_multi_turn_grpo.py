@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -294,3 +295,37 @@ def test_environments_are_reused_and_closed(embedded_model, tmp_path):
     assert set(map(id, made)) == set(map(id, closed))
     trainer.evaluate(num_episodes=2)
     assert set(map(id, made)) == set(map(id, closed))
+
+
+def test_turns_from_the_same_state_are_compared_whatever_their_index(embedded_model, tmp_path):
+    """The advantages on disk, made again from the rewards and the states on disk."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=Anchored, advantage_granularity="anchor", anchor_weight=0.5,
+        scale_rewards="none", num_generations=8, max_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    episodes = [record["turns"] for record in generations(tmp_path)]
+    returns = [sum(turn["reward"] for turn in turns) for turns in episodes]
+    turns = [
+        (named, sum(later["reward"] for later in turns[k:]), returns[i] - sum(returns) / 8, turn["advantage"])
+        for i, turns in enumerate(episodes)
+        for k, (named, turn) in enumerate(zip(["start", *(t["info"]["anchor"] for t in turns)], turns))
+    ]
+    counts = Counter(named for named, *_ in turns)
+    assert max(counts.values()) > 8 and len(counts) > 1
+    for named, to_go, whole, advantage in turns:
+        others = [value for other, value, *_ in turns if other == named]
+        part = to_go - sum(others) / len(others) if len(others) > 1 else 0.0
+        assert advantage == pytest.approx(whole + 0.5 * part, abs=1e-5)
+
+
+class Anchored(Chatter):
+    """Chatter whose state is one of two names; it starts in one of them."""
+
+    def reset(self, seed=None, options=None):
+        observation, _ = super().reset(3, options)
+        return observation, {"anchor": "start"}
+
+    def step(self, action):
+        *answer, info = super().step(action)
+        return *answer, {**info, "anchor": "start" if len(action) % 2 else "elsewhere"}
