@@ -74,7 +74,8 @@ def make_trainer(model: str, tiny: bool, output_dir: Path, seed: int, rl_steps: 
             num_generations=4,  # small groups: many different questions count more than many answers to each
             per_device_train_batch_size=256 if tiny else 16,
             max_steps=rl_steps,
-            learning_rate=1.5e-3 if tiny else 1e-6,
+            learning_rate=1e-3 if tiny else 1e-6,
+            entropy_coef=0.01,  # keeps it from settling on what it already says
             beta=0.0,
             num_eval_episodes=HELD_OUT,
             seed=seed,
