@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -97,6 +98,8 @@ class ChatFrames:
         plain: PlainFormat | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        # Games say the same few things over and over.
+        self._said = lru_cache(maxsize=1024)(self._say)
         self._kwargs = dict(chat_template_kwargs or {})
         if eos_token_ids is None:
             eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -160,13 +163,21 @@ class ChatFrames:
         Raises:
             ValueError: The messages are malformed, or the template refuses or drops a message of such a role here.
         """
+        whole, tail, end_of_turn = self._said(observation) if isinstance(observation, str) else self._say(observation)
+        return list(tail if last_action_id == end_of_turn else whole)
+
+    def _say(self, observation: str | list[Message]) -> tuple[list[int], list[int], int | None]:
+        """A frame with and without the end-of-turn token it begins with, and that token."""
         messages = _as_messages(observation)
         if self.chat_template is None:
-            return self._plain_ids(self._plain.before_observation, messages, self._plain.after_observation)
+            ids = self._plain_ids(self._plain.before_observation, messages, self._plain.after_observation)
+            return ids, ids, None
         known = self._frame(messages)
         ids = self._shield.check(self._shield.encode(self._after_answer(self._shield.hide(messages))), known.specials)
+        if known.end_of_turn is None:
+            return ids, ids, None
         # Cut as ids: tokens that swallow the whitespace after them (Phi-3) must see it.
-        return ids[ids.index(known.end_of_turn) + 1 :] if last_action_id == known.end_of_turn else ids
+        return ids, ids[ids.index(known.end_of_turn) + 1 :], known.end_of_turn
 
     def decode(self, action_ids: Sequence[int]) -> str:
         """The text of an answer as the environment gets it: without its terminator and without special tokens."""
