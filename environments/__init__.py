@@ -3,8 +3,11 @@
 TASKS = {
     "calculator": "agile_environments.calculator:Calculator",
     "countdown": "agile_environments.countdown:Countdown",
+    "grid_navigation": "agile_environments.grid_navigation:GridNavigation",
     "guess_number": "agile_environments.guess_number:GuessNumber",
+    "mastermind": "agile_environments.mastermind:Mastermind",
     "math": "agile_environments.math:Math",
     "search_qa": "agile_environments.search_qa:SearchQA",
+    "wordle": "agile_environments.wordle:Wordle",
 }
 """Where each task's environment is, as ``module:class``."""

@@ -1,0 +1,216 @@
+"""Grid navigation: walk to the goal, around walls. See README.md for what good play reaches."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+from agile_trainers.envs.base import ResetResult, StepResult, read_options
+from agile_trainers.envs.play import Player, compare, demonstrate
+from agile_trainers.types import Message
+
+LEVELS = {"easy": (3, 0, 6), "normal": (5, 5, 12), "hard": (7, 14, 24)}
+"""Each level's width and height, number of walls, and number of moves. The way is at most half as long as the moves."""
+DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+"""What each word does to (row, column)."""
+AGENT, GOAL, WALL, FREE = "A", "G", "#", "."
+
+Cell = tuple[int, int]
+"""(row, column), counted from the upper left corner."""
+
+
+class GridNavigation:
+    """Walk from A to G.
+
+    An answer is one word: ``up``, ``down``, ``left`` or ``right``. Reward: 1 for the move onto the goal, -0.2 for an answer
+    that is none of these words, 0 otherwise; every answer uses up a move, also one into a wall. When the moves are used
+    up the episode is over: that is one of its rules, so it counts as terminated, not truncated. ``info["success"]`` says
+    whether the goal was reached; ``info["anchor"]`` names the cell, ``"row,column"``.
+
+    Args:
+        level: ``easy`` (3 x 3 without walls, 6 moves), ``normal`` (5 x 5, 5 walls, 12 moves) or ``hard`` (7 x 7, 14 walls,
+            24 moves).
+        max_turns: Number of moves, instead of the level's.
+
+    Raises:
+        ValueError: If the level is unknown or ``max_turns`` is not positive.
+    """
+
+    def __init__(self, level: str = "normal", max_turns: int | None = None):
+        if level not in LEVELS:
+            raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
+        self.level = level
+        self.max_turns = LEVELS[level][2] if max_turns is None else max_turns
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1, got {max_turns}.")
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        """Start an episode.
+
+        Args:
+            seed: Makes the map. None draws one.
+            options: ``{"map": str}`` is the map to play, whatever the seed: lines of ``A``, ``G``, ``#`` and ``.``, blanks
+                between them ignored.
+
+        Raises:
+            ValueError: If there is another option, or the map is no rectangle with one A, one G and a way between them.
+        """
+        given = read_options(options, ("map",), "agile:grid_navigation").get("map")
+        self._grid = draw_map(self.level, seed) if given is None else read_map(given)
+        self._agent, self._goal = find(self._grid, AGENT), find(self._grid, GOAL)
+        self._moves = 0
+        moves = f"{self.max_turns} moves" if self.max_turns > 1 else "1 move"
+        prompt = f"Walk from A to G. # is a wall. You have {moves}. Answer with one word: up, down, left or right."
+        return f"{prompt}\n{self._map()}", {"anchor": self._anchor()}
+
+    def step(self, action: str) -> StepResult:
+        """Take a move."""
+        direction = action.strip().lower()
+        self._moves += 1
+        reward, said = 0.0, "moved"
+        if direction not in DIRECTIONS:
+            reward, said = -0.2, "invalid"
+        elif (cell := neighbour(self._agent, direction)) in free_cells(self._grid):
+            self._agent = cell
+        else:
+            said = "blocked"
+        info = {"success": self._agent == self._goal, "anchor": self._anchor()}
+        if info["success"]:
+            return "arrived", 1.0, True, False, info
+        return f"{said}\n{self._map()}", reward, self._moves == self.max_turns, False, info
+
+    def _anchor(self) -> str:
+        return f"{self._agent[0]},{self._agent[1]}"
+
+    def _map(self) -> str:
+        marks = {**dict.fromkeys(free_cells(self._grid), FREE), self._goal: GOAL, self._agent: AGENT}
+        lines = [[marks.get((i, j), WALL) for j in range(len(row))] for i, row in enumerate(self._grid)]
+        return "\n".join(" ".join(line) for line in lines)
+
+
+def draw_map(level: str, seed: int | None) -> list[str]:
+    """A map of a level, one text per line, without blanks. The same for the same seed."""
+    size, walls, moves = LEVELS[level]
+    rng = random.SystemRandom() if seed is None else random.Random(f"agile:grid_navigation {level} {seed}")
+    cells = [(i, j) for i in range(size) for j in range(size)]
+    while True:
+        agent, goal, *blocked = rng.sample(cells, walls + 2)
+        marks = {agent: AGENT, goal: GOAL, **dict.fromkeys(blocked, WALL)}
+        grid = ["".join(marks.get((i, j), FREE) for j in range(size)) for i in range(size)]
+        if 2 <= len(shortest_way(grid)) <= moves // 2:
+            return grid
+
+
+def read_map(text: Any) -> list[str]:
+    """The lines of a map, blanks left out.
+
+    Raises:
+        ValueError: If it is no rectangle of A, G, # and . with one A, one G and a way between them.
+    """
+    grid = [line.replace(" ", "") for line in str(text).strip().splitlines()]
+    marks = "".join(grid)
+    rectangle = {len(line) for line in grid} == {len(grid[0])} if grid else False
+    if not rectangle or set(marks) - {AGENT, GOAL, WALL, FREE} or marks.count(AGENT) != 1 or marks.count(GOAL) != 1:
+        raise ValueError(f"map must be lines of equal length of one A, one G, and # and ., got {text!r}.")
+    if not shortest_way(grid):
+        raise ValueError(f"There is no way from A to G on the map {text!r}.")
+    return grid
+
+
+def shortest_way(grid: list[str]) -> list[str]:
+    """Directions of a shortest way from A to G, in the order of ``DIRECTIONS`` where there is a choice; [] if none."""
+    start, goal, free = find(grid, AGENT), find(grid, GOAL), free_cells(grid)
+    ways: dict[Cell, list[str]] = {start: []}
+    queue = deque([start])
+    while queue and goal not in ways:
+        cell = queue.popleft()
+        for direction in DIRECTIONS:
+            reached = neighbour(cell, direction)
+            if reached in free and reached not in ways:
+                ways[reached] = [*ways[cell], direction]
+                queue.append(reached)
+    return ways.get(goal, [])
+
+
+def find(grid: list[str], mark: str) -> Cell:
+    """Where a mark is."""
+    return next((i, line.index(mark)) for i, line in enumerate(grid) if mark in line)
+
+
+def free_cells(grid: list[str]) -> set[Cell]:
+    """Every cell that is no wall."""
+    return {(i, j) for i, line in enumerate(grid) for j, mark in enumerate(line) if mark != WALL}
+
+
+def neighbour(cell: Cell, direction: str) -> Cell:
+    """The cell in that direction, which may lie outside the map."""
+    down, right = DIRECTIONS[direction]
+    return cell[0] + down, cell[1] + right
+
+
+def random_player(messages: list[Message], rng: random.Random) -> str:
+    """Any direction, the map ignored."""
+    return rng.choice(list(DIRECTIONS))
+
+
+def random_legal_player(messages: list[Message], rng: random.Random) -> str:
+    """Any direction without a wall."""
+    grid = _shown(messages)
+    agent, free = find(grid, AGENT), free_cells(grid)
+    return rng.choice([direction for direction in DIRECTIONS if neighbour(agent, direction) in free])
+
+
+def careless_player(messages: list[Message], rng: random.Random) -> str:
+    """The expert's move six times out of ten, any legal one otherwise."""
+    return (expert_player if rng.random() < 0.6 else random_legal_player)(messages, rng)
+
+
+def expert_player(messages: list[Message], rng: random.Random) -> str:
+    """The next move of a shortest way."""
+    return shortest_way(_shown(messages))[0]
+
+
+def demonstrations(
+    count: int, seed: int = 0, player: Player = careless_player, environment: GridNavigation | None = None
+) -> list[dict[str, list[Message]]]:
+    """Walks as training data for TRL's ``SFTTrainer``.
+
+    The default player teaches the words and that moves lead to the goal, and leaves detours to be unlearned.
+
+    Args:
+        count: Number of walks.
+        seed: Their seeds are ``seed`` to ``seed + count - 1``.
+        player: Who walks.
+        environment: What to play. Default: the normal level.
+
+    Returns:
+        ``count`` rows ``{"messages": [...]}``, each ending with the player's last move.
+    """
+    return demonstrate(environment or GridNavigation(), player, range(seed, seed + count))
+
+
+def preferences(count: int, seed: int = 0, environment: GridNavigation | None = None) -> list[dict[str, list[Message]]]:
+    """Pairs for TRL's ``DPOTrainer``: the expert's move, against the first other one of a walk that never arrived.
+
+    Args:
+        count: Number of pairs.
+        seed: Seed of the first walk; seeds with which random legal moves arrived are passed over.
+        environment: What to play. Default: the normal level.
+
+    Returns:
+        ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
+    """
+    pairs: list[dict[str, list[Message]]] = []
+    while len(pairs) < count:
+        pairs += compare(environment or GridNavigation(), expert_player, random_legal_player, [seed])
+        seed += 1
+    return pairs
+
+
+def _shown(messages: list[Message]) -> list[str]:
+    """The map in the last message."""
+    lines = messages[-1]["content"].splitlines()[1:]
+    if not any(AGENT in line for line in lines):
+        raise ValueError(f"Expected a message with a map below its first line, got {messages[-1]['content']!r}.")
+    return [line.replace(" ", "") for line in lines]
