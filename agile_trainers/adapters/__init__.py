@@ -4,6 +4,7 @@ from .critic import ActorCriticOutput, add_critic, add_value_head
 from .reference import add_reference, copy_adapter
 from .roles import CRITIC, POLICY, REFERENCE, AdapterRouter, thaw
 from .scope import explaining_scope, within_scope
+from .warm_start import SavedAdapters, find_adapters, load_policy, load_reference, start_critic
 
 __all__ = [
     "CRITIC",
@@ -11,11 +12,16 @@ __all__ = [
     "REFERENCE",
     "ActorCriticOutput",
     "AdapterRouter",
+    "SavedAdapters",
     "add_critic",
     "add_reference",
     "add_value_head",
     "copy_adapter",
     "explaining_scope",
+    "find_adapters",
+    "load_policy",
+    "load_reference",
+    "start_critic",
     "thaw",
     "within_scope",
 ]

@@ -41,15 +41,18 @@ def add_value_head(base: PreTrainedModel) -> None:
         base.value_head = head.to(base.get_output_embeddings().weight.device).requires_grad_(False)
 
 
-def add_critic(model: PeftModel, *, seed: int = 0, autocast_adapter_dtype: bool = True) -> AdapterRouter:
+def add_critic(
+    model: PeftModel, *, config: LoraConfig | None = None, seed: int = 0, autocast_adapter_dtype: bool = True
+) -> AdapterRouter:
     """Add the adapter ``critic`` with its value head to a policy, and teach the base's ``forward`` to return values.
 
-    The critic gets the policy's LoRA configuration, freshly initialized. Afterwards
+    The critic is freshly initialized. Afterwards
     ``model(input_ids=..., attention_mask=..., value_positions=...)`` reads values with the critic's adapter, and with
     ``labels`` and ``fused_lm_head=True`` added it also returns TRL's log-probabilities of the policy, from one call.
 
     Args:
         model: The policy, a LoRA adapter named ``default``. Do this after TRL has put its fused head on the base.
+        config: The critic's LoRA configuration. Default: the policy's.
         seed: Of the initial weights; the process's random state is left as it was.
         autocast_adapter_dtype: PEFT's option of that name.
 
@@ -60,19 +63,19 @@ def add_critic(model: PeftModel, *, seed: int = 0, autocast_adapter_dtype: bool 
         ValueError: If the policy is not a LoRA adapter named ``default``, or trains biases of the base, which the critic
             would share.
     """
-    config = model.peft_config.get(POLICY)
-    if not isinstance(config, LoraConfig):
+    policy = model.peft_config.get(POLICY)
+    if not isinstance(policy, LoraConfig):
         raise ValueError(
             f"The critic copies the policy's LoRA configuration, but the model's adapters are {dict(model.peft_config)}. "
             f"Pass a LoraConfig as `peft_config` (its adapter is named {POLICY!r})."
         )
-    if config.bias != "none":
+    if policy.bias != "none":
         raise ValueError(
-            f"LoraConfig(bias={config.bias!r}) trains biases of the base, which policy and critic share. Use bias='none'."
+            f"LoraConfig(bias={policy.bias!r}) trains biases of the base, which policy and critic share. Use bias='none'."
         )
     base = model.get_base_model()
     weights = [p for name, p in model.named_parameters() if f".{POLICY}." in name]
-    critic = copy.deepcopy(config)
+    critic = copy.deepcopy(config or policy)
     critic.modules_to_save, critic.trainable_token_indices = [VALUE_HEAD], None
     critic.init_lora_weights = True  # anything else would change the base below the policy
     with torch.random.fork_rng():

@@ -63,6 +63,10 @@ class MultiTurnConfig(GRPOConfig):
             ``reference_adapter``.
         lora_target_scope: Adapt only modules below this part of the model, for example ``"language_model"``.
         activation_offload: Keep activations in the CPU's memory between forward and backward pass.
+        keep_reference: Where ``model`` is a folder of adapters: its ``ref`` stays the reference. Default: the policy that is
+            loaded is.
+        merge_lora_configs: Where ``model`` is an adapter and ``peft_config`` has other LoRA settings: extend the adapter to
+            the larger rank and to the modules of both, without changing what it computes. Default: an error.
     """
 
     _groupless: ClassVar[bool] = False
@@ -115,6 +119,12 @@ class MultiTurnConfig(GRPOConfig):
     )
     lora_target_scope: str | None = field(default=None, metadata={"help": "Adapt only modules below this one."})
     activation_offload: bool = field(default=False, metadata={"help": "Keep activations in CPU memory until backward."})
+    keep_reference: bool = field(
+        default=False, metadata={"help": "Keep the reference that the adapter was saved with."}
+    )
+    merge_lora_configs: bool = field(
+        default=False, metadata={"help": "Extend the loaded adapter to the rank and modules of peft_config."}
+    )
 
     def __post_init__(self) -> None:
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
@@ -203,7 +213,7 @@ class MultiTurnConfig(GRPOConfig):
         return args
 
     def _check_reference(self) -> None:
-        for name in ("kl_placement", "reference_adapter", "reference_update_steps"):
+        for name in ("kl_placement", "reference_adapter", "reference_update_steps", "keep_reference"):
             if self.beta == 0.0 and getattr(self, name) != _default(self.__dataclass_fields__[name]):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} has no effect with beta=0.0, which uses no reference. Set beta, or "

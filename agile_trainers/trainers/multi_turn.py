@@ -37,12 +37,14 @@ from agile_trainers.rollout.record import episode_record, write_records
 from agile_trainers.types import Trajectory, TurnBatch
 
 from .batching import Batch, drop_silent_rows, sort_by_length, trim_columns
+from .checkpoint import Checkpoints
 from .config import MultiTurnConfig
 from .evaluation import EpisodeEvaluation
 from .randomness import training_specs
 from .reference import ReferencePolicy
 from .reporting import degeneracies, training_summary
 from .setup import activation_offloading, build_engine, check_first_prompt, check_vllm, refuse, training_rows
+from .warm_start import Start, start_from
 
 logger = logging.get_logger(__name__)
 
@@ -75,12 +77,13 @@ class Credit:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class MultiTurnTrainer(EpisodeEvaluation, ReferencePolicy):
+class MultiTurnTrainer(Checkpoints, EpisodeEvaluation, ReferencePolicy):
     """GRPO's machinery over multi-turn episodes; a subclass adds the credit rule, :meth:`_assign_credit`.
 
     Takes every argument of TRL's ``GRPOTrainer``, in TRL's order, and:
 
     Args:
+        model: Also a folder or Hub id of a LoRA adapter, which is then continued; see ``docs/chaining.md``.
         environment: An environment id (``"gem:game:GuessTheNumber-v0-easy"``, ``"agile:guess_number"``, ...) or any
             zero-argument factory of environments. None: this is TRL's ``GRPOTrainer``.
         reward_funcs: With an environment optional, in TRL's form; their (weighted) values are added to the reward of an
@@ -131,6 +134,7 @@ class MultiTurnTrainer(EpisodeEvaluation, ReferencePolicy):
         if args is None:
             args = self._config_class(output_dir=self._name.replace(" ", "-"))
         self.engine: RolloutEngine | None = None
+        self.environment = environment
         # What `_compute_loss` shows `_get_per_token_logps_and_entropies` while it runs.
         self._loss_batch: Batch | None = None
         if environment is None:
@@ -160,19 +164,21 @@ class MultiTurnTrainer(EpisodeEvaluation, ReferencePolicy):
             if eval_dataset is None and args.eval_strategy != "no":
                 # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
                 eval_dataset = train_dataset
+        start = start_from(Start(model, args, processing_class, quantization_config, peft_config))
+        self._saved, args = start.saved, start.args
         with explaining_scope(getattr(args, "lora_target_scope", None)):
             super().__init__(
-                model=model,
+                model=start.model,
                 reward_funcs=reward_funcs,
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=processing_class,
+                processing_class=start.processing_class,
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
+                quantization_config=start.quantization_config,
+                peft_config=start.peft_config,
                 tools=tools,
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
@@ -197,6 +203,7 @@ class MultiTurnTrainer(EpisodeEvaluation, ReferencePolicy):
                 self.processing_class.chat_template = self.engine.chat.chat_template
             check_first_prompt(self.engine, args.seed, first_row, needs_anchor=self._needs_anchors)
             self._set_up_reference()
+            self._set_up_checkpoints()
             self._offloading = activation_offloading(args, self.model)
             if args.skip_zero_advantage and self.aux_loss_enabled:
                 raise ValueError(
@@ -266,16 +273,10 @@ class MultiTurnTrainer(EpisodeEvaluation, ReferencePolicy):
             finally:
                 model.train(training)
 
-    def _generation_index(self) -> int:
-        """How many generation batches the run has drawn before this one, resumed or not."""
-        accumulation = self.args.gradient_accumulation_steps
-        micro_steps = self.state.global_step * accumulation + self._step % accumulation
-        return micro_steps // (self.args.steps_per_generation * self.num_iterations)
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if self.engine is None:
             return super()._generate_and_score_completions(inputs)
-        generation = self._generation_index()
+        generation = self._step // self._generate_every
         started = time.perf_counter()
         rows = [dict(row) if self._rows_are_options else None for row in inputs]
         first = self._local(len(inputs)).start
@@ -394,8 +395,7 @@ class MultiTurnTrainer(EpisodeEvaluation, ReferencePolicy):
     @property
     def _scores_old_policy(self) -> bool:
         """Whether an update sees a batch that an older policy sampled; TRL's own condition."""
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        return self.args.gradient_accumulation_steps % generate_every != 0
+        return self.args.gradient_accumulation_steps % self._generate_every != 0
 
     def _policy_scores(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Batch:
         """Log-probabilities (B, T) of policy and reference, where the step needs them.
@@ -493,12 +493,15 @@ class MultiTurnTrainer(EpisodeEvaluation, ReferencePolicy):
             batch["ref_per_token_logps"] = batch["ref_per_token_logps"] + (pooled - log_probs)
         return pooled, entropies, aux_loss
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            if self.engine is not None:
-                self.engine.pool.close()
+    def _rollout_state(self) -> tuple[int, list[Batch]]:
+        return self._step, self._buffered_inputs
+
+    def _restore_rollout(self, steps: int, buffer: list[Batch] | None) -> None:
+        self._step, self._buffered_inputs = steps, buffer
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(dataset)
+        return sampler if self.engine is None else self._at_epoch(sampler)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.engine is None:

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import disable_dropout_in_model
 
-from agile_trainers.adapters import CRITIC, POLICY, add_critic, thaw
+from agile_trainers.adapters import CRITIC, POLICY, start_critic, thaw
 from agile_trainers.objectives.advantages import whiten
 from agile_trainers.objectives.returns import gae, token_gae
 from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, turn_lengths
@@ -39,6 +39,8 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         critic_learning_rate: Learning rate of the critic's adapter and value head, under the same schedule. Default:
             ``learning_rate``.
         critic_warmup_steps: Optimizer steps at the start that train the critic alone.
+        critic_start: What the critic's adapter starts as: ``"new"``, ``"policy"`` (a copy of the policy's; the value head is
+            new), ``"saved"`` (the one in the folder that ``model`` is), or ``"auto"``: saved if there is one, else new.
         turn_value_position: Where V(s_k) is read: ``"state"``, at the token before the turn's first action token.
             ``"final"`` (the turn's last token) and ``"mean"`` (over its tokens) know the action already, which biases the
             gradient.
@@ -55,11 +57,15 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         default=None, metadata={"help": "Learning rate of the critic. Default: learning_rate."}
     )
     critic_warmup_steps: int = field(default=0, metadata={"help": "First optimizer steps that train the critic only."})
+    critic_start: str = field(
+        default="auto", metadata={"help": "What the critic starts as: auto, new, policy or saved."}
+    )
     turn_value_position: str = field(default="state", metadata={"help": "Where V is read: state, final or mean."})
     advantage_granularity: str = field(default="turn", metadata={"help": "Unit of the advantage: turn or token."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _one_of(self, "critic_start", ("auto", "new", "policy", "saved"))
         _one_of(self, "turn_value_position", ("state", "final", "mean"))
         _one_of(self, "advantage_granularity", ("turn", "token"))
         if not 0.0 <= self.gae_lambda <= 1.0:
@@ -156,7 +162,9 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
         zero3 = plugin is not None and plugin.zero_stage == 3
         self._value_totals = torch.zeros(3, device=self.accelerator.device)
-        add_critic(self.model, seed=self.args.seed, autocast_adapter_dtype=not zero3)
+        start_critic(
+            self.model, self._saved, self.args.critic_start, seed=self.args.seed, autocast_adapter_dtype=not zero3
+        )
         if self.args.disable_dropout:
             disable_dropout_in_model(self.model)
         self._thaw()

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from agile_trainers.adapters import POLICY, REFERENCE, add_reference, copy_adapter
+from agile_trainers.adapters import POLICY, REFERENCE, SavedAdapters, add_reference, copy_adapter, load_reference
 
 _WEIGHTS = "model.safetensors"
 
@@ -23,6 +23,8 @@ class ReferencePolicy(GRPOTrainer):
     model: Any
     ref_model: Any
     _reference_moved = False
+    _saved: SavedAdapters | None = None
+    """Where the policy was loaded from, if from adapters."""
 
     def _set_up_reference(self) -> None:
         """Once, after TRL's own constructor."""
@@ -35,6 +37,11 @@ class ReferencePolicy(GRPOTrainer):
                     "reference is a copy of its own already. Pass `peft_config` or leave reference_adapter unset."
                 )
             add_reference(self.model)
+        if self._saved is not None and self.beta != 0.0:
+            if self.args.keep_reference:
+                load_reference(self.model, self._saved.folders[REFERENCE])
+            else:
+                copy_adapter(self.model, POLICY, REFERENCE)  # TRL's copy leaves out embeddings
         if self.args.reference_update_steps:
             if is_peft and REFERENCE not in self.model.peft_config:
                 raise ValueError(

@@ -1,0 +1,165 @@
+"""Two LoRA configurations side by side: where they differ, and one adapter that serves both.
+
+Merging is exact. A new column of B is zero, so a larger rank adds nothing to ``scaling * B @ A`` at first; B is rescaled
+where ``scaling`` changes; a new module's B is zero, as in any fresh adapter. New rows of A are drawn as PEFT draws them, so
+that the new ranks can learn.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from transformers import PreTrainedModel
+
+_SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+"""Fields that choose the adapted modules; compared by what they choose, not by how they say it."""
+_NOT_SETTINGS = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", *_SELECTION,
+}  # fmt: skip
+"""Book-keeping, and how weights are drawn that come from a file here."""
+RESOLVED = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "target_modules")
+"""What merging can resolve."""
+_OTHER_ALGEBRA = ("target_parameters", "use_qalora", "use_bdlora", "layer_replication", "arrow_config", "kasa_config")
+"""Options under which the weights are not one A (rank, in) and one B (out, rank) per module."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a LoRA configuration makes of one module."""
+
+    rank: int
+    scaling: float
+
+
+def layers(base: PreTrainedModel, config: LoraConfig) -> dict[str, Layer]:
+    """The modules that a configuration adapts on a model of this kind; the model itself stays as it is.
+
+    Raises:
+        ValueError: If the configuration chooses none (PEFT's own message).
+    """
+    settings = copy.deepcopy(base.config)
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    config = copy.deepcopy(config)
+    config.init_lora_weights = True  # some ways to initialize compute with the base's weights
+    with torch.device("meta"):
+        skeleton = type(base)._from_config(settings)
+    model = get_peft_model(skeleton, config, low_cpu_mem_usage=True)
+    found = {name: m for name, m in model.base_model.model.named_modules() if isinstance(m, LoraLayer)}
+    return {name: Layer(m.r["default"], float(m.scaling["default"])) for name, m in found.items()}
+
+
+def differences(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings in which two LoRA configurations differ on a model.
+
+    Returns:
+        Field to (saved, wanted). ``target_modules`` stands for everything that chooses modules; its values are the modules
+        that only one of the two adapts.
+    """
+    found = {}
+    for name in (f.name for f in fields(LoraConfig) if f.name not in _NOT_SETTINGS):
+        left, right = _plain(getattr(saved, name, None)), _plain(getattr(wanted, name, None))
+        if left != right:
+            found[name] = (getattr(saved, name, None), getattr(wanted, name))
+    left_layers, right_layers = set(layers(base, saved)), set(layers(base, wanted))
+    if left_layers != right_layers:
+        found["target_modules"] = (sorted(left_layers - right_layers), sorted(right_layers - left_layers))
+    return found
+
+
+def describe(found: dict[str, tuple[Any, Any]]) -> str:
+    """Differences in one line each."""
+    lines = []
+    for name, (left, right) in found.items():
+        if name == "target_modules":
+            left, right = (f"{', '.join(_endings(names)) or 'no'} module(s) of its own" for names in (left, right))
+            lines.append(f"  {name}: the adapter has {left}, peft_config {right}")
+        else:
+            lines.append(f"  {name}: {left!r} in the adapter, {right!r} in peft_config")
+    return "\n".join(lines)
+
+
+def merged_config(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) -> LoraConfig:
+    """The configuration of an adapter that holds both: the larger rank, all modules, everything else as ``wanted``.
+
+    Raises:
+        ValueError: If they differ in more than can be resolved exactly.
+    """
+    found = differences(base, saved, wanted)
+    beyond = {name: found[name] for name in found if name not in RESOLVED}
+    if beyond:
+        raise ValueError(
+            "merge_lora_configs=True resolves " + ", ".join(RESOLVED) + ". These differ too and must be made equal:\n"
+            f"{describe(beyond)}"
+        )
+    odd = [name for name in _OTHER_ALGEBRA if getattr(saved, name, None)]
+    if odd and found:
+        raise ValueError(
+            f"merge_lora_configs=True cannot pad an adapter with {', '.join(odd)}. Give peft_config the adapter's own "
+            f"settings, or leave peft_config unset; it differs in\n{describe(found)}"
+        )
+    left, right = layers(base, saved), layers(base, wanted)
+    config = copy.deepcopy(wanted)
+    config.r = max(saved.r, wanted.r)
+    names = sorted({*left, *right})
+    if saved.rank_pattern or wanted.rank_pattern:
+        ranks = {name: max(side[name].rank for side in (left, right) if name in side) for name in names}
+        config.rank_pattern = {name: rank for name, rank in ranks.items() if rank != config.r}
+    for name in _SELECTION:
+        setattr(config, name, None)
+    # The shortest names that choose these modules and no others.
+    config.target_modules = _endings(names)
+    if set(layers(base, config)) != set(names):
+        config.target_modules = names
+    return config
+
+
+def padded(
+    weights: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor], scalings: dict[str, float]
+) -> dict[str, torch.Tensor]:
+    """An adapter's weights in the shapes of a larger one that computes the same function.
+
+    Args:
+        weights: By PEFT's name, without the adapter's own: ``"base_model.model.<module>.lora_A.weight"``, (r, in);
+            ``lora_B``, (out, r). Convolutions and embeddings have their rank in the same place.
+        fresh: The larger adapter's, freshly drawn.
+        scalings: Module to the old scaling divided by the new.
+
+    Returns:
+        Every weight of ``fresh``, in its dtype, and those of ``weights`` that it lacks.
+    """
+    result = dict(fresh)
+    for name, weight in weights.items():
+        module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+        if not part or name not in fresh:
+            result[name] = weight
+            continue
+        kind, new = part.removeprefix("embedding_")[0], fresh[name].clone()
+        if kind == "A":
+            new[: weight.size(0)] = weight
+        elif kind == "B":
+            new.zero_()
+            scaled = weight.to(torch.float64) * scalings[module]
+            # The bias that LoRA may give B has no rank.
+            new[(slice(None), slice(weight.size(1))) if weight.dim() > 1 else slice(None)] = scaled.to(new.dtype)
+        else:
+            new = weight
+        result[name] = new
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, list, tuple)):
+        return sorted(value, key=str) or None
+    return value or None
+
+
+def _endings(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})

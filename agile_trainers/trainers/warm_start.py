@@ -1,0 +1,82 @@
+"""What a trainer starts from: a model, or the adapters that an earlier stage left in a folder or on the Hub."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoProcessor
+from transformers.utils import logging
+
+from agile_trainers.adapters import REFERENCE, SavedAdapters, find_adapters, load_policy
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Start:
+    """The arguments of TRL's constructor, and where the adapter in them came from."""
+
+    model: Any
+    args: Any
+    processing_class: Any
+    quantization_config: Any
+    peft_config: Any
+    saved: SavedAdapters | None = None
+
+
+def start_from(start: Start) -> Start:
+    """Load the adapter that ``model`` names, if it names one, as the trainable policy.
+
+    Only weights are taken over. Optimizer, learning rate and sampling settings are the new configuration's.
+
+    Raises:
+        ValueError: If the adapter cannot be continued as asked for, or an option needs one and there is none.
+    """
+    args, init = start.args, dict(start.args.model_init_kwargs or {})
+    # TRL's own configuration, without an environment, has none of these options.
+    merge, keep = (getattr(args, name, False) for name in ("merge_lora_configs", "keep_reference"))
+    saved = find_adapters(start.model, init.pop("revision", None)) if isinstance(start.model, str) else None
+    if merge and (saved is None or start.peft_config is None):
+        raise ValueError(
+            "merge_lora_configs=True merges `peft_config` with the adapter that `model` is a folder or Hub id of; got "
+            f"model={start.model!r}, peft_config={start.peft_config!r}."
+        )
+    if keep and (saved is None or REFERENCE not in saved.folders):
+        raise ValueError(
+            f"keep_reference=True needs a `model` that is a folder or Hub id with a reference adapter in {REFERENCE}/, got "
+            f"{start.model!r}. Leave it unset: the reference is then the policy as it is loaded."
+        )
+    if saved is None:
+        return start
+    if start.quantization_config is not None:
+        init["quantization_config"] = start.quantization_config
+    if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+        init["device_map"] = None  # as TRL does
+    init.setdefault("trust_remote_code", args.trust_remote_code)
+    plugin = args.deepspeed_plugin
+    zero3 = plugin is not None and plugin.zero_stage == 3 and start.quantization_config is None
+    model = load_policy(
+        saved,
+        peft_config=start.peft_config,
+        merge_lora_configs=merge,
+        seed=args.seed,
+        autocast_adapter_dtype=not zero3,
+        **init,
+    )
+    logger.info("Continuing the adapter of %s on %s.", saved.source, saved.config.base_model_name_or_path)
+    args = copy.copy(args)
+    args.model_init_kwargs = None  # used up; TRL would say that it ignores them
+    return Start(
+        model, args, start.processing_class or load_tokenizer(saved, args.trust_remote_code), None, None, saved
+    )
+
+
+def load_tokenizer(saved: SavedAdapters, trust_remote_code: bool = False) -> Any:
+    """The tokenizer that was saved with the policy, or None: the base's will do."""
+    if not (saved.folder / "tokenizer_config.json").is_file():
+        return None
+    return AutoProcessor.from_pretrained(
+        saved.folder, truncation_side="left", padding_side="left", trust_remote_code=trust_remote_code
+    )
