@@ -136,7 +136,7 @@ def test_the_same_settings_said_otherwise_are_the_same(base):
 
 
 def test_what_cannot_be_merged(base):
-    with pytest.raises(ValueError, match="These differ too and must be made equal:\n  bias: 'none'.*'all'"):
+    with pytest.raises(ValueError, match=r"must be made equal:\n  bias: 'none'.*'all'"):
         merged_config(base, LoraConfig(**SAVED), LoraConfig(**SAVED, bias="all"))
     with pytest.raises(ValueError, match="cannot pad an adapter with use_qalora"):
         odd = {**SAVED, "use_qalora": True, "qalora_group_size": 4}
