@@ -88,11 +88,13 @@ ALGORITHMS = {
     ),
     "gspo": Algorithm(MultiTurnGSPOTrainer, MultiTurnGSPOConfig),
     "cispo": Algorithm(MultiTurnCISPOTrainer, MultiTurnCISPOConfig),
-    "reinforce": Algorithm(MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig, {"num_generations": 1}),
+    "reinforce": Algorithm(
+        MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig, {"num_generations": 1, "entropy_coef": 0.1}
+    ),
     "ppo": Algorithm(
         MultiTurnPPOTrainer,
         MultiTurnPPOConfig,
-        {"num_generations": 1, "learning_rate": 5e-3, "whiten_advantages": True},
+        {"num_generations": 1, "per_device_train_batch_size": 64, "learning_rate": 3e-3, "whiten_advantages": True},
         {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
     ),
 }
@@ -105,7 +107,7 @@ RECIPE: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "entropy_coef": 0.2,
 }
-"""One set of hyperparameters for every probe and algorithm: all weights trained, one on-policy step per batch."""
+"""Hyperparameters for every probe, and for every algorithm but for what its row says: one on-policy step per batch."""
 
 
 def settings(algorithm: str, probe: str, seed: int) -> dict[str, Any]:
