@@ -7,8 +7,10 @@ import inspect
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal
 
@@ -16,6 +18,8 @@ import numpy as np
 
 from .base import Environment, EnvironmentFactory, Observation, ResetResult, StepResult
 
+LONG_OBSERVATION = 100_000
+"""Characters from which an observation is reported as too long: the trainers' default ``max_observation_length``."""
 _STEP_ITEMS = "(observation, reward, terminated, truncated, info)"
 
 
@@ -141,6 +145,8 @@ class Finding:
 class CheckReport:
     """What :func:`check_environment` found; empty is good."""
 
+    environment: str = "the environment"
+    """Name of what was checked: its class, or the factory if that made none."""
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -156,10 +162,22 @@ class CheckReport:
     def raise_for_errors(self) -> None:
         """Raise an ``EnvironmentProtocolError`` that lists every error, if there is one."""
         if self.errors:
-            raise EnvironmentProtocolError("The environment cannot be trained on:\n- " + "\n- ".join(self.errors))
+            raise EnvironmentProtocolError(f"{self.environment} cannot be trained on:\n- " + "\n- ".join(self.errors))
 
     def __str__(self) -> str:
-        return "\n".join(f"{finding.level}: {finding.message}" for finding in self.findings) or "no findings"
+        lines = (f"{finding.level} in {self.environment}: {finding.message}" for finding in self.findings)
+        return "\n".join(lines) or f"no findings in {self.environment}"
+
+
+@dataclass
+class _Watch:
+    """Which call is under way, and since when."""
+
+    call: str = "the factory"
+    since: float = field(default_factory=time.monotonic)
+
+    def begin(self, call: str) -> None:
+        self.call, self.since = call, time.monotonic()
 
 
 Actions = Sequence[str] | Callable[[Observation], str]
@@ -174,6 +192,7 @@ def check_environment(
     max_turns: int = 1,
     actions: Actions = ("0",),
     options: dict[str, Any] | None = None,
+    timeout: float | None = None,
 ) -> CheckReport:
     """Play an environment and report what would go wrong in training.
 
@@ -188,26 +207,38 @@ def check_environment(
         max_turns: Turns per episode at most.
         actions: What to answer.
         options: The dataset row to reset with.
+        timeout: Seconds a call may take; one that takes longer is an error and ends the check. None waits forever.
 
     Returns:
         The findings. Nothing the environment does is raised here; see :meth:`CheckReport.raise_for_errors`.
     """
-    return _wait_for(_check(factory, range(seed, seed + episodes), max_turns, actions, options))
+    report, watch = CheckReport(getattr(factory, "__name__", "the environment")), _Watch()
+    seeds = range(seed, seed + episodes)
+    _wait_for(_check(factory, seeds, max_turns, actions, options, report, watch), report, watch, timeout)
+    return report
 
 
 async def _check(
-    factory: EnvironmentFactory, seeds: range, max_turns: int, actions: Actions, options: dict[str, Any] | None
-) -> CheckReport:
-    report = CheckReport()
+    factory: EnvironmentFactory,
+    seeds: range,
+    max_turns: int,
+    actions: Actions,
+    options: dict[str, Any] | None,
+    report: CheckReport,
+    watch: _Watch,
+) -> None:
     instances: list[Environment] = []
     random_state = _random_state()
     try:
         for _ in range(2):
+            watch.begin("the factory")
             instances.append(factory())
+            report.environment = type(instances[-1]).__name__
             _check_methods(instances[-1])
         for seed in seeds:
-            first, second = [await _play(instance, seed, max_turns, actions, options) for instance in instances]
+            first, second = [await _play(instance, seed, max_turns, actions, options, watch) for instance in instances]
             _compare(first, second, seed, report)
+            _check_lengths(first, seed, report)
         if random_state != _random_state():
             report.findings.append(
                 Finding(
@@ -217,13 +248,14 @@ async def _check(
                 )
             )
     except Exception as error:
-        message = str(error) if isinstance(error, EnvironmentProtocolError) else f"{type(error).__name__}: {error}"
+        raised = f"{watch.call} raised {type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, EnvironmentProtocolError) else raised
         report.findings.append(Finding("error", message))
     for instance in instances:
         close = getattr(instance, "close", None)
         if close is not None:
+            watch.begin("close()")
             await _call(close)
-    return report
 
 
 def _check_methods(environment: Any) -> None:
@@ -242,13 +274,20 @@ def _check_methods(environment: Any) -> None:
 
 
 async def _play(
-    environment: Environment, seed: int, max_turns: int, actions: Actions, options: dict[str, Any] | None
+    environment: Environment,
+    seed: int,
+    max_turns: int,
+    actions: Actions,
+    options: dict[str, Any] | None,
+    watch: _Watch,
 ) -> tuple[Observation, list[StepResult]]:
     """The first observation and the steps of one episode."""
+    watch.begin(f"reset(seed={seed})")
     start, _ = validate_reset(await _call(environment.reset, seed=seed, options=options))
     observation, steps = start, list[StepResult]()
     for turn in range(max_turns):
         action = actions(observation) if callable(actions) else actions[turn % len(actions)]
+        watch.begin(f"step() of turn {turn + 1} after reset(seed={seed})")
         steps.append(validate_step(await _call(environment.step, action=action)))
         observation, _, terminated, truncated, _ = steps[-1]
         if terminated or truncated:
@@ -285,6 +324,29 @@ def _compare(
         )
 
 
+def _check_lengths(episode: tuple[Observation, list[StepResult]], seed: int, report: CheckReport) -> None:
+    texts = [_text(observation) for observation in (episode[0], *(step[0] for step in episode[1]))]
+    longest = max(texts, key=len)
+    if len(longest) > LONG_OBSERVATION:
+        message = (
+            f"an observation after reset(seed={seed}) has {len(longest):,} characters: a rollout cuts what is longer than "
+            "max_observation_length; say only what the model needs"
+        )
+        report.findings.append(Finding("warning", message))
+    elif len(texts) > 3 and all(20 < len(a) < len(b) and a in b for a, b in pairwise(texts[1:])):
+        message = (
+            f"each observation after reset(seed={seed}) repeats the one before: the conversation holds that already, and "
+            "grows with the square of the turns; return only what is new"
+        )
+        report.findings.append(Finding("warning", message))
+
+
+def _text(observation: Observation) -> str:
+    if isinstance(observation, str):
+        return observation
+    return "\n".join(str(message["content"]) for message in observation)
+
+
 def _random_state() -> tuple[Any, ...]:
     numpy_state = np.random.get_state(legacy=False)["state"]
     return random.getstate(), numpy_state["pos"], numpy_state["key"].tobytes()
@@ -296,14 +358,18 @@ async def _call(method: Callable[..., Any], **arguments: Any) -> Any:
     return await value if inspect.iscoroutinefunction(method) else value
 
 
-def _wait_for(coroutine: Coroutine[Any, Any, CheckReport]) -> CheckReport:
+def _wait_for(coroutine: Coroutine[Any, Any, None], report: CheckReport, watch: _Watch, timeout: float | None) -> None:
     """Run a coroutine, also from inside a running event loop (a notebook's), where ``asyncio.run`` may not be used."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
-    reports: list[CheckReport] = []
-    thread = threading.Thread(target=lambda: reports.append(asyncio.run(coroutine)))
+        if timeout is None:
+            return asyncio.run(coroutine)
+    thread = threading.Thread(target=asyncio.run, args=(coroutine,), daemon=True)
     thread.start()
-    thread.join()
-    return reports[0]
+    while thread.is_alive():
+        thread.join(None if timeout is None else 0.02)
+        if timeout is not None and thread.is_alive() and time.monotonic() - watch.since > timeout:
+            report.findings.append(Finding("error", f"{watch.call} did not return within {timeout:g} s"))
+            return None
+    return None

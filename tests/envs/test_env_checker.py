@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import threading
+import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -193,7 +197,7 @@ def test_an_instance_that_cannot_be_reused_is_found() -> None:
             return Echo.reset(self, seed)
 
     assert not check_environment(Once).errors
-    assert check_environment(Once, episodes=2).errors == ["RuntimeError: already played"]
+    assert check_environment(Once, episodes=2).errors == ["reset(seed=1) raised RuntimeError: already played"]
 
 
 def test_the_methods_must_be_callable_as_the_engine_calls_them() -> None:
@@ -222,7 +226,8 @@ def test_a_factory_that_fails_is_an_error_and_errors_raise() -> None:
         raise OSError("no such board")
 
     report = check_environment(factory)
-    assert report.errors == ["OSError: no such board"] and str(report) == "error: OSError: no such board"
+    assert report.errors == ["the factory raised OSError: no such board"]
+    assert str(report) == "error in factory: the factory raised OSError: no such board"
     with pytest.raises(EnvironmentProtocolError, match="no such board"):
         report.raise_for_errors()
 
@@ -264,3 +269,116 @@ def test_a_plain_method_that_returns_a_coroutine_is_refused() -> None:
     awaitable = Awaitable()
     (message,) = check_environment(Hidden).errors
     assert "async def" in message
+
+
+class ResetsToText(Echo):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return "say hello"
+
+
+class StepsLikeOldGym(Echo):
+    def step(self, action: str) -> Any:
+        return action, 1.0, True, {}
+
+
+class CountsResets(Echo):
+    started = 0
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        CountsResets.started += 1
+        return f"game {CountsResets.started}", {}
+
+
+class DrawsItsPrompt(Echo):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        prompt = {"role": "user", "content": f"say {random.SystemRandom().random()}"}
+        return [{"role": "system", "content": "Be brief."}, prompt], {}
+
+
+class DividesByZero(Echo):
+    def step(self, action: str) -> Any:
+        return action, np.float64("nan"), True, False, {}
+
+
+class LogarithmAtTheEnd(Echo):
+    def step(self, action: str) -> Any:
+        observation, _, over, *rest = Echo.step(self, action)
+        return observation, float("-inf") if over else 0.0, over, *rest
+
+
+class StreamsForever(Echo):
+    def step(self, action: str) -> Any:
+        return itertools.repeat("more "), 0.0, False, False, {}
+
+
+class RepeatsEverything(Echo):
+    def step(self, action: str) -> Any:
+        _, *rest = Echo.step(self, action)
+        return "You are in a long corridor. " * (self.turn + 1), *rest
+
+
+class NeverRead(Echo):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return "so it goes " * 1_000_000, {}
+
+
+class RaisesOnReset(Echo):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        raise ConnectionError("the server is away")
+
+
+class RaisesOnUnknownWords(Echo):
+    def step(self, action: str) -> Any:
+        return {"left": "wall", "right": "door"}[action], 0.0, False, False, {}
+
+
+class HangsOnStep(Echo):
+    def step(self, action: str) -> Any:
+        threading.Event().wait()
+
+
+class HangsOnReset(Echo):
+    async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        await asyncio.Event().wait()
+
+
+BROKEN = {
+    ResetsToText: "'say hello' (str); expected the tuple (observation, info)",
+    StepsLikeOldGym: "tuple of 4 items",
+    CountsResets: "a group would not start from the same state",
+    DrawsItsPrompt: "a group would not start from the same state",
+    DividesByZero: "reward=nan; expected a finite number",
+    LogarithmAtTheEnd: "reward=-inf; expected a finite number",
+    StreamsForever: "the observation repeat('more ') (repeat); expected text",
+    RepeatsEverything: "repeats the one before",
+    NeverRead: "11,000,000 characters",
+    RaisesOnReset: "reset(seed=0) raised ConnectionError: the server is away",
+    RaisesOnUnknownWords: "step() of turn 1 after reset(seed=0) raised KeyError: '0'",
+    HangsOnStep: "step() of turn 1 after reset(seed=0) did not return within 0.2 s",
+    HangsOnReset: "reset(seed=0) did not return within 0.2 s",
+}
+"""Environments broken in one way each, and what is said of them."""
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_broken_environments_are_reported_by_name(broken: Any) -> None:
+    started = time.monotonic()
+    (line,) = str(check_environment(broken, max_turns=4, timeout=0.2)).splitlines()
+    assert f" in {broken.__name__}: " in line and BROKEN[broken] in line
+    assert time.monotonic() - started < 2.0
+
+
+def test_a_slow_environment_is_not_a_hanging_one() -> None:
+    """The limit is for one call, not for the check."""
+
+    class Slow(Echo):
+        def step(self, action: str) -> Any:
+            time.sleep(0.06)
+            return Echo.step(self, action)
+
+    assert not check_environment(Slow, max_turns=3, episodes=2, timeout=0.2).findings
+
+
+def test_a_factory_that_hangs_and_one_without_a_name_are_reported() -> None:
+    report = check_environment(partial(threading.Event().wait), timeout=0.1)  # type: ignore[arg-type]
+    assert report.errors == ["the factory did not return within 0.1 s"] and report.environment == "the environment"
