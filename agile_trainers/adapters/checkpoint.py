@@ -1,0 +1,141 @@
+"""What says where a folder comes from, and whether all of it is there.
+
+Every folder that a trainer saves has a record, ``agile_trainers.json``, written before anything else. A checkpoint also has
+a marker, ``complete.json``, written after everything else: it lists the other files, so that what was cut off, lost or
+changed later is noticed too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+
+RECORD, MARKER = "agile_trainers.json", "complete.json"
+_OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
+"""What ``Trainer`` calls the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
+_NOT_SETTINGS = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
+}  # fmt: skip
+"""Book-keeping, and how weights are drawn that come from a file by now."""
+
+
+class CheckpointError(ValueError):
+    """A folder cannot be resumed from; the message says why and what to do."""
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        CheckpointError: If it does not.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected a JSON object.")
+    return value
+
+
+def lora_settings(config: LoraConfig) -> dict[str, Any]:
+    """The settings of a LoRA configuration that make a difference, as JSON holds them."""
+    settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_SETTINGS and value}
+    return json.loads(
+        json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    )
+
+
+def mark_complete(folder: Path) -> None:
+    """Write the marker: from now on the folder is a checkpoint. Text for people (``*.md``) may still be edited."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
+    listed = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in files if path.name != MARKER}
+    write_json(folder / MARKER, {"files": listed})
+
+
+def check_complete(folder: Path) -> Path:
+    """Return the folder if it is a whole checkpoint.
+
+    Raises:
+        CheckpointError: If it does not exist, nobody of us wrote it, its saving was interrupted, or a file of it was
+            lost, cut off or changed.
+    """
+    if not folder.is_dir():
+        near = ", ".join(path.name for path in checkpoints(folder.parent)) or "no checkpoint"
+        raise CheckpointError(f"There is no folder {folder}; {folder.parent} holds {near}.")
+    if not (folder / RECORD).is_file():
+        raise CheckpointError(f"{folder} was not saved by a multi-turn trainer: it has no {RECORD}.")
+    read_json(folder / RECORD)
+    if not (folder / MARKER).is_file():
+        if not (folder / "trainer_state.json").is_file() and checkpoints(folder):
+            raise CheckpointError(
+                f"{folder} holds a model, not a checkpoint. Its checkpoints are "
+                f"{', '.join(path.name for path in checkpoints(folder))}."
+            )
+        raise CheckpointError(f"{folder} is not whole: its saving was interrupted ({MARKER} is missing).")
+    listed = read_json(folder / MARKER).get("files")
+    if not isinstance(listed, dict):
+        raise CheckpointError(f"{folder / MARKER} does not list the checkpoint's files.")
+    for name, expected in listed.items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} is not whole: {name} is missing.")
+        found = _fingerprint(folder / name)
+        if found != expected:
+            size = f"{found['size']} bytes" if found["size"] != expected.get("size") else "another content"
+            raise CheckpointError(f"{folder} is damaged: {name} has {size}, expected {json.dumps(expected)}.")
+    if not any((folder / name).exists() for name in _OPTIMIZER):
+        raise CheckpointError(
+            f"{folder} has no optimizer state (save_only_model=True), so that a run cannot go on exactly. Start a new "
+            f"run with model={str(folder)!r}."
+        )
+    return folder
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The folders ``checkpoint-<step>``, whole or not, by step."""
+    steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in output_dir.glob("checkpoint-*")}
+    found = {path: int(match[1]) for path, match in steps.items() if match and path.is_dir()}
+    return sorted(found, key=lambda path: found[path])
+
+
+def newest_complete(output_dir: Path) -> tuple[Path, list[str]]:
+    """The whole checkpoint of the latest step, and why each later one was passed over.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    skipped = []
+    for folder in reversed(checkpoints(output_dir)):
+        try:
+            return check_complete(folder), skipped
+        except CheckpointError as error:
+            skipped.append(str(error))
+    why = "\n".join(["", *skipped]) if skipped else f" {output_dir} holds no folder checkpoint-<step>."
+    raise CheckpointError(f"There is no checkpoint to resume from.{why}")
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}

@@ -1,0 +1,462 @@
+"""A run that was killed goes on as if nothing had happened, from the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from games import Chatter, make_trainer
+from peft import LoraConfig, PeftModel
+from ppo_games import make_ppo
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from agile_trainers.adapters.checkpoint import MARKER, RECORD, CheckpointError, check_complete, newest_complete
+from agile_trainers.trainers import checkpoint as checkpoint_module
+
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+class Told(Chatter):
+    """Chatter whose length and reward a dataset row decides, so that the order of the rows matters."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        observation = super().reset((seed or 0) + options["number"])
+        self.length = 1 + options["number"] % 3
+        return observation
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, *rest = super().step(action)
+        return observation, reward * self.length, *rest
+
+
+CASES: dict[str, dict[str, Any]] = {
+    # A generation batch serves four optimizer steps: two passes over four micro-batches, two at a time.
+    "grpo": {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2,
+        "max_steps": 6, "beta": 0.1, "reference_adapter": True, "reference_update_steps": 2, "use_adaptive_entropy": True,
+        "optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear",
+    },
+    # Shuffled rows over more than one epoch of four steps; a generation batch serves two steps.
+    "reinforce": {
+        "algorithm": "reinforce", "num_generations": 1, "per_device_train_batch_size": 4, "steps_per_generation": 2,
+        "max_steps": 6, "environment": Told, "train_dataset": Dataset.from_dict({"number": list(range(16))}),
+        "optim": "adamw_torch", "learning_rate": 1e-2,
+    },
+    "ppo": {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 3,
+        "critic_learning_rate": 2e-2, "beta": 0.1, "optim": "adamw_torch", "learning_rate": 1e-2,
+    },
+    "whole-model": {
+        "lora": False, "per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3, "beta": 0.1,
+        "reference_update_steps": 1,
+    },
+}  # fmt: skip
+
+
+def make(case: str, model: Path, folder: Path, **changes: Any) -> Any:
+    settings = {**CASES[case], **changes}
+    return make_ppo(model, folder, **settings) if case == "ppo" else make_trainer(model, folder, **settings)
+
+
+class Killed(BaseException):
+    """What nothing in the trainer expects."""
+
+
+class KillBefore(TrainerCallback):
+    """Ends the run as its next step begins, so that only what was saved before is left."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed
+
+
+def run_until(step: int, case: str, model: Path, folder: Path, *, resume: Any = None, **changes: Any) -> Any:
+    """Train and be killed after ``step`` steps, unless the run is over by then."""
+    trainer = make(case, model, folder, callbacks=[KillBefore(step)], **{**SAVING, **changes})
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Killed:
+        trainer.engine.pool.close()
+    return trainer
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Everything that is trained, and the reference."""
+    found = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad or ".ref." in n}
+    if trainer.ref_model is not None:
+        found |= {f"reference.{n}": p.detach().clone() for n, p in trainer.ref_model.named_parameters()}
+    return found
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys() and left
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    names = ("loss", "kl", "num_tokens", "entropy_coef", "learning_rate", "return/mean", "value/loss", "epoch", "step")
+    return [
+        {name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history if "loss" in entry
+    ]
+
+
+def digest(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture
+def warned(monkeypatch) -> list[str]:
+    messages: list[str] = []
+    record = lambda text, *values, **_: messages.append(text % values)  # noqa: E731
+    monkeypatch.setattr(checkpoint_module.logger, "warning", record)
+    return messages
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_at_every_step(embedded_model, tmp_path, case):
+    """Killed after each step and resumed by a new trainer each time, a run ends where an undisturbed one does, bitwise."""
+    whole = make(case, embedded_model, tmp_path / "whole")
+    whole.train()
+    steps = whole.args.max_steps
+    for step in range(1, steps + 1):
+        trainer = run_until(step, case, embedded_model, tmp_path / "killed", resume=step > 1 or None)
+        assert trainer.state.global_step == step
+    assert_same(weights(trainer), weights(whole))
+    assert logged(trainer) == logged(whole)
+    buffers = {
+        step: sorted((tmp_path / "killed" / f"checkpoint-{step}" / "rollout").glob("*.safetensors")) for step in (1, 2)
+    }
+    assert len(buffers[1]) == 1, "killed inside a generation batch"
+
+
+def test_idle_batches_are_counted_on(embedded_model, tmp_path):
+    class Indifferent(Chatter):
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            observation, _, *rest = super().step(action)
+            return observation, 0.0, *rest
+
+    settings = {"environment": Indifferent, "max_steps": 2, **SAVING}
+    make_trainer(embedded_model, tmp_path, **settings).train()
+    resumed = make_trainer(embedded_model, tmp_path, **{**settings, "max_steps": 3})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._idle_batches == 3
+
+
+# ------------------------------------------------------------------------------------------------------- interrupted saves
+
+
+_hooks: list[Any] = []
+sys.addaudithook(lambda event, arguments: [hook(event, arguments) for hook in _hooks] and None)
+
+
+@contextmanager
+def snapshots(run: Path, to: Path) -> Iterator[list[Path]]:
+    """Copies of a folder as each file in it is opened, renamed or removed: what a kill at that moment would leave."""
+    taken: list[Path] = []
+    events = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
+
+    def take(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in events or not str(arguments[0]).startswith(str(run)):
+            return
+        hooks, _hooks[:] = list(_hooks), []
+        taken.append(Path(shutil.copytree(run, to / str(len(taken)))))
+        _hooks[:] = hooks
+
+    _hooks.append(take)
+    try:
+        yield taken
+    finally:
+        _hooks.remove(take)
+
+
+class Watch(TrainerCallback):
+    """Takes the snapshots from the second step on, when one checkpoint is whole."""
+
+    def __init__(self, run: Path, to: Path):
+        self.context = snapshots(run, to)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            self.taken = self.context.__enter__()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            self.context.__exit__(None, None, None)
+
+
+def test_killed_while_saving(embedded_model, tmp_path, warned):
+    """Whatever moment of saving the kill comes at, a whole checkpoint is found, even if only one is kept."""
+    watch = Watch(tmp_path / "run", tmp_path / "taken")
+    settings = {"per_device_train_batch_size": 4, "steps_per_generation": 2, **SAVING, "save_total_limit": 1}
+    whole = make_trainer(embedded_model, tmp_path / "run", max_steps=3, callbacks=[watch], **settings)
+    whole.train()
+    found = [newest_complete(folder) for folder in watch.taken]
+    names = [folder.name for folder, _ in found]
+    assert set(names) == {"checkpoint-1", "checkpoint-2"} and names == sorted(names) and len(names) > 15
+    partial = [folder for folder, (_, skipped) in zip(watch.taken, found) if skipped]
+    assert len(partial) > 10
+    for (_, skipped), folder in zip(found, watch.taken):
+        assert len(skipped) <= 1 and all(f"{folder.name}/checkpoint-2 " in reason for reason in skipped)
+    final = [digest(folder) for folder, _ in found if folder.name == "checkpoint-2"]
+    assert final and all(files == final[0] for files in final), "nothing is written after the marker"
+
+    late = partial[-1]
+    with pytest.raises(
+        CheckpointError, match=rf"checkpoint-2 is not whole: its saving was interrupted \({MARKER} is missing"
+    ):
+        make_trainer(embedded_model, late, max_steps=3, **settings).train(str(late / "checkpoint-2"))
+    resumed = make_trainer(embedded_model, late, max_steps=3, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert any("Not resumed from" in text and "checkpoint-2 is not whole" in text for text in warned)
+    assert_same(weights(resumed), weights(whole))
+    assert [path.name for path in late.glob("checkpoint-*")] == ["checkpoint-3"]
+    check_complete(late / "checkpoint-3")
+
+
+class Interrupt(TrainerCallback):
+    """Presses Ctrl-C inside the second step."""
+
+    def __init__(self, times: int):
+        self.times = times
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for _ in range(self.times if state.global_step == 1 else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c(embedded_model, tmp_path, warned):
+    before = signal.getsignal(signal.SIGINT)
+    whole = make("ppo", embedded_model, tmp_path / "whole")
+    whole.train()
+    stopped = make("ppo", embedded_model, tmp_path / "once", callbacks=[Interrupt(1)])
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 2; resume_from_checkpoint=True"):
+        stopped.train()
+    assert [path.name for path in (tmp_path / "once").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert "Interrupt again to stop at once" in warned[0]
+    resumed = make("ppo", embedded_model, tmp_path / "once")
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(resumed), weights(whole))
+
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        make("ppo", embedded_model, tmp_path / "twice", callbacks=[Interrupt(2)]).train()
+    assert not list((tmp_path / "twice").glob("checkpoint-*"))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# ---------------------------------------------------------------------------------------------------------- what is saved
+
+
+@pytest.fixture(scope="module")
+def saved(embedded_model, tmp_path_factory) -> Path:
+    """A run of GRPO after one of its steps, in the middle of a generation batch. Read only."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    make("grpo", embedded_model, folder, **{**SAVING, "max_steps": 1}).train()
+    return folder
+
+
+def test_the_record(embedded_model, saved):
+    record = json.loads((saved / "checkpoint-1" / RECORD).read_text())
+    assert (
+        record["algorithm"] == "Multi-turn GRPO" and record["environment"] == "Chatter" and record["global_step"] == 1
+    )
+    assert record["base_model"]["name"] == str(embedded_model) and record["base_model"]["model_type"] == "qwen3"
+    assert record["parent"] is None and record["lora"]["r"] == 4
+    assert "model.layers.0.self_attn.q_proj" in record["lora"]["target_modules"]
+    assert record["versions"].keys() >= {"agile-trainers", "trl", "transformers", "peft", "torch"}
+
+
+def test_the_folder_is_read_by_peft(embedded_model, saved):
+    """Policy and reference by ``PeftModel.from_pretrained``; the buffer as safetensors, away from the weights."""
+    folder = saved / "checkpoint-1"
+    for part in (folder, folder / "ref"):
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(embedded_model), part)
+        stored = load_file(part / "adapter_model.safetensors")
+        loaded = {name.replace(".default.", "."): p for name, p in model.named_parameters() if "lora" in name}
+        assert_same(loaded, stored)
+    assert [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    buffer = load_file(folder / "rollout" / "rank-0.safetensors")
+    assert {name.partition(".")[0] for name in buffer} == {"0", "1", "2", "3"}
+    assert json.loads((folder / "rollout" / "position.json").read_text())["position"] == 2
+
+
+def test_the_best_checkpoint_by_return_is_kept(embedded_model, tmp_path):
+    trainer = make_trainer(
+        embedded_model, tmp_path, max_steps=4, save_total_limit=1, load_best_model_at_end=True, eval_strategy="steps",
+        eval_steps=1, metric_for_best_model="return", num_eval_episodes=16, learning_rate=3.0, **SAVING,
+    )  # fmt: skip
+    trainer.train()
+    returns = {e["step"]: e["eval_return"] for e in trainer.state.log_history if "eval_return" in e}
+    assert len(set(returns.values())) > 1 and trainer.state.best_metric == max(returns.values())
+    best = check_complete(tmp_path / f"checkpoint-{max(returns, key=lambda step: returns[step])}")
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [best.name]
+    policy = {n.replace(".default.", "."): p for n, p in trainer.model.named_parameters() if ".default." in n}
+    assert_same(policy, load_file(best / "adapter_model.safetensors"))
+
+
+# ------------------------------------------------------------------------------------------------------------- bad folders
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+DAMAGE = {
+    "no marker": (lambda f: (f / MARKER).unlink(), "its saving was interrupted"),
+    "no record": (lambda f: (f / RECORD).unlink(), f"not saved by a multi-turn trainer: it has no {RECORD}"),
+    "record cut off": (lambda f: _truncate(f / RECORD) or _truncate(f / RECORD), f"{RECORD} cannot be read"),
+    "record of another kind": (lambda f: (f / RECORD).write_text("[]"), "holds a list, expected a JSON object"),
+    "marker cut off": (lambda f: _truncate(f / MARKER) or _truncate(f / MARKER), f"{MARKER} cannot be read"),
+    "marker without files": (lambda f: (f / MARKER).write_text("{}"), "does not list the checkpoint's files"),
+    "adapter cut off": (
+        lambda f: _truncate(f / "adapter_model.safetensors"),
+        r"adapter_model.safetensors has \d+ bytes",
+    ),
+    "adapter changed": (
+        lambda f: _flip(f / "adapter_model.safetensors"),
+        "adapter_model.safetensors has another content",
+    ),
+    "buffer changed": (lambda f: _flip(f / "rollout" / "rank-0.safetensors"), "rank-0.safetensors has another content"),
+    "reference lost": (lambda f: shutil.rmtree(f / "ref"), "not whole: ref/adapter_config.json is missing"),
+    "optimizer lost": (lambda f: (f / "optimizer.pt").unlink(), "not whole: optimizer.pt is missing"),
+}
+
+
+def test_damaged_folders_are_refused(embedded_model, tmp_path, saved, warned):
+    """By name and by True, with the reason; nothing is loaded, and nothing on disk changes."""
+    trainer = make("grpo", embedded_model, tmp_path / "run", max_steps=1)
+    for index, (damage, message) in enumerate(DAMAGE.values()):
+        folder = tmp_path / str(index) / "checkpoint-1"
+        shutil.copytree(saved / "checkpoint-1", folder)
+        damage(folder)
+        before, start = digest(folder.parent), weights(trainer)
+        trainer.args.output_dir = str(folder.parent)
+        with pytest.raises(CheckpointError, match=message):
+            trainer.train(resume_from_checkpoint=str(folder))
+        with pytest.raises(CheckpointError, match=rf"(?s)There is no checkpoint to resume from.*{message}"):
+            trainer.train(resume_from_checkpoint=True)
+        assert digest(folder.parent) == before
+        assert_same(weights(trainer), start)
+
+
+def test_folders_that_hold_something_else(embedded_model, tmp_path, saved):
+    trainer = make("grpo", embedded_model, saved, max_steps=1)
+    before = digest(saved)
+    with pytest.raises(CheckpointError, match=r"There is no folder .*checkpoint-7; .* holds checkpoint-1\."):
+        trainer.train(resume_from_checkpoint=str(saved / "checkpoint-7"))
+    trainer.args.output_dir = str(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no folder checkpoint-<step>"):
+        trainer.train(resume_from_checkpoint=True)
+    shutil.copytree(saved, tmp_path / "run")
+    trainer.save_model(str(tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=r"holds a model, not a checkpoint. Its checkpoints are checkpoint-1\."):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run"))
+    assert digest(saved) == before
+
+
+def test_no_optimizer_state(embedded_model, tmp_path):
+    make_trainer(embedded_model, tmp_path, save_only_model=True, **SAVING).train()
+    with pytest.raises(CheckpointError, match=r"no optimizer state \(save_only_model=True\).*model='.*checkpoint-1'"):
+        make_trainer(embedded_model, tmp_path).train(resume_from_checkpoint=True)
+
+
+OTHERS = {
+    "algorithm": (
+        {"case": "reinforce", "train_dataset": None, "environment": Chatter},
+        "algorithm is 'Multi-turn GRPO' there",
+    ),
+    "environment": (
+        {"environment": "agile:guess_number"},
+        "environment is 'Chatter' there and 'agile:guess_number' here",
+    ),
+    "whole model": ({"lora": False, "reference_adapter": False}, r"lora is \{.*'r': 4.*\} there and None here"),
+    "geometry": (
+        {"num_iterations": 1, "steps_per_generation": 8},
+        "steps_per_generation is 4 there and 8 here; num_iterations",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_checkpoints_of_other_runs_are_refused(embedded_model, tmp_path, saved, other):
+    changes, message = OTHERS[other]
+    trainer = make(**{"case": "grpo", "model": embedded_model, "folder": tmp_path, "max_steps": 2, **changes})
+    before = digest(saved)
+    with pytest.raises(CheckpointError, match=f"checkpoint-1 is a checkpoint of another run: .*{message}"):
+        trainer.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
+    assert digest(saved) == before and not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_every_lora_setting_that_differs_is_named(embedded_model, tmp_path, saved):
+    trainer = make("grpo", embedded_model, tmp_path, max_steps=2)
+    trainer.model.peft_config["default"] = LoraConfig(r=8, lora_alpha=8, target_modules=["q_proj"], lora_dropout=0.1)
+    with pytest.raises(CheckpointError) as refusal:
+        trainer.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
+    for text in (
+        "lora.r is 4 there and 8 here",
+        "lora.target_modules is",
+        "lora.lora_dropout is None there and 0.1 here",
+    ):
+        assert text in str(refusal.value)
+    assert "lora_alpha" not in str(refusal.value)
+
+
+def test_a_base_model_of_another_shape(embedded_model, tmp_path, saved):
+    trainer = make("grpo", embedded_model, tmp_path, max_steps=2)
+    trainer.model.config.hidden_size = 128
+    with pytest.raises(CheckpointError, match=r"base_model\.hidden_size is 64 there and 128 here"):
+        trainer.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
+
+
+def test_at_a_generation_boundary_the_batch_sizes_may_change(embedded_model, tmp_path):
+    make_trainer(embedded_model, tmp_path, max_steps=1, **SAVING).train()
+    resumed = make_trainer(embedded_model, tmp_path, max_steps=2, per_device_train_batch_size=4, steps_per_generation=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    assert [path.name[:30] for path in sorted((tmp_path / "rollouts").iterdir())] == [
+        "step-000000-generation-000000-", "step-000001-generation-000001-"
+    ]  # fmt: skip
+
+
+def test_a_new_run_beside_old_checkpoints(embedded_model, tmp_path, saved, warned):
+    shutil.copytree(saved, tmp_path / "run")
+    trainer = make("grpo", embedded_model, tmp_path / "run", max_steps=1, **SAVING)
+    trainer.train()
+    assert "checkpoints of an earlier run, up to checkpoint-1" in warned[0]
+    (tmp_path / "run" / "checkpoint-1" / RECORD).unlink()
+    before = digest(tmp_path / "run" / "checkpoint-1")
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-1 was not saved by a multi-turn trainer.*another output_dir"
+    ):
+        trainer.train()
+    assert digest(tmp_path / "run" / "checkpoint-1") == before
+
+
+def test_a_checkpoint_of_another_kind_at_the_same_step_leaves_nothing_behind(embedded_model, tmp_path):
+    make("ppo", embedded_model, tmp_path, max_steps=1, **SAVING).train()
+    assert (tmp_path / "checkpoint-1" / "critic").is_dir()
+    make_trainer(embedded_model, tmp_path, **SAVING).train()
+    assert not (tmp_path / "checkpoint-1" / "critic").exists()
+    check_complete(tmp_path / "checkpoint-1")
