@@ -9,7 +9,7 @@ from .checker import (
     validate_reset,
     validate_step,
 )
-from .play import Episode, Player, compare, demonstrate, play
+from .play import Episode, Player, compare, demonstrate, known_players, play
 from .reasoning import ReasoningEnvironment
 from .registry import list_environments, make_environment_factory, register_environment
 from .rows import load_rows
@@ -29,6 +29,7 @@ __all__ = [
     "check_environment",
     "compare",
     "demonstrate",
+    "known_players",
     "list_environments",
     "load_rows",
     "make_environment_factory",

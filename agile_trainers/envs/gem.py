@@ -12,6 +12,7 @@ from typing import Any
 
 from .base import ResetResult, StepResult, read_options
 from .global_random import OwnRandomState
+from .play import Player
 
 OFFLINE_GAMES = (
     "game:Crosswords-v0-easy",
@@ -179,6 +180,11 @@ class GemEnvironment:
                 f"There is no random player for gem:{self.name}; there is one for {', '.join(_RANDOM_ACTIONS)}."
             )
         return f"\\boxed{{{_RANDOM_ACTIONS[family](self.game, rng)}}}"
+
+    def players(self) -> dict[str, Player]:
+        """The player of :meth:`random_action`, for the games that have one."""
+        family = self.name.removeprefix("game:").partition("-")[0]
+        return {"random": lambda messages, rng: self.random_action(rng)} if family in _RANDOM_ACTIONS else {}
 
     def _seeded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def seeded(*args: Any, **kwargs: Any) -> Any:

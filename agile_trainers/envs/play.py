@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +73,25 @@ def play(
             episode.final_observation = observation
             return episode
         episode.messages += _messages(observation)
+
+
+def known_players(environment: Environment) -> dict[str, Player]:
+    """The players that come with an environment.
+
+    Its method ``players()`` gives them by name, or its module defines ``random_player`` and ``expert_player``, as those of
+    the ready tasks do. What the module defines goes first.
+
+    Args:
+        environment: The instance that they are to play on; some look at its state.
+
+    Returns:
+        Players by name: ``random`` plays in the right format and without regard to the state, ``expert`` as well as it
+        can be done. Empty if none is known.
+    """
+    players = environment.players() if hasattr(environment, "players") else {}
+    module = sys.modules[type(environment).__module__]
+    named = {name: getattr(module, f"{name}_player", players.get(name)) for name in ("random", "expert")}
+    return {name: player for name, player in {**players, **named}.items() if player is not None}
 
 
 def demonstrate(environment: Environment, player: Player, seeds: Iterable[int]) -> list[dict[str, list[Message]]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from .base import ResetResult, StepResult, read_options
+from .play import Player
 
 DIGITS = tuple("0123456")
 PROBE_WORDS = (*DIGITS, "go", "recall", "first", "second", "third", "at", "goal", "left", "right", "end")
@@ -57,6 +58,13 @@ class Probe:
     def optimal_action(self, observation: str) -> str:
         """The best answer in the current state (which the probe may know better than the observation tells)."""
         raise NotImplementedError
+
+    def players(self) -> dict[str, Player]:
+        """Uniformly random legal answers, and the best ones."""
+        return {
+            "random": lambda messages, rng: rng.choice(self.vocabulary),
+            "expert": lambda messages, rng: self.optimal_action(messages[-1]["content"]),
+        }
 
 
 class QuestionProbe(Probe):

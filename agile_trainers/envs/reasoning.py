@@ -14,6 +14,7 @@ from agile_trainers.types import Message
 
 from .answers import exact_match
 from .base import Observation, ResetResult, StepResult, read_options
+from .play import Player
 from .rows import TRAIN, Row, Rows, check_column, load_rows
 
 if TYPE_CHECKING:
@@ -230,6 +231,13 @@ class ReasoningEnvironment:
         if callable(self.demonstration):
             return self.demonstration(row)
         return self.demonstration.format_map({**row, "answer": self.answer_to(row)})
+
+    def players(self) -> dict[str, Player]:
+        """The ideal answer to the question and, if there are rows to draw from, to one drawn at random."""
+        players: dict[str, Player] = {"expert": lambda messages, rng: self.ideal(self._current)}
+        if self.rows is not None:
+            players["random"] = lambda messages, rng: self.ideal(self._of_seed(rng.randrange(2**31)))
+        return players
 
     def wrong(self, row: Row, rng: random.Random) -> str:
         """A completion that earns less than the ideal one: here, the ideal answer to another question.

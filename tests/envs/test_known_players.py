@@ -1,0 +1,47 @@
+"""The players that come with an environment."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from agile_environments import TASKS
+from agile_trainers.envs import ReasoningEnvironment, known_players, make_environment_factory, play
+from agile_trainers.envs.probes import PROBES
+
+
+@pytest.mark.parametrize("name", [*TASKS, *(f"probe/{name}" for name in PROBES), "reasoning_gym"])
+def test_the_expert_does_better_than_the_random_player(name: str) -> None:
+    if name == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+    environment = make_environment_factory("reasoning_gym:chain_sum" if name == "reasoning_gym" else f"agile:{name}")()
+    players = known_players(environment)
+    returns = {key: fmean(play(environment, players[key], seed).episode_return for seed in range(8)) for key in players}
+    assert returns.keys() == {"random", "expert"}
+    # In the probe of equal rewards, length is all that answers differ in.
+    assert returns["expert"] > returns["random"] or name == "probe/equal_reward"
+    if not name.startswith("probe"):
+        assert all(play(environment, players["expert"], seed).success for seed in range(8))
+
+
+def test_gem_games_have_a_random_player_only() -> None:
+    pytest.importorskip("gem")
+    environment = make_environment_factory("gem:game:GuessTheNumber-v0-easy")()
+    players = known_players(environment)
+    assert list(players) == ["random"]
+    assert play(environment, players["random"], 0).messages[-1]["content"].startswith("\\boxed{")
+
+
+def test_rows_given_by_the_data_set_alone_leave_only_the_expert() -> None:
+    environment = ReasoningEnvironment(None)
+    players = known_players(environment)
+    assert list(players) == ["expert"]
+    assert play(environment, players["expert"], 0, options={"question": "2 + 2", "answer": "4"}).success
+
+
+def test_an_environment_without_players_has_none() -> None:
+    class Plain:
+        reset = step = None
+
+    assert known_players(Plain()) == {}  # type: ignore[arg-type]
