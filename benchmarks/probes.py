@@ -89,7 +89,7 @@ ALGORITHMS = {
     "gspo": Algorithm(MultiTurnGSPOTrainer, MultiTurnGSPOConfig),
     "cispo": Algorithm(MultiTurnCISPOTrainer, MultiTurnCISPOConfig),
     "reinforce": Algorithm(
-        MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig, {"num_generations": 1, "entropy_coef": 0.1}
+        MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig, {"num_generations": 1, "entropy_coef": 0.15}
     ),
     "ppo": Algorithm(
         MultiTurnPPOTrainer,
