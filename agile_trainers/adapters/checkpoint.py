@@ -123,7 +123,7 @@ def newest_complete(output_dir: Path) -> tuple[Path, list[str]]:
     Raises:
         CheckpointError: If there is none.
     """
-    skipped = []
+    skipped: list[str] = []
     for folder in reversed(checkpoints(output_dir)):
         try:
             return check_complete(folder), skipped

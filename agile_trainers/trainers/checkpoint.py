@@ -68,6 +68,9 @@ class Checkpoints(GRPOTrainer):
 
     def _set_up_checkpoints(self) -> None:
         """Once, after TRL's own constructor."""
+        if self.args.device.type == "cpu":
+            # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
+            vars(self.args)["_setup_devices"] = torch.device("cpu")
         self._interrupt = _Interrupt(self)
         self.add_callback(self._interrupt)
 
@@ -269,7 +272,7 @@ class Checkpoints(GRPOTrainer):
         buffer = None
         if state["position"]:
             file = folder / f"rank-{self.accelerator.process_index}.safetensors"
-            buffer = _nested(load_file(file, device=str(self.accelerator.device)))
+            buffer = _nested(load_file(file, device=str(self.args.device)))
         self._idle_batches = state["idle_batches"]
         self._restore_rollout(state["generation"] * self._generate_every + state["position"], buffer)
 

@@ -1,0 +1,62 @@
+"""Runs that are killed and resumed, to be launched with two processes; leaves the weights of both behind.
+
+Usage: accelerate launch --num_processes 2 checkpoint_two_processes.py MODEL OUTPUT
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from test_checkpoint import CASES, SAVING, KillBefore, Told, make, run_until, weights
+from transformers import TrainerCallback
+
+CASES["grpo"] |= {"max_steps": 3}
+CASES["reinforce"] |= {"per_device_train_batch_size": 2, "max_steps": 5, "environment": Told}
+"""Generation batches of as many episodes as with one process."""
+
+
+class InterruptOne(TrainerCallback):
+    """Ctrl-C that reaches one of the processes only."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1 and args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def kill_and_resume(case: str, model: Path, output: Path) -> None:
+    whole = make(case, model, output / "whole")
+    whole.train()
+    for step in range(1, whole.args.max_steps + 1):
+        trainer = run_until(step, case, model, output / "killed", resume=step > 1 or None)
+    rank = trainer.accelerator.process_index
+    torch.save((weights(trainer), weights(whole)), output / f"weights-{rank}.pt")
+
+
+def interrupt(model: Path, output: Path) -> None:
+    trainer = make("grpo", model, output, callbacks=[InterruptOne()])
+    try:
+        trainer.train()
+    except KeyboardInterrupt as stop:
+        (output / f"stopped-{trainer.accelerator.process_index}").write_text(str(stop))
+
+
+def die_while_saving(model: Path, output: Path) -> None:
+    """The second process dies as it is about to write its part of the second checkpoint."""
+
+    def die(event: str, arguments: tuple) -> None:
+        if event == "os.mkdir" and str(arguments[0]).endswith("checkpoint-2/rollout"):
+            os._exit(9)
+
+    if os.environ["RANK"] == "1":
+        sys.addaudithook(die)
+    make("grpo", model, output, callbacks=[KillBefore(2)], **SAVING).train()
+
+
+if __name__ == "__main__":
+    model, output = map(Path, sys.argv[1:])
+    for case in ("grpo", "reinforce", "ppo"):
+        kill_and_resume(case, model, output / case)
+    interrupt(model, output / "interrupted")
+    die_while_saving(model, output / "died")

@@ -1,0 +1,53 @@
+"""Checkpoints of two processes, started by ``accelerate launch``: killed, resumed, interrupted, killed while saving."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_checkpoint import assert_same
+
+from agile_trainers.adapters.checkpoint import newest_complete
+
+SCRIPT = Path(__file__).with_name("checkpoint_two_processes.py")
+
+
+@pytest.fixture(scope="module")
+def output(embedded_model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    done = subprocess.run(
+        [*command, "--main_process_port", "0", str(SCRIPT), str(embedded_model), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode != 0 and (folder / "died").is_dir(), done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("case", ["grpo", "reinforce", "ppo"])
+def test_killed_at_every_step(output, case):
+    for rank in (0, 1):
+        resumed, whole = torch.load(output / case / f"weights-{rank}.pt")
+        assert_same(resumed, whole)
+    parts = [
+        load_file(output / case / "killed" / "checkpoint-1" / "rollout" / f"rank-{rank}.safetensors") for rank in (0, 1)
+    ]
+    ids = [part["0.completion_ids"] for part in parts]
+    assert ids[0].shape != ids[1].shape or not torch.equal(*ids), "each process keeps its own episodes"
+
+
+def test_an_interrupt_that_reaches_one_process_stops_both_after_the_same_step(output):
+    for rank in (0, 1):
+        assert (output / "interrupted" / f"stopped-{rank}").read_text().startswith("stopped at step 2")
+    assert newest_complete(output / "interrupted")[0].name == "checkpoint-2"
+
+
+def test_a_process_that_dies_while_saving_leaves_no_whole_checkpoint(output):
+    folder, skipped = newest_complete(output / "died")
+    assert folder.name == "checkpoint-1" and "checkpoint-2 is not whole: its saving was interrupted" in skipped[0]
