@@ -90,7 +90,7 @@ def train(
     environment: Any = script.environment
     if script.environment is not None and isinstance(script.environment_args, dict):
         environment = make_environment_factory(script.environment, **script.environment_args)
-    dataset = _dataset(script, mixture)
+    dataset = load_rows(script, mixture)
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "trust_remote_code": args.trust_remote_code,
@@ -115,7 +115,7 @@ def train(
         trainer.push_to_hub(dataset_name=script.dataset_name)
 
 
-def _dataset(script: MultiTurnScriptArguments, mixture: Any) -> Any:
+def load_rows(script: MultiTurnScriptArguments, mixture: Any) -> Any:
     from datasets import load_dataset
     from trl import get_dataset
 
