@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command and its options. Default: the command line.
 
     Returns:
-        The exit code: 0, or 2 for a command that does not exist.
+        The exit code: 0, 2 for a command that does not exist, 130 after Ctrl-C.
     """
     command, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
@@ -53,10 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # Before TRL is imported: the modules this package builds on call themselves experimental at every import.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    if command == "demo":
-        importlib.import_module("agile_trainers.cli.demo").main(arguments)
-    else:
-        importlib.import_module("agile_trainers.cli.train").main([command, *arguments])
+    try:
+        if command == "demo":
+            importlib.import_module("agile_trainers.cli.demo").main(arguments)
+        else:
+            importlib.import_module("agile_trainers.cli.train").main([command, *arguments])
+    except KeyboardInterrupt as stop:
+        print(f"\nagile-trainers: interrupted{f', {stop}' if str(stop) else ''}", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -108,7 +108,8 @@ def train(
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    resume = args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"Saved to {args.output_dir}.")
     if args.push_to_hub:

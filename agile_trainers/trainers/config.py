@@ -279,6 +279,7 @@ _NO_EFFECT = {
     "generation_kwargs": "set temperature, top_p, top_k, min_p, repetition_penalty, min_new_tokens or stop_strings",
     "max_tool_calling_iterations": "an environment's turns are limited by max_turns",
     "num_generations_eval": "evaluate() plays num_eval_episodes episodes of their own",
+    "enable_jit_checkpoint": "it saves in the middle of a step; send SIGINT (Ctrl-C), which saves at its end and stops",
     "multi_objective_aggregation": "rewards are added to the turns before anything is normalized",
 }
 
