@@ -17,6 +17,14 @@ SIGNATURES = {
     "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
     "evaluate": ["self", "eval_dataset", "ignore_keys", "metric_key_prefix"],
     "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "_get_train_sampler": ["self", "dataset"],
+    "_save_checkpoint": ["self", "model", "trial"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "_push_from_checkpoint": ["self", "checkpoint_folder"],
+    "_get_output_dir": ["self", "trial"],
+    "save_model": ["self", "output_dir", "_internal_call"],
+    "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
 }
 SCORE_ARGUMENTS = {"self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"}
 INIT_ARGUMENTS = [
@@ -66,6 +74,13 @@ def test_attributes_of_an_instance(embedded_model, tmp_path):
     ):  # fmt: skip
         assert hasattr(trainer, name), name
     assert set(trainer._logs) >= {"prompt", "completion", "rewards", "advantages"}
+
+
+def test_the_order_of_an_epoch_is_drawn_from_the_samplers_own_generator():
+    sampler = utils.RepeatSampler(range(9), 1, seed=4)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(2):
+        assert list(sampler) == torch.randperm(sampler.num_samples, generator=generator).tolist()
 
 
 def test_extra_batch_entries_survive_shuffle_and_split():
