@@ -96,7 +96,7 @@ def test_each_algorithm_has_its_own_options_and_defaults(algorithm: str) -> None
 
 
 def test_commands_and_algorithms_agree() -> None:
-    assert {"demo", *ALGORITHMS} == set(COMMANDS)
+    assert {"demo", "chain", *ALGORITHMS} == set(COMMANDS)
     for algorithm, (config, trainer) in ALGORITHMS.items():
         assert trainer._config_class is config and algorithm.upper() in trainer.__name__
 

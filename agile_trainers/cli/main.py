@@ -14,8 +14,9 @@ COMMANDS = {
     "cispo": "the same with clipped importance weights",
     "reinforce": "the same without groups, by returns normalized over the batch (ReBN)",
     "ppo": "the same without groups, with a critic",
+    "chain": "SFT, DPO and any of these in a row, as a YAML file says",
 }
-"""What each command does. ``agile_trainers.cli.demo`` runs the first, ``agile_trainers.cli.train`` the others."""
+"""What each command does. ``demo`` and ``chain`` are modules of their own; ``agile_trainers.cli.train`` runs the others."""
 
 
 def usage() -> str:
@@ -54,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before TRL is imported: the modules this package builds on call themselves experimental at every import.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
-        if command == "demo":
-            importlib.import_module("agile_trainers.cli.demo").main(arguments)
+        if command in ("demo", "chain"):
+            importlib.import_module(f"agile_trainers.cli.{command}").main(arguments)
         else:
             importlib.import_module("agile_trainers.cli.train").main([command, *arguments])
     except KeyboardInterrupt as stop:

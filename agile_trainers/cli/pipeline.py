@@ -1,0 +1,281 @@
+"""What ``agile-trainers chain`` is told: a YAML file, read and checked whole before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from datasets import Dataset, load_dataset
+from peft import LoraConfig
+from trl import DPOConfig, SFTConfig, TrlParser
+
+from agile_trainers import trainers
+from agile_trainers.cli.train import ALGORITHMS
+from agile_trainers.envs.registry import make_environment_factory
+
+SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
+"""Stages that TRL's own trainers train."""
+CONFIGS: dict[str, type] = {**SUPERVISED, **{name: config for name, (config, _) in ALGORITHMS.items()}}
+EVALUATION = trainers.MultiTurnREINFORCEConfig
+"""Plays episodes without groups."""
+EPISODES = (
+    "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "max_observation_length", "stop_strings",
+    "system_prompt", "training_chat_template", "chat_template_kwargs", "temperature", "top_p", "top_k", "min_p",
+    "num_eval_episodes", "eval_greedy",
+)  # fmt: skip
+"""What an evaluation takes over from the last multi-turn stage, unless ``evaluation`` says otherwise."""
+_STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
+_FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+class PipelineError(ValueError):
+    """The file cannot be run; the message says where and why."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage, its options parsed."""
+
+    name: str
+    algorithm: str
+    options: dict[str, Any]
+    """As they were given, the shared ones among them."""
+    config: Any
+    """``SFTConfig``, ``DPOConfig`` or the algorithm's."""
+    dataset: str | None = None
+    dataset_args: dict[str, Any] = field(default_factory=dict)
+    lora: LoraConfig | None = None
+    merge_lora_configs: bool = False
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A chain of stages."""
+
+    output_dir: Path
+    model: str
+    environment: Callable[[], Any]
+    stages: list[Stage]
+    evaluation: Any
+    """Configuration of every evaluation."""
+    evaluation_options: dict[str, Any]
+    """Those that it was made of."""
+    lora: LoraConfig | None
+    """Of the first stage that trains an adapter; later ones go on with it."""
+    source: dict[str, Any]
+    """What all stages depend on, as it was given."""
+
+
+def read_pipeline(path: Path) -> Pipeline:
+    """Read and check a file.
+
+    Raises:
+        PipelineError: If anything in it cannot be run.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PipelineError(f"{path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise PipelineError(f"{path} is not YAML: {error}.") from error
+    try:
+        return parse_pipeline(content)
+    except PipelineError as error:
+        raise PipelineError(f"{path}: {error}") from error
+
+
+def parse_pipeline(content: Any) -> Pipeline:
+    """Check what a file holds; see ``docs/chaining.md`` for its form.
+
+    Raises:
+        PipelineError: If it cannot be run.
+    """
+    known = ("output_dir", "model", "environment", "environment_args", "lora", "options", "evaluation", "stages")
+    content = _mapping(content, known, "the file")
+    for name in ("output_dir", "model", "environment", "stages"):
+        if not content.get(name):
+            raise PipelineError(f"`{name}` is missing.")
+    sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]  # for module.path:name
+    arguments = _mapping(content.get("environment_args"), None, "`environment_args`")
+    try:
+        environment = make_environment_factory(content["environment"], **arguments)
+    except (ValueError, ImportError) as error:
+        raise PipelineError(f"environment: {error}") from error
+    if not isinstance(content["stages"], list):
+        raise PipelineError(f"`stages` must be a list, got {content['stages']!r}.")
+    everything = {name for config in CONFIGS.values() for name in _options_of(config)}
+    shared = _mapping(content.get("options"), everything, "`options`")
+    output = Path(content["output_dir"])
+    raw = [_raw_stage(stage, number) for number, stage in enumerate(content["stages"], start=1)]
+    stages = [_stage(stage, shared, output) for stage in raw]
+    names = [stage.name for stage in stages]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise PipelineError(f"Two stages are named {twice[0]!r}; give one of them another `name`.")
+    evaluation = _evaluation(content.get("evaluation"), shared, stages)
+    return Pipeline(
+        output,
+        str(content["model"]),
+        environment,
+        stages,
+        make_config(EVALUATION, evaluation, output, "`evaluation`"),
+        evaluation,
+        _lora(content.get("lora"), "`lora`"),
+        {name: content.get(name) for name in ("model", "environment", "environment_args", "lora")},
+    )
+
+
+def _raw_stage(stage: Any, number: int) -> dict[str, Any]:
+    stage = _mapping(stage, None, f"stage {number}")
+    algorithm = stage.get("algorithm")
+    if algorithm not in CONFIGS:
+        raise PipelineError(
+            f"stage {number}: `algorithm` must be one of {', '.join(CONFIGS)}, got {algorithm!r}"
+            f"{_nearest(algorithm, CONFIGS)}."
+        )
+    return {"name": algorithm, **stage}
+
+
+def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path) -> Stage:
+    name, algorithm = str(raw["name"]), raw["algorithm"]
+    where = f"stage {name!r}"
+    if not name or Path(name).name != name:
+        raise PipelineError(f"{where}: a stage's name is the name of its folder.")
+    config = CONFIGS[algorithm]
+    known = _options_of(config)
+    _mapping(raw, {*_STAGE_KEYS, *known}, where)
+    options = {key: value for key, value in shared.items() if key in known}
+    options |= {key: value for key, value in raw.items() if key not in _STAGE_KEYS}
+    if raw.get("merge_lora_configs") and "merge_lora_configs" in known:
+        options["merge_lora_configs"] = True
+    dataset = raw.get("dataset")
+    arguments = _mapping(raw.get("dataset_args"), None, f"{where}, `dataset_args`")
+    if dataset is None and algorithm in SUPERVISED:
+        raise PipelineError(f"{where}: `dataset` is missing; {algorithm} trains on one.")
+    if dataset is not None:
+        check_dataset(str(dataset), where)
+    made = make_config(config, options, output / name, where)
+    if algorithm not in SUPERVISED:
+        try:
+            made.with_environment()
+        except ValueError as error:
+            raise PipelineError(f"{where}: {error}") from error
+        if dataset is None and made.max_steps <= 0:
+            raise PipelineError(f"{where}: without a `dataset`, `max_steps` must say how long to train.")
+    return Stage(
+        name,
+        algorithm,
+        options,
+        made,
+        dataset,
+        arguments,
+        _lora(raw.get("lora"), f"{where}, `lora`"),
+        bool(raw.get("merge_lora_configs")),
+    )
+
+
+def make_config(config: type, options: Mapping[str, Any], output_dir: Path, where: str) -> Any:
+    """A configuration from YAML's values, which mean what they mean on the command line (``1e-3`` is a number)."""
+
+    def refuse(message: str) -> NoReturn:
+        raise PipelineError(f"{where}: {message}")
+
+    parser = TrlParser([config])
+    parser.error = refuse
+    numbers = {name: str(v) if type(v) in (int, float) else v for name, v in options.items()}
+    parser.set_defaults_with_config(**numbers, output_dir=str(output_dir))
+    try:
+        (made,) = parser.parse_args_into_dataclasses(args=[])
+    except (ValueError, TypeError) as error:
+        raise PipelineError(f"{where}: {error}") from error
+    return made
+
+
+def _evaluation(raw: Any, shared: dict[str, Any], stages: list[Stage]) -> dict[str, Any]:
+    """The options of every evaluation."""
+    known = {*EPISODES, "seed", "generation_chunk_size", "max_environments", "environment_workers"}
+    given = _mapping(raw, known, "`evaluation`")
+    played = next((stage.options for stage in reversed(stages) if stage.algorithm not in SUPERVISED), shared)
+    options = {name: value for name, value in shared.items() if name in _options_of(EVALUATION)}
+    options |= {name: played[name] for name in EPISODES if name in played} | given
+    # Nothing is trained; a generation batch of two is the least that is allowed.
+    options |= {"max_steps": 1, "per_device_train_batch_size": 2, "beta": 0.0, "eval_strategy": "no"}
+    return options | {"report_to": "none", "push_to_hub": False}
+
+
+def check_dataset(name: str, where: str) -> None:
+    """Check what can be checked without loading anything.
+
+    Raises:
+        PipelineError: If a file or function does not exist.
+    """
+    module, _, attribute = name.partition(":")
+    path = Path(name)
+    if attribute and not path.exists():
+        try:
+            found = hasattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise PipelineError(f"{where}: dataset {name!r}: there is no module {error.name!r}.") from error
+        if not found:
+            nearest = _nearest(attribute, dir(sys.modules[module]))
+            raise PipelineError(f"{where}: dataset {name!r}: {module} has no {attribute!r}{nearest}.")
+    elif path.suffix in _FILES and not path.is_file():
+        raise PipelineError(f"{where}: there is no file {name}.")
+
+
+def load_rows(name: str, arguments: dict[str, Any]) -> Dataset:
+    """The rows of a stage.
+
+    Args:
+        name: ``module.path:function`` that returns rows, a JSON, JSON-lines, CSV or Parquet file, or anything that
+            ``datasets.load_dataset`` takes (the split is ``train``).
+        arguments: Of the function, or of ``load_dataset``.
+    """
+    module, _, attribute = name.partition(":")
+    if attribute and not Path(name).exists():
+        rows = getattr(importlib.import_module(module), attribute)(**arguments)
+        return rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
+    if Path(name).suffix in _FILES:
+        return load_dataset(_FILES[Path(name).suffix], data_files=name, split="train", **arguments)
+    return load_dataset(name, **{"split": "train", **arguments})
+
+
+def _lora(raw: Any, where: str) -> LoraConfig | None:
+    if raw is None:
+        return None
+    given = _mapping(raw, LoraConfig.__dataclass_fields__, where)
+    try:
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **given})
+    except (ValueError, TypeError) as error:
+        raise PipelineError(f"{where}: {error}") from error
+
+
+def _options_of(config: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(config) if f.init} - {"output_dir"}
+
+
+def _mapping(value: Any, known: Iterable[str] | None, where: str) -> dict[str, Any]:
+    """The mapping itself; an empty one for nothing."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise PipelineError(f"{where} must be a mapping of names to values, got {value!r}.")
+    if known is not None:
+        names = list(known)
+        for key in value:
+            if key not in names:
+                raise PipelineError(f"{where} knows no {key!r}{_nearest(key, names)}.")
+    return value
+
+
+def _nearest(name: Any, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(found)}?" if found else ""

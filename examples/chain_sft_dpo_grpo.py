@@ -1,0 +1,222 @@
+"""Three stages in a row on guess-the-number: SFT, DPO and multi-turn GRPO, one LoRA adapter carried through all of them.
+
+    python examples/chain_sft_dpo_grpo.py --seed 0
+
+A tiny model that knows the game's words but plays at random is made in code. SFT shows it games of a player that guesses
+anything still possible, DPO pairs of a good and a careless guess, GRPO lets it play. What is run is written to
+`<output_dir>/pipeline.yaml`; `agile-trainers chain <output_dir>/pipeline.yaml` does the same, and starting either again goes
+on where it was interrupted. At the end every folder is loaded by plain PEFT in a new process: its logits must be those that
+the stage's trainer had, and the reference of a stage those of the policy before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it brings
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+import yaml
+from datasets import Dataset, disable_progress_bars
+from peft import PeftModel
+from rich.console import Console
+from transformers.utils import logging
+from trl import SFTConfig, SFTTrainer
+
+from agile_environments.guess_number import (
+    LEVELS,
+    GuessNumber,
+    demonstrations,
+    halving_player,
+    random_legal_player,
+    random_player,
+)
+from agile_trainers.cli.chain import results, run_pipeline
+from agile_trainers.cli.pipeline import Stage, read_pipeline
+from agile_trainers.embedded import make_embedded_model
+from agile_trainers.envs.play import compare
+from agile_trainers.types import Message
+
+HIGH, GUESSES = LEVELS["normal"]
+ON_CPU: dict[str, Any] = {"bf16": False, "use_cpu": True, "gradient_checkpointing": False}
+QUIET: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "logging_steps": 10}
+
+LOAD = """
+import json, sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, *folders = sys.argv[1:]
+assert "agile_trainers" not in sys.modules
+for folder in folders:
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    with torch.no_grad():
+        print(json.dumps(model(input_ids=torch.arange(3, 23)[None]).logits.tolist()))
+"""
+"""What somebody does who has PEFT and nothing else."""
+
+
+def careless_player(messages: list[Message], rng: random.Random) -> str:
+    """Halves, but every other time guesses anything still possible."""
+    return (halving_player if rng.random() < 0.5 else random_legal_player)(messages, rng)
+
+
+def make_base(folder: Path, seed: int, steps: int) -> Path:
+    """A model that has read games of a player who ignores the hints, and plays like it."""
+    base = folder / "base"
+    if (base / "done").is_file():
+        return base
+    texts = [message["content"] for game in demonstrations(100) for message in game["messages"]]
+    words = sorted({word for text in (*texts, "invalid correct [UNK]") for word in text.split()})
+    untrained = make_embedded_model(folder / "untrained", words=words, seed=seed)
+    args = {"learning_rate": 3e-3, "lr_scheduler_type": "constant", "per_device_train_batch_size": 32}
+    trainer = SFTTrainer(
+        model=str(untrained),
+        args=SFTConfig(
+            output_dir=str(base),
+            max_steps=steps,
+            assistant_only_loss=True,
+            seed=seed,
+            save_strategy="no",
+            **args,
+            **ON_CPU,
+            **QUIET,
+        ),
+        train_dataset=Dataset.from_list(demonstrations(32 * steps, seed=seed * 100_000, player=random_player)),
+    )
+    trainer.train()
+    trainer.save_model()
+    (base / "done").touch()
+    return base
+
+
+def write_pipeline(output: Path, seed: int, scale: float, episodes: int) -> Path:
+    """The rows of the first two stages, and the file that says what to do."""
+    games, first = round(32 * 150 * scale), seed * 100_000
+    rows = {
+        "games": demonstrations(games, seed=first),
+        "pairs": compare(GuessNumber(), halving_player, careless_player, range(first, first + games)),
+        "secrets": [{"secret": secret} for secret in range(1, HIGH + 1)],
+    }
+    for name, content in rows.items():
+        lines = [json.dumps(row) + "\n" for row in content]
+        (output / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    pipeline = {
+        "output_dir": str(output),
+        "model": str(make_base(output, seed, round(100 * scale))),
+        "environment": "agile:guess_number",
+        "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+        "options": {
+            **ON_CPU,
+            **QUIET,
+            "seed": seed,
+            "lr_scheduler_type": "constant",
+            "save_steps": 50,
+            "save_total_limit": 1,
+        },
+        "evaluation": {"num_eval_episodes": episodes},
+        "stages": [
+            {
+                "algorithm": "sft",
+                "dataset": str(output / "games.jsonl"),
+                "learning_rate": 3e-3,
+                "max_steps": round(150 * scale),
+                "per_device_train_batch_size": 32,
+                "assistant_only_loss": True,
+            },
+            {
+                "algorithm": "dpo",
+                "dataset": str(output / "pairs.jsonl"),
+                "learning_rate": 3e-4,
+                "max_steps": round(60 * scale),
+                "per_device_train_batch_size": 32,
+                "beta": 0.1,
+            },
+            {
+                "algorithm": "grpo",
+                "dataset": str(output / "secrets.jsonl"),
+                "learning_rate": 3e-3,
+                "max_steps": round(150 * scale),
+                "max_turns": GUESSES,
+                "max_new_tokens": 2,
+                "advantage_granularity": "trajectory",
+                "num_generations": 8,
+                "per_device_train_batch_size": 8 * HIGH,
+                "beta": 0.005,
+                "entropy_coef": 0.02,  # without it a secret or two is lost to early certainty
+            },
+        ],
+    }
+    path = output / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(pipeline, sort_keys=False), encoding="utf-8")
+    return path
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=torch.arange(3, 23)[None]).logits
+
+
+def remember(stage: Stage, trainer: Any) -> None:
+    """Keep the logits that the trainer's model has, and see that nothing went to NaN."""
+    assert isinstance(trainer.model, PeftModel) and all(p.isfinite().all() for p in trainer.model.parameters())
+    numbers = [value for entry in trainer.state.log_history for value in entry.values() if isinstance(value, float)]
+    assert numbers and all(map(math.isfinite, numbers))
+    path = Path(trainer.args.output_dir) / "logits.pt"
+    torch.save(logits_of(trainer.model), path)
+
+
+def check_folders(base: str, folders: list[Path]) -> dict[str, float]:
+    """Largest differences of logits: each folder's from its trainer's, each reference's from the policy before."""
+    references = {folder: before for before, folder in pairwise(folders)}
+    load = [*folders, *(folder / "ref" for folder in references)]
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, base, *map(str, load)], capture_output=True, text=True, check=True
+    )
+    logits = dict(zip(load, (torch.tensor(json.loads(line)) for line in done.stdout.splitlines())))
+    found = {f"{f.name}: folder - trainer": logits[f] - torch.load(f / "logits.pt") for f in folders}
+    found |= {f"{f.name}: reference - policy of {b.name}": logits[f / "ref"] - logits[b] for f, b in references.items()}
+    return {name: float(difference.abs().max()) for name, difference in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/chain_sft_dpo_grpo"))
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the updates, to try it out")
+    parser.add_argument("--eval_episodes", type=int, default=1000)
+    options = parser.parse_args()
+    started, output = time.perf_counter(), options.output_dir
+    output.mkdir(parents=True, exist_ok=True)
+    disable_progress_bars()
+    logging.disable_progress_bar()
+    console = Console()
+    pipeline = read_pipeline(write_pipeline(output, options.seed, options.scale, options.eval_episodes))
+    rows = run_pipeline(pipeline, console, after_stage=remember)
+    differences = check_folders(pipeline.model, [output / stage.name for stage in pipeline.stages])
+
+    console.print(results(rows))
+    for name, difference in differences.items():
+        console.print(f"largest difference of logits, {name}: {difference:.1e}")
+    returns = {row["name"]: row["evaluation"]["return"] for row in rows}
+    seconds = round(time.perf_counter() - started)
+    summary = {"seed": options.seed, "returns": returns, "differences": differences, "seconds": seconds}
+    (output / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    console.print(f"{seconds} seconds")
+    if max(differences.values()) > 1e-6:
+        raise SystemExit("A folder does not hold what its trainer had.")
+
+
+if __name__ == "__main__":
+    main()
