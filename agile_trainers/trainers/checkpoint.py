@@ -30,6 +30,7 @@ from agile_trainers.adapters.checkpoint import (
     lora_settings,
     mark_complete,
     newest_complete,
+    parent_of,
     read_json,
     write_json,
 )
@@ -56,7 +57,7 @@ class Checkpoints(GRPOTrainer):
     _idle_batches: int
     _saved: Any = None
     _parent: dict[str, Any] | None = None
-    """Of the run that is resumed: what its policy was started from."""
+    """What the policy was started from."""
     _epochs_done = 0
 
     def _rollout_state(self) -> tuple[int, list[Batch]]:
@@ -71,6 +72,8 @@ class Checkpoints(GRPOTrainer):
         if self.args.device.type == "cpu":
             # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
             vars(self.args)["_setup_devices"] = torch.device("cpu")
+        if self._saved is not None:
+            self._parent = parent_of(self._saved.folder, self._saved.source, self._saved.commit)
         self._interrupt = _Interrupt(self)
         self.add_callback(self._interrupt)
 
@@ -183,7 +186,6 @@ class Checkpoints(GRPOTrainer):
         is_peft = isinstance(model, PeftModel)
         config = (model.get_base_model() if is_peft else model).config
         text = config.get_text_config()
-        source = self._saved and {"source": self._saved.source, "commit": self._saved.commit}
         packages = ("agile-trainers", "trl", "transformers", "peft", "accelerate", "torch")
         return {
             "algorithm": self._name,
@@ -193,7 +195,7 @@ class Checkpoints(GRPOTrainer):
                 "commit": getattr(config, "_commit_hash", None),
                 **{name: getattr(text, name, None) for name in _ARCHITECTURE},
             },
-            "parent": self._parent or source,
+            "parent": self._parent,
             "lora": lora_settings(model.peft_config[POLICY]) if is_peft else None,
             "global_step": self.state.global_step,
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},

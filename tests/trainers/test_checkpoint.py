@@ -281,6 +281,23 @@ def test_the_record(embedded_model, saved):
     assert record["versions"].keys() >= {"agile-trainers", "trl", "transformers", "peft", "torch"}
 
 
+def test_a_warm_started_run(embedded_model, tmp_path, saved):
+    """It goes on exactly too, and remembers its parents, even if only the base model is at hand when it is resumed."""
+    settings = {"beta": 0.1, "max_steps": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2}
+    whole = make_trainer(saved / "checkpoint-1", tmp_path / "whole", lora=False, **settings)
+    whole.train()
+    first = make_trainer(saved / "checkpoint-1", tmp_path / "killed", lora=False, **SAVING, **settings)
+    with pytest.raises(Killed):
+        first.add_callback(KillBefore(1))
+        first.train()
+    resumed = make_trainer(embedded_model, tmp_path / "killed", **SAVING, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(resumed), weights(whole))
+    parent = json.loads((tmp_path / "killed" / "checkpoint-2" / RECORD).read_text())["parent"]
+    assert parent["source"] == str(saved / "checkpoint-1") and parent["commit"] is None and parent["parent"] is None
+    assert parent["algorithm"] == "Multi-turn GRPO" and parent["global_step"] == 1
+
+
 def test_the_folder_is_read_by_peft(embedded_model, saved):
     """Policy and reference by ``PeftModel.from_pretrained``; the buffer as safetensors, away from the weights."""
     folder = saved / "checkpoint-1"
