@@ -1,0 +1,135 @@
+"""``agile-trainers check``: would a training run on this environment work? A report, and exit code 1 if not.
+
+The options are those of ``agile-trainers grpo`` (or of another algorithm, named first: ``agile-trainers check ppo ...``), so
+that a command or configuration file can be checked as it is, and those of :class:`CheckArguments`. ``--model`` is short for
+``--model_name_or_path``; without one, the embedded model stands in.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+
+from agile_trainers.cli.checks import Report, Run, check_run, model_config
+from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, load_rows
+from agile_trainers.embedded import make_embedded_model
+from agile_trainers.envs.registry import make_environment_factory
+
+PLAYERS = ("auto", "model", "random", "expert")
+
+
+@dataclass
+class CheckArguments:
+    """What a check does. The options of training say the rest.
+
+    Args:
+        episodes: Number of episodes to play.
+        player: Who plays them: the ``model``, or the environment's own ``random`` or ``expert`` player. ``auto``: the
+            model if one was named, otherwise the random player, or the embedded model where there is none.
+        time_limit: Seconds a call of the environment may take, unless ``environment_timeout`` says it.
+    """
+
+    episodes: int = field(default=16, metadata={"help": "Number of episodes to play."})
+    player: str = field(default="auto", metadata={"help": "Who plays: model, random, expert, or auto."})
+    time_limit: float = field(default=30.0, metadata={"help": "Seconds a call of the environment may take."})
+
+    def __post_init__(self) -> None:
+        if self.episodes < 2:
+            raise ValueError(f"episodes must be at least 2, to compare them, got {self.episodes}.")
+        if self.player not in PLAYERS:
+            raise ValueError(f"player must be one of {', '.join(PLAYERS)}, got {self.player!r}.")
+        if not self.time_limit > 0:
+            raise ValueError(f"time_limit must be a positive number of seconds, got {self.time_limit}.")
+
+
+def make_parser(algorithm: str) -> TrlParser:
+    """The parser of ``agile-trainers check``, for one algorithm."""
+    types = (CheckArguments, MultiTurnScriptArguments, ALGORITHMS[algorithm][0], ModelConfig, DatasetMixtureConfig)
+    command = "agile-trainers check"
+    usage = f"{command} [{' | '.join(ALGORITHMS)}] --environment ID [--model MODEL] [--config FILE] [options]"
+    parser = TrlParser(types, prog=command, usage=usage)
+    if not torch.cuda.is_available():
+        # A check should run wherever one writes an environment; without these, TRL's defaults want a GPU.
+        parser.set_defaults(use_cpu=True, bf16=False)
+    return parser
+
+
+def main(argv: Sequence[str], console: Console | None = None) -> int:
+    """Parse the options, check, and print the report.
+
+    Args:
+        argv: The options, after an algorithm if it is not ``grpo``.
+        console: Where to print.
+
+    Returns:
+        0 if it would train, 1 if not.
+    """
+    algorithm, options = (argv[0], argv[1:]) if argv and argv[0] in ALGORITHMS else ("grpo", argv)
+    parser = make_parser(algorithm)
+    options = [
+        f"--model_name_or_path{option[7:]}" if option.split("=")[0] == "--model" else option for option in options
+    ]
+    try:
+        check, script, args, model, mixture = parser.parse_args_and_config(options)
+        if script.environment is None:
+            parser.error("--environment is missing: the id of what to check, or module.path:Name.")
+        args = args.with_environment()
+    except ValueError as error:  # a configuration's own check
+        parser.error(str(error))
+    report = Report(console or Console())
+    report.console.rule(f"agile-trainers check: {script.environment}", characters="-")
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        named = model.model_name_or_path
+        if named is None:
+            model.model_name_or_path = str(make_embedded_model(folder))
+        report.line(
+            f"Algorithm {algorithm}; {f'model {named}' if named else 'the embedded model, since none was named'}."
+        )
+        player = check.player if check.player != "auto" else "model" if named else "random"
+        try:
+            factory = make_environment_factory(script.environment, **(script.environment_args or {}))
+            dataset = load_rows(script, mixture)
+            rows = dataset and [dict(row) for row in islice(dataset[script.dataset_train_split], check.episodes)]
+            tokenizer, ends = load_tokenizer(model, args.trust_remote_code)
+            config = model_config(model, args.trust_remote_code)
+        except (ValueError, ImportError, OSError) as error:
+            report.problem(str(error))
+            return report.verdict()
+        run = Run(
+            environment=script.environment,
+            factory=factory,
+            algorithm=algorithm,
+            args=args,
+            model=model,
+            config=config,
+            tokenizer=tokenizer,
+            eos_token_ids=ends,
+            rows=rows,
+            episodes=check.episodes,
+            player=player,
+            time_limit=check.time_limit,
+        )
+        check_run(report, run)
+    return report.verdict()
+
+
+def load_tokenizer(model: ModelConfig, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """The tokenizer of a model, with a padding token, and what ends an answer, as the trainers have them."""
+    where: dict[str, Any] = {"revision": model.model_revision, "trust_remote_code": trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, **where)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    try:
+        ends = GenerationConfig.from_pretrained(model.model_name_or_path, **where).eos_token_id
+    except OSError:  # the model has no generation_config.json
+        ends = None
+    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return tokenizer, sorted({*known, tokenizer.eos_token_id} - {None})

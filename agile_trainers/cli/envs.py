@@ -1,0 +1,105 @@
+"""``agile-trainers envs``: the environments there are, and what to install for the rest."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from agile_environments import TASKS
+from agile_trainers.envs.registry import list_environments
+
+_EXTRA = "pip install 'agile-trainers[envs]'"
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that environments come from."""
+
+    module: str
+    """Its adapter in ``agile_trainers.envs``."""
+    offers: str
+    install: str = _EXTRA
+    also: str = ""
+    """What some of its environments need besides."""
+
+
+LIBRARIES = {
+    "gem": Library(
+        "gem", "games, and questions with tools", also="Wordle, Hangman, WordSearch: python -m nltk.downloader words"
+    ),
+    "reasoning_gym": Library("reasoning_gym", "questions without end, each with its own scorer"),
+    "textarena": Library(
+        "textarena",
+        "games for one player",
+        also="Wordle, Hangman, WordLadder, WordSearch: python -m nltk.downloader words averaged_perceptron_tagger_eng",
+    ),
+    "gymnasium": Library("gymnasium", "text environments, gymnasium:<id>, and your own, gymnasium:my_module:MyEnv-v0"),
+    "openenv": Library("openenv", "any OpenEnv server, openenv:<url>"),
+    "trl": Library("trl_tools", "objects whose methods are tools, trl:my_module:MyEnvironment"),
+    "verifiers": Library(
+        "verifiers", "task sets of one answer, verifiers:<task set>", install="pip install 'verifiers>=0.4'"
+    ),
+}
+"""By the prefix of their ids."""
+
+
+def main(argv: Sequence[str], console: Console | None = None) -> int:
+    """List the environments.
+
+    Args:
+        argv: Nothing, or a text: the ids that hold it are listed, one per line.
+        console: Where to print.
+
+    Returns:
+        The exit code: 1 if no id holds the text.
+    """
+    parser = argparse.ArgumentParser(prog="agile-trainers envs", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument("text", nargs="?", help="list every id that holds this, for example gem or Sudoku")
+    text, console = parser.parse_args(argv).text, console or Console()
+    ids = list_environments()
+    if text is not None:
+        found = [name for name in ids if text.lower() in name.lower()]
+        for name in found or [f"No environment's id holds {text!r}; agile-trainers envs shows what there is."]:
+            console.print(name, markup=False, highlight=False, soft_wrap=True)
+        return 0 if found else 1
+    console.print(_tasks(ids), _libraries(ids))
+    console.print(
+        "\nmodule.path:Name is any class or function of your own. agile-trainers envs TEXT lists the ids that hold TEXT, "
+        "agile-trainers play --environment ID plays one.",
+        markup=False,
+        highlight=False,
+    )
+    return 0
+
+
+def _tasks(ids: Sequence[str]) -> Table:
+    table = Table("ready task", "", box=None, pad_edge=False)
+    for name, where in TASKS.items():
+        summary = (importlib.import_module(where.partition(":")[0]).__doc__ or "").partition(" See README.md")[0]
+        table.add_row(f"agile:{name}", summary)
+    probes = [name for name in ids if name.startswith("agile:probe/")]
+    table.add_row("agile:probe/...", f"{len(probes)} probes: tasks so small that failing one points at a bug.")
+    for name in ids:
+        if ":" not in name:
+            table.add_row(name, "registered by register_environment")
+    return table
+
+
+def _libraries(ids: Sequence[str]) -> Table:
+    table = Table("\nlibrary", "\nenvironments", "\noffers", box=None, pad_edge=False)
+    for prefix, library in LIBRARIES.items():
+        installed = importlib.import_module(f"agile_trainers.envs.{library.module}").is_installed()
+        count = sum(name.startswith(f"{prefix}:") for name in ids)
+        state = (f"{count} listed" if count else "installed") if installed else "not installed"
+        needs = (
+            (f"Also, for {library.also}" if installed else f"Run: {library.install}")
+            if library.also or not installed
+            else ""
+        )
+        table.add_row(prefix, state, f"{library.offers}\n{needs}".strip())
+    return table

@@ -1,0 +1,111 @@
+"""``agile-trainers play``: a person takes the model's seat, in the terminal, through the trainers' own rollout engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from agile_trainers.cli.layout import draw_layout
+from agile_trainers.cli.seat import play_in_seat
+from agile_trainers.embedded import make_tokenizer
+from agile_trainers.envs.base import EnvironmentFactory, Observation
+from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.types import Message, Trajectory
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of ``agile-trainers play``. What it shares with training has the same name there."""
+    parser = argparse.ArgumentParser(prog="agile-trainers play", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument("--environment", required=True, metavar="ID", help="what to play, or module.path:Name")
+    parser.add_argument("--environment_args", type=json.loads, default={}, metavar="JSON", help="its arguments")
+    parser.add_argument("--model", help="whose tokenizer and template to use (default: those of the embedded model)")
+    parser.add_argument(
+        "--training_chat_template", action="store_true", help="use TRL's training version of the template"
+    )
+    parser.add_argument("--system_prompt", help="system message before the first observation")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first episode (default: 0)")
+    parser.add_argument("--episodes", type=int, default=1, help="number of episodes (default: 1)")
+    parser.add_argument("--max_turns", type=int, default=100, help="turns of an episode (default: 100)")
+    parser.add_argument("--max_new_tokens", type=int, default=1024, help="tokens of one answer (default: 1024)")
+    parser.add_argument(
+        "--max_model_length", type=int, default=1 << 20, help="tokens of an episode (default: 1 million)"
+    )
+    parser.add_argument("--tokens", action="store_true", help="draw the tokens of each episode after it")
+    return parser
+
+
+def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str], str] = input) -> int:
+    """Play.
+
+    Args:
+        argv: The options.
+        console: Where to show what the environment says.
+        ask: Shows a prompt and returns what the person typed. ``EOFError`` and ``KeyboardInterrupt`` end the game.
+
+    Returns:
+        The exit code: 1 if the environment or the template cannot be played with.
+    """
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    console = console or Console()
+    for name in ("episodes", "max_turns", "max_new_tokens", "max_model_length"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}.")
+    try:
+        factory = make_environment_factory(options.environment, **options.environment_args)
+        tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else make_tokenizer()
+        chat = ChatFrames(tokenizer, training_chat_template=options.training_chat_template)
+    except (ValueError, ImportError, OSError) as error:
+        console.print(Text(str(error), style="red"), soft_wrap=True)
+        return 1
+
+    def engine(seated: EnvironmentFactory) -> RolloutEngine:
+        limits = Limits(options.max_turns, options.max_new_tokens, options.max_model_length)
+        return RolloutEngine(EnvironmentPool(seated), chat, limits, system_prompt=options.system_prompt)
+
+    def hear(action: str | None, observation: Observation, reward: float | None) -> None:
+        _show(console, observation, reward)
+
+    def answer(messages: list[Message], rng: random.Random) -> str:
+        return ask("you: ")
+
+    console.print(Text("Ctrl-D ends the game.", style="dim"))
+    for seed in range(options.seed, options.seed + options.episodes):
+        console.rule(f"{options.environment}, seed {seed}", characters="-")
+        try:
+            (episode,) = play_in_seat(engine, factory, lambda _: answer, [EpisodeSpec(seed, (seed,))], tokenizer, hear)
+        except (EOFError, KeyboardInterrupt):
+            console.print("\nYou left the game.")
+            return 0
+        _show_end(console, episode, tokenizer if options.tokens else None)
+        if episode.stop_reason.failed:
+            return 1
+    return 0
+
+
+def _show(console: Console, observation: Observation, reward: float | None) -> None:
+    messages = [{"role": "environment", "content": observation}] if isinstance(observation, str) else observation
+    for message in messages:
+        console.print(Text.assemble((f"{message['role']}: ", "bold cyan"), str(message["content"])), soft_wrap=True)
+    if reward is not None:
+        console.print(Text(f"reward {reward:+g}", style="green" if reward > 0 else "red" if reward < 0 else "dim"))
+
+
+def _show_end(console: Console, episode: Trajectory, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    success = "" if episode.success is None else f", {'success' if episode.success else 'no success'}"
+    ended = f"Over: {episode.stop_reason.value} after {len(episode.turns)} turns, return {episode.episode_return:+g}{success}."
+    console.print(Text(ended if episode.error is None else f"{ended}\n{episode.error}", style="bold"), soft_wrap=True)
+    cut = sum(turn.finish_reason == "length" for turn in episode.turns)
+    if cut:
+        console.print(f"{cut} of your answers were cut at --max_new_tokens.", style="yellow")
+    if tokenizer is not None:
+        console.print(draw_layout(episode, tokenizer))
