@@ -141,7 +141,7 @@ class Checkpoints(GRPOTrainer):
         """Nothing that others wrote is to be overwritten."""
         found = checkpoints(output_dir)
         foreign = [path for path in found if not (path / RECORD).is_file()]
-        if foreign and self.args.save_strategy != "no":
+        if foreign:
             raise CheckpointError(
                 f"{foreign[-1]} was not saved by a multi-turn trainer (it has no {RECORD}) and might be overwritten. Choose "
                 "another output_dir."
