@@ -17,7 +17,7 @@ from trl import GRPOConfig
 from trl.scripts.grpo import make_parser as make_trl_parser
 
 from agile_trainers.cli import train
-from agile_trainers.cli.main import COMMANDS, main
+from agile_trainers.cli.main import COMMANDS, OWN_MODULES, main
 from agile_trainers.cli.train import ALGORITHMS
 
 CONFIG = """\
@@ -96,7 +96,7 @@ def test_each_algorithm_has_its_own_options_and_defaults(algorithm: str) -> None
 
 
 def test_commands_and_algorithms_agree() -> None:
-    assert {"demo", "chain", *ALGORITHMS} == set(COMMANDS)
+    assert {*OWN_MODULES, *ALGORITHMS} == set(COMMANDS)
     for algorithm, (config, trainer) in ALGORITHMS.items():
         assert trainer._config_class is config and algorithm.upper() in trainer.__name__
 

@@ -36,7 +36,7 @@ LIBRARIES = {
     "textarena": Library(
         "textarena",
         "games for one player",
-        also="Wordle, Hangman, WordLadder, WordSearch: python -m nltk.downloader words averaged_perceptron_tagger_eng",
+        also="Wordle, Hangman, WordLadder, WordSearch: python -m nltk.downloader words averaged_perceptron_tagger_eng universal_tagset",
     ),
     "gymnasium": Library("gymnasium", "text environments, gymnasium:<id>, and your own, gymnasium:my_module:MyEnv-v0"),
     "openenv": Library("openenv", "any OpenEnv server, openenv:<url>"),
@@ -97,9 +97,7 @@ def _libraries(ids: Sequence[str]) -> Table:
         count = sum(name.startswith(f"{prefix}:") for name in ids)
         state = (f"{count} listed" if count else "installed") if installed else "not installed"
         needs = (
-            (f"Also, for {library.also}" if installed else f"Run: {library.install}")
-            if library.also or not installed
-            else ""
+            (f"For {library.also}" if installed else f"Run: {library.install}") if library.also or not installed else ""
         )
         table.add_row(prefix, state, f"{library.offers}\n{needs}".strip())
     return table

@@ -15,8 +15,13 @@ COMMANDS = {
     "reinforce": "the same without groups, by returns normalized over the batch (ReBN)",
     "ppo": "the same without groups, with a critic",
     "chain": "SFT, DPO and any of these in a row, as a YAML file says",
+    "check": "say whether a run on an environment would work, and what its episodes look like",
+    "play": "take the model's seat in the terminal",
+    "envs": "list the environments, and what to install for the rest",
 }
-"""What each command does. ``demo`` and ``chain`` are modules of their own; ``agile_trainers.cli.train`` runs the others."""
+"""What each command does."""
+OWN_MODULES = ("demo", "chain", "check", "play", "envs")
+"""Commands with a module of their name; ``agile_trainers.cli.train`` runs the others."""
 
 
 def usage() -> str:
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command and its options. Default: the command line.
 
     Returns:
-        The exit code: 0, 2 for a command that does not exist, 130 after Ctrl-C.
+        The exit code: 0, 1 if what was checked would not work, 2 for a command that does not exist, 130 after Ctrl-C.
     """
     command, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
@@ -54,11 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # Before TRL is imported: the modules this package builds on call themselves experimental at every import.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:Name` may lie here
     try:
-        if command in ("demo", "chain"):
-            importlib.import_module(f"agile_trainers.cli.{command}").main(arguments)
-        else:
-            importlib.import_module("agile_trainers.cli.train").main([command, *arguments])
+        if command in OWN_MODULES:
+            return importlib.import_module(f"agile_trainers.cli.{command}").main(arguments) or 0
+        importlib.import_module("agile_trainers.cli.train").main([command, *arguments])
     except KeyboardInterrupt as stop:
         print(f"\nagile-trainers: interrupted{f', {stop}' if str(stop) else ''}", file=sys.stderr)
         return 130

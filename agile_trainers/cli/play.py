@@ -6,6 +6,7 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -26,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of ``agile-trainers play``. What it shares with training has the same name there."""
     parser = argparse.ArgumentParser(prog="agile-trainers play", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--environment", required=True, metavar="ID", help="what to play, or module.path:Name")
-    parser.add_argument("--environment_args", type=json.loads, default={}, metavar="JSON", help="its arguments")
+    parser.add_argument("--environment_args", type=_mapping, default={}, metavar="JSON", help="its arguments")
     parser.add_argument("--model", help="whose tokenizer and template to use (default: those of the embedded model)")
     parser.add_argument(
         "--training_chat_template", action="store_true", help="use TRL's training version of the template"
@@ -92,6 +93,16 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
     return 0
 
 
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {text!r}')
+    return arguments
+
+
 def _show(console: Console, observation: Observation, reward: float | None) -> None:
     messages = [{"role": "environment", "content": observation}] if isinstance(observation, str) else observation
     for message in messages:
@@ -101,8 +112,9 @@ def _show(console: Console, observation: Observation, reward: float | None) -> N
 
 
 def _show_end(console: Console, episode: Trajectory, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    success = "" if episode.success is None else f", {'success' if episode.success else 'no success'}"
-    ended = f"Over: {episode.stop_reason.value} after {len(episode.turns)} turns, return {episode.episode_return:+g}{success}."
+    success = "" if episode.success is None else ", success" if episode.success else ", no success"
+    turns, total = len(episode.turns), f"{episode.episode_return:+g}"
+    ended = f"Over: {episode.stop_reason.value} after {turns} turns, return {total}{success}."
     console.print(Text(ended if episode.error is None else f"{ended}\n{episode.error}", style="bold"), soft_wrap=True)
     cut = sum(turn.finish_reason == "length" for turn in episode.turns)
     if cut:
