@@ -108,7 +108,8 @@ def make_trainer(
             num_eval_episodes=budget.eval_episodes,
             learning_rate=3e-3,
             lr_scheduler_type="constant",
-            entropy_coef=0.02,  # without it a secret or two is lost to early certainty
+            entropy_coef=0.06,  # without it a secret or two is lost to early certainty
+            entropy_coef_schedule="linear",
             beta=0.0,
             gradient_checkpointing=False,
             bf16=False,

@@ -62,6 +62,8 @@ class MultiTurnConfig(GRPOConfig):
         reference_update_steps: Make the current policy the reference every so many optimizer steps. LoRA needs
             ``reference_adapter``.
         lora_target_scope: Adapt only modules below this part of the model, for example ``"language_model"``.
+        entropy_coef_schedule: ``"constant"``, or ``"linear"``: the entropy bonus falls to 0 over the run, so that the policy
+            explores early and need not be random in the end.
         activation_offload: Keep activations in the CPU's memory between forward and backward pass.
         keep_reference: Where ``model`` is a folder of adapters: its ``ref`` stays the reference. Default: the policy that is
             loaded is.
@@ -118,6 +120,9 @@ class MultiTurnConfig(GRPOConfig):
         default=None, metadata={"help": "Make the policy the reference every so many optimizer steps."}
     )
     lora_target_scope: str | None = field(default=None, metadata={"help": "Adapt only modules below this one."})
+    entropy_coef_schedule: str = field(
+        default="constant", metadata={"help": "Course of entropy_coef over the run: constant, or linear (to 0)."}
+    )
     activation_offload: bool = field(default=False, metadata={"help": "Keep activations in CPU memory until backward."})
     keep_reference: bool = field(
         default=False, metadata={"help": "Keep the reference that the adapter was saved with."}
@@ -164,6 +169,7 @@ class MultiTurnConfig(GRPOConfig):
         if self.reference_update_steps is not None and self.reference_update_steps < 1:
             raise ValueError(f"reference_update_steps must be at least 1, got {self.reference_update_steps}.")
         _one_of(self, "kl_placement", ("loss", "reward", "advantage"))
+        _one_of(self, "entropy_coef_schedule", ("constant", "linear"))
 
     def without_environment(self) -> "MultiTurnConfig":
         """This configuration as TRL's own ``GRPOTrainer`` means it. Fields that need an environment must be unset."""
@@ -200,6 +206,11 @@ class MultiTurnConfig(GRPOConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect with an environment: {instead}.")
         self._check_reference()
         self._check_skipping()
+        if self.entropy_coef_schedule != "constant" and (self.entropy_coef == 0.0 or self.use_adaptive_entropy):
+            raise ValueError(
+                f"entropy_coef_schedule={self.entropy_coef_schedule!r} moves entropy_coef, which is {self.entropy_coef} with "
+                f"use_adaptive_entropy={self.use_adaptive_entropy}. Set entropy_coef, and leave the other one unset."
+            )
         if self.importance_sampling_level == "turn":
             self._check_turn_level()
         elif self.turn_ratio_pooling != _default(self.__dataclass_fields__["turn_ratio_pooling"]):

@@ -507,6 +507,8 @@ class MultiTurnTrainer(Checkpoints, EpisodeEvaluation, ReferencePolicy):
         if self.engine is None:
             return super().training_step(*args, **kwargs)
         self._rollout_seconds, started = 0.0, time.perf_counter()
+        if self.args.entropy_coef_schedule == "linear":
+            self.entropy_coef = self.args.entropy_coef * (1 - self.state.global_step / self.state.max_steps)
         with self._offloading:
             loss = super().training_step(*args, **kwargs)
         self._metrics["train"]["time/update"].append(time.perf_counter() - started - self._rollout_seconds)

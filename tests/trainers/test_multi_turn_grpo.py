@@ -329,3 +329,17 @@ class Anchored(Chatter):
     def step(self, action):
         *answer, info = super().step(action)
         return *answer, {**info, "anchor": "start" if len(action) % 2 else "elsewhere"}
+
+
+def test_the_entropy_bonus_may_fall_over_the_run(embedded_model, tmp_path):
+    options = {"entropy_coef": 0.3, "max_steps": 3}
+    trainer = make_trainer(embedded_model, tmp_path / "linear", entropy_coef_schedule="linear", **options)
+    trainer.train()
+    logged = [entry["entropy_coef"] for entry in trainer.state.log_history if "entropy_coef" in entry]
+    assert logged == pytest.approx([0.3, 0.2, 0.1])
+    constant = make_trainer(embedded_model, tmp_path / "constant", **options)
+    constant.train()
+    weights = [dict(t.model.named_parameters()) for t in (trainer, constant)]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    with pytest.raises(ValueError, match=r"moves entropy_coef, which is 0\.0"):
+        make_trainer(embedded_model, tmp_path, entropy_coef_schedule="linear")
