@@ -65,6 +65,8 @@ class MultiTurnConfig(GRPOConfig):
         entropy_coef_schedule: ``"constant"``, or ``"linear"``: the entropy bonus falls to 0 over the run, so that the policy
             explores early and need not be random in the end.
         activation_offload: Keep activations in the CPU's memory between forward and backward pass.
+        hub_extras: What is pushed to the Hub besides the policy: any of ``"reference"``, ``"critic"`` and ``"rollouts"`` (the
+            episodes in ``output_dir/rollouts/``).
         keep_reference: Where ``model`` is a folder of adapters: its ``ref`` stays the reference. Default: the policy that is
             loaded is.
         merge_lora_configs: Where ``model`` is an adapter and ``peft_config`` has other LoRA settings: extend the adapter to
@@ -73,6 +75,7 @@ class MultiTurnConfig(GRPOConfig):
 
     _groupless: ClassVar[bool] = False
     """Whether the algorithm does without groups (``num_generations=1``)."""
+    _has_critic: ClassVar[bool] = False
 
     max_completion_length: int | None = field(
         default=None,
@@ -124,6 +127,9 @@ class MultiTurnConfig(GRPOConfig):
         default="constant", metadata={"help": "Course of entropy_coef over the run: constant, or linear (to 0)."}
     )
     activation_offload: bool = field(default=False, metadata={"help": "Keep activations in CPU memory until backward."})
+    hub_extras: list[str] = field(
+        default_factory=list, metadata={"help": "Pushed besides the policy: reference, critic, rollouts."}
+    )
     keep_reference: bool = field(
         default=False, metadata={"help": "Keep the reference that the adapter was saved with."}
     )
@@ -171,6 +177,15 @@ class MultiTurnConfig(GRPOConfig):
         _one_of(self, "kl_placement", ("loss", "reward", "advantage"))
         _one_of(self, "entropy_coef_schedule", ("constant", "linear"))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # `Trainer` pickles its arguments into every folder that it saves.
+        return {**self.__dict__, "hub_token": None}
+
+    def __copy__(self) -> "MultiTurnConfig":
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def without_environment(self) -> "MultiTurnConfig":
         """This configuration as TRL's own ``GRPOTrainer`` means it. Fields that need an environment must be unset."""
         idle = [f.name for f in fields(self) if f.name in self._own_fields() and getattr(self, f.name) != _default(f)]
@@ -205,11 +220,12 @@ class MultiTurnConfig(GRPOConfig):
             if getattr(self, name) != _default(self.__dataclass_fields__[name]):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect with an environment: {instead}.")
         self._check_reference()
+        self._check_hub()
         self._check_skipping()
         if self.entropy_coef_schedule != "constant" and (self.entropy_coef == 0.0 or self.use_adaptive_entropy):
             raise ValueError(
-                f"entropy_coef_schedule={self.entropy_coef_schedule!r} moves entropy_coef, which is {self.entropy_coef} with "
-                f"use_adaptive_entropy={self.use_adaptive_entropy}. Set entropy_coef, and leave the other one unset."
+                f"entropy_coef_schedule={self.entropy_coef_schedule!r} moves entropy_coef, which is {self.entropy_coef} "
+                f"with use_adaptive_entropy={self.use_adaptive_entropy}. Set entropy_coef, and leave the other unset."
             )
         if self.importance_sampling_level == "turn":
             self._check_turn_level()
@@ -232,6 +248,15 @@ class MultiTurnConfig(GRPOConfig):
                 )
         if self.sync_ref_model and self.reference_update_steps:
             raise ValueError("sync_ref_model and reference_update_steps both move the reference; keep one of them.")
+
+    def _check_hub(self) -> None:
+        there = {"reference": self.beta != 0.0, "critic": self._has_critic, "rollouts": self.log_rollouts}
+        why = {"reference": "beta=0.0 uses none", "critic": "the algorithm has none", "rollouts": "log_rollouts=False"}
+        for name in self.hub_extras:
+            if name not in there:
+                raise ValueError(f"hub_extras must be among {', '.join(map(repr, there))}, got {name!r}.")
+            if not there[name]:
+                raise ValueError(f"hub_extras={self.hub_extras!r}: there is no {name} to push ({why[name]}). Leave it out.")
 
     def _check_skipping(self) -> None:
         if not self.skip_zero_advantage:
