@@ -110,6 +110,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             args=args,
             model=model,
             config=config,
+            named=named is not None,
             tokenizer=tokenizer,
             eos_token_ids=ends,
             rows=rows,

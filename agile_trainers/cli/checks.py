@@ -49,6 +49,8 @@ class Run:
     args: MultiTurnConfig
     model: ModelConfig
     config: PretrainedConfig
+    named: bool
+    """Whether the user named the model; otherwise it is the embedded one, which knows nothing."""
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: list[int]
     rows: list[dict[str, Any]] | None
@@ -140,7 +142,8 @@ def check_run(report: Report, run: Run) -> None:
     if drawn is not None:
         report.section("Tokens of an episode")
         report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
-    report_memory(report, run, max(len(episode.prompt_ids) + len(episode.completion_ids) for episode in played))
+    lengths = [len(one.prompt_ids) + len(one.completion_ids) for episodes in scores.values() for one in episodes]
+    report_memory(report, run, max(lengths))
 
 
 def check_protocol(report: Report, run: Run) -> bool:
@@ -285,23 +288,34 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
     """What players reach, and whether there is anything to tell episodes apart by."""
     report.section("Players")
     table = Table("", "return", "success", box=None, pad_edge=False)
-    returns: list[float] = []
+    returns, means = list[float](), dict[str, float]()
     for name, episodes in scores.items():
         summary = summarize([episode_row(episode) for episode in episodes])
         if "return/mean" in summary:
             success = f"{summary['success']:.1%}" if "success" in summary else "-"
             table.add_row(f"  {name}", f"{summary['return/mean']:+.3f}", success)
+            means[name] = summary["return/mean"]
             returns += [episode.episode_return for episode in episodes if not episode.stop_reason.failed]
     report.show(table)
     if len(scores) == 1 and run.player == "model":
         report.line("The environment comes with no player of its own to compare with.")
+    for name in scores.keys() - {run.player}:
+        cut = sum(turn.finish_reason == "length" for episode in scores[name] for turn in episode.turns)
+        if cut:
+            report.warning(f"{cut} answers of the {name} player were cut at max_new_tokens={run.args.max_new_tokens}.")
+    if "expert" in means and means["expert"] <= means.get("random", float("-inf")):
+        report.warning("the expert does no better than the random player: look at the limits and at the rewards.")
     if len(set(returns)) == 1:
-        report.problem(
+        # Of a model that knows nothing, or a player that tries nothing, little else is to be expected.
+        tell = report.problem if run.named or "expert" in scores else report.warning
+        tell(
             f"all {len(returns)} episodes returned {returns[0]:g}: there is nothing to learn from. Choose an easier level, "
             "reward part of the way, or let the model imitate good episodes first; --episodes plays more."
         )
     elif len({episode.episode_return for episode in scores[run.player]}) == 1:
-        report.warning(f"every episode of the {run.player} returned the same; a group like that teaches nothing.")
+        report.warning(
+            f"every episode that the {run.player} played returned the same; a group like that teaches nothing."
+        )
 
 
 def report_memory(report: Report, run: Run, tokens: int) -> None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from agile_environments import TASKS
 from agile_trainers.envs.registry import list_environments
 
-_EXTRA = "pip install 'agile-trainers[envs]'"
+_EXTRA, _NLTK = "pip install 'agile-trainers[envs]'", "python -m nltk.downloader"
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,12 @@ class Library:
 
 
 LIBRARIES = {
-    "gem": Library(
-        "gem", "games, and questions with tools", also="Wordle, Hangman, WordSearch: python -m nltk.downloader words"
-    ),
+    "gem": Library("gem", "games, and questions with tools", also=f"Wordle, Hangman, WordSearch: {_NLTK} words"),
     "reasoning_gym": Library("reasoning_gym", "questions without end, each with its own scorer"),
     "textarena": Library(
         "textarena",
         "games for one player",
-        also="Wordle, Hangman, WordLadder, WordSearch: python -m nltk.downloader words averaged_perceptron_tagger_eng universal_tagset",
+        also=f"Wordle, Hangman, WordLadder, WordSearch: {_NLTK} words averaged_perceptron_tagger_eng universal_tagset",
     ),
     "gymnasium": Library("gymnasium", "text environments, gymnasium:<id>, and your own, gymnasium:my_module:MyEnv-v0"),
     "openenv": Library("openenv", "any OpenEnv server, openenv:<url>"),
@@ -81,7 +80,7 @@ def _tasks(ids: Sequence[str]) -> Table:
     table = Table("ready task", "", box=None, pad_edge=False)
     for name, where in TASKS.items():
         summary = (importlib.import_module(where.partition(":")[0]).__doc__ or "").partition(" See README.md")[0]
-        table.add_row(f"agile:{name}", summary)
+        table.add_row(f"agile:{name}", Text(summary))
     probes = [name for name in ids if name.startswith("agile:probe/")]
     table.add_row("agile:probe/...", f"{len(probes)} probes: tasks so small that failing one points at a bug.")
     for name in ids:
@@ -99,5 +98,5 @@ def _libraries(ids: Sequence[str]) -> Table:
         needs = (
             (f"For {library.also}" if installed else f"Run: {library.install}") if library.also or not installed else ""
         )
-        table.add_row(prefix, state, f"{library.offers}\n{needs}".strip())
+        table.add_row(prefix, state, Text(f"{library.offers}\n{needs}".strip()))
     return table

@@ -1,0 +1,383 @@
+"""``agile-trainers check``: what it says of sound and of broken environments, and what its figures are worth."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from agile_trainers.cli import check
+from agile_trainers.cli.layout import draw_layout
+from agile_trainers.cli.main import main
+from agile_trainers.cli.memory import MemoryPlan, estimate_memory, readable
+from agile_trainers.cli.seat import play_in_seat
+from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.collate import collate
+from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.types import Message, StopReason, Trajectory, Turn
+
+
+class TwoTurns:
+    """Pays 1 for each ``yes`` and -0.5 for anything else, twice."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.turn = 0
+        return f"Question {(seed or 0) % 7}?", {}
+
+    def step(self, action: str) -> Any:
+        self.turn += 1
+        right = action == "yes"
+        return "Another?", 1.0 if right else -0.5, self.turn == 2, False, {"success": right}
+
+
+def random_player(messages: list[Message], rng: random.Random) -> str:
+    return rng.choice(("yes", "no"))
+
+
+def expert_player(messages: list[Message], rng: random.Random) -> str:
+    return "yes"
+
+
+class Awaited(TwoTurns):
+    async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        await asyncio.sleep(0)
+        return TwoTurns.reset(self, seed)
+
+    async def step(self, action: str) -> Any:
+        await asyncio.sleep(0)
+        return TwoTurns.step(self, action)
+
+
+class Counts(TwoTurns):
+    started = 0
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        Counts.started += 1
+        return f"Question {Counts.started}?", TwoTurns.reset(self, seed)[1]
+
+
+class NotANumber(TwoTurns):
+    def step(self, action: str) -> Any:
+        observation, _, *rest = TwoTurns.step(self, action)
+        return observation, float("nan"), *rest
+
+
+class Hangs(TwoTurns):
+    def step(self, action: str) -> Any:
+        threading.Event().wait()
+
+
+class HangsOnYes(TwoTurns):
+    def step(self, action: str) -> Any:
+        if action == "yes":
+            threading.Event().wait()
+        return TwoTurns.step(self, action)
+
+
+class Raises(TwoTurns):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        raise ConnectionError("the server is away")
+
+
+class NeverEnds(TwoTurns):
+    def step(self, action: str) -> Any:
+        return "On and on.", random.Random(action).random(), False, False, {}
+
+
+class PaysNothing(TwoTurns):
+    def step(self, action: str) -> Any:
+        observation, _, *rest = TwoTurns.step(self, action)
+        return observation, 0.0, *rest
+
+
+def run(environment: str, *options: str) -> tuple[int, str]:
+    """Exit code and report."""
+    file = io.StringIO()
+    target = environment if ":" in environment else f"{__name__}:{environment}"
+    code = check.main(["--environment", target, *options], Console(file=file, width=400))
+    return code, file.getvalue()
+
+
+def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
+    code, report = run("TwoTurns", "--episodes", "8", "--max_new_tokens", "8", "--player", "expert", "--max_turns", "3")
+    assert code == 0 and "It would train." in report and "problem" not in report
+    assert "TwoTurns keeps it" in report
+    assert "8 episodes by the expert player" in report
+    assert "mean 2.000, from 2 to 2; success 100%" in report
+    assert "from 1 to 1: 1 (16 times); 100% of 16 turns are not 0" in report
+    assert "mean 2.0, at most 2 (max_turns=3)" in report
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    chat = ChatFrames(tokenizer)
+    answer = len(tokenizer.encode("yes")) + 1
+    prompt = len(chat.first("Question 1?"))
+    whole = prompt + 2 * answer + len(chat.frame("Another?", tokenizer.eos_token_id))
+    assert (
+        f"an answer has {answer:.1f}, at most {answer} (max_new_tokens=8); a first prompt at most {prompt}; "
+        f"an episode at most {whole} (max_model_length=4096)"
+    ) in report
+    assert re.search(r"ended +terminated 100%", report) and re.search(r"cut short +0%", report)
+    assert "4 episodes, each played twice more" in report
+    assert re.search(r"expert +\+2.000 +100.0%", report) and re.search(r"random +[-+]\d", report)
+    assert "warning: every episode that the expert played returned the same" in report
+    assert f"{2 * answer} of {whole} tokens are trained on" in report
+
+
+def test_the_model_plays_if_it_is_named(embedded_model: Path) -> None:
+    options = ["--model", str(embedded_model), "--episodes", "4", "--max_new_tokens", "3", "--max_turns", "2"]
+    code, report = run("NeverEnds", *options, "--per_device_train_batch_size", "16", "--use_peft")
+    assert code == 0 and "4 episodes by the model" in report and f"model {embedded_model}" in report
+    assert "warning: every episode was cut short" in report and "max_turns 100%" in report
+    assert "(max_new_tokens=3)" in report and "16 rows x" in report and "of adapters" in report
+    assert run("NeverEnds", *options)[1] == run("NeverEnds", *options)[1], "sampled with the run's seed"
+
+
+def test_async_environments_and_data_set_rows(tmp_path: Path) -> None:
+    code, report = run("Awaited", "--episodes", "4", "--player", "random")
+    assert code == 0 and "Awaited keeps it" in report
+    (tmp_path / "rows.jsonl").write_text('{"secret": 3}\n{"secret": 11}\n')
+    options = ["--dataset_name", str(tmp_path), "--episodes", "2", "--player", "expert"]
+    code, report = run("agile:guess_number", *options)
+    assert code == 0
+    assert "mean 2.5, at most 3" in report  # halving guesses 6, 3 and 6, 9, 11
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("NotANumber", "NotANumber: step() returned reward=nan"),
+        ("Hangs", "Hangs: step() of turn 1 after reset(seed=42) did not return within 0.2 s"),
+        ("Raises", "Raises: reset(seed=42) raised ConnectionError: the server is away"),
+        ("PaysNothing", "all 12 episodes returned 0: there is nothing to learn from"),
+        ("HangsOnYes", "4 episodes failed: EnvironmentTimeoutError: step took longer than environment_timeout=0.2 s"),
+        ("agile:guess_nmber", "Unknown environment 'agile:guess_nmber'. Nearest: agile:guess_number"),
+    ],
+)
+def test_what_would_not_train_exits_with_the_reason(broken: str, message: str) -> None:
+    code, report = run(
+        broken, "--episodes", "4" if broken != "PaysNothing" else "6", "--time_limit", "0.2", "--player", "expert"
+    )
+    verdict = report.partition("It would not train:")[2]
+    assert code == 1 and message in verdict, report
+
+
+def test_limits_that_the_expert_does_not_fit_in_are_named() -> None:
+    code, report = run("agile:calculator", "--episodes", "4", "--max_new_tokens", "64")
+    assert code == 0 and "answers of the expert player were cut at max_new_tokens=64" in report
+    assert "the expert does no better than the random player" in report
+
+
+def test_equal_returns_are_no_reason_where_only_the_embedded_model_could_play() -> None:
+    options = ["--episodes", "2", "--max_new_tokens", "2", "--max_turns", "2"]
+    code, report = run("gymnasium:FrozenLake-v1", *options)
+    assert code == 0 and "warning: all 2 episodes returned 0" in report
+
+
+def test_starts_that_differ_are_a_warning() -> None:
+    code, report = run("Counts", "--episodes", "3")
+    assert code == 0 and "warning: Counts: reset(seed=42) gave 'Question" in report
+    assert "a group would not start from the same state" in report
+
+
+def test_limits_and_templates_are_checked(embedded_model: Path, tmp_path: Path) -> None:
+    code, report = run("TwoTurns", "--max_model_length", "10")
+    assert code == 1 and "leaves no room to answer within max_model_length=10" in report
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content'] + '<|im_end|>' }}", "('' if not loop.last else message['content']) + '<|im_end|>' }}"
+    )
+    AutoConfig.from_pretrained(embedded_model).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, report = run("TwoTurns", "--model", str(tmp_path))
+    assert code == 1 and "rewrites earlier turns" in report.partition("It would not train:")[2]
+    assert "by the model" not in report, "no weights are loaded for what cannot work"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--environment is missing"),
+        (["--environment", "agile:guess_number", "--episodes", "1"], "episodes must be at least 2"),
+        (
+            ["--environment", "agile:guess_number", "--player", "me"],
+            "player must be one of auto, model, random, expert",
+        ),
+        (["--environment", "agile:guess_number", "--gae_lambda", "0.9"], "--gae_lambda"),
+        (
+            ["reinforce", "--environment", "agile:guess_number", "--num_generations", "4"],
+            "num_generations=4 has no effect",
+        ),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, ValueError)) as stopped:
+        check.main(options)
+    assert message in capsys.readouterr().err + str(stopped.value)
+
+
+def test_the_command_finds_an_environment_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_alone.py").write_text(
+        "class Mine:\n"
+        "    def reset(self, seed=None, options=None):\n        return 'Say yes.', {}\n"
+        "    def step(self, action):\n        return 'so', len(action) * 0.1, True, False, {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    options = ["--environment", "mine_alone:Mine", "--episodes", "4", "--max_new_tokens", "4"]
+    assert main(["check", *options]) == 0
+    assert "Mine keeps it" in capsys.readouterr().out
+    assert main(["check", *options, "--time_limit", "30", "--max_model_length", "5"]) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- layout
+
+
+def episode(stop_reason: StopReason = StopReason.TERMINATED) -> Trajectory:
+    turns = [Turn(0, 2, "7", "stop"), Turn(5, 6, "8", "length")]
+    return Trajectory([5, 6, 7], [20, 21, 30, 31, 32, 22], [0.0] * 6, turns, stop_reason)
+
+
+def test_the_layout_brackets_exactly_what_is_trained_on(embedded_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    file = io.StringIO()
+    Console(file=file, width=200).print(draw_layout(episode(), tokenizer))
+    lines = [line.split(maxsplit=3) for line in file.getvalue().splitlines()]
+    assert [line[0] for line in lines[1:-1]] == ["prompt", "answer", "observation", "answer"]
+    trained = [tokenizer.decode([token]) for token in (20, 21, 22)]
+    drawn = file.getvalue()
+    assert all(f"[{piece}]" in drawn for piece in trained) and drawn.count("]") == 3 + 1
+    assert "3 of 9 tokens are trained on" in drawn
+    mask = collate([episode()], pad_token_id=0, end_token_id=0).action_mask
+    assert int(mask.sum()) == 3
+    colours = io.StringIO()
+    Console(file=colours, width=200, force_terminal=True, color_system="standard").print(
+        draw_layout(episode(), tokenizer)
+    )
+    assert re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", colours.getvalue())[0].startswith(f"[{trained[0]}][{trained[1]}]")
+
+
+def test_nothing_of_a_failed_episode_is_trained_on_and_long_parts_are_cut(embedded_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    file = io.StringIO()
+    Console(file=file, width=200).print(draw_layout(episode(StopReason.ENVIRONMENT_ERROR), tokenizer))
+    assert "0 of 9 tokens are trained on" in file.getvalue()
+    long = Trajectory(list(range(10, 110)), [20], [0.0], [Turn(0, 1, "7", "stop")], StopReason.TERMINATED)
+    Console(file=file, width=200).print(draw_layout(long, tokenizer))
+    assert "... 68 more ..." in file.getvalue() and "1 of 101 tokens" in file.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_weights_gradients_optimizer_and_cache_are_those_of_the_real_model(embedded_model: Path) -> None:
+    config = AutoConfig.from_pretrained(embedded_model)
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    plan = MemoryPlan(4, 4, rows=2, episodes=3, tokens=16, gradient_checkpointing=False, peft_config=lora)
+    sizes = {item.name: item.size for item in estimate_memory(config, plan)}
+    base = AutoModelForCausalLM.from_pretrained(embedded_model)
+    cache = DynamicCache(config=config)
+    base(torch.zeros(3, 16, dtype=torch.long), past_key_values=cache)
+    assert sizes["KV cache"] == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    model = get_peft_model(base, lora)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    assert sizes["weights"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert sizes["gradients"] == sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert sizes["optimizer"] == sum(moment.nbytes for moment in moments)
+    others = sizes["weights"] + sizes["gradients"] + sizes["optimizer"]
+    assert sizes["peak"] == others + max(sizes["activations"], sizes["KV cache"])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_estimated_within_a_quarter(embedded_model: Path, checkpointing: bool) -> None:
+    rows, tokens, saved = 3, 64, dict[int, int]()
+    model = AutoModelForCausalLM.from_pretrained(embedded_model).train()
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)  # its address must not be given to another
+        return tensor
+
+    config = model.config
+    plan = MemoryPlan(4, 4, rows=rows, episodes=1, tokens=tokens, gradient_checkpointing=checkpointing)
+    estimate = next(item.size for item in estimate_memory(config, plan) if item.name == "activations")
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        # One layer is computed again at a time, with all that its backward pass needs.
+        whole = MemoryPlan(4, 4, rows=rows, episodes=1, tokens=tokens, gradient_checkpointing=False)
+        layers = next(item.size for item in estimate_memory(config, whole) if item.name == "activations")
+        estimate -= layers // config.num_hidden_layers
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.model(torch.randint(50, (rows, tokens)), use_cache=False)
+    assert estimate == pytest.approx(sum(saved.values()), rel=0.25)
+
+
+def test_a_critic_a_reference_and_small_weights_count(embedded_model: Path) -> None:
+    config = AutoConfig.from_pretrained(embedded_model)
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+    def sizes(**changes: Any) -> dict[str, int]:
+        settings: dict[str, Any] = {
+            "bytes_per_weight": 4, "bytes_per_activation": 4, "rows": 1, "episodes": 1, "tokens": 8,
+            "gradient_checkpointing": True,
+        }  # fmt: skip
+        return {item.name: item.size for item in estimate_memory(config, MemoryPlan(**{**settings, **changes}))}
+
+    full = sizes()
+    assert full["weights"] == full["gradients"] == full["optimizer"] // 2
+    assert sizes(copies=2)["weights"] == 2 * full["weights"]
+    assert sizes(bytes_per_weight=0.5)["weights"] == full["weights"] // 8
+    assert sizes(peft_config=lora, adapters=2)["optimizer"] == 2 * sizes(peft_config=lora)["optimizer"]
+    assert sizes(tokens=16, rows=3)["activations"] == 6 * full["activations"]
+    assert [readable(size) for size in (5, 2048, 3 * 2**20, 5 * 2**29)] == ["5 B", "2.0 KiB", "3.0 MiB", "2.5 GiB"]
+
+
+# --------------------------------------------------------------------------------------------------------------- seat
+
+
+@pytest.mark.parametrize("environment", [TwoTurns, Awaited])
+def test_a_player_in_the_seat_is_tokenized_and_cut_as_a_model_is(embedded_model: Path, environment: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    heard: list[tuple[str | None, Any, float | None]] = []
+    seen: list[list[Message]] = []
+
+    def engine(factory: EnvironmentFactory) -> RolloutEngine:
+        return RolloutEngine(EnvironmentPool(factory), ChatFrames(tokenizer), Limits(5, 4, 4096))
+
+    def player(messages: list[Message], rng: random.Random) -> str:
+        seen.append(list(messages))
+        return "yes" if len(messages) == 1 else "yes 1 2 3 4 5 6 7"
+
+    specs = [EpisodeSpec(3, (3,)), EpisodeSpec(4, (4,))]
+    played = play_in_seat(engine, environment, lambda _: player, specs, tokenizer, lambda *said: heard.append(said))
+    for trajectory in played:
+        first, second = trajectory.turns
+        assert trajectory.completion_ids[: first.end] == [*tokenizer.encode("yes"), tokenizer.eos_token_id]
+        assert (first.text, first.reward, second.finish_reason) == ("yes", 1.0, "length")
+        assert trajectory.completion_ids[second.start : second.end] == tokenizer.encode("yes 1 2 3 4 5 6 7")[:4]
+        assert second.reward == -0.5
+    cut = played[0].turns[1].text
+    assert heard[:3] == [(None, "Question 3?", None), ("yes", "Another?", 1.0), (cut, "Another?", -0.5)]
+    assert [message["content"] for message in seen[1]] == ["Question 3?", "yes", "Another?"]
+    assert [message["content"] for message in seen[2]] == ["Question 4?"], "the next episode starts anew"

@@ -1,0 +1,136 @@
+"""``agile-trainers play`` and ``agile-trainers envs``."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from agile_environments import TASKS
+from agile_trainers.cli import envs, play
+from agile_trainers.cli.envs import LIBRARIES
+from agile_trainers.envs import list_environments, registry
+
+
+def typed(*answers: str) -> Callable[[str], str]:
+    """A person who types these answers and then leaves."""
+    left = iter(answers)
+
+    def ask(prompt: str) -> str:
+        for answer in left:
+            return answer
+        raise EOFError
+
+    return ask
+
+
+def played(*options: str, answers: tuple[str, ...]) -> tuple[int, str]:
+    """Exit code, and what was on the screen."""
+    file = io.StringIO()
+    code = play.main(options, Console(file=file, width=300), typed(*answers))
+    return code, file.getvalue()
+
+
+class Broken:
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return "Say something.", {}
+
+    def step(self, action: str) -> Any:
+        raise RuntimeError("no more")
+
+
+def test_a_person_plays_a_game() -> None:
+    options = ["--environment", "agile:guess_number", "--environment_args", '{"level": "easy"}', "--seed", "4"]
+    code, screen = played(*options, "--tokens", answers=("3", "x", "5"))
+    shown = screen.splitlines()
+    assert code == 0
+    assert "environment: Guess the number between 1 and 6. You have 3 guesses. Answer with one number." in shown
+    start = shown.index("environment: higher")
+    assert shown[start : start + 7] == [
+        "environment: higher",
+        "reward +0",
+        "environment: invalid",
+        "reward -0.2",
+        "environment: correct",
+        "reward +1",
+        "Over: terminated after 3 turns, return +0.8, success.",
+    ]
+    assert "[5][<|im_end|>]" in screen and "6 of " in screen
+
+
+def test_one_may_leave_and_play_several() -> None:
+    code, screen = played("--environment", "agile:guess_number", "--episodes", "2", answers=("1", "x"))
+    assert code == 0 and "seed 0" in screen and "seed 1" in screen and screen.endswith("You left the game.\n")
+
+
+def test_limits_and_system_prompt_are_those_of_training(embedded_model: Any) -> None:
+    options = [
+        "--environment",
+        "agile:guess_number",
+        "--max_turns",
+        "2",
+        "--max_new_tokens",
+        "2",
+        "--tokens",
+        "--seed",
+        "4",
+    ]
+    options += ["--model", str(embedded_model), "--system_prompt", "Be brief."]
+    code, screen = played(*options, answers=("1 2 3 4", "2"))
+    assert code == 0 and "Over: max_turns after 2 turns" in screen
+    assert "1 of your answers were cut at --max_new_tokens." in screen
+    assert "<|im_start|>system\\nBe brief.<|im_end|>" in screen
+
+
+def test_what_cannot_be_played_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code, screen = played("--environment", "agile:guess_nmber", answers=())
+    assert code == 1 and "Nearest: agile:guess_number" in screen
+    code, screen = played("--environment", f"{__name__}:Broken", answers=("a",))
+    assert code == 1 and "RuntimeError: no more" in screen and "environment_error" in screen
+    for option, message in (
+        (["--environment_args", "[1]"], "expected a JSON object"),
+        (["--environment_args", "{"], "is no JSON"),
+        (["--max_turns", "0"], "--max_turns must be at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            played("--environment", "agile:guess_number", *option, answers=())
+        assert message in capsys.readouterr().err
+
+
+def listed(*arguments: str) -> tuple[int, str]:
+    """Exit code and listing."""
+    file = io.StringIO()
+    return envs.main(arguments, Console(file=file, width=300)), file.getvalue()
+
+
+def test_every_task_and_library_is_listed() -> None:
+    code, listing = listed()
+    assert code == 0 and all(f"agile:{name} " in listing for name in TASKS)
+    assert "Guess a number: the model guesses, the environment says higher or lower." in listing
+    assert LIBRARIES.keys() == {"gem", "reasoning_gym", *registry._LIBRARIES}
+    assert all(f"\n{prefix} " in listing for prefix in LIBRARIES)
+
+
+def test_a_text_lists_the_ids_that_hold_it() -> None:
+    code, listing = listed("PROBE/")
+    assert code == 0
+    assert listing.splitlines() == [name for name in list_environments() if "probe/" in name]
+    assert listed("nothing like it") == (1, "No environment's id holds 'nothing like it'; agile-trainers envs shows what "
+                                            "there is.\n")  # fmt: skip
+
+
+def test_what_is_not_installed_comes_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    missing = {"gem", "verifiers"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
+    lines = listed()[1].splitlines()
+    for prefix, command in (
+        ("gem", "pip install 'agile-trainers[envs]'"),
+        ("verifiers", "pip install 'verifiers>=0.4'"),
+    ):
+        row = next(index for index, line in enumerate(lines) if line.startswith(f"{prefix} "))
+        assert "not installed" in lines[row] and f"Run: {command}" in lines[row + 1]
