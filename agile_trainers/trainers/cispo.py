@@ -1,6 +1,7 @@
 """Multi-turn CISPO: GRPO that clips the importance weight and keeps every token's gradient."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from .config import _one_of
 from .grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
@@ -28,4 +29,9 @@ class MultiTurnCISPOTrainer(MultiTurnGRPOTrainer):
     """CISPO (MiniMax-M1, https://huggingface.co/papers/2506.13585) over multi-turn episodes."""
 
     _name = "Multi-turn CISPO"
+    _tag_names: ClassVar[list[str]] = ["trl", "cispo", "agile-trainers"]
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention",
+        "id": "2506.13585",
+    }
     _config_class = MultiTurnCISPOConfig

@@ -65,8 +65,8 @@ class MultiTurnConfig(GRPOConfig):
         entropy_coef_schedule: ``"constant"``, or ``"linear"``: the entropy bonus falls to 0 over the run, so that the policy
             explores early and need not be random in the end.
         activation_offload: Keep activations in the CPU's memory between forward and backward pass.
-        hub_extras: What is pushed to the Hub besides the policy: any of ``"reference"``, ``"critic"`` and ``"rollouts"`` (the
-            episodes in ``output_dir/rollouts/``).
+        hub_extras: What is pushed to the Hub besides the policy: any of ``"reference"``, ``"critic"`` and ``"rollouts"``
+            (the episodes in ``output_dir/rollouts/``).
         keep_reference: Where ``model`` is a folder of adapters: its ``ref`` stays the reference. Default: the policy that is
             loaded is.
         merge_lora_configs: Where ``model`` is an adapter and ``peft_config`` has other LoRA settings: extend the adapter to
@@ -251,12 +251,16 @@ class MultiTurnConfig(GRPOConfig):
 
     def _check_hub(self) -> None:
         there = {"reference": self.beta != 0.0, "critic": self._has_critic, "rollouts": self.log_rollouts}
-        why = {"reference": "beta=0.0 uses none", "critic": "the algorithm has none", "rollouts": "log_rollouts=False"}
+        why = {
+            "reference": "is no reference to push: beta=0.0 uses none",
+            "critic": "is no critic to push: only PPO has one",
+            "rollouts": "are no rollouts to push: log_rollouts=False",
+        }
         for name in self.hub_extras:
             if name not in there:
                 raise ValueError(f"hub_extras must be among {', '.join(map(repr, there))}, got {name!r}.")
             if not there[name]:
-                raise ValueError(f"hub_extras={self.hub_extras!r}: there is no {name} to push ({why[name]}). Leave it out.")
+                raise ValueError(f"hub_extras={self.hub_extras!r}: there {why[name]}. Leave {name!r} out.")
 
     def _check_skipping(self) -> None:
         if not self.skip_zero_advantage:

@@ -1,6 +1,7 @@
 """Multi-turn GSPO: GRPO whose importance ratio is one per sequence, or per turn."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from .config import _one_of
 from .grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
@@ -38,4 +39,9 @@ class MultiTurnGSPOTrainer(MultiTurnGRPOTrainer):
     """Group sequence policy optimization (https://huggingface.co/papers/2507.18071) over multi-turn episodes."""
 
     _name = "Multi-turn GSPO"
+    _tag_names: ClassVar[list[str]] = ["trl", "gspo", "agile-trainers"]
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Group Sequence Policy Optimization",
+        "id": "2507.18071",
+    }
     _config_class = MultiTurnGSPOConfig

@@ -40,6 +40,7 @@ from .batching import Batch, drop_silent_rows, sort_by_length, trim_columns
 from .checkpoint import Checkpoints
 from .config import MultiTurnConfig
 from .evaluation import EpisodeEvaluation
+from .hub import HubModels
 from .randomness import training_specs
 from .reference import ReferencePolicy
 from .reporting import degeneracies, training_summary
@@ -77,7 +78,7 @@ class Credit:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class MultiTurnTrainer(Checkpoints, EpisodeEvaluation, ReferencePolicy):
+class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolicy):
     """GRPO's machinery over multi-turn episodes; a subclass adds the credit rule, :meth:`_assign_credit`.
 
     Takes every argument of TRL's ``GRPOTrainer``, in TRL's order, and:
@@ -204,6 +205,7 @@ class MultiTurnTrainer(Checkpoints, EpisodeEvaluation, ReferencePolicy):
             check_first_prompt(self.engine, args.seed, first_row, needs_anchor=self._needs_anchors)
             self._set_up_reference()
             self._set_up_checkpoints()
+            self._set_up_hub()
             self._offloading = activation_offloading(args, self.model)
             if args.skip_zero_advantage and self.aux_loss_enabled:
                 raise ValueError(

@@ -48,6 +48,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     """
 
     _groupless: ClassVar[bool] = True
+    _has_critic: ClassVar[bool] = True
 
     num_generations: int = field(default=1, metadata={"help": "Always 1; there are no groups."})
     gae_lambda: float = field(default=0.95, metadata={"help": "Lambda per turn of the advantage estimate."})
@@ -139,6 +140,8 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     """
 
     _name = "Multi-turn PPO"
+    _tag_names: ClassVar[list[str]] = ["trl", "ppo", "agile-trainers"]
+    _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
     _config_class = MultiTurnPPOConfig
     _needs_final_observation = True
     _critique: Critique

@@ -59,6 +59,8 @@ class MultiTurnREINFORCETrainer(MultiTurnTrainer):
     """
 
     _name = "Multi-turn REINFORCE"
+    _tag_names: ClassVar[list[str]] = ["trl", "reinforce", "agile-trainers"]
+    _paper: ClassVar[dict[str, str]] = {"title": "GEM: A Gym for Agentic LLMs", "id": "2510.01051"}
     _config_class = MultiTurnREINFORCEConfig
 
     def _assign_credit(self, turns: Turns) -> Credit:

@@ -1,0 +1,195 @@
+"""The Hub: what is pushed is chosen by name, so that nothing else can slip in."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import upload_folder
+from peft import PeftModel
+from transformers.trainer_utils import HubStrategy
+from transformers.utils.hub import PushInProgress
+from trl import GRPOTrainer
+
+from agile_trainers.adapters import CRITIC, REFERENCE
+from agile_trainers.adapters.checkpoint import RECORD
+from agile_trainers.rollout.engine import RolloutEngine
+
+from .card import CURVE, curve, hyperparameters, model_card, plot_curve
+
+_MODEL = (
+    "adapter_config.json", "adapter_model*.safetensors", "adapter_model.safetensors.index.json", "config.json",
+    "generation_config.json", "model*.safetensors", "model.safetensors.index.json", RECORD,
+)  # fmt: skip
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
+_EXTRAS = {
+    "reference": (f"{REFERENCE}/adapter_config.json", f"{REFERENCE}/*.safetensors"),
+    "critic": (f"{CRITIC}/adapter_config.json", f"{CRITIC}/*.safetensors"),
+    "rollouts": ("rollouts/*.jsonl",),
+}
+"""What ``hub_extras`` names."""
+
+
+class HubModels(GRPOTrainer):
+    """``push_to_hub``, ``hub_strategy`` and the model card of the multi-turn trainers."""
+
+    args: Any
+    model: Any
+    engine: RolloutEngine | None
+    hub_model_id: str | None
+    push_in_progress: Any
+
+    def _stage_record(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _set_up_hub(self) -> None:
+        """Once, after the reference was set up."""
+        adapters = self.model.peft_config if isinstance(self.model, PeftModel) else {}
+        if "reference" in self.args.hub_extras and REFERENCE not in adapters:
+            raise ValueError(
+                f"hub_extras={self.args.hub_extras!r}: there is no reference to push: it is the frozen base model. Set "
+                "reference_adapter=True (LoRA), or leave it out."
+            )
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model to ``output_dir`` and push it: policy, tokenizer, record, model card and learning curve.
+
+        Reference, critic and episodes only if ``args.hub_extras`` asks for them; the optimizer never (but see
+        ``hub_strategy``).
+
+        Args:
+            commit_message: Of the commit.
+            blocking: Wait for the upload.
+            token: Default: ``args.hub_token``, or the one that ``hf auth login`` stored. It is written to no file.
+            revision: Branch. Default: ``args.hub_revision``.
+            **kwargs: ``dataset_name`` and ``tags`` of the model card.
+
+        Returns:
+            ``huggingface_hub.CommitInfo``, a future of it if not ``blocking``; None on all processes but the main one.
+        """
+        if self.engine is None:
+            return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
+        token = token or self.args.hub_token
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        self._finish_current_push()
+        return self._upload(
+            Path(self.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.engine is None:
+            return super()._push_from_checkpoint(checkpoint_folder)
+        args, strategy = self.args, self.args.hub_strategy
+        if not self.is_world_process_zero() or strategy == HubStrategy.END:
+            return
+        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if busy and not args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        folder, message = Path(checkpoint_folder), f"Training in progress, step {self.state.global_step}"
+        jobs = [self._upload(folder, message, blocking=False)]
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else folder.name
+            jobs.append(self._upload(folder, f"{message}, checkpoint", blocking=False, path_in_repo=path))
+        if busy:
+            self.push_in_progress.jobs.extend(jobs)
+        else:
+            self.push_in_progress = PushInProgress(jobs)
+
+    def _upload(
+        self,
+        folder: Path,
+        message: str | None,
+        *,
+        blocking: bool,
+        token: str | None = None,
+        revision: str | None = None,
+        path_in_repo: str | None = None,
+    ) -> Any:
+        """Push the model in a folder, or all of it under another path. From a copy: checkpoints are deleted over time."""
+        output_dir = Path(self.args.output_dir)
+        chosen = dict.fromkeys(self._chosen(folder), folder) if path_in_repo is None else {Path("."): folder}
+        if path_in_repo is None:
+            chosen |= {Path(name): output_dir for name in ("README.md", CURVE) if (output_dir / name).is_file()}
+            if "rollouts" in self.args.hub_extras:
+                chosen |= {path.relative_to(output_dir): output_dir for path in output_dir.glob(*_EXTRAS["rollouts"])}
+        stage = Path(tempfile.mkdtemp(prefix="push-"))
+        for path, source in chosen.items():
+            (stage / path).parent.mkdir(parents=True, exist_ok=True)
+            if (source / path).is_dir():
+                shutil.copytree(source / path, stage / path, dirs_exist_ok=True)
+            else:
+                shutil.copy2(source / path, stage / path)
+        upload = functools.partial(
+            upload_folder,
+            repo_id=str(self.hub_model_id),
+            folder_path=stage,
+            path_in_repo=path_in_repo,
+            commit_message=message,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+        )
+        if not blocking:
+            pushed: Any = upload(run_as_future=True)
+            pushed.add_done_callback(lambda _: shutil.rmtree(stage))
+            return pushed
+        try:
+            return upload()
+        finally:
+            shutil.rmtree(stage)
+
+    def _chosen(self, folder: Path) -> list[Path]:
+        vocabulary = getattr(self.processing_class, "vocab_files_names", {}).values()
+        extras = [pattern for name in self.args.hub_extras if name != "rollouts" for pattern in _EXTRAS[name]]
+        patterns = {*_MODEL, *_TOKENIZER, *vocabulary, *extras}
+        return sorted({path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)})
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write ``README.md`` and the learning curve to ``output_dir``.
+
+        Args:
+            model_name: Title. Default: the last part of ``hub_model_id``, or of ``output_dir``.
+            dataset_name: Hub id of the rows, if there were any.
+            tags: More tags.
+        """
+        if self.engine is None:
+            return super().create_model_card(model_name, dataset_name, tags)
+        if not self.is_world_process_zero():
+            return
+        output_dir, model_id = Path(self.args.output_dir), self.hub_model_id or Path(self.args.output_dir).name
+        output_dir.mkdir(parents=True, exist_ok=True)
+        text = model_card(
+            name=model_name or model_id.rpartition("/")[2],
+            model_id=model_id,
+            record=self._stage_record(),
+            log_history=self.state.log_history,
+            options=hyperparameters(self.args),
+            tags=sorted({*self._tag_names, *([tags] if isinstance(tags, str) else tags or ())}),
+            trainer=type(self).__name__,
+            dataset=dataset_name,
+            paper=self._paper,
+        )
+        (output_dir / "README.md").write_text(text, encoding="utf-8")
+        if curve(self.state.log_history):
+            plot_curve(self.state.log_history, output_dir / CURVE)

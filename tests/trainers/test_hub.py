@@ -1,0 +1,172 @@
+"""Pushing with the real client, to a server in this process; and the model card."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from copy import copy
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from games import make_trainer
+from hub_push import TOKEN
+from hub_server import Hub, running_hub
+from transformers import AutoTokenizer
+
+from agile_trainers.trainers import MultiTurnGRPOConfig
+from agile_trainers.trainers.card import hyperparameters, model_card
+
+SCRIPT = Path(__file__).with_name("hub_push.py")
+
+
+def run(hub: Hub, command: str, model: Path, folder: Path) -> None:
+    environment = {
+        **os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / f"home-{command}"),
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), command, str(model), str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def pushed(embedded_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    with running_hub() as hub:
+        run(hub, "push", embedded_model, folder)
+        run(hub, "load", embedded_model, folder)
+        yield hub, folder
+
+
+def test_a_new_process_loads_the_adapter_by_its_id(pushed, embedded_model):
+    hub, folder = pushed
+    loaded, logits = (torch.load(folder / name) for name in ("loaded.pt", "logits.pt"))
+    torch.testing.assert_close(loaded["logits"], logits, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loaded["continued"], logits, rtol=0, atol=1e-6)
+    assert loaded["vocabulary"] == len(AutoTokenizer.from_pretrained(embedded_model))
+    parent = loaded["parent"]
+    assert parent["source"] == "tester/run" and parent["commit"] == hub.repositories["tester/run"][-1]["sha"]
+    assert parent["algorithm"] == "Multi-turn PPO"
+
+
+def test_what_is_pushed(pushed):
+    """The policy, the critic that was asked for, and whole checkpoints apart; no reference, optimizer, episode or pickle."""
+    hub, _ = pushed
+    commits = hub.repositories["tester/run"]
+    messages = [commit["message"] for commit in commits]
+    assert messages[1:] == [
+        "Training in progress, step 1", "Training in progress, step 1, checkpoint", "Training in progress, step 2",
+        "Training in progress, step 2, checkpoint", "End of training",
+    ]  # fmt: skip
+    files = commits[-1]["files"]
+    assert {name for name in files if not name.startswith("last-checkpoint/")} == {
+        ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", "agile_trainers.json",
+        "critic/adapter_config.json", "critic/adapter_model.safetensors", "learning_curve.png", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    assert {"last-checkpoint/optimizer.pt", "last-checkpoint/complete.json"} < files.keys()
+    assert not any("rollouts" in name for name in files)
+    assert all(commit["token"] == TOKEN for commit in commits)
+    assert files["adapter_model.safetensors"] in hub.large.values(), "uploaded as a large file, as the Hub wants it"
+
+
+def test_the_token_is_in_no_file(pushed):
+    hub, folder = pushed
+    contents = [content for commit in hub.repositories["tester/run"] for content in commit["files"].values()]
+    contents += [path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()]
+    assert len(contents) > 50 and not any(TOKEN.encode() in content for content in contents)
+    args = MultiTurnGRPOConfig(output_dir=str(folder / "unused"), hub_token=TOKEN, bf16=False, use_cpu=True)
+    assert copy(args).hub_token == args.with_environment().hub_token == TOKEN
+    assert pickle.loads(pickle.dumps(args)).hub_token is None
+
+
+def test_the_card_of_a_run(pushed):
+    hub, _ = pushed
+    card = hub.repositories["tester/run"][-1]["files"]["README.md"].decode()
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert metadata["library_name"] == "peft" and set(metadata["tags"]) >= {"ppo", "agile-trainers"}
+    assert "grpo" not in metadata["tags"] and metadata["model-index"][0]["results"][0]["metrics"]
+    for text in (
+        "Multi-turn PPO on the environment `Cut`: 2 updates", 'PeftModel.from_pretrained(base, "tester/run")',
+        "| `learning_rate` | `0.1` |", "| `beta` | `0.1` |", "## Evaluation", "(learning_curve.png)",
+        "[Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347)",
+    ):  # fmt: skip
+        assert text in card, text
+
+
+RECORD = {
+    "algorithm": "Multi-turn GRPO", "environment": "agile:guess_number", "global_step": 7, "lora": {"r": 8},
+    "base_model": {"name": "org/base", "commit": "c0ffee"}, "versions": {"trl": "1.16.0"},
+    "parent": {
+        "source": "org/dpo", "commit": "0123456789abcdef", "algorithm": "DPO", "environment": None,
+        "parent": {"source": "org/sft", "commit": None, "algorithm": "SFT", "environment": None, "parent": None},
+    },
+}  # fmt: skip
+
+
+def card(**changes) -> str:
+    log = [
+        {"step": step, "eval_return": step / 10, "eval_return_sem": 0.01, "eval_success": 0.5, "eval_episodes": 128.0}
+        for step in range(1, 26)
+    ]
+    values = {
+        "name": "model", "model_id": "org/model", "record": RECORD, "log_history": log, "options": {"seed": 3},
+        "tags": ["trl"], "trainer": "MultiTurnGRPOTrainer", **changes,
+    }  # fmt: skip
+    return model_card(**values)
+
+
+def test_the_card_tells_the_stages_and_the_base():
+    text = card(dataset="org/rows", paper={"title": "A paper", "id": "1.2", "citation": "@misc{a}"})
+    assert (
+        "| this model | Multi-turn GRPO | `agile:guess_number` |\n| org/dpo at 0123456789 | DPO |  |\n| org/sft | SFT |  |"
+        in text
+    )
+    assert 'from_pretrained("org/base", revision="c0ffee")' in text and "base_model: org/base" in text
+    assert "[org/rows](https://huggingface.co/datasets/org/rows)" in text and "@misc{a}" in text
+    assert "learning_curve.png" not in text, "no training metrics, no picture"
+
+
+def test_the_evaluation_table_is_short_and_has_the_last_row():
+    rows = [line for line in card().splitlines() if "± 0.010" in line]
+    assert len(rows) <= 10 and rows[-1] == "| 25 | 2.500 ± 0.010 | 50.0% | 128 |"
+
+
+def test_a_whole_model_loads_as_one():
+    text = card(record={**RECORD, "lora": None})
+    assert 'AutoModelForCausalLM.from_pretrained("org/model")' in text and "peft" not in text
+
+
+def test_hyperparameters_are_what_was_chosen(tmp_path):
+    args = MultiTurnGRPOConfig(
+        output_dir=str(tmp_path), bf16=False, use_cpu=True, max_turns=3, learning_rate=1e-3, hub_token=TOKEN,
+        hub_model_id="a/b", system_prompt="Be brief.", log_rollouts=False,
+    )  # fmt: skip
+    found = hyperparameters(args)
+    assert found["max_turns"] == 3 and found["learning_rate"] == 1e-3 and found["system_prompt"] == "Be brief."
+    assert not {"output_dir", "hub_token", "hub_model_id", "log_rollouts", "use_cpu", "gamma"} & found.keys()
+    assert TOKEN not in str(found)
+
+
+@pytest.mark.parametrize(
+    "extras, changes, named",
+    [
+        (["optimizer"], {}, "must be among 'reference', 'critic', 'rollouts', got 'optimizer'"),
+        (["critic"], {}, "there is no critic to push"),
+        (["reference"], {}, "there is no reference to push: beta=0.0 uses none"),
+        (["reference"], {"beta": 0.1}, "there is no reference to push: it is the frozen base model"),
+        (["rollouts"], {"log_rollouts": False}, "there are no rollouts to push"),
+    ],
+)
+def test_extras_that_are_not_there_are_refused(embedded_model, tmp_path, extras, changes, named):
+    with pytest.raises(ValueError, match=named):
+        make_trainer(embedded_model, tmp_path, hub_extras=extras, **changes)
