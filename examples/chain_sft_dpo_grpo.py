@@ -3,7 +3,7 @@
     python examples/chain_sft_dpo_grpo.py --seed 0
 
 A tiny model that knows the game's words but plays at random is made in code. SFT shows it games of a player that guesses
-anything still possible, DPO pairs of a good and a careless guess, GRPO lets it play. What is run is written to
+anything still possible, DPO pairs of a good and a bad guess, GRPO lets it play. What is run is written to
 `<output_dir>/pipeline.yaml`; `agile-trainers chain <output_dir>/pipeline.yaml` does the same, and starting either again goes
 on where it was interrupted. At the end every folder is loaded by plain PEFT in a new process: its logits must be those that
 the stage's trainer had, and the reference of a stage those of the policy before it.
@@ -45,8 +45,8 @@ from agile_environments.guess_number import (
 )
 from agile_trainers.cli.chain import results, run_pipeline
 from agile_trainers.cli.pipeline import Stage, read_pipeline
-from agile_trainers.embedded import make_embedded_model
-from agile_trainers.envs.play import compare
+from agile_trainers.embedded import END_OF_TURN, START_OF_TURN, make_embedded_model
+from agile_trainers.envs.play import Player, compare
 from agile_trainers.types import Message
 
 HIGH, GUESSES = LEVELS["normal"]
@@ -67,19 +67,47 @@ for folder in folders:
 """What somebody does who has PEFT and nothing else."""
 
 
-def careless_player(messages: list[Message], rng: random.Random) -> str:
-    """Halves, but every other time guesses anything still possible."""
-    return (halving_player if rng.random() < 0.5 else random_legal_player)(messages, rng)
+def tiring(turns: int) -> Player:
+    """A player that halves for some turns and then ignores all hints."""
+
+    def player(messages: list[Message], rng: random.Random) -> str:
+        return (halving_player if len(messages) // 2 < turns else random_player)(messages, rng)
+
+    return player
+
+
+def preferences(games: int, first: int) -> list[dict[str, str]]:
+    """Pairs of a good and a bad guess, as many of a game's first turn as of its second and third.
+
+    As text: the chat template ends an answer with a newline, which no stage before has trained and no rollout samples.
+    """
+    seeds = [range(first + turns * games, first + (turns + 1) * games) for turns in range(GUESSES - 1)]
+    pairs = [compare(GuessNumber(), halving_player, tiring(turns), seeds[turns]) for turns in range(GUESSES - 1)]
+    rows = [pair for turn in pairs for pair in turn[: min(map(len, pairs))]]
+    return [{name: text(row[name]) for name in row} for row in rows]
+
+
+def text(messages: list[Message]) -> str:
+    """A conversation up to the next answer, or an answer, which TRL ends with the end-of-turn token."""
+    if messages[0]["role"] == "assistant":
+        return messages[0]["content"]
+    turns = [f"{START_OF_TURN}{message['role']}\n{message['content']}{END_OF_TURN}\n" for message in messages]
+    return "".join([*turns, f"{START_OF_TURN}assistant\n"])
 
 
 def make_base(folder: Path, seed: int, steps: int) -> Path:
-    """A model that has read games of a player who ignores the hints, and plays like it."""
+    """A model that has read games of players good and bad: half of them ignore the hints."""
     base = folder / "base"
     if (base / "done").is_file():
         return base
     texts = [message["content"] for game in demonstrations(100) for message in game["messages"]]
     words = sorted({word for text in (*texts, "invalid correct [UNK]") for word in text.split()})
     untrained = make_embedded_model(folder / "untrained", words=words, seed=seed)
+    rows = [
+        game
+        for player, first in ((random_player, seed * 100_000), (random_legal_player, seed * 100_000 + 50_000))
+        for game in demonstrations(16 * steps, seed=first, player=player)
+    ]
     args = {"learning_rate": 3e-3, "lr_scheduler_type": "constant", "per_device_train_batch_size": 32}
     trainer = SFTTrainer(
         model=str(untrained),
@@ -93,7 +121,7 @@ def make_base(folder: Path, seed: int, steps: int) -> Path:
             **ON_CPU,
             **QUIET,
         ),
-        train_dataset=Dataset.from_list(demonstrations(32 * steps, seed=seed * 100_000, player=random_player)),
+        train_dataset=Dataset.from_list(rows),
     )
     trainer.train()
     trainer.save_model()
@@ -106,7 +134,7 @@ def write_pipeline(output: Path, seed: int, scale: float, episodes: int) -> Path
     games, first = round(32 * 150 * scale), seed * 100_000
     rows = {
         "games": demonstrations(games, seed=first),
-        "pairs": compare(GuessNumber(), halving_player, careless_player, range(first, first + games)),
+        "pairs": preferences(games, first),
         "secrets": [{"secret": secret} for secret in range(1, HIGH + 1)],
     }
     for name, content in rows.items():
@@ -114,7 +142,7 @@ def write_pipeline(output: Path, seed: int, scale: float, episodes: int) -> Path
         (output / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     pipeline = {
         "output_dir": str(output),
-        "model": str(make_base(output, seed, round(100 * scale))),
+        "model": str(make_base(output, seed, round(200 * scale))),
         "environment": "agile:guess_number",
         "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
         "options": {
@@ -138,10 +166,14 @@ def write_pipeline(output: Path, seed: int, scale: float, episodes: int) -> Path
             {
                 "algorithm": "dpo",
                 "dataset": str(output / "pairs.jsonl"),
-                "learning_rate": 3e-4,
+                "learning_rate": 1e-3,
                 "max_steps": round(60 * scale),
                 "per_device_train_batch_size": 32,
                 "beta": 0.1,
+                "loss_type": [
+                    "sigmoid",
+                    "sft",
+                ],  # with DPO's loss alone both answers grow less likely, and others take over
             },
             {
                 "algorithm": "grpo",

@@ -186,7 +186,7 @@ def make_config(config: type, options: Mapping[str, Any], output_dir: Path, wher
     """A configuration from YAML's values, which mean what they mean on the command line (``1e-3`` is a number)."""
 
     def refuse(message: str) -> NoReturn:
-        raise PipelineError(f"{where}: {message}")
+        raise ValueError(message)
 
     parser = TrlParser([config])
     parser.error = refuse
@@ -278,4 +278,4 @@ def _mapping(value: Any, known: Iterable[str] | None, where: str) -> dict[str, A
 
 def _nearest(name: Any, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    return f" (did you mean {' or '.join(found)}?)" if found else ""

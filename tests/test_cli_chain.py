@@ -1,0 +1,306 @@
+"""``agile-trainers chain``: what a file may say, stages that carry an adapter on, and runs that are taken up again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from agile_environments.guess_number import GuessNumber, demonstrations, halving_player, random_legal_player
+from agile_trainers.cli import chain
+from agile_trainers.cli.main import main
+from agile_trainers.cli.pipeline import PipelineError, load_rows, parse_pipeline, read_pipeline
+from agile_trainers.envs.play import compare
+
+IDS = torch.arange(3, 43).view(2, 20)
+QUIET = Console(file=StringIO())
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    """Found by its path: ``test_cli_chain:pairs``."""
+    return compare(GuessNumber(level="easy"), halving_player, random_legal_player, range(count))
+
+
+class Talk(GuessNumber):
+    """The same game, but any answer earns something, even an untrained model's."""
+
+    def step(self, action: str) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, sum(map(ord, action)) % 5 / 4, terminated, truncated, info
+
+
+@pytest.fixture
+def pipeline(embedded_model: Path, tmp_path: Path) -> dict[str, Any]:
+    """SFT on a file, DPO on a function's rows, and two multi-turn stages; two small steps each."""
+    rows = demonstrations(8, environment=GuessNumber(level="easy"))
+    (tmp_path / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": "1e-2"}
+    episodes = {**steps, "max_turns": 2, "max_new_tokens": 3, "per_device_train_batch_size": 4, "beta": 0.1}
+    return {
+        "output_dir": str(tmp_path / "chain"),
+        "model": str(embedded_model),
+        "environment": "test_cli_chain:Talk",
+        "environment_args": {"level": "easy"},
+        "lora": {"r": 4, "lora_alpha": 8, "target_modules": r".*_proj"},
+        "options": {
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "lr_scheduler_type": "constant",
+        },
+        "evaluation": {"num_eval_episodes": 3},
+        "stages": [
+            {"algorithm": "sft", "dataset": str(tmp_path / "games.jsonl"), "assistant_only_loss": True, **steps},
+            {"algorithm": "dpo", "dataset": "test_cli_chain:pairs", "dataset_args": {"count": 30}, **steps},
+            {"algorithm": "grpo", "num_generations": 2, **episodes},
+            {
+                "algorithm": "ppo",
+                "name": "ppo-after",
+                "lora": {"r": 8, "lora_alpha": 16, "target_modules": r".*_proj"},
+                "merge_lora_configs": True,
+                **episodes,
+            },
+        ],
+    }
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+def load(base: Path, folder: Path) -> torch.Tensor:
+    return logits_of(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
+
+
+def adapter(folder: Path) -> bytes:
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_chain_carries_the_adapter_on(pipeline: dict, embedded_model: Path, tmp_path: Path) -> None:
+    path, output = tmp_path / "pipeline.yaml", tmp_path / "chain"
+    path.write_text(yaml.safe_dump(pipeline))
+    seen: dict[str, torch.Tensor] = {}
+    rows = chain.run_pipeline(
+        read_pipeline(path),
+        QUIET,
+        after_stage=lambda stage, trainer: seen.update({stage.name: logits_of(trainer.model)}),
+    )
+    names = ["sft", "dpo", "grpo", "ppo-after"]
+    assert [row["name"] for row in rows] == ["start", *names] and all(row["trained"] for row in rows[1:])
+    assert all(row["evaluation"]["episodes"] == 3 for row in rows)
+    for name in names:
+        assert torch.equal(load(embedded_model, output / name), seen[name])
+    for before, after in pairwise(names):
+        assert not torch.equal(seen[before], seen[after])
+        assert (load(embedded_model, output / after / "ref") - seen[before]).abs().max() <= 2e-6
+    assert json.loads((output / "ppo-after" / "adapter_config.json").read_text())["r"] == 8
+    assert (output / "ppo-after" / "critic").is_dir()
+    assert json.loads((output / "chain.json").read_text())["stages"] == rows
+
+    # Again: nothing is done, and the table is the same.
+    files = {file: file.stat().st_mtime_ns for file in output.rglob("*.safetensors")}
+    again = chain.run_pipeline(read_pipeline(path), QUIET)
+    assert [row["evaluation"] for row in again] == [row["evaluation"] for row in rows]
+    assert not any(row["trained"] for row in again)
+    assert files == {file: file.stat().st_mtime_ns for file in output.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+def test_a_stage_that_was_interrupted_ends_where_it_would_have(pipeline: dict, tmp_path: Path, name: str) -> None:
+    """Killed after its first checkpoint, and taken up again: the same adapter, bit for bit."""
+    stages = pipeline["stages"]
+    number = [stage.get("name", stage["algorithm"]) for stage in stages].index(name)
+    whole = {**pipeline, "stages": [stages[0], stages[number]] if number else stages[:1]}
+    cut = copy.deepcopy(whole) | {"output_dir": str(tmp_path / "cut")}
+    chain.run_pipeline(parse_pipeline(whole), QUIET)
+
+    # What a kill leaves: no final folder, no second checkpoint.
+    shutil.copytree(tmp_path / "chain", tmp_path / "cut")
+    folder = tmp_path / "cut" / name
+    shutil.rmtree(folder / "checkpoint-2")
+    for path in (*folder.glob("adapter_*"), folder / "evaluation.json"):
+        path.unlink()
+    for stage in (tmp_path / "cut").glob("*/stage.json"):
+        state = json.loads(stage.read_text())
+        finished = state["finished"] and stage.parent.name != name
+        stage.write_text(json.dumps({**state, "finished": finished}))
+    rows = chain.run_pipeline(parse_pipeline(cut), QUIET)
+    assert [row["trained"] for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert adapter(folder) == adapter(tmp_path / "chain" / name)
+    assert adapter(folder) != adapter(folder / "checkpoint-1")
+
+
+def test_what_was_trained_with_other_options_is_not_taken_for_finished(pipeline: dict, tmp_path: Path) -> None:
+    del pipeline["stages"][2:]
+    chain.run_pipeline(parse_pipeline(pipeline), QUIET)
+    changed = copy.deepcopy(pipeline)
+    changed["stages"][0]["learning_rate"], changed["lora"]["r"] = 0.5, 2
+    with pytest.raises(PipelineError) as error:
+        chain.run_pipeline(parse_pipeline(changed), QUIET)
+    assert "  learning_rate: '1e-2' then, 0.5 now" in str(error.value) and "  lora: {'r': 4" in str(error.value)
+
+    # The first stage again: what was built on the old one does not fit any more.
+    shutil.rmtree(tmp_path / "chain" / "sft")
+    with pytest.raises(PipelineError, match="dpo was trained from an earlier run of the stage before it"):
+        chain.run_pipeline(parse_pipeline(pipeline), QUIET)
+
+    # Another way to evaluate is none to train.
+    shutil.rmtree(tmp_path / "chain" / "dpo")
+    first = chain.run_pipeline(parse_pipeline(pipeline), QUIET)
+    pipeline["evaluation"]["num_eval_episodes"] = 2
+    second = chain.run_pipeline(parse_pipeline(pipeline), QUIET)
+    assert [row["trained"] for row in first] == [False, True, True] and not any(row["trained"] for row in second)
+    assert [row["evaluation"]["episodes"] for row in second] == [2, 2, 2]
+
+
+def test_a_foreign_folder_is_not_touched(pipeline: dict, tmp_path: Path) -> None:
+    folder = tmp_path / "chain" / "dpo"
+    folder.mkdir(parents=True)
+    (folder / "thesis.txt").write_text("mine")
+    with pytest.raises(PipelineError, match="dpo is not empty and no stage of a chain"):
+        chain.run_pipeline(parse_pipeline(pipeline), QUIET)
+    assert [path.name for path in (tmp_path / "chain").rglob("*")] == ["dpo", "thesis.txt"]
+
+
+def test_a_whole_model_is_carried_on_too(pipeline: dict, tmp_path: Path) -> None:
+    del pipeline["lora"], pipeline["stages"][3], pipeline["stages"][1]
+    chain.run_pipeline(parse_pipeline(pipeline), QUIET)
+    for name in ("sft", "grpo"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "chain" / name)
+        assert not (tmp_path / "chain" / name / "adapter_config.json").exists()
+
+
+def change(pipeline: dict, path: str, value: Any) -> dict:
+    """``stages.1.learning_rate`` set to a value; None removes it."""
+    *parents, last = path.split(".")
+    place: Any = pipeline
+    for key in parents:
+        place = place[int(key) if key.isdigit() else key]
+    if value is None:
+        del place[last]
+    else:
+        place[int(last) if last.isdigit() else last] = value
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("enviroment", "x", r"the file knows no 'enviroment' \(did you mean environment"),
+        ("model", None, "`model` is missing"),
+        ("stages", "sft", "`stages` must be a list, got 'sft'"),
+        ("stages.0", "sft", "stage 1 must be a mapping of names to values, got 'sft'"),
+        ("stages.2.algorithm", "gpro", r"stage 3: `algorithm` must be one of sft, .*got 'gpro' \(did you mean .*grpo"),
+        ("stages.2.max_turnz", 3, r"stage 'grpo' knows no 'max_turnz' \(did you mean max_turns"),
+        ("stages.0.max_turns", 3, "stage 'sft' knows no 'max_turns'"),
+        ("stages.1.learning_rate", "fast", "stage 'dpo': argument --learning_rate.*: invalid float value: 'fast'"),
+        ("stages.2.max_turns", 2.5, "stage 'grpo': argument --max_turns.*: invalid int value: '2.5'"),
+        ("stages.2.gamma", 7, r"stage 'grpo': gamma is a discount per turn and must lie in \[0, 1\], got 7"),
+        ("stages.2.max_completion_length", 7, "stage 'grpo': max_completion_length=7 cannot be set"),
+        ("stages.2.max_steps", -1, "stage 'grpo': without a `dataset`, `max_steps`"),
+        ("stages.2.output_dir", "x", "stage 'grpo' knows no 'output_dir'"),
+        ("stages.1.dataset", None, "stage 'dpo': `dataset` is missing"),
+        ("stages.1.dataset", "test_cli_chain:pears", r"test_cli_chain has no 'pears' \(did you mean pairs"),
+        ("stages.1.dataset", "no_such_module:pairs", "there is no module 'no_such_module'"),
+        ("stages.1.dataset", "gone.jsonl", "stage 'dpo': there is no file gone.jsonl"),
+        ("stages.3.name", "grpo", "Two stages are named 'grpo'"),
+        ("stages.3.name", "../grpo", "a stage's name is the name of its folder"),
+        ("stages.3.lora.rank", 8, "stage 'ppo-after', `lora` knows no 'rank'"),
+        ("lora.target_module", ["q_proj"], r"`lora` knows no 'target_module' \(did you mean target_modules"),
+        ("lora.layers_to_transform", [0], "`lora`: `layers_to_transform` cannot be used"),
+        ("options.batch_size", 3, "`options` knows no 'batch_size'"),
+        (
+            "evaluation.num_eval_episode",
+            3,
+            r"`evaluation` knows no 'num_eval_episode' \(did you mean num_eval_episodes",
+        ),
+        ("evaluation.num_eval_episodes", 0, "`evaluation`: num_eval_episodes must be at least 1, got 0"),
+        (
+            "environment",
+            "agile:gess_number",
+            "environment: Unknown environment 'agile:gess_number'.*agile:guess_number",
+        ),
+        ("environment_args.levle", "easy", "environment: .*got an unexpected keyword argument 'levle'"),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_anything_is_trained(
+    pipeline: dict, path: str, value: Any, message: str
+) -> None:
+    with pytest.raises(PipelineError, match=message):
+        parse_pipeline(change(pipeline, path, value))
+
+
+def test_numbers_as_yaml_reads_them(pipeline: dict) -> None:
+    """YAML takes 1e-2 for a string."""
+    first = parse_pipeline(pipeline).stages[0]
+    assert (
+        first.config.learning_rate == 0.01 and first.config.use_cpu is True and first.config.assistant_only_loss is True
+    )
+
+
+def test_evaluations_are_played_as_the_last_multi_turn_stage_plays(pipeline: dict) -> None:
+    pipeline["stages"][3] |= {"max_turns": 3, "temperature": 0.7}
+    settings = parse_pipeline(pipeline).evaluation
+    assert (settings.max_turns, settings.max_new_tokens, settings.temperature) == (3, 3, 0.7)
+    assert settings.num_eval_episodes == 3 and settings.seed == 42
+    pipeline["evaluation"] |= {"max_turns": 5, "seed": 1}
+    settings = parse_pipeline(pipeline).evaluation
+    assert settings.max_turns == 5 and settings.seed == 1
+
+
+def test_rows_of_every_kind(tmp_path: Path) -> None:
+    rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "rows.csv").write_text("a,b\n1,x\n2,y\n")
+    load_rows(str(tmp_path / "rows.json"), {}).to_parquet(tmp_path / "rows.parquet")
+    for name in ("rows.json", "rows.csv", "rows.parquet"):
+        assert load_rows(str(tmp_path / name), {}).to_list() == rows
+    assert load_rows("test_cli_chain:pairs", {"count": 30}).to_list() == pairs(30)
+
+
+def test_dry_run(pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(pipeline))
+    assert main(["chain", str(path), "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert all(f"{name}: " in output for name in ("sft", "dpo", "grpo", "ppo-after")) and "not begun" in output
+    assert not (tmp_path / "chain").exists()
+    path.write_text("stages: [")
+    with pytest.raises(SystemExit):
+        main(["chain", str(path), "--dry-run"])
+    assert "is not YAML" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["chain", str(tmp_path / "gone.yaml")])
+    assert "gone.yaml cannot be read: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_example(tmp_path: Path, seed: int) -> None:
+    """Returns rise from stage to stage, references are the policies before, folders load elsewhere."""
+    script = Path(__file__).parents[1] / "examples" / "chain_sft_dpo_grpo.py"
+    arguments = ["--seed", str(seed), "--output_dir", str(tmp_path)]
+    subprocess.run([sys.executable, script, *arguments], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    returns = list(summary["returns"].values())
+    assert returns == sorted(returns) and returns[-1] - returns[0] > 0.5
+    assert max(summary["differences"].values()) <= 1e-6
