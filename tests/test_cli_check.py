@@ -97,6 +97,12 @@ class NeverEnds(TwoTurns):
         return "On and on.", random.Random(action).random(), False, False, {}
 
 
+class MoodyAboutYes(TwoTurns):
+    def step(self, action: str) -> Any:
+        observation, reward, *rest = TwoTurns.step(self, action)
+        return observation, reward if action != "yes" else random.SystemRandom().random(), *rest
+
+
 class PaysNothing(TwoTurns):
     def step(self, action: str) -> Any:
         observation, _, *rest = TwoTurns.step(self, action)
@@ -189,6 +195,14 @@ def test_starts_that_differ_are_a_warning() -> None:
     code, report = run("Counts", "--episodes", "3")
     assert code == 0 and "warning: Counts: reset(seed=42) gave 'Question" in report
     assert "a group would not start from the same state" in report
+
+
+def test_the_played_answers_are_tried_again() -> None:
+    """The protocol's own check sends an answer that goes well."""
+    code, report = run("MoodyAboutYes", "--episodes", "2", "--player", "expert")
+    protocol, _, determinism = report.partition("Determinism")
+    assert code == 0 and "answered differently" not in protocol
+    assert "warning: MoodyAboutYes: the same actions after" in determinism
 
 
 def test_limits_and_templates_are_checked(embedded_model: Path, tmp_path: Path) -> None:
