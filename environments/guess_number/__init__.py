@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
-from agile_trainers.envs.play import Player, demonstrate
+from agile_trainers.envs.play import Player, compare, demonstrate
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (6, 3), "normal": (12, 4), "hard": (24, 5)}
@@ -109,6 +109,24 @@ def demonstrations(
         ``count`` rows ``{"messages": [...]}``, each ending with the player's last guess.
     """
     return demonstrate(environment or GuessNumber(), player, range(seed, seed + count))
+
+
+def preferences(count: int, seed: int = 0, environment: GuessNumber | None = None) -> list[dict[str, list[Message]]]:
+    """Pairs for TRL's ``DPOTrainer``: the best guess, against the first other one of a lost game.
+
+    Args:
+        count: Number of pairs.
+        seed: Seed of the first game; games that random guesses won are passed over.
+        environment: What to play. Default: the normal level.
+
+    Returns:
+        ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
+    """
+    pairs: list[dict[str, list[Message]]] = []
+    while len(pairs) < count:
+        pairs += compare(environment or GuessNumber(), halving_player, random_player, [seed])
+        seed += 1
+    return pairs
 
 
 def _number(action: str) -> int:

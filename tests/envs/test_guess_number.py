@@ -15,6 +15,7 @@ from agile_environments.guess_number import (
     GuessNumber,
     demonstrations,
     halving_player,
+    preferences,
     random_legal_player,
     random_player,
 )
@@ -148,6 +149,14 @@ def test_demonstrations_are_conversations_that_end_with_a_guess() -> None:
     assert wins == sum(play(GuessNumber(), random_legal_player, seed).success for seed in range(5, 29))
     easy = demonstrations(6, player=halving_player, environment=GuessNumber("easy"))
     assert all("between 1 and 6" in row["messages"][0]["content"] for row in easy)
+
+
+def test_preferences_are_the_best_guess_against_another() -> None:
+    pairs = preferences(8, seed=1)
+    assert pairs == preferences(8, seed=1) and len(pairs) == 8
+    for pair in pairs:
+        (chosen,), (rejected,) = pair["chosen"], pair["rejected"]
+        assert chosen["content"] == halving_player(pair["prompt"], random.Random(0)) != rejected["content"]
 
 
 def test_separators_around_a_number_are_no_error() -> None:
