@@ -166,6 +166,20 @@ MUTATIONS = [
         "policy_weight = 0.0 if self.state.global_step < self.args.critic_warmup_steps else 1.0", "policy_weight = 1.0",
         "tests/trainers/test_ppo.py -k warm_up",
     ),
+    Mutation(
+        "the check draws observations as trained", "cli/layout.py",
+        "_text(ids, tokenizer, trained=turn != NO_TURN)", "_text(ids, tokenizer, trained=turn == NO_TURN)",
+        "tests/test_cli_check.py -k layout",
+    ),
+    Mutation(
+        "the checker compares an instance with itself", "envs/checker.py",
+        "_compare(first, second, seed, report)", "_compare(first, first, seed, report)",
+        "tests/envs/test_env_checker.py -k different",
+    ),
+    Mutation(
+        "a letter is marked more often than the word holds it", "../environments/wordle/__init__.py",
+        "left[a] -= 1", "left[a] -= 0", "tests/envs/test_wordle.py -k marks",
+    ),
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "rollout": {"types", "envs"},
     "adapters": set(),
     "trainers": {"types", "objectives", "envs", "rollout", "adapters"},
-    "cli": {"types", "envs", "rollout", "trainers", "embedded"},
+    "cli": {"types", "envs", "rollout", "adapters", "trainers", "embedded"},
 }
 """Imports point one way only: a part of the package, and the parts it may use."""
 
