@@ -170,10 +170,8 @@ def write_pipeline(output: Path, seed: int, scale: float, episodes: int) -> Path
                 "max_steps": round(60 * scale),
                 "per_device_train_batch_size": 32,
                 "beta": 0.1,
-                "loss_type": [
-                    "sigmoid",
-                    "sft",
-                ],  # with DPO's loss alone both answers grow less likely, and others take over
+                # DPO's loss alone also makes the end of an answer less likely.
+                "loss_type": ["sigmoid", "sft"],
             },
             {
                 "algorithm": "grpo",

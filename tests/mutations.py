@@ -180,6 +180,29 @@ MUTATIONS = [
         "a letter is marked more often than the word holds it", "../environments/wordle/__init__.py",
         "left[a] -= 1", "left[a] -= 0", "tests/envs/test_wordle.py -k marks",
     ),
+    Mutation(
+        "a merged adapter keeps the old scaling's B", "adapters/merge.py",
+        "scaled = weight.to(torch.float64) * scalings[module]", "scaled = weight.to(torch.float64)",
+        "tests/adapters/test_merge.py -k same_function",
+    ),
+    Mutation(
+        "new columns of B are not zero", "adapters/merge.py",
+        "new.zero_()", "new.fill_(0.01)", "tests/adapters/test_merge.py -k same_function",
+    ),
+    Mutation(
+        "a weight that is missing goes unnoticed", "adapters/warm_start.py",
+        "missing = [n for n in result.missing_keys if", "missing = [n for n in () if",
+        "tests/trainers/test_warm_start.py -k says_so",
+    ),
+    Mutation(
+        "the kept reference is the policy's copy after all", "trainers/reference.py",
+        "if self.args.keep_reference:", "if False:", "tests/trainers/test_warm_start.py -k kept",
+    ),
+    Mutation(
+        "the reference lacks the policy's embeddings", "trainers/reference.py",
+        "copy_adapter(self.model, POLICY, REFERENCE)  # TRL", "pass  # TRL",
+        "tests/trainers/test_warm_start.py -k embeddings",
+    ),
 ]  # fmt: skip
 
 

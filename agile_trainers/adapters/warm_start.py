@@ -26,12 +26,18 @@ from .roles import CRITIC, POLICY, REFERENCE
 logger = logging.get_logger(__name__)
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+HEAD = "model.safetensors"
+"""AgileRL's value head, beside its adapters."""
 LAYOUTS = (
     {POLICY: "", REFERENCE: REFERENCE, CRITIC: CRITIC},
     {POLICY: "actor", REFERENCE: "reference", CRITIC: CRITIC},  # AgileRL's
 )
 """Where the adapters of a folder are, by role."""
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_BESIDE = [
+    "agile_trainers.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab*",
+    "merges.txt",
+]  # fmt: skip
+"""Of a Hub repository: where it comes from, and its tokenizer."""
 _KEPT_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """Initializations that leave the base as it is, so that further adapters on it mean what they say."""
 
@@ -73,7 +79,9 @@ def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | No
         layout = next((layout for layout in LAYOUTS if _hub_file(model, layout[POLICY], revision)), None)
         if layout is None:
             return None
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
+        wanted = [(Path(name) / file).as_posix() for name in layout.values() for file in (CONFIG, WEIGHTS)]
+        wanted += [*_BESIDE, HEAD]
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
         commit = folder.name
     folders = {role: folder / name for role, name in layout.items() if (folder / name / CONFIG).is_file()}
     return SavedAdapters(model, folder, folders, read_config(folders[POLICY]), commit)
@@ -306,7 +314,7 @@ def _critic_weights(saved: SavedAdapters, model: PeftModel) -> dict[str, torch.T
     weights = read_weights(saved.folders[CRITIC])
     if any(f".{VALUE_HEAD}." in name for name in weights):
         return weights
-    beside = saved.folder / "model.safetensors"
+    beside = saved.folder / HEAD
     head = {n.removeprefix("v_head.summary."): w for n, w in (load_file(beside) if beside.is_file() else {}).items()}
     if not {"weight", "bias"} <= set(head):
         logger.warning(

@@ -103,6 +103,17 @@ def test_the_policy_goes_on_and_its_copy_is_the_reference(run, tmp_path, name):
     assert kl == [pytest.approx(0, abs=1e-9)]
 
 
+def test_the_reference_has_the_policys_embeddings_too(embedded_model, tmp_path):
+    model = get_peft_model(load_base(embedded_model), LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(generator=torch.Generator().manual_seed(len(name)))
+    model.save_pretrained(tmp_path / "old", save_embedding_layers=False)
+    trainer = make("GRPO", tmp_path / "old", tmp_path / "new", beta=0.1)
+    assert torch.equal(logits_of(trainer.model), logits_of(model))
+    assert torch.equal(logits_of(trainer.model, REFERENCE), logits_of(model))
+
+
 def test_only_the_policy_is_trained_and_without_beta_there_is_no_reference(run, tmp_path):
     trainer = make("GRPO", run[0], tmp_path)
     assert list(trainer.model.peft_config) == [POLICY]
