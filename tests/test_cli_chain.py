@@ -95,6 +95,15 @@ def adapter(folder: Path) -> bytes:
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
+def lineage(folder: Path) -> list[str]:
+    """The algorithms that a folder's record names, the latest first."""
+    found, stage = [], json.loads((folder / "agile_trainers.json").read_text())
+    while stage is not None:
+        found.append(stage["algorithm"])
+        stage = stage["parent"]
+    return found
+
+
 def test_a_chain_carries_the_adapter_on(pipeline: dict, embedded_model: Path, tmp_path: Path) -> None:
     path, output = tmp_path / "pipeline.yaml", tmp_path / "chain"
     path.write_text(yaml.safe_dump(pipeline))
@@ -114,6 +123,7 @@ def test_a_chain_carries_the_adapter_on(pipeline: dict, embedded_model: Path, tm
         assert (load(embedded_model, output / after / "ref") - seen[before]).abs().max() <= 2e-6
     assert json.loads((output / "ppo-after" / "adapter_config.json").read_text())["r"] == 8
     assert (output / "ppo-after" / "critic").is_dir()
+    assert lineage(output / "ppo-after") == ["Multi-turn PPO", "Multi-turn GRPO", "DPO", "SFT"]
     assert json.loads((output / "chain.json").read_text())["stages"] == rows
 
     # Again: nothing is done, and the table is the same.
@@ -187,6 +197,7 @@ def test_a_whole_model_is_carried_on_too(pipeline: dict, tmp_path: Path) -> None
     for name in ("sft", "grpo"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "chain" / name)
         assert not (tmp_path / "chain" / name / "adapter_config.json").exists()
+    assert lineage(tmp_path / "chain" / "grpo") == ["Multi-turn GRPO", "SFT"]
 
 
 def change(pipeline: dict, path: str, value: Any) -> dict:

@@ -30,6 +30,7 @@ from agile_trainers.adapters.checkpoint import (
     CheckpointError,
     mark_complete,
     newest_complete,
+    parent_of,
     read_json,
     write_json,
 )
@@ -138,10 +139,22 @@ def _train(pipeline: Pipeline, stage: Stage, model: str, folder: Path, after_sta
         checkpoint = None
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(str(folder))
+    if stage.algorithm in SUPERVISED:
+        _write(folder / RECORD, _record(stage, model, trainer.state.global_step))
     if after_stage is not None:
         after_stage(stage, trainer)
     del trainer
     _forget()
+
+
+def _record(stage: Stage, model: str, steps: int) -> dict[str, Any]:
+    """What a later stage's record says about one of TRL's trainers; the multi-turn trainers write their own."""
+    saved = find_adapters(model)
+    if saved is not None:
+        parent = parent_of(saved.folder, saved.source, saved.commit)
+    else:
+        parent = parent_of(Path(model), model, None) if (Path(model) / RECORD).is_file() else None
+    return {"algorithm": stage.algorithm.upper(), "environment": None, "global_step": steps, "parent": parent}
 
 
 def make_multi_turn(pipeline: Pipeline, stage: Stage, model: str) -> Any:

@@ -74,6 +74,8 @@ class Checkpoints(GRPOTrainer):
             vars(self.args)["_setup_devices"] = torch.device("cpu")
         if self._saved is not None:
             self._parent = parent_of(self._saved.folder, self._saved.source, self._saved.commit)
+        elif (name := self._base_config()._name_or_path) and (Path(name) / RECORD).is_file():
+            self._parent = parent_of(Path(name), name, None)  # a whole model
         self._interrupt = _Interrupt(self)
         self.add_callback(self._interrupt)
 
@@ -180,11 +182,14 @@ class Checkpoints(GRPOTrainer):
 
     # -------------------------------------------------------------------------------------------------------- save
 
+    def _base_config(self) -> Any:
+        model = self.accelerator.unwrap_model(self.model)
+        return (model.get_base_model() if isinstance(model, PeftModel) else model).config
+
     def _stage_record(self) -> dict[str, Any]:
         """What ``agile_trainers.json`` says."""
         model = self.accelerator.unwrap_model(self.model)
-        is_peft = isinstance(model, PeftModel)
-        config = (model.get_base_model() if is_peft else model).config
+        config = self._base_config()
         text = config.get_text_config()
         packages = ("agile-trainers", "trl", "transformers", "peft", "accelerate", "torch")
         return {
@@ -196,7 +201,7 @@ class Checkpoints(GRPOTrainer):
                 **{name: getattr(text, name, None) for name in _ARCHITECTURE},
             },
             "parent": self._parent,
-            "lora": lora_settings(model.peft_config[POLICY]) if is_peft else None,
+            "lora": lora_settings(model.peft_config[POLICY]) if isinstance(model, PeftModel) else None,
             "global_step": self.state.global_step,
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         }
