@@ -150,11 +150,24 @@ def test_the_model_plays_if_it_is_named(embedded_model: Path) -> None:
     assert run("NeverEnds", *options)[1] == run("NeverEnds", *options)[1], "sampled with the run's seed"
 
 
+def test_ppo_counts_two_adapters_and_reads_a_final_state() -> None:
+    file = io.StringIO()
+    options = ["--environment", f"{__name__}:TwoTurns", "--use_peft", "--lora_target_modules", "all-linear"]
+    options += ["--max_turns", "1", "--player", "random"]
+    codes = [check.main([name, *options], Console(file=file, width=400)) for name in ("grpo", "ppo")]
+    grpo, ppo = (int(found.replace(",", "")) for found in re.findall(r"([\d,]+) trained x 4 bytes", file.getvalue()))
+    assert codes == [0, 0] and ppo == 2 * grpo
+    first, second = re.findall(r"an episode at most (\d+)", file.getvalue())
+    assert int(second) > int(first), "the state after the last turn is there for the critic"
+
+
 def test_async_environments_and_data_set_rows(tmp_path: Path) -> None:
     code, report = run("Awaited", "--episodes", "4", "--player", "random")
     assert code == 0 and "Awaited keeps it" in report
     (tmp_path / "rows.jsonl").write_text('{"secret": 3}\n{"secret": 11}\n')
     options = ["--dataset_name", str(tmp_path), "--episodes", "2", "--player", "expert"]
+    code, report = run("agile:guess_number", *options, "--gradient_accumulation_steps", "4")
+    assert code == 1 and "train_dataset has 2 rows, but a generation batch takes 4" in report
     code, report = run("agile:guess_number", *options)
     assert code == 0
     assert "mean 2.5, at most 3" in report  # halving guesses 6, 3 and 6, 9, 11
@@ -229,6 +242,7 @@ def test_limits_and_templates_are_checked(embedded_model: Path, tmp_path: Path) 
             "player must be one of auto, model, random, expert",
         ),
         (["--environment", "agile:guess_number", "--gae_lambda", "0.9"], "--gae_lambda"),
+        (["ppo", "--environment", "agile:guess_number"], "--use_peft is missing"),
         (
             ["reinforce", "--environment", "agile:guess_number", "--num_generations", "4"],
             "num_generations=4 has no effect",

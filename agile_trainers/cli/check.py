@@ -18,9 +18,10 @@ from transformers.utils import logging
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from agile_trainers.cli.checks import Report, Run, check_run, model_config
-from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, load_rows
+from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, check_needed, load_rows
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.trainers.setup import check_vllm, training_rows
 
 PLAYERS = ("auto", "model", "random", "expert")
 
@@ -93,11 +94,16 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         report.line(
             f"Algorithm {algorithm}; {f'model {named}' if named else 'the embedded model, since none was named'}."
         )
+        check_needed(parser, algorithm, script=script, model=model)
         player = check.player if check.player != "auto" else "model" if named else "random"
         try:
             factory = make_environment_factory(script.environment, **(script.environment_args or {}))
             dataset = load_rows(script, mixture)
-            rows = dataset and [dict(row) for row in islice(dataset[script.dataset_train_split], check.episodes)]
+            train_rows = dataset and dataset[script.dataset_train_split]
+            if train_rows:
+                training_rows(args, train_rows)
+            check_vllm(args)
+            rows = train_rows and [dict(row) for row in islice(train_rows, check.episodes)]
             tokenizer, ends = load_tokenizer(model, args.trust_remote_code)
             config = model_config(model, args.trust_remote_code)
         except (ValueError, ImportError, OSError) as error:

@@ -168,14 +168,14 @@ def main(argv: Sequence[str]) -> None:
         )
     except ValueError as error:  # a configuration's own check
         parser.error(str(error))
-    _check_needed(parser, algorithm, script=parsed[0], model=parsed[2])
+    check_needed(parser, algorithm, script=parsed[0], model=parsed[2])
     if from_config or from_command_line:
         _launch(parser, argv, [*from_config, *from_command_line], from_command_line)
     else:
         train(algorithm, *parsed)
 
 
-def _check_needed(parser: TrlParser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
+def check_needed(parser: TrlParser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
     """Say what is missing in the words of the command line, before anything is loaded."""
     if model.model_name_or_path is None:
         parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
