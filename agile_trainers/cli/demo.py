@@ -50,7 +50,7 @@ class Budget:
 
     sft_steps: int = 250
     sft_batch: int = 32
-    rl_steps: int = 240
+    rl_steps: int = 300
     eval_episodes: int = 1000
 
 
@@ -108,7 +108,7 @@ def make_trainer(
             num_eval_episodes=budget.eval_episodes,
             learning_rate=3e-3,
             lr_scheduler_type="constant",
-            entropy_coef=0.06,  # without it a secret or two is lost to early certainty
+            entropy_coef=0.08,  # without it a secret or two is lost to early certainty
             entropy_coef_schedule="linear",
             beta=0.0,
             gradient_checkpointing=False,
