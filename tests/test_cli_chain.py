@@ -260,6 +260,17 @@ def test_what_cannot_be_run_is_said_before_anything_is_trained(
         parse_pipeline(change(pipeline, path, value))
 
 
+def test_the_documented_file_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "chaining.md").read_text(encoding="utf-8")
+    content = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    content["options"] |= {"use_cpu": True, "bf16": False}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "pairs.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    stages = parse_pipeline(content).stages
+    assert [stage.name for stage in stages] == ["sft", "dpo", "grpo"] and stages[2].config.max_new_tokens == 8
+
+
 def test_numbers_as_yaml_reads_them(pipeline: dict) -> None:
     """YAML takes 1e-2 for a string."""
     first = parse_pipeline(pipeline).stages[0]
