@@ -203,6 +203,31 @@ MUTATIONS = [
         "copy_adapter(self.model, POLICY, REFERENCE)  # TRL", "pass  # TRL",
         "tests/trainers/test_warm_start.py -k embeddings",
     ),
+    Mutation(
+        "a resumed run loses the rest of its generation batch", "trainers/checkpoint.py",
+        'state["generation"] * self._generate_every + state["position"], buffer)',
+        'state["generation"] * self._generate_every, None)',
+        "tests/trainers/test_checkpoint.py::test_killed_at_every_step[ppo]",
+    ),
+    Mutation(
+        "a resumed run reads the first epoch's rows again", "trainers/checkpoint.py",
+        "range(self._epochs_done)", "range(0)", "tests/trainers/test_checkpoint.py::test_killed_at_every_step[reinforce]",
+    ),
+    Mutation(
+        "the last whole checkpoint goes before the next is whole", "trainers/checkpoint.py",
+        "limit, args.save_total_limit = args.save_total_limit, None", "limit = args.save_total_limit",
+        "tests/trainers/test_checkpoint.py -k while_saving",
+    ),
+    Mutation(
+        "a changed file is not noticed", "adapters/checkpoint.py",
+        "if found != expected:", "if found['size'] != expected['size']:",
+        "tests/trainers/test_checkpoint.py -k damaged",
+    ),
+    Mutation(
+        "the Hub token is pickled beside the model", "trainers/config.py",
+        'return {**self.__dict__, "hub_token": None}', "return dict(self.__dict__)",
+        "tests/trainers/test_hub.py -k token",
+    ),
 ]  # fmt: skip
 
 

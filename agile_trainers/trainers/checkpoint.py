@@ -101,6 +101,9 @@ class Checkpoints(GRPOTrainer):
         if self.engine is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         folder = self._find_checkpoint(resume_from_checkpoint)
+        self._epochs_done, steps = 0, self._rollout_state()[0]
+        # A trainer that trains anew, maybe after an interruption inside a step, begins with a new generation batch.
+        self._restore_rollout(-(-steps // self._generate_every) * self._generate_every, None)
         if folder is not None:
             self._epochs_done = int(read_json(Path(folder) / "trainer_state.json")["epoch"])
             self._parent = read_json(Path(folder) / RECORD)["parent"]

@@ -259,6 +259,35 @@ def test_ctrl_c(embedded_model, tmp_path, warned):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+class KillInside(TrainerCallback):
+    """Ends the first run between the micro-batches of its second step."""
+
+    done = False
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1 and not self.done:
+            self.done = True
+            raise Killed
+
+
+def test_the_same_trainer_trains_anew_after_an_interruption(embedded_model, tmp_path):
+    """It begins with a new generation batch, or where the checkpoint was."""
+    trainer = make("ppo", embedded_model, tmp_path, callbacks=[KillInside()], **SAVING)
+    with pytest.raises(Killed):
+        trainer.train()
+    assert trainer._rollout_state()[0] == 3
+    again = make("ppo", embedded_model, tmp_path / "again")
+    again.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert_same(weights(trainer), weights(again))
+    shutil.rmtree(tmp_path / "rollouts")
+    trainer.train()
+    assert trainer._rollout_state()[0] == 8 + 6
+    assert [path.name[:30] for path in sorted((tmp_path / "rollouts").iterdir())] == [
+        "step-000000-generation-000002-", "step-000002-generation-000003-"
+    ]  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------------------- what is saved
 
 
