@@ -378,6 +378,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at the same time")
     parser.add_argument("--fresh", action="store_true", help="repeat saved runs too")
+    parser.add_argument("--report", action="store_true", help="run nothing; write the page from the saved runs")
     options = parser.parse_args()
     wanted = [
         (a, p, s)
@@ -386,9 +387,15 @@ def main() -> int:
         if p in ALGORITHMS[a].probes
         for s in options.seeds
     ]
-    results = run_all(wanted, options.jobs, options.fresh)
+    if options.report:
+        results = [saved for key in wanted if (saved := load(settings(*key))) is not None]
+    else:
+        results = run_all(wanted, options.jobs, options.fresh)
     print(f"\n{table(results)}")
-    if {*options.probes} >= {*PROBES} and {*options.seeds} >= {*SEEDS} and {*options.algorithms} >= {*ALGORITHMS}:
+    everything = (
+        {*options.probes} >= {*PROBES} and {*options.seeds} >= {*SEEDS} and {*options.algorithms} >= {*ALGORITHMS}
+    )
+    if everything:
         plot(results)
         write_page(results)
         print(f"\nWritten to {PAGE.relative_to(ROOT.parent)}.")
