@@ -59,7 +59,7 @@ class SavedAdapters:
 
 
 def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | None:
-    """The adapters that a folder or Hub repository holds, ours, any PEFT adapter or AgileRL's; None if it holds none.
+    """The adapters that a folder (ours, any PEFT adapter's, AgileRL's) or Hub repository holds; None if it holds none.
 
     Args:
         model: What a trainer was given as ``model``.
@@ -76,24 +76,22 @@ def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | No
             _check_is_model(folder)
             return None
     else:
-        layout = next((layout for layout in LAYOUTS if _hub_file(model, layout[POLICY], revision)), None)
-        if layout is None:
+        layout = LAYOUTS[0]
+        if not _hub_config(model, revision):
             return None
         wanted = [(Path(name) / file).as_posix() for name in layout.values() for file in (CONFIG, WEIGHTS)]
-        wanted += [*_BESIDE, HEAD]
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*wanted, *_BESIDE]))
         commit = folder.name
     folders = {role: folder / name for role, name in layout.items() if (folder / name / CONFIG).is_file()}
     return SavedAdapters(model, folder, folders, read_config(folders[POLICY]), commit)
 
 
-def _hub_file(repository: str, subfolder: str, revision: str | None) -> str | None:
+def _hub_config(repository: str, revision: str | None) -> str | None:
     """The adapter's configuration, or None if there is no such repository, file or connection."""
     try:
         return cached_file(
             repository,
             CONFIG,
-            subfolder=subfolder,
             revision=revision,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,

@@ -149,11 +149,11 @@ def _train(pipeline: Pipeline, stage: Stage, model: str, folder: Path, after_sta
 
 def _record(stage: Stage, model: str, steps: int) -> dict[str, Any]:
     """What a later stage's record says about one of TRL's trainers; the multi-turn trainers write their own."""
-    saved = find_adapters(model)
+    saved, parent = find_adapters(model), None
     if saved is not None:
         parent = parent_of(saved.folder, saved.source, saved.commit)
-    else:
-        parent = parent_of(Path(model), model, None) if (Path(model) / RECORD).is_file() else None
+    elif (Path(model) / RECORD).is_file():
+        parent = parent_of(Path(model), model, None)
     return {"algorithm": stage.algorithm.upper(), "environment": None, "global_step": steps, "parent": parent}
 
 
