@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -22,7 +23,14 @@ from ppo_games import make_ppo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from agile_trainers.adapters.checkpoint import MARKER, RECORD, CheckpointError, check_complete, newest_complete
+from agile_trainers.adapters.checkpoint import (
+    MARKER,
+    RECORD,
+    CheckpointError,
+    check_complete,
+    mark_complete,
+    newest_complete,
+)
 from agile_trainers.trainers import checkpoint as checkpoint_module
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}
@@ -405,6 +413,35 @@ def test_damaged_folders_are_refused(embedded_model, tmp_path, saved, warned):
             trainer.train(resume_from_checkpoint=True)
         assert digest(folder.parent) == before
         assert_same(weights(trainer), start)
+
+
+class Evil:
+    """A pickle that writes a file when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "adapter_model.bin"]
+)
+def test_code_in_a_folder_is_not_run(embedded_model, tmp_path, saved, name):
+    """Not even in a folder whose marker says that all is well."""
+    folder = Path(shutil.copytree(saved / "checkpoint-1", tmp_path / "checkpoint-1"))
+    torch.save(Evil(tmp_path / "owned"), folder / name)
+    if name == "adapter_model.bin":
+        (folder / "adapter_model.safetensors").unlink()
+    mark_complete(folder)
+    trainer = make("grpo", embedded_model, tmp_path / "run", max_steps=2)
+    if name == "training_args.bin":
+        trainer.train(resume_from_checkpoint=str(folder))
+    else:
+        with pytest.raises((pickle.UnpicklingError, CheckpointError)):
+            trainer.train(resume_from_checkpoint=str(folder))
+    assert not (tmp_path / "owned").exists()
 
 
 def test_folders_that_hold_something_else(embedded_model, tmp_path, saved):
