@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -13,7 +14,7 @@ from trl import GRPOTrainer
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.metrics import episode_row
-from agile_trainers.rollout.record import episode_record
+from agile_trainers.rollout.record import episode_record, write_records
 from agile_trainers.types import Trajectory
 
 from .randomness import evaluation_specs, preserved_random_state
@@ -33,7 +34,9 @@ class EpisodeEvaluation(GRPOTrainer):
         raise NotImplementedError
 
     def _record(self, name: str, records: list[dict[str, Any]]) -> None:
-        raise NotImplementedError
+        if self.args.log_rollouts:
+            name = f"step-{self.state.global_step:06d}-{name}-rank{self.accelerator.process_index}.jsonl"
+            write_records(Path(self.args.output_dir) / "rollouts" / name, records)
 
     def evaluate(
         self,

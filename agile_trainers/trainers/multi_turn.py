@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +32,7 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.rollout.generators.transformers import TransformersGenerator
 from agile_trainers.rollout.metrics import episode_row
-from agile_trainers.rollout.record import episode_record, write_records
+from agile_trainers.rollout.record import episode_record
 from agile_trainers.types import Trajectory, TurnBatch
 
 from .batching import Batch, drop_silent_rows, sort_by_length, trim_columns
@@ -44,7 +43,15 @@ from .hub import HubModels
 from .randomness import training_specs
 from .reference import ReferencePolicy
 from .reporting import degeneracies, training_summary
-from .setup import activation_offloading, build_engine, check_first_prompt, check_vllm, refuse, training_rows
+from .setup import (
+    activation_offloading,
+    build_engine,
+    check_first_prompt,
+    check_vllm,
+    refuse,
+    training_rows,
+    with_return,
+)
 from .warm_start import Start, start_from
 
 logger = logging.get_logger(__name__)
@@ -161,7 +168,9 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             report.raise_for_errors()
             for finding in report.warnings:
                 logger.warning(finding)
-            reward_funcs, reward_processing_classes = self._with_return(args, reward_funcs, reward_processing_classes)
+            reward_funcs, reward_processing_classes = with_return(
+                lambda: self._returns, args, reward_funcs, reward_processing_classes
+            )
             if eval_dataset is None and args.eval_strategy != "no":
                 # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
                 eval_dataset = train_dataset
@@ -215,25 +224,6 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             with self._generator():
                 # Made once for its checks of the sampling settings.
                 pass
-
-    # ------------------------------------------------------------------------------------------------ construction
-
-    def _with_return(self, args: MultiTurnConfig, reward_funcs: Any, classes: Any) -> tuple[list[Any], list[Any]]:
-        """Put the episode return first among the reward functions; TRL demands at least one and logs each."""
-        own = [] if reward_funcs is None else list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
-        classes = classes if isinstance(classes, list) else [classes] * len(own)
-        if args.reward_weights is not None:
-            if len(args.reward_weights) != len(own):
-                raise ValueError(
-                    f"reward_weights has {len(args.reward_weights)} entries for {len(own)} reward_funcs; the environment's "
-                    "own reward needs none (its weight is 1)."
-                )
-            args.reward_weights = [1.0, *args.reward_weights]
-
-        def environment(**_: Any) -> list[float]:
-            return self._returns
-
-        return [environment, *own], [None, *classes]
 
     # ---------------------------------------------------------------------------------------------------- rollout
 
@@ -550,8 +540,3 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             group, member = divmod(index, self.num_generations)
             records.append(episode_record(trajectory, row, step=self.state.global_step, group=group, member=member))
         return records
-
-    def _record(self, name: str, records: list[dict[str, Any]]) -> None:
-        if self.args.log_rollouts:
-            name = f"step-{self.state.global_step:06d}-{name}-rank{self.accelerator.process_index}.jsonl"
-            write_records(Path(self.args.output_dir) / "rollouts" / name, records)
