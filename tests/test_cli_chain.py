@@ -324,5 +324,5 @@ def test_the_example(tmp_path: Path, seed: int) -> None:
     subprocess.run([sys.executable, script, *arguments], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     summary = json.loads((tmp_path / "summary.json").read_text())
     returns = list(summary["returns"].values())
-    assert returns == sorted(returns) and returns[-1] - returns[0] > 0.5
+    assert returns == sorted(returns) and returns[-1] - returns[0] > 0.3
     assert max(summary["differences"].values()) <= 1e-6
