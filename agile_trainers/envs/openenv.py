@@ -268,9 +268,7 @@ class OpenEnvEnvironment:
 def _fields(schema: dict[str, Any]) -> dict[str, Any]:
     """Names and types of the fields that are the environment's own."""
     return {
-        name: field.get("type", "any")
-        for name, field in schema.get("properties", {}).items()
-        if name not in _COMMON
+        name: field.get("type", "any") for name, field in schema.get("properties", {}).items() if name not in _COMMON
     }
 
 
