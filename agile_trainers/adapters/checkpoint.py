@@ -19,11 +19,11 @@ from peft import LoraConfig
 RECORD, MARKER = "agile_trainers.json", "complete.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
 """What ``Trainer`` calls the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
-_NOT_SETTINGS = {
+NOT_LORA_SETTINGS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
 }  # fmt: skip
-"""Book-keeping, and how weights are drawn that come from a file by now."""
+"""Fields of a LoRA configuration that are book-keeping, or say how weights are drawn that come from a file by now."""
 
 
 class CheckpointError(ValueError):
@@ -59,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def lora_settings(config: LoraConfig) -> dict[str, Any]:
     """The settings of a LoRA configuration that make a difference, as JSON holds them."""
-    settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_SETTINGS and value}
+    settings = {name: value for name, value in config.to_dict().items() if name not in NOT_LORA_SETTINGS and value}
     return json.loads(
         json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
     )

@@ -17,13 +17,10 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
+from .checkpoint import NOT_LORA_SETTINGS
+
 _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 """Fields that choose the adapted modules; compared by what they choose, not by how they say it."""
-_NOT_SETTINGS = {
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", *_SELECTION,
-}  # fmt: skip
-"""Book-keeping, and how weights are drawn that come from a file here."""
 RESOLVED = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "target_modules")
 """What merging can resolve."""
 _OTHER_ALGEBRA = ("target_parameters", "use_qalora", "use_bdlora", "layer_replication", "arrow_config", "kasa_config")
@@ -64,7 +61,7 @@ def differences(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) ->
         that only one of the two adapts.
     """
     found = {}
-    for name in (f.name for f in fields(LoraConfig) if f.name not in _NOT_SETTINGS):
+    for name in (f.name for f in fields(LoraConfig) if f.name not in {*NOT_LORA_SETTINGS, *_SELECTION}):
         left, right = _plain(getattr(saved, name, None)), _plain(getattr(wanted, name, None))
         if left != right:
             found[name] = (getattr(saved, name, None), getattr(wanted, name))

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation
+from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation, as_messages
 from agile_trainers.envs.checker import validate_reset, validate_step
 from agile_trainers.envs.play import Player
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
@@ -42,12 +42,12 @@ class Overheard:
 
     def _on_reset(self, arguments: dict[str, Any], result: Any) -> None:
         observation, _ = validate_reset(result)
-        self.messages = _messages(observation)
+        self.messages = as_messages(observation)
         self._hear(None, observation, None)
 
     def _on_step(self, arguments: dict[str, Any], result: Any) -> None:
         observation, reward, *_ = validate_step(result)
-        self.messages += [{"role": "assistant", "content": arguments["action"]}, *_messages(observation)]
+        self.messages += [{"role": "assistant", "content": arguments["action"]}, *as_messages(observation)]
         self._hear(arguments["action"], observation, reward)
 
 
@@ -117,7 +117,3 @@ def _tapped(method: Callable[..., Any], tap: Callable[[dict[str, Any], Any], Non
         return result
 
     return called
-
-
-def _messages(observation: Observation) -> list[Message]:
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)

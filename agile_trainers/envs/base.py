@@ -47,6 +47,11 @@ EnvironmentFactory = Callable[[], Environment]
 """Makes one environment instance; called once for every episode that runs at the same time."""
 
 
+def as_messages(observation: Observation) -> list[Message]:
+    """An observation as chat messages: text is one user message."""
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+
+
 def read_options(options: dict[str, Any] | None, known: Collection[str], environment: str) -> dict[str, Any]:
     """The options an environment was given, none of them unread.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from typing import Any
 
 from agile_trainers.types import Message
 
-from .base import Environment, Observation
+from .base import Environment, Observation, as_messages
 from .checker import validate_reset, validate_step
 
 Player = Callable[[list[Message], random.Random], str]
@@ -63,7 +64,7 @@ def play(
     """
     rng = random.Random(f"player {seed}")
     observation, _ = validate_reset(environment.reset(seed=seed, options=options))
-    episode = Episode(messages=_messages(observation))
+    episode = Episode(messages=as_messages(observation))
     while True:
         answer = player(episode.messages, rng)
         episode.messages.append({"role": "assistant", "content": answer})
@@ -72,7 +73,7 @@ def play(
         if terminated or truncated or len(episode.rewards) == max_turns:
             episode.final_observation = observation
             return episode
-        episode.messages += _messages(observation)
+        episode.messages += as_messages(observation)
 
 
 def known_players(environment: Environment) -> dict[str, Player]:
@@ -121,5 +122,21 @@ def compare(
     return rows
 
 
-def _messages(observation: Observation) -> list[Message]:
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+def compare_until(
+    count: int, environment: Environment, better: Player, worse: Player, first_seed: int
+) -> list[dict[str, list[Message]]]:
+    """As many pairs of :func:`compare`, from one seed after the other; seeds that give none are passed over.
+
+    Args:
+        count: Number of pairs. It does not end if no seed gives any.
+        environment: The instance to play on.
+        better: The player whose answers are chosen.
+        worse: The player whose answers are rejected.
+        first_seed: Seed of the first episode.
+    """
+    pairs: list[dict[str, list[Message]]] = []
+    for seed in itertools.count(first_seed):
+        if len(pairs) >= count:
+            break
+        pairs += compare(environment, better, worse, [seed])
+    return pairs

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from agile_trainers.envs.base import Observation
+from agile_trainers.envs.base import Observation, as_messages
 from agile_trainers.envs.checker import EnvironmentProtocolError, validate_reset, validate_step
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
@@ -183,9 +183,7 @@ class RolloutEngine:
 
     def render(self, observation: Observation) -> list[Message]:
         """The messages a first observation stands for."""
-        messages: list[Message] = (
-            [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
-        )
+        messages = as_messages(observation)
         if self.system_prompt is not None and (not messages or messages[0]["role"] != "system"):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return messages

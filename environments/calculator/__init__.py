@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from agile_trainers.envs.calculate import calculate
-from agile_trainers.envs.play import Player, compare, demonstrate
+from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.envs.rows import GeneratedRows, Row
 from agile_trainers.envs.tools import ToolEnvironment
 from agile_trainers.types import Message
@@ -112,11 +112,7 @@ def preferences(count: int, seed: int = 0, environment: Calculator | None = None
     Returns:
         ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
     """
-    pairs: list[dict[str, list[Message]]] = []
-    while len(pairs) < count:
-        pairs += compare(environment or Calculator(), expert_player, careless_player, [seed])
-        seed += 1
-    return pairs
+    return compare_until(count, environment or Calculator(), expert_player, careless_player, seed)
 
 
 def _expression(messages: list[Message]) -> str:

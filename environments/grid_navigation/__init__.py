@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
-from agile_trainers.envs.play import Player, compare, demonstrate
+from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (3, 0, 6), "normal": (5, 5, 12), "hard": (7, 14, 24)}
@@ -201,11 +201,7 @@ def preferences(count: int, seed: int = 0, environment: GridNavigation | None = 
     Returns:
         ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
     """
-    pairs: list[dict[str, list[Message]]] = []
-    while len(pairs) < count:
-        pairs += compare(environment or GridNavigation(), expert_player, random_legal_player, [seed])
-        seed += 1
-    return pairs
+    return compare_until(count, environment or GridNavigation(), expert_player, random_legal_player, seed)
 
 
 def _shown(messages: list[Message]) -> list[str]:

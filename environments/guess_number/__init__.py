@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
-from agile_trainers.envs.play import Player, compare, demonstrate
+from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (6, 3), "normal": (12, 4), "hard": (24, 5)}
@@ -122,11 +122,7 @@ def preferences(count: int, seed: int = 0, environment: GuessNumber | None = Non
     Returns:
         ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
     """
-    pairs: list[dict[str, list[Message]]] = []
-    while len(pairs) < count:
-        pairs += compare(environment or GuessNumber(), halving_player, random_player, [seed])
-        seed += 1
-    return pairs
+    return compare_until(count, environment or GuessNumber(), halving_player, random_player, seed)
 
 
 def _number(action: str) -> int:

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
-from agile_trainers.envs.play import Player, compare, demonstrate
+from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (2, 4, 4), "normal": (3, 6, 7), "hard": (4, 6, 6)}
@@ -167,11 +167,7 @@ def preferences(count: int, seed: int = 0, environment: Mastermind | None = None
     Returns:
         ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
     """
-    pairs: list[dict[str, list[Message]]] = []
-    while len(pairs) < count:
-        pairs += compare(environment or Mastermind(), expert_player, random_player, [seed])
-        seed += 1
-    return pairs
+    return compare_until(count, environment or Mastermind(), expert_player, random_player, seed)
 
 
 def _read(messages: list[Message]) -> tuple[int, int, Clues]:

@@ -7,7 +7,7 @@ import re
 from functools import cache
 from typing import Any
 
-from agile_trainers.envs.play import Player, compare, demonstrate
+from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.envs.rows import Row, TableRows
 from agile_trainers.envs.search import BM25Index
 from agile_trainers.envs.search_environment import SearchEnvironment
@@ -157,11 +157,7 @@ def preferences(count: int, seed: int = 0, environment: SearchQA | None = None) 
     Returns:
         ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
     """
-    pairs: list[dict[str, list[Message]]] = []
-    while len(pairs) < count:
-        pairs += compare(environment or SearchQA(), expert_player, careless_player, [seed])
-        seed += 1
-    return pairs
+    return compare_until(count, environment or SearchQA(), expert_player, careless_player, seed)
 
 
 def _question(messages: list[Message]) -> tuple[int, str]:

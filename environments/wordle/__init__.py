@@ -10,7 +10,7 @@ from typing import Any
 
 from agile_environments.wordle.words import WORDS
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
-from agile_trainers.envs.play import Player, compare, demonstrate
+from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (20, 4), "normal": (len(WORDS), 6), "hard": (len(WORDS), 4)}
@@ -174,11 +174,7 @@ def preferences(count: int, seed: int = 0, environment: Wordle | None = None) ->
     Returns:
         ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
     """
-    pairs: list[dict[str, list[Message]]] = []
-    while len(pairs) < count:
-        pairs += compare(environment or Wordle(), expert_player, random_player, [seed])
-        seed += 1
-    return pairs
+    return compare_until(count, environment or Wordle(), expert_player, random_player, seed)
 
 
 def _read(messages: list[Message]) -> tuple[int, Clues]:
