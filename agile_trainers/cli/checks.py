@@ -27,10 +27,10 @@ from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.play import Player, known_players
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
-from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.rollout.generators.transformers import TransformersGenerator
 from agile_trainers.rollout.metrics import episode_row, summarize
 from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.generation import sampling_settings
 from agile_trainers.trainers.randomness import evaluation_specs
 from agile_trainers.trainers.setup import build_engine, check_first_prompt
 from agile_trainers.types import StopReason, Trajectory
@@ -195,21 +195,12 @@ def model_plays(run: Run) -> list[Trajectory]:
     model = AutoModelForCausalLM.from_pretrained(
         name, revision=run.model.model_revision, dtype=run.model.dtype, trust_remote_code=args.trust_remote_code
     )
-    settings = SamplingSettings(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        min_new_tokens=args.min_new_tokens,
-        stop_strings=tuple(args.stop_strings or ()),
-    )
     engine = run.engine(run.factory)
     generator = TransformersGenerator(
         model.to("cuda" if torch.cuda.is_available() else "cpu").eval(),
         eos_token_ids=engine.chat.eos_token_ids,
         pad_token_id=run.tokenizer.pad_token_id,
-        settings=settings,
+        settings=sampling_settings(args),
         tokenizer=run.tokenizer,
         max_batch_size=args.generation_chunk_size,
     )

@@ -7,8 +7,14 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
+from agile_trainers.objectives.mismatch import MODES
+
+from .vllm_options import check_options
+
 TRL_COMPLETION_LENGTH = 512
 """TRL's default for ``max_completion_length``, which applies when there is no environment."""
+TRL_SAMPLING_MODE = "sequence_mask"
+"""TRL's default for ``vllm_importance_sampling_mode``, likewise."""
 
 
 @dataclass
@@ -18,7 +24,8 @@ class MultiTurnConfig(GRPOConfig):
     Everything in TRL's ``GRPOConfig`` keeps its name, default and meaning, except: ``max_completion_length`` is derived as
     ``max_turns * max_new_tokens`` and cannot be set together with an environment; ``disable_dropout`` defaults to True
     with an environment (so that every importance ratio is 1 before the first update); ``importance_sampling_level`` also
-    takes ``"turn"``, and ``"trajectory"`` for TRL's ``"sequence"``.
+    takes ``"turn"``, and ``"trajectory"`` for TRL's ``"sequence"``; ``vllm_importance_sampling_mode`` also takes
+    ``"turn_truncate"``, the default with an environment, and ``"turn_mask"``. For ``vllm_*`` see ``docs/vllm.md``.
 
     A field below has an effect only with an environment; setting one without is an error.
 
@@ -46,7 +53,7 @@ class MultiTurnConfig(GRPOConfig):
             must then start under ``if __name__ == "__main__"``.
         max_environments: Episodes that play at once, for servers that take no more; the others wait. Default: all.
         environment_timeout: Seconds a ``reset`` or ``step`` may take before its episode is given up.
-        generation_chunk_size: Episodes that the transformers generator decodes at once. Default: all.
+        generation_chunk_size: Episodes that are decoded at once. Default: all; with vLLM those of one generation batch.
         num_eval_episodes: Episodes of one evaluation, over all processes.
         eval_greedy: Evaluate with the likeliest token instead of sampling.
         log_rollouts: Write every episode to ``output_dir/rollouts/`` as JSON lines.
@@ -65,6 +72,8 @@ class MultiTurnConfig(GRPOConfig):
         entropy_coef_schedule: ``"constant"``, or ``"linear"``: the entropy bonus falls to 0 over the run, so that the policy
             explores early and need not be random in the end.
         activation_offload: Keep activations in the CPU's memory between forward and backward pass.
+        offload_policy_during_rollout: With vLLM on a GPU: the trainer's own weights wait in the CPU's memory meanwhile.
+        vllm_max_logprob_gap: Warn when sampler and trainer differ by more than this on average, in nats a token.
         hub_extras: What is pushed to the Hub besides the policy: any of ``"reference"``, ``"critic"`` and ``"rollouts"``
             (the episodes in ``output_dir/rollouts/``).
         keep_reference: Where ``model`` is a folder of adapters: its ``ref`` stays the reference. Default: the policy that is
@@ -127,6 +136,18 @@ class MultiTurnConfig(GRPOConfig):
         default="constant", metadata={"help": "Course of entropy_coef over the run: constant, or linear (to 0)."}
     )
     activation_offload: bool = field(default=False, metadata={"help": "Keep activations in CPU memory until backward."})
+    vllm_importance_sampling_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "token, turn or sequence, and _truncate or _mask. Default: turn_truncate with an environment."
+        },
+    )
+    offload_policy_during_rollout: bool = field(
+        default=False, metadata={"help": "The trainer's weights wait in CPU memory while vLLM samples."}
+    )
+    vllm_max_logprob_gap: float = field(
+        default=0.1, metadata={"help": "Warn of a mean gap between sampler and trainer beyond this."}
+    )
     hub_extras: list[str] = field(
         default_factory=list, metadata={"help": "Pushed besides the policy: reference, critic, rollouts."}
     )
@@ -172,6 +193,10 @@ class MultiTurnConfig(GRPOConfig):
             raise ValueError(f"advantage_clip_range must be positive, got {self.advantage_clip_range}.")
         if self.zero_advantage_eps < 0:
             raise ValueError(f"zero_advantage_eps must not be negative, got {self.zero_advantage_eps}.")
+        if self.vllm_max_logprob_gap <= 0:
+            raise ValueError(f"vllm_max_logprob_gap must be positive, got {self.vllm_max_logprob_gap}.")
+        if self.vllm_importance_sampling_mode is not None:
+            _one_of(self, "vllm_importance_sampling_mode", MODES)
         if self.reference_update_steps is not None and self.reference_update_steps < 1:
             raise ValueError(f"reference_update_steps must be at least 1, got {self.reference_update_steps}.")
         _one_of(self, "kl_placement", ("loss", "reward", "advantage"))
@@ -189,8 +214,9 @@ class MultiTurnConfig(GRPOConfig):
     def without_environment(self) -> "MultiTurnConfig":
         """This configuration as TRL's own ``GRPOTrainer`` means it. Fields that need an environment must be unset."""
         idle = [f.name for f in fields(self) if f.name in self._own_fields() and getattr(self, f.name) != _default(f)]
-        if self.importance_sampling_level == "turn":
-            idle.append("importance_sampling_level='turn'")
+        for name in ("importance_sampling_level", "vllm_importance_sampling_mode"):
+            if str(getattr(self, name)).startswith("turn"):
+                idle.append(f"{name}={getattr(self, name)!r}")
         if idle:
             raise ValueError(
                 f"{', '.join(sorted(idle))}: these options act on multi-turn episodes and would have no effect here. "
@@ -198,6 +224,7 @@ class MultiTurnConfig(GRPOConfig):
             )
         args = copy.copy(self)
         args.max_completion_length = self.max_completion_length or TRL_COMPLETION_LENGTH
+        args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or TRL_SAMPLING_MODE
         args.disable_dropout = bool(self.disable_dropout)
         eval_batch, group = self.per_device_eval_batch_size * self.world_size, self.num_generations
         if self.do_eval and self.eval_strategy != "no" and not self.num_generations_eval and eval_batch % group:
@@ -219,6 +246,7 @@ class MultiTurnConfig(GRPOConfig):
         for name, instead in _NO_EFFECT.items():
             if getattr(self, name) != _default(self.__dataclass_fields__[name]):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect with an environment: {instead}.")
+        check_options(self, {f.name: _default(f) for f in fields(self)})
         self._check_reference()
         self._check_hub()
         self._check_skipping()
@@ -237,6 +265,7 @@ class MultiTurnConfig(GRPOConfig):
         args = copy.copy(self)
         args.max_completion_length = length
         args.disable_dropout = self.disable_dropout is not False
+        args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or "turn_truncate"
         return args
 
     def _check_reference(self) -> None:

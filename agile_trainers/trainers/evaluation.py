@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from trl import GRPOTrainer
 
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.metrics import episode_row
 from agile_trainers.rollout.record import episode_record, write_records
 from agile_trainers.types import Trajectory
 
+from .generation import Generation
 from .randomness import evaluation_specs, preserved_random_state
 from .reporting import evaluation_summary
 
 
-class EpisodeEvaluation(GRPOTrainer):
+class EpisodeEvaluation(Generation):
     """``evaluate`` of the multi-turn trainers; uses nothing of TRL but its public methods."""
 
     args: Any
@@ -29,9 +27,6 @@ class EpisodeEvaluation(GRPOTrainer):
     control: Any
     engine: RolloutEngine | None
     _eval_rows: Any
-
-    def _generator(self, do_sample: bool = True) -> AbstractContextManager[Generator]:
-        raise NotImplementedError
 
     def _record(self, name: str, records: list[dict[str, Any]]) -> None:
         if self.args.log_rollouts:

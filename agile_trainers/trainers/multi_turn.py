@@ -7,8 +7,6 @@ the optimizer loop, checkpoints, logging and the Hub stay TRL's. Without an envi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,7 +14,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
-from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters import REFERENCE, explaining_scope, within_scope
@@ -29,8 +27,6 @@ from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.generators.base import SamplingSettings
-from agile_trainers.rollout.generators.transformers import TransformersGenerator
 from agile_trainers.rollout.metrics import episode_row
 from agile_trainers.rollout.record import episode_record
 from agile_trainers.types import Trajectory, TurnBatch
@@ -174,6 +170,8 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             if eval_dataset is None and args.eval_strategy != "no":
                 # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
                 eval_dataset = train_dataset
+        # With it TRL would make an engine of its own.
+        use_vllm, args.use_vllm = args.use_vllm, args.use_vllm and environment is None
         start = start_from(Start(model, args, processing_class, quantization_config, peft_config))
         self._saved, args = start.saved, start.args
         with explaining_scope(getattr(args, "lora_target_scope", None)):
@@ -194,6 +192,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
                 environment_factory=environment_factory,
             )
         if environment is not None:
+            self.use_vllm = self.args.use_vllm = use_vllm
             self._turn_ratios = args.importance_sampling_level == "turn"
             if self._turn_ratios:
                 # TRL's loss sees log-probabilities whose token ratios already are the turn's.
@@ -221,49 +220,9 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
                     "skip_zero_advantage cannot be combined with the router's auxiliary loss, which every episode trains. "
                     "Set router_aux_loss_coef=0.0 in model_init_kwargs, or skip_zero_advantage=False."
                 )
-            with self._generator():
-                # Made once for its checks of the sampling settings.
-                pass
+            self._set_up_generation()
 
     # ---------------------------------------------------------------------------------------------------- rollout
-
-    @contextmanager
-    def _generator(self, do_sample: bool = True) -> Iterator[TransformersGenerator]:
-        """The rollout generator on the unwrapped policy, in eval mode, as TRL unwraps it for its own generation."""
-        assert self.engine is not None
-        args, training = self.args, self.model.training
-        settings = SamplingSettings(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            min_new_tokens=args.min_new_tokens,
-            stop_strings=tuple(args.stop_strings or ()),
-            do_sample=do_sample,
-        )
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                gather_deepspeed3_params=args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-            ) as model,
-            torch.no_grad(),
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
-        ):
-            model.eval()
-            try:
-                yield TransformersGenerator(
-                    model,
-                    eos_token_ids=self.engine.chat.eos_token_ids,
-                    pad_token_id=self._tokenizer.pad_token_id,
-                    settings=settings,
-                    tokenizer=self._tokenizer,
-                    max_batch_size=args.generation_chunk_size,
-                )
-            finally:
-                model.train(training)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if self.engine is None:
@@ -382,12 +341,14 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             output["old_per_token_logps"] = scores["old_per_token_logps"]
         if self.beta != 0.0 and self.args.kl_placement == "loss":
             output["ref_per_token_logps"] = scores["ref_per_token_logps"]
+        if self._corrects_mismatch:
+            output |= self._mismatch(batch, scores["old_per_token_logps"], trained & scores["scored"][:, None])
         return output
 
     @property
     def _scores_old_policy(self) -> bool:
-        """Whether an update sees a batch that an older policy sampled; TRL's own condition."""
-        return self.args.gradient_accumulation_steps % self._generate_every != 0
+        """Whether an update sees a batch that an older policy, or another engine, sampled; TRL's own condition."""
+        return self._corrects_mismatch or self.args.gradient_accumulation_steps % self._generate_every != 0
 
     def _policy_scores(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Batch:
         """Log-probabilities (B, T) of policy and reference, where the step needs them.
@@ -400,7 +361,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             live = (advantages.abs() > self.args.zero_advantage_eps).any(dim=1)
             # As many on every rank: where weights are sharded, forward passes must match.
             rows = live.int().argsort(descending=True, stable=True)[: int(self.accelerator.gather(live.sum()).max())]
-        scores: Batch = {}
+        scores: Batch = {"scored": torch.zeros_like(batch.failed).index_fill(0, rows, True)}
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self._scores_old_policy or self.args.kl_placement != "loss":
                 scores["old_per_token_logps"] = self._score(self.model, columns, rows)
@@ -514,7 +475,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
         rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
         slowest = max(gather_object([self._rollout_seconds]))
         totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        summary = training_summary(rows, slowest, totals.tolist())
+        summary = training_summary(rows, slowest, totals.tolist()) | self._sync_metrics()
         metrics = self._metrics["train"]
         for name, value in summary.items():
             metrics[name].append(value)

@@ -18,6 +18,7 @@ from agile_trainers.rollout.stepping import EnvironmentPool
 
 from .config import MultiTurnConfig
 from .randomness import TRAINING, environment_seed
+from .vllm_options import check_device
 
 
 def build_engine(
@@ -139,14 +140,15 @@ def activation_offloading(args: MultiTurnConfig, model: Any) -> AbstractContextM
 
 
 def check_vllm(args: MultiTurnConfig) -> None:
-    """Say at once whether ``use_vllm`` can be had."""
-    if not args.use_vllm:
-        return
-    if not is_vllm_available():
+    """Say at once whether ``use_vllm`` can be had.
+
+    Raises:
+        ImportError: If vLLM is not installed.
+        ValueError: For options that need a GPU, on CPU.
+    """
+    if args.use_vllm and not is_vllm_available():
         raise ImportError("use_vllm=True needs vLLM, which is not installed: pip install 'agile-trainers[vllm]'.")
-    raise ValueError(
-        "use_vllm=True does not serve environments yet. Leave it unset: the transformers generator plays them."
-    )
+    check_device(args)
 
 
 def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:

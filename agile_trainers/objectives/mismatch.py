@@ -1,0 +1,108 @@
+"""When the sampler's log-probabilities are not the trainer's: how far apart they are, and the weights that make up for it.
+
+A token drawn from the sampler stands for the trainer's policy with the weight ``pi_trainer / pi_sampler``, which is cut or
+masked for the sake of variance (Yao et al., 2025, https://fengyao.notion.site/off-policy-rl). Modes, bounds and metric names
+are TRL's; the turn modes are the same rule on one action.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .segments import pool_to_turns, spread_to_tokens
+
+UNITS = ("token", "turn", "sequence")
+MODES = tuple(f"{unit}_{bound}" for unit in UNITS for bound in ("truncate", "mask"))
+"""A unit, whose log-ratios are summed, and what happens to a ratio out of bounds: cut to the bound, or set to 0."""
+
+
+@dataclass
+class Correction:
+    """What a batch is weighed with."""
+
+    weights: torch.Tensor
+    """(B, T) float32; 1 on tokens that are not counted."""
+    clipped: torch.Tensor
+    """(B, T) bool, the tokens whose ratio was out of bounds."""
+
+
+def importance_weights(
+    log_probs: torch.Tensor,
+    sampling_log_probs: torch.Tensor,
+    turn_ids: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    mode: str,
+    lowest: float | None = None,
+    highest: float | None = None,
+) -> Correction:
+    """Weight of each token of a batch that another distribution was sampled from.
+
+    Args:
+        log_probs: (B, T), of the trainer's policy as it was then.
+        sampling_log_probs: (B, T), as the sampler reported them.
+        turn_ids: (B, T) int64.
+        mask: (B, T) bool, the tokens that count. What stands elsewhere has no influence, whatever it is.
+        mode: One of ``MODES``. The ratio is the product over the token, its turn or the whole episode.
+        lowest: Ratios below are out of bounds. Default: none is.
+        highest: Ratios above are out of bounds. Default: none is.
+
+    Raises:
+        ValueError: For another mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}.")
+    unit, bound = mode.split("_")
+    gap = torch.where(mask, log_probs - sampling_log_probs, 0.0).float()
+    if unit != "token":
+        ids = torch.where(mask, turn_ids if unit == "turn" else 0, -1)
+        gap = spread_to_tokens(pool_to_turns(gap, ids, max(int(ids.max()) + 1, 1), "sum"), ids)
+    ratio = gap.exp()
+    low, high = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
+    clipped = mask & ((ratio < low) | (ratio > high))
+    weights = ratio.clamp(low, high) if bound == "truncate" else ratio.masked_fill(clipped, 0.0)
+    return Correction(torch.where(mask, weights, 1.0), clipped)
+
+
+def gap_metrics(
+    log_probs: torch.Tensor,
+    sampling_log_probs: torch.Tensor,
+    weights: torch.Tensor,
+    clipped: torch.Tensor,
+    mask: torch.Tensor,
+) -> dict[str, float]:
+    """How far sampler and trainer are apart, over the tokens of a batch.
+
+    Args:
+        log_probs: (B, T), of the trainer.
+        sampling_log_probs: (B, T), of the sampler.
+        weights: (B, T), of :func:`importance_weights`.
+        clipped: (B, T) bool, likewise.
+        mask: (B, T) bool, the tokens that count.
+
+    Returns:
+        Under ``sampling/``: ``sampling_logp_difference/mean``, ``/p95`` and ``/max`` of the absolute difference in nats;
+        ``kl``, the k3 estimate of KL(sampler || trainer) per token (http://joschu.net/blog/kl-approx.html);
+        ``importance_sampling_ratio/min``, ``/mean`` and ``/max`` of the weights; ``clipped``, the share of tokens out of
+        bounds. Empty without any token.
+    """
+    if not mask.any():
+        return {}
+    gap = (log_probs - sampling_log_probs)[mask].double()
+    difference, weights = gap.abs(), weights[mask]
+    # `torch.quantile` takes no more than 16 million elements.
+    p95 = difference.kthvalue(math.ceil(0.95 * len(difference))).values
+    values = {
+        "sampling_logp_difference/mean": difference.mean(),
+        "sampling_logp_difference/p95": p95,
+        "sampling_logp_difference/max": difference.max(),
+        "kl": (gap.exp() - 1 - gap).mean(),
+        "importance_sampling_ratio/min": weights.min(),
+        "importance_sampling_ratio/mean": weights.mean(),
+        "importance_sampling_ratio/max": weights.max(),
+        "clipped": clipped[mask].double().mean(),
+    }
+    return {f"sampling/{name}": value.item() for name, value in values.items()}

@@ -1,0 +1,188 @@
+"""What a rollout samples with: the transformers generator on the trainer's own model, or a vLLM engine beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import logging
+from trl import GRPOTrainer
+from trl.models.utils import unwrap_model_for_generation
+
+from agile_trainers.objectives.mismatch import gap_metrics, importance_weights
+from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.generators.base import Generator, SamplingSettings
+from agile_trainers.rollout.generators.transformers import TransformersGenerator
+from agile_trainers.types import TurnBatch
+
+from .batching import Batch
+from .reporting import mismatch_warning
+from .vllm_options import base_model
+
+if TYPE_CHECKING:
+    from .vllm_policy import VllmPolicy
+
+logger = logging.get_logger(__name__)
+
+
+def sampling_settings(args: Any, do_sample: bool = True) -> SamplingSettings:
+    """How answers are sampled.
+
+    Args:
+        args: A ``MultiTurnConfig``.
+        do_sample: False: greedily.
+    """
+    return SamplingSettings(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        min_new_tokens=args.min_new_tokens,
+        stop_strings=tuple(args.stop_strings or ()),
+        do_sample=do_sample,
+    )
+
+
+class Generation(GRPOTrainer):
+    """The rollout generators of the multi-turn trainers, and what makes up for the gap between sampler and trainer."""
+
+    args: Any
+    model: Any
+    engine: RolloutEngine | None
+    _vllm: VllmPolicy | None = None
+    _synced: tuple[int, float] = (0, 0.0)
+    """Bytes moved to vLLM for the last rollout, and the seconds it took."""
+
+    def _set_up_generation(self) -> None:
+        """Once, after the rollout engine was made."""
+        assert self.engine is not None
+        if self.use_vllm:
+            # Importing vLLM takes seconds and changes the process: only whoever asks for it.
+            from .vllm_policy import VllmPolicy
+
+            limit = self.engine.limits.max_model_length
+            self._vllm = VllmPolicy(
+                self.args,
+                self.accelerator.unwrap_model(self.model),
+                self.accelerator,
+                self._dist,
+                self._tokenizer,
+                limit if limit < 1 << 30 else None,
+            )
+        with self._generator():
+            # Made once for its checks of the sampling settings.
+            pass
+
+    @contextmanager
+    def _generator(self, do_sample: bool = True) -> Iterator[Generator]:
+        """The generator of one rollout, with the policy as it is now."""
+        settings = sampling_settings(self.args, do_sample)
+        generator = self._on_transformers(settings) if self._vllm is None else self._on_vllm(self._vllm, settings)
+        with generator as made:
+            yield made
+
+    @contextmanager
+    def _on_transformers(self, settings: SamplingSettings) -> Iterator[Generator]:
+        """On the unwrapped policy, in eval mode, as TRL unwraps it for its own generation."""
+        assert self.engine is not None
+        args, training = self.args, self.model.training
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=args.ds3_gather_for_generation,
+                gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+            ) as model,
+            torch.no_grad(),
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            model.eval()
+            try:
+                yield TransformersGenerator(
+                    model,
+                    eos_token_ids=self.engine.chat.eos_token_ids,
+                    pad_token_id=self._tokenizer.pad_token_id,
+                    settings=settings,
+                    tokenizer=self._tokenizer,
+                    max_batch_size=args.generation_chunk_size,
+                )
+            finally:
+                model.train(training)
+
+    @contextmanager
+    def _on_vllm(self, policy: VllmPolicy, settings: SamplingSettings) -> Iterator[Generator]:
+        from agile_trainers.rollout.generators.vllm import VllmGenerator
+
+        assert self.engine is not None
+        started = time.perf_counter()
+        with policy.serving() as moved:
+            self._synced = moved, time.perf_counter() - started
+            generator = VllmGenerator(policy.engine, eos_token_ids=self.engine.chat.eos_token_ids, settings=settings)
+            try:
+                yield generator
+            finally:
+                generator.close()
+
+    # --------------------------------------------------------------------------------------------------- mismatch
+
+    @property
+    def _corrects_mismatch(self) -> bool:
+        return self._vllm is not None and self.vllm_importance_sampling_correction
+
+    def _mismatch(self, batch: TurnBatch, log_probs: torch.Tensor, mask: torch.Tensor) -> Batch:
+        """What TRL's loss reads of the gap between sampler and trainer; logs it, and warns of one that is too wide.
+
+        Args:
+            batch: The episodes.
+            log_probs: (B, T), of the trainer's policy.
+            mask: (B, T) bool, the tokens that were scored and are trained on.
+        """
+        args = self.args
+        correction = importance_weights(
+            log_probs,
+            batch.sampling_logprobs,
+            batch.turn_ids,
+            mask,
+            mode=args.vllm_importance_sampling_mode,
+            lowest=args.vllm_importance_sampling_clip_min,
+            highest=args.vllm_importance_sampling_clip_max,
+        )
+        columns = (log_probs, batch.sampling_logprobs, correction.weights, correction.clipped.long(), mask.long())
+        ours, theirs, weights, clipped, counted = (
+            self.accelerator.gather(self.accelerator.pad_across_processes(column, dim=1)) for column in columns
+        )
+        metrics = gap_metrics(ours, theirs, weights, clipped.bool(), counted.bool())
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        self._warn_of_gap(metrics.get("sampling/sampling_logp_difference/mean", 0.0))
+        return {"importance_sampling_ratio": correction.weights, "sampling_per_token_logps": batch.sampling_logprobs}
+
+    def _warn_of_gap(self, gap: float) -> None:
+        assert self._vllm is not None
+        if self._first_gap is None:
+            self._first_gap = gap
+        if gap > self.args.vllm_max_logprob_gap:
+            logger.warning(
+                mismatch_warning(
+                    gap,
+                    self.args.vllm_max_logprob_gap,
+                    first=self._first_gap,
+                    settings=sampling_settings(self.args),
+                    scored_at=self.temperature,
+                    dtypes=(self._vllm.dtype, base_model(self.accelerator.unwrap_model(self.model)).dtype),
+                )
+            )
+
+    _first_gap: float | None = None
+    """Mean gap of the first generation batch, when every adapter is new."""
+
+    def _sync_metrics(self) -> dict[str, float]:
+        """What the last rollout's sync cost; empty without vLLM."""
+        if self._vllm is None:
+            return {}
+        moved, seconds = self._synced
+        return {"vllm/sync_bytes": float(moved), "time/sync": seconds}

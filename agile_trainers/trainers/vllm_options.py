@@ -1,0 +1,179 @@
+"""What of the options and of the model vLLM can take, said before the engine is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, PeftType
+from transformers import PreTrainedModel
+
+from agile_trainers.adapters.checkpoint import NOT_LORA_SETTINGS
+
+_SERVER = "it acts on a server of vLLM's, and the engine runs in this process (vllm_mode='colocate')"
+_REFUSED = {
+    "vllm_server_base_url": _SERVER,
+    "vllm_server_host": _SERVER,
+    "vllm_server_port": _SERVER,
+    "vllm_server_timeout": _SERVER,
+    "vllm_group_port": _SERVER,
+    "vllm_max_model_length": "max_model_length limits the conversation, the engine's too",
+    "vllm_tensor_parallel_size": "every process plays its own episodes, on an engine of its own with one device",
+    "vllm_structured_outputs_regex": "an answer is what the model says; let the environment judge its form",
+}
+_NEED_VLLM = ("offload_policy_during_rollout", "vllm_max_logprob_gap")
+_CORRECTION = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")) + (
+    "vllm_max_logprob_gap",
+)
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for."""
+_SERVED = NOT_LORA_SETTINGS | {
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "ensure_weight_tying", "megatron_core", "qalora_group_size",
+}  # fmt: skip
+"""LoRA settings whose meaning is in the weights, in what vLLM reads of the configuration, or in training alone."""
+_LEAVES_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""Initializations that change the adapter alone; with the others the base is no longer what its folder holds."""
+
+
+def check_options(args: Any, defaults: dict[str, Any]) -> None:
+    """Refuse vLLM options that would be ignored.
+
+    Args:
+        args: A ``MultiTurnConfig`` for episodes.
+        defaults: The default of each of its fields.
+
+    Raises:
+        ValueError: For the first of them.
+    """
+    changed = [name for name in defaults if name.startswith("vllm_") or name in _NEED_VLLM]
+    changed = [name for name in changed if getattr(args, name) != defaults[name]]
+    if not args.use_vllm:
+        if changed:
+            raise ValueError(
+                f"{changed[0]}={getattr(args, changed[0])!r} has no effect without vLLM. Set use_vllm=True, or leave "
+                f"{changed[0]} unset."
+            )
+        return
+    if args.vllm_mode != "colocate":
+        raise ValueError(
+            f"vllm_mode={args.vllm_mode!r} does not serve episodes: TRL's client asks for a whole batch at once and sends "
+            "merged weights, where episodes ask turn by turn and send the adapter alone. Use vllm_mode='colocate', an "
+            "engine in each training process."
+        )
+    for name, reason in _REFUSED.items():
+        if name in changed:
+            raise ValueError(f"{name}={getattr(args, name)!r} has no effect with an environment: {reason}.")
+    if not args.vllm_importance_sampling_correction:
+        idle = next((name for name in _CORRECTION if name in changed), None)
+        if idle is not None:
+            raise ValueError(
+                f"{idle}={getattr(args, idle)!r} has no effect with vllm_importance_sampling_correction=False. Leave one of "
+                "them unset."
+            )
+    elif args.loss_type == "vespo" and not (args.vllm_importance_sampling_mode or "").startswith("token"):
+        raise ValueError(
+            "loss_type='vespo' pools weights over the sequence by itself. Use vllm_importance_sampling_mode="
+            "'token_truncate' or 'token_mask'."
+        )
+
+
+def check_device(args: Any) -> None:
+    """Refuse options that free a GPU's memory where there is none.
+
+    Raises:
+        ValueError: On CPU, or where the weights are not this process's own to move.
+    """
+    for name in ("vllm_enable_sleep_mode", "offload_policy_during_rollout"):
+        if getattr(args, name) and args.device.type == "cpu":
+            raise ValueError(f"{name}=True frees a GPU's memory and has no effect on CPU. Leave it unset.")
+    if args.offload_policy_during_rollout and (args.deepspeed or args.fsdp):
+        raise ValueError(
+            "offload_policy_during_rollout=True cannot move weights that DeepSpeed or FSDP keeps in buffers of its own. "
+            "Leave it unset; ZeRO-3 and FSDP have options to offload."
+        )
+
+
+def base_model(model: torch.nn.Module) -> PreTrainedModel:
+    """The model below the adapters."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def base_source(model: torch.nn.Module) -> str:
+    """Folder or Hub id that vLLM loads the base model from.
+
+    Raises:
+        ValueError: If the model does not say.
+    """
+    name = base_model(model).config._name_or_path
+    if not name:
+        raise ValueError(
+            "vLLM loads the base model from a folder or from the Hub, but this one was made in memory. Save it with "
+            "`save_pretrained` and pass the folder as `model`, or set use_vllm=False."
+        )
+    return str(name)
+
+
+def compute_dtype(args: Any, model: torch.nn.Module) -> torch.dtype:
+    """What the trainer computes in, and so should the sampler."""
+    if args.bf16:
+        return torch.bfloat16
+    if args.fp16:
+        return torch.float16
+    return base_model(model).dtype
+
+
+def quantization(model: torch.nn.Module, served: Sequence[str], engine: str) -> str | None:
+    """The name of the base model's quantization, None without any.
+
+    Args:
+        model: The policy.
+        served: What the installed vLLM can serve here.
+        engine: What that is, in words.
+
+    Raises:
+        ValueError: If it cannot serve this one.
+    """
+    config = getattr(base_model(model).config, "quantization_config", None)
+    if config is None:
+        return None
+    settings = config if isinstance(config, dict) else config.to_dict()
+    method = str(getattr(settings["quant_method"], "value", settings["quant_method"]))
+    if method not in served or settings.get("load_in_8bit"):
+        bits = " in 8 bit" if settings.get("load_in_8bit") else ""
+        raise ValueError(
+            f"{engine} cannot serve a base model quantized by {method!r}{bits}, and it is never merged or unpacked for it. "
+            "What can: the transformers generator (use_vllm=False), or vLLM with a base that is not quantized, or by one of "
+            f"{', '.join(served)}."
+        )
+    return method
+
+
+def lora_rank(config: LoraConfig) -> int:
+    """How much room vLLM has to make for an adapter.
+
+    Raises:
+        ValueError: If it cannot serve such an adapter, naming the settings it would ignore.
+    """
+    if config.peft_type != PeftType.LORA:
+        raise ValueError(f"vLLM serves LoRA adapters, not {config.peft_type}. Use a LoraConfig, or set use_vllm=False.")
+    default = LoraConfig()
+    odd = [
+        f.name for f in fields(default) if f.name not in _SERVED and getattr(config, f.name) != getattr(default, f.name)
+    ]
+    if config.init_lora_weights not in _LEAVES_THE_BASE:
+        odd.append("init_lora_weights")
+    if odd:
+        shown = ", ".join(f"{name}={getattr(config, name)!r}" for name in odd)
+        raise ValueError(
+            f"vLLM cannot serve an adapter with {shown}: it would sample from another policy. Leave {' and '.join(odd)} at "
+            "PEFT's default, or set use_vllm=False."
+        )
+    room = next((rank for rank in RANKS if rank >= config.r), None)
+    if room is None:
+        raise ValueError(
+            f"vLLM serves adapters of up to rank {RANKS[-1]}, got r={config.r}. Lower it, or set use_vllm=False."
+        )
+    return room

@@ -1,0 +1,143 @@
+"""The trainer's policy in a vLLM engine of its own process: made once, given the newest weights before every rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from transformers import PreTrainedTokenizerBase
+from trl.generation.vllm_generation import VLLMGeneration
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+from vllm.platforms import current_platform
+from vllm.version import __version__ as VERSION
+
+from agile_trainers.adapters import POLICY
+from agile_trainers.rollout.generators.vllm import VllmEngine
+
+from .vllm_options import base_model, base_source, compute_dtype, lora_rank, quantization
+
+
+class VllmPolicy:
+    """An engine that serves the policy.
+
+    With LoRA only the policy's adapter is ever moved: the base is loaded from where the trainer loaded it, and stays what it
+    is. A model that is trained whole is moved whole, by TRL's own sync.
+
+    Args:
+        args: The trainer's.
+        model: The policy, unwrapped.
+        accelerator: The trainer's.
+        distribution: TRL's ``DistributedBackend``, which gathers sharded weights.
+        tokenizer: The trainer's.
+        max_model_length: Tokens of a conversation; None if nothing but the model limits it.
+
+    Raises:
+        ValueError: If vLLM cannot serve this policy.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: torch.nn.Module,
+        accelerator: Any,
+        distribution: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        max_model_length: int | None,
+    ):
+        self._model, self._distribution = model, distribution
+        config = base_model(model).config
+        on_cpu = args.device.type == "cpu"
+        engine = f"vLLM {VERSION} on {'CPU' if on_cpu else 'this GPU'}"
+        served = [name for name in QUANTIZATION_METHODS if name in (current_platform.supported_quantization or [name])]
+        self._sleeps, self._parks = args.vllm_enable_sleep_mode, args.offload_policy_during_rollout
+        self._config = model.peft_config[POLICY] if isinstance(model, PeftModel) else None
+        self.dtype = compute_dtype(args, model)
+        self.engine = VllmEngine(
+            base_source(model),
+            tokenizer=tokenizer,
+            dtype=self.dtype,
+            max_model_length=max_model_length,
+            max_batch_size=args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation,
+            max_lora_rank=None if self._config is None else lora_rank(self._config),
+            process=(accelerator.process_index, accelerator.local_process_index, accelerator.num_processes),
+            options={
+                "quantization": quantization(model, served, engine),
+                "revision": getattr(config, "_commit_hash", None),
+                "trust_remote_code": args.trust_remote_code,
+                "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+                "model_impl": args.vllm_model_impl,
+                "enable_sleep_mode": self._sleeps,
+                "enforce_eager": on_cpu,  # compiling takes longer than it saves on what a CPU can train
+            },
+        )
+        self._whole = None if self._config is not None else _WholeModel(model, accelerator, self.engine)
+        # What vLLM cannot serve it says now, and not after an hour.
+        self.sync()
+        self._sleep()
+        accelerator.wait_for_everyone()
+
+    def sync(self) -> int:
+        """Serve the policy as it is now. Returns the bytes that were moved."""
+        if self._whole is not None:
+            return self._whole.sync()
+        weights = [weight for name, weight in self._model.named_parameters() if f".{POLICY}." in name]
+        with self._distribution.gather_params(weights):
+            adapter = get_peft_model_state_dict(self._model, adapter_name=POLICY, save_embedding_layers=False)
+            return self.engine.load_adapter(adapter, self._config)
+
+    @contextmanager
+    def serving(self) -> Iterator[int]:
+        """The engine awake, with the newest policy; yields the bytes that were moved for it."""
+        if self._sleeps:
+            self.engine.wake("weights")
+        moved = self.sync()
+        with parked(self._model, self._parks):
+            if self._sleeps:
+                self.engine.wake("kv_cache")
+            try:
+                yield moved
+            finally:
+                self._sleep()
+
+    def _sleep(self) -> None:
+        if self._sleeps:
+            # The base of an adapter has to stay; a whole model is moved anew each time.
+            self.engine.sleep(level=1 if self._whole is None else 2)
+
+
+class _WholeModel(VLLMGeneration):
+    """TRL's weight sync onto an engine that TRL did not make."""
+
+    def __init__(self, model: torch.nn.Module, accelerator: Any, engine: VllmEngine):
+        self.llm, self.moved = engine.llm, 0
+        super().__init__(model, accelerator, processing_class=None)
+
+    def _init_vllm(self) -> None:
+        """There is an engine already."""
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in super()._iter_named_params():
+            self.moved += weight.nbytes
+            yield name, weight
+
+    def sync(self) -> int:
+        """Move every weight. Returns the bytes."""
+        self.moved = 0
+        self.sync_weights()
+        return self.moved
+
+
+@contextmanager
+def parked(model: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
+    """Keep a model's weights in the CPU's memory meanwhile, if ``wanted``."""
+    places = [(weight, weight.device) for weight in model.parameters()] if wanted else []
+    for weight, _ in places:
+        weight.data = weight.data.to("cpu")
+    try:
+        yield
+    finally:
+        for weight, device in places:
+            weight.data = weight.data.to(device)
