@@ -12,6 +12,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
+from agile_trainers.adapters import gathered_once
 from agile_trainers.objectives.mismatch import gap_metrics, importance_weights
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
@@ -70,7 +71,6 @@ class Generation(GRPOTrainer):
                 self.accelerator.unwrap_model(self.model),
                 self.accelerator,
                 self._dist,
-                self._tokenizer,
                 limit if limit < 1 << 30 else None,
             )
         with self._generator():
@@ -98,7 +98,7 @@ class Generation(GRPOTrainer):
                 gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
             ) as model,
             torch.no_grad(),
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+            gathered_once(model),
         ):
             model.eval()
             try:
@@ -121,7 +121,12 @@ class Generation(GRPOTrainer):
         started = time.perf_counter()
         with policy.serving() as moved:
             self._synced = moved, time.perf_counter() - started
-            generator = VllmGenerator(policy.engine, eos_token_ids=self.engine.chat.eos_token_ids, settings=settings)
+            generator = VllmGenerator(
+                policy.engine,
+                eos_token_ids=self.engine.chat.eos_token_ids,
+                settings=settings,
+                tokenizer=self._tokenizer,
+            )
             try:
                 yield generator
             finally:

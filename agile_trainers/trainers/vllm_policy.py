@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
@@ -31,7 +30,6 @@ class VllmPolicy:
         model: The policy, unwrapped.
         accelerator: The trainer's.
         distribution: TRL's ``DistributedBackend``, which gathers sharded weights.
-        tokenizer: The trainer's.
         max_model_length: Tokens of a conversation; None if nothing but the model limits it.
 
     Raises:
@@ -44,7 +42,6 @@ class VllmPolicy:
         model: torch.nn.Module,
         accelerator: Any,
         distribution: Any,
-        tokenizer: PreTrainedTokenizerBase,
         max_model_length: int | None,
     ):
         self._model, self._distribution = model, distribution
@@ -57,7 +54,6 @@ class VllmPolicy:
         self.dtype = compute_dtype(args, model)
         self.engine = VllmEngine(
             base_source(model),
-            tokenizer=tokenizer,
             dtype=self.dtype,
             max_model_length=max_model_length,
             max_batch_size=args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation,
@@ -73,7 +69,7 @@ class VllmPolicy:
                 "enforce_eager": on_cpu,  # compiling takes longer than it saves on what a CPU can train
             },
         )
-        self._whole = None if self._config is not None else _WholeModel(model, accelerator, self.engine)
+        self._whole = None if self._config is not None else _WholeModel(model, accelerator)
         # What vLLM cannot serve it says now, and not after an hour.
         self.sync()
         self._sleep()
@@ -82,7 +78,7 @@ class VllmPolicy:
     def sync(self) -> int:
         """Serve the policy as it is now. Returns the bytes that were moved."""
         if self._whole is not None:
-            return self._whole.sync()
+            return self.engine.load_weights(self._whole.weights())
         weights = [weight for name, weight in self._model.named_parameters() if f".{POLICY}." in name]
         with self._distribution.gather_params(weights):
             adapter = get_peft_model_state_dict(self._model, adapter_name=POLICY, save_embedding_layers=False)
@@ -109,25 +105,17 @@ class VllmPolicy:
 
 
 class _WholeModel(VLLMGeneration):
-    """TRL's weight sync onto an engine that TRL did not make."""
+    """TRL's names for the weights of a model that is trained whole, gathered one by one where they are sharded."""
 
-    def __init__(self, model: torch.nn.Module, accelerator: Any, engine: VllmEngine):
-        self.llm, self.moved = engine.llm, 0
+    def __init__(self, model: torch.nn.Module, accelerator: Any):
         super().__init__(model, accelerator, processing_class=None)
 
     def _init_vllm(self) -> None:
         """There is an engine already."""
 
-    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in super()._iter_named_params():
-            self.moved += weight.nbytes
-            yield name, weight
-
-    def sync(self) -> int:
-        """Move every weight. Returns the bytes."""
-        self.moved = 0
-        self.sync_weights()
-        return self.moved
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them, as they are now. Every process has to iterate."""
+        return self._iter_named_params()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "trainers"))
+sys.path += [str(HERE.parent / "trainers"), str(HERE.parent / "rollout")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,40 +8,41 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StopStringCriteria
 from trl.trainer.utils import ensure_master_addr_port
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import check_request, check_token_ids
+from agile_trainers.rollout.generators.decoding import NO_TOKEN, left_pad
 
-LOWEST_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this."""
+TEMPERATURES = 0.01, 2.0
+"""vLLM raises lower ones to the first, and takes none above the second."""
 _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """A vLLM engine that lives as long as the trainer, and the adapter that it serves.
+    """A vLLM engine that lives as long as the trainer, and the adapter that it serves. It sees ids alone, never a tokenizer.
 
     Args:
         model: Folder or Hub id of the base model.
-        tokenizer: The trainer's, which stop strings are looked for with. Requests and answers are ids.
         dtype: Of weights and activations.
         max_model_length: Tokens of a conversation. Default: the model's own limit.
         max_batch_size: Most requests decoded at the same time; the others wait.
         max_lora_rank: Make room for an adapter of up to this rank. Default: none is served.
         process: Rank, local rank and number of processes, each of which has an engine of its own.
-        options: More arguments of ``vllm.LLM``.
+        options: More fields of ``vllm.EngineArgs``.
 
     Raises:
         ValueError: What vLLM cannot serve.
@@ -51,7 +52,6 @@ class VllmEngine:
         self,
         model: str,
         *,
-        tokenizer: PreTrainedTokenizerBase,
         dtype: torch.dtype,
         max_model_length: int | None,
         max_batch_size: int,
@@ -62,14 +62,10 @@ class VllmEngine:
         lora: dict[str, Any] = {}
         if max_lora_rank is not None:
             lora = {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 1}
-        options = dict(options or {})
-        source = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
-        with tempfile.TemporaryDirectory(prefix="vllm-tokenizer-") as folder, _launched_as(*process):
-            tokenizer.save_pretrained(folder)
-            AutoConfig.from_pretrained(model, **source).save_pretrained(folder)  # vLLM looks for one beside a tokenizer
-            self.llm = LLM(
+        with _launched_as(*process):
+            arguments = EngineArgs(
                 model=model,
-                tokenizer=folder,
+                skip_tokenizer_init=True,
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=max_model_length,
                 max_num_seqs=max_batch_size,
@@ -78,10 +74,11 @@ class VllmEngine:
                 enable_prefix_caching=True,
                 generation_config="vllm",  # the model's own sampling defaults are not the trainer's
                 distributed_executor_backend="external_launcher",  # in this process, beside the trainer's process group
+                disable_log_stats=True,
                 **lora,
-                **options,
+                **(options or {}),
             )
-        self.engine = self.llm.llm_engine
+            self.engine = LLMEngine.from_engine_args(arguments)
         self.max_model_length: int = self.engine.model_config.max_model_len
         self.vocab_size: int = self.engine.model_config.get_vocab_size()
         self.adapter: LoRARequest | None = None
@@ -114,6 +111,27 @@ class VllmEngine:
         self.adapter = adapter
         return sum(tensor.nbytes for tensor in tensors.values())
 
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Serve another base model, in place of the last one.
+
+        Args:
+            weights: All of them, under the names of the model's own checkpoint.
+
+        Returns:
+            The bytes that were handed over.
+        """
+
+        def load(model: Any) -> int:
+            moved = 0
+            for name, weight in weights:
+                model.load_weights([(name, weight)])
+                moved += weight.nbytes
+            return moved
+
+        (moved,) = self.engine.apply_model(load)
+        self.engine.reset_prefix_cache()
+        return moved
+
     def submit(self, token_ids: list[int], params: SamplingParams) -> str:
         """Queue a request and return its key."""
         self._requests += 1
@@ -124,11 +142,19 @@ class VllmEngine:
 
     def sleep(self, level: int) -> None:
         """Free the GPU's memory: at level 1 the weights wait in the CPU's, at level 2 they are dropped."""
-        self.llm.sleep(level=level)
+        self.engine.sleep(level)
 
     def wake(self, part: str) -> None:
         """Take memory again, for the ``"weights"`` or the ``"kv_cache"``."""
-        self.llm.wake_up(tags=[part])
+        self.engine.wake_up([part])
+
+
+@dataclass(eq=False)
+class _Answer:
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: FinishReason | None = None
 
 
 class VllmGenerator:
@@ -142,19 +168,33 @@ class VllmGenerator:
         engine: Nothing else may use it meanwhile.
         eos_token_ids: Tokens that end an answer; they belong to it.
         settings: How to sample.
+        tokenizer: Needed for ``settings.stop_strings`` only.
 
     Raises:
-        ValueError: A setting means another thing to vLLM, or an id is outside the vocabulary.
+        ValueError: A setting means another thing to vLLM, an id is outside the vocabulary, or stop strings come without a
+            tokenizer.
     """
 
-    def __init__(self, engine: VllmEngine, *, eos_token_ids: Sequence[int], settings: SamplingSettings) -> None:
+    def __init__(
+        self,
+        engine: VllmEngine,
+        *,
+        eos_token_ids: Sequence[int],
+        settings: SamplingSettings,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
         check_settings(settings)
         check_token_ids("eos_token_ids", eos_token_ids, engine.vocab_size)
         self._engine = engine
         self._settings = settings
         self._params = _sampling_params(settings, eos_token_ids)
+        self._stop: StopStringCriteria | None = None
+        if settings.stop_strings:
+            if tokenizer is None:
+                raise ValueError(f"`stop_strings` {list(settings.stop_strings)} need a tokenizer: pass `tokenizer=`.")
+            self._stop = StopStringCriteria(tokenizer, list(settings.stop_strings))
         self._known: dict[int, list[int]] = {}
-        self._under_way: dict[str, GenerationRequest] = {}
+        self._under_way: dict[str, _Answer] = {}
         self._keys: dict[int, str] = {}
 
     def submit(self, request: GenerationRequest) -> None:
@@ -177,7 +217,7 @@ class VllmGenerator:
         if self._settings.do_sample:
             params.seed = int(request.uniforms(1)[0] * 2**53)
         key = self._engine.submit(ids, params)
-        self._known[episode], self._keys[episode], self._under_way[key] = ids, key, request
+        self._known[episode], self._keys[episode], self._under_way[key] = ids, key, _Answer(request)
 
     def step(self) -> list[GenerationOutput]:
         """Make one token of every request that is being decoded; return the answers it finished. Empty when idle.
@@ -188,7 +228,9 @@ class VllmGenerator:
         """
         if not self._under_way:
             return []
-        return [self._finish(output) for output in self._engine.engine.step() if output.finished]
+        grown = [self._extend(output) for output in self._engine.engine.step()]
+        self._stop_at_strings([answer for answer in grown if answer.reason != "stop"])
+        return [self._finish(answer, answer.reason) for answer in grown if answer.reason is not None]
 
     @property
     def pending(self) -> int:
@@ -208,17 +250,37 @@ class VllmGenerator:
         for episode in list(self._keys):
             self.release(episode)
 
-    def _finish(self, output: RequestOutput) -> GenerationOutput:
-        request, completion = self._under_way.pop(output.request_id), output.outputs[0]
-        episode, ids = request.episode, list(completion.token_ids)
-        del self._keys[episode]
-        if completion.finish_reason not in _FINISHED:
+    def _extend(self, output: RequestOutput) -> _Answer:
+        """Append what vLLM has made of an answer."""
+        answer, completion = self._under_way[output.request_id], output.outputs[0]
+        episode, ids = answer.request.episode, list(completion.token_ids)
+        if output.finished and completion.finish_reason not in _FINISHED:
             raise RuntimeError(f"vLLM gave up the answer of episode {episode}: {completion.finish_reason}.")
         logprobs = [token[i].logprob for token, i in zip(completion.logprobs or [], ids, strict=True)]
         if not all(map(math.isfinite, logprobs)):
             raise ValueError(f"vLLM's log-probabilities for episode {episode} are not all numbers: {logprobs}.")
-        self._known[episode] += ids
-        return GenerationOutput(episode, ids, logprobs, _FINISHED[completion.finish_reason])
+        answer.token_ids += ids
+        answer.logprobs += logprobs
+        answer.reason = _FINISHED[completion.finish_reason] if output.finished else None
+        return answer
+
+    def _stop_at_strings(self, answers: list[_Answer]) -> None:
+        """End the answers that now end with a stop string, as transformers finds it."""
+        if self._stop is None or not answers:
+            return
+        recent = left_pad([answer.token_ids for answer in answers], [NO_TOKEN] * len(answers))
+        stopped = self._stop(recent[:, -self._stop.maximum_token_len :], None)
+        for answer, stop in zip(answers, stopped.tolist()):
+            if stop:
+                answer.reason = "stop"
+
+    def _finish(self, answer: _Answer, reason: FinishReason) -> GenerationOutput:
+        episode = answer.request.episode
+        key = self._keys.pop(episode)
+        del self._under_way[key]
+        self._engine.engine.abort_request([key])  # vLLM knows nothing of stop strings
+        self._known[episode] += answer.token_ids
+        return GenerationOutput(episode, answer.token_ids, answer.logprobs, reason)
 
 
 def check_settings(settings: SamplingSettings) -> None:
@@ -227,19 +289,16 @@ def check_settings(settings: SamplingSettings) -> None:
     Raises:
         ValueError: For each of them, with what to set instead.
     """
-    if settings.do_sample and settings.temperature < LOWEST_TEMPERATURE:
+    lowest, highest = TEMPERATURES
+    if settings.do_sample and not lowest <= settings.temperature <= highest:
         raise ValueError(
-            f"vLLM takes temperature={settings.temperature} for {LOWEST_TEMPERATURE}. Set at least that, or sample greedily."
+            f"vLLM samples at a temperature between {lowest} and {highest}, got temperature={settings.temperature}. Choose "
+            "one of these, sample greedily, or set use_vllm=False."
         )
     if settings.do_sample and settings.min_p and settings.top_p < 1.0:
         raise ValueError(
             f"vLLM applies min_p={settings.min_p} before top_p={settings.top_p}, transformers after it: together they mean "
             "different things. Use one of them."
-        )
-    if settings.stop_strings and settings.min_new_tokens:
-        raise ValueError(
-            f"vLLM looks for stop_strings only after min_new_tokens={settings.min_new_tokens} tokens. Set min_new_tokens=0, "
-            "or leave stop_strings unset."
         )
 
 
@@ -272,13 +331,10 @@ def _sampling_params(settings: SamplingSettings, eos_token_ids: Sequence[int]) -
         **filters,
         repetition_penalty=settings.repetition_penalty,
         min_tokens=settings.min_new_tokens,
-        stop=list(settings.stop_strings),
         stop_token_ids=sorted(eos_token_ids),
         ignore_eos=True,  # what ends an answer is the trainer's to say
-        include_stop_str_in_output=True,
-        detokenize=bool(settings.stop_strings),
-        skip_special_tokens=False,
-        spaces_between_special_tokens=False,
+        detokenize=False,
         logprobs=0,  # of the sampled token alone
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        # Stop strings are looked for at every token; otherwise nothing is asked for before the end.
+        output_kind=RequestOutputKind.DELTA if settings.stop_strings else RequestOutputKind.FINAL_ONLY,
     )
