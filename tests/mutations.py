@@ -228,6 +228,14 @@ MUTATIONS = [
         'return {**self.__dict__, "hub_token": None}', "return dict(self.__dict__)",
         "tests/trainers/test_hub.py -k token",
     ),
+    Mutation(
+        "fused LoRA without its scaling", "adapters/fused.py",
+        "alpha=self.scaling[name]", "alpha=1.0", "tests/adapters/test_fused.py",
+    ),
+    Mutation(
+        "fused LoRA although the adapter is off", "adapters/fused.py",
+        "if self.disable_adapters or self.merged", "if self.merged", "tests/adapters/test_fused.py",
+    ),
 ]  # fmt: skip
 
 

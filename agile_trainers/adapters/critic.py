@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
+from .fused import fuse
 from .roles import CRITIC, POLICY, AdapterRouter
 
 VALUE_HEAD = "value_head"
@@ -85,6 +86,7 @@ def add_critic(
     for name, parameter in model.named_parameters():
         if f".{CRITIC}." in name:
             parameter.data = parameter.data.to(weights[0].dtype)
+    fuse(model)
     router = AdapterRouter(model)
     _return_values(base, router)
     return router

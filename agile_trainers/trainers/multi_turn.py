@@ -18,6 +18,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters import REFERENCE, explaining_scope, within_scope
+from agile_trainers.adapters.fused import fuse
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.registry import make_environment_factory
@@ -193,6 +194,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             )
         if environment is not None:
             self.use_vllm = self.args.use_vllm = use_vllm
+            fuse(self.model)
             self._turn_ratios = args.importance_sampling_level == "turn"
             if self._turn_ratios:
                 # TRL's loss sees log-probabilities whose token ratios already are the turn's.

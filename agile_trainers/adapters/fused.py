@@ -1,0 +1,51 @@
+"""LoRA's forward pass without passes over the output that the matrix product can do on its way.
+
+PEFT adds ``lora_B(lora_A(x)) * scaling`` to the base's output: besides the products, a multiplication and an addition as
+large as the output, forward and backward. One ``addmm`` does both inside the second product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear
+from torch import nn
+
+
+class FusedLinear(Linear):
+    """PEFT's LoRA on a linear layer: the same function of the same parameters, up to rounding.
+
+    What is not one plain adapter on a plain layer (several at once, DoRA and other variants, merged or disabled, weights
+    that DeepSpeed partitions, mixed precision without autocast) runs as in PEFT.
+    """
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The layer's output, (..., out) for ``x`` of shape (..., in)."""
+        name = self._plain_adapter(x)
+        if name is None or args or kwargs:
+            return super().forward(x, *args, **kwargs)
+        flat = x.reshape(-1, x.size(-1))
+        low_rank = self.lora_A[name](self.lora_dropout[name](flat))
+        weight = self.lora_B[name].weight
+        output = torch.addmm(self.base_layer(flat), low_rank, weight.t(), alpha=self.scaling[name])
+        return output.view(*x.shape[:-1], -1)
+
+    def _plain_adapter(self, x: torch.Tensor) -> str | None:
+        active = self.active_adapters
+        if self.disable_adapters or self.merged or len(active) != 1 or type(self.base_layer) is not nn.Linear:
+            return None
+        (name,) = active
+        if name not in self.lora_A or name in self.lora_variant or self.lora_bias[name]:
+            return None
+        weight = self.lora_B[name].weight
+        if type(weight) is not nn.Parameter or hasattr(weight, "ds_id"):
+            return None
+        return name if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type) else None
+
+
+def fuse(model: nn.Module) -> None:
+    """Let every LoRA layer of ``model`` run as :class:`FusedLinear`. Layers of adapters that come later need another call."""
+    for module in model.modules():
+        if type(module) is Linear:
+            module.__class__ = FusedLinear
