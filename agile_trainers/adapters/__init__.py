@@ -4,7 +4,8 @@ from .critic import ActorCriticOutput, add_critic, add_value_head
 from .reference import add_reference, copy_adapter
 from .roles import CRITIC, POLICY, REFERENCE, AdapterRouter, thaw
 from .scope import explaining_scope, within_scope
-from .warm_start import SavedAdapters, find_adapters, load_policy, load_reference, start_critic
+from .sharding import every_adapter_trainable, gathered_once, whole
+from .warm_start import SavedAdapters, find_adapters, load_policy, load_reference, restore_adapter, start_critic
 
 __all__ = [
     "CRITIC",
@@ -17,11 +18,15 @@ __all__ = [
     "add_reference",
     "add_value_head",
     "copy_adapter",
+    "every_adapter_trainable",
     "explaining_scope",
     "find_adapters",
+    "gathered_once",
     "load_policy",
     "load_reference",
+    "restore_adapter",
     "start_critic",
     "thaw",
+    "whole",
     "within_scope",
 ]

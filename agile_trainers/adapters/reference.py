@@ -8,6 +8,7 @@ import torch
 from peft import PeftModel
 
 from .roles import POLICY, REFERENCE
+from .sharding import whole
 
 
 def add_reference(model: PeftModel) -> None:
@@ -30,13 +31,17 @@ def copy_adapter(model: PeftModel, source: str, target: str) -> None:
         ValueError: If ``target`` lacks a weight of ``source``, or has it in another shape.
     """
     weights = dict(model.named_parameters())
-    for name, weight in weights.items():
-        if f".{source}." not in name and not name.endswith(f".{source}"):
-            continue
-        twin = weights.get(f".{target}".join(name.rsplit(f".{source}", 1)))
-        if twin is None or twin.shape != weight.shape:
-            raise ValueError(
-                f"Adapter {target!r} cannot take the weights of {source!r}: {name} is {tuple(weight.shape)} there and "
-                f"{'missing' if twin is None else tuple(twin.shape)} here. Both need the same configuration."
-            )
-        twin.copy_(weight)
+    twins = {
+        name: f".{target}".join(name.rsplit(f".{source}", 1))
+        for name in weights
+        if f".{source}." in name or name.endswith(f".{source}")
+    }
+    with whole(weights[name] for pair in twins.items() for name in pair if name in weights):
+        for name, twin_name in twins.items():
+            weight, twin = weights[name], weights.get(twin_name)
+            if twin is None or twin.shape != weight.shape:
+                raise ValueError(
+                    f"Adapter {target!r} cannot take the weights of {source!r}: {name} is {tuple(weight.shape)} there "
+                    f"and {'missing' if twin is None else tuple(twin.shape)} here. Both need the same configuration."
+                )
+            twin.copy_(weight)

@@ -22,6 +22,7 @@ from .critic import VALUE_HEAD, add_critic
 from .merge import describe, differences, layers, merged_config, padded
 from .reference import copy_adapter
 from .roles import CRITIC, POLICY, REFERENCE
+from .sharding import whole
 
 logger = logging.get_logger(__name__)
 
@@ -265,6 +266,17 @@ def load_reference(model: PeftModel, folder: Path) -> None:
     model.add_adapter(REFERENCE, config)
     load_weights(model, REFERENCE, read_weights(folder), folder)
     model.set_requires_grad(REFERENCE, False)
+
+
+def restore_adapter(model: PeftModel, adapter: str, folder: Path) -> None:
+    """Give an adapter of the model the weights in a folder of the same configuration, whatever the model is sharded by.
+
+    Raises:
+        ValueError: If they do not fit.
+    """
+    own = [p for name, p in model.named_parameters() if f".{adapter}." in name or name.endswith(f".{adapter}")]
+    with whole(own):
+        load_weights(model, adapter, read_weights(folder), folder)
 
 
 def start_critic(

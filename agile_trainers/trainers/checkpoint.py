@@ -21,7 +21,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters import POLICY
+from agile_trainers.adapters import POLICY, every_adapter_trainable
 from agile_trainers.adapters.checkpoint import (
     RECORD,
     CheckpointError,
@@ -217,6 +217,9 @@ class Checkpoints(GRPOTrainer):
         """``Trainer.save_model``, and a record of where the model comes from (``agile_trainers.json``)."""
         if self.engine is not None and self.args.should_save:
             write_json(Path(output_dir or self.args.output_dir) / RECORD, self._stage_record())
+        if self._dist.is_zero3 and isinstance(self.model, PeftModel):
+            with every_adapter_trainable(self.model):
+                return super().save_model(output_dir, _internal_call)
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

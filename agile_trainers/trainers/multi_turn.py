@@ -37,6 +37,7 @@ from .checkpoint import Checkpoints
 from .config import MultiTurnConfig
 from .evaluation import EpisodeEvaluation
 from .hub import HubModels
+from .launch import check_engine, check_parallelism
 from .randomness import training_specs
 from .reference import ReferencePolicy
 from .reporting import degeneracies, training_summary
@@ -155,6 +156,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             refuse("environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both")
             args = args.with_environment()
             check_vllm(args)
+            check_parallelism(args)
             if args.lora_target_scope is not None:
                 peft_config = within_scope(peft_config, args.lora_target_scope)
             factory = make_environment_factory(environment)
@@ -194,6 +196,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             )
         if environment is not None:
             self.use_vllm = self.args.use_vllm = use_vllm
+            check_engine(self.accelerator, self.args)
             fuse(self.model)
             self._turn_ratios = args.importance_sampling_level == "turn"
             if self._turn_ratios:

@@ -203,7 +203,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def _load_best_model(self) -> None:
         super()._load_best_model()
         critic = Path(self.state.best_model_checkpoint) / CRITIC
-        if critic.is_dir():
+        if critic.is_dir() and not self.is_deepspeed_enabled:  # which loads all that is trained
             self.model.load_adapter(str(critic), CRITIC)
 
     # ------------------------------------------------------------------------------------------------------ credit

@@ -5,13 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from agile_trainers.adapters import POLICY, REFERENCE, SavedAdapters, add_reference, copy_adapter, load_reference
+from agile_trainers.adapters import (
+    POLICY,
+    REFERENCE,
+    SavedAdapters,
+    add_reference,
+    copy_adapter,
+    load_reference,
+    restore_adapter,
+    whole,
+)
 
 _WEIGHTS = "model.safetensors"
 
@@ -71,12 +81,13 @@ class ReferencePolicy(GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        if self._reference_moved and self.ref_model is not None and self.args.should_save:
+        if self._reference_moved and self.ref_model is not None:
             # An adapter is saved with the others; a whole reference would be made again from the base model.
-            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}" / REFERENCE
-            folder.mkdir(exist_ok=True)
-            weights = self.accelerator.unwrap_model(self.ref_model).state_dict()
-            save_file({name: weight.clone().contiguous() for name, weight in weights.items()}, folder / _WEIGHTS)
+            weights = self.accelerator.get_state_dict(self.ref_model)  # of which every process may have a share
+            if self.args.should_save:
+                folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}" / REFERENCE
+                folder.mkdir(exist_ok=True)
+                save_file({name: weight.clone().contiguous() for name, weight in weights.items()}, folder / _WEIGHTS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -86,10 +97,27 @@ class ReferencePolicy(GRPOTrainer):
         ):
             # Finding adapters in subfolders, `Trainer` leaves out the one beside them.
             self.model.load_adapter(str(folder), POLICY, is_trainable=True)
-        weights = folder / REFERENCE / _WEIGHTS
-        if self.ref_model is not None and weights.is_file():
-            self.accelerator.unwrap_model(self.ref_model).load_state_dict(load_file(weights))
-            self._reference_moved = True
+        self._restore_reference(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.is_deepspeed_enabled:
+            # DeepSpeed has loaded what is trained, and nothing else.
+            policy = self.accelerator.unwrap_model(self.model)
+            if isinstance(policy, PeftModel) and REFERENCE in policy.peft_config:
+                restore_adapter(policy, REFERENCE, Path(checkpoint) / REFERENCE)
+            self._restore_reference(Path(checkpoint))
+
+    def _restore_reference(self, folder: Path) -> None:
+        """A whole reference that had moved."""
+        file = folder / REFERENCE / _WEIGHTS
+        if self.ref_model is None or not file.is_file():
+            return
+        self._reference_moved = True
+        weights = load_file(file)
+        for name, parameter in self.accelerator.unwrap_model(self.ref_model).named_parameters():
+            with whole([parameter]), torch.no_grad():
+                parameter.copy_(weights[name])
 
 
 class _UpdateReference(TrainerCallback):

@@ -1,0 +1,70 @@
+"""Parameters of which each process keeps a share only: DeepSpeed's ZeRO-3 and PyTorch's FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from peft import PeftModel
+from torch.distributed.fsdp import FSDPModule
+
+
+@contextmanager
+def whole(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside the block these parameters are whole, and may be written to (ZeRO-3).
+
+    Every process must enter and leave; all keep what the first one wrote. Where nothing is sharded, nothing happens.
+    """
+    shared = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not shared:
+        yield
+        return
+    import deepspeed  # only where it is in use: it looks for an accelerator, and says so
+
+    with deepspeed.zero.GatheredParameters(shared, modifier_rank=0):
+        yield
+
+
+@contextmanager
+def gathered_once(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block forward passes need no other process, so that each may do as many as it likes (FSDP2).
+
+    A process whose episodes are over would otherwise leave the others waiting for its share. Where nothing is sharded,
+    nothing happens.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    before = [group.post_forward_mesh_info for group in groups]
+    for module in modules:
+        module.unshard()
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for group, mesh in zip(groups, before):
+            group.post_forward_mesh_info = mesh
+        for module in modules:
+            module.reshard()
+
+
+@contextmanager
+def every_adapter_trainable(model: PeftModel) -> Iterator[None]:
+    """Inside the block the frozen adapters require gradients too.
+
+    Saving under ZeRO-3, ``Trainer`` takes what requires gradients, and PEFT then files the policy's weights under a frozen
+    adapter's name.
+    """
+    adapters = [f".{name}" for name in model.peft_config]
+    frozen = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and any(f"{adapter}." in name or name.endswith(adapter) for adapter in adapters)
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

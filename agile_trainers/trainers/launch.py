@@ -1,0 +1,73 @@
+"""What a run was started as, against what it became: what a launch configuration names and does not get is an error."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+
+_ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DEEPSPEED", "ACCELERATE_USE_FSDP": "FSDP"}
+"""What ``accelerate launch`` sets for a configuration's ``distributed_type``."""
+_SPLIT = {"cp_size": "context", "sp_size": "sequence", "tp_size": "tensor"}
+"""Sizes of ``ParallelismConfig`` above 1 under which several processes share an episode."""
+
+
+def check_parallelism(args: Any) -> None:
+    """Refuse to divide episodes among processes, before accelerate tries to.
+
+    Args:
+        args: Its ``parallelism_config``; a launch configuration's is in the environment.
+
+    Raises:
+        ValueError: For context, sequence or tensor parallelism.
+    """
+    config = args.parallelism_config
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false") == "true":
+        config = ParallelismConfig()
+    for name, kind in _SPLIT.items():
+        if (size := getattr(config, name, 1)) > 1:
+            raise ValueError(
+                f"{name}={size} ({kind} parallelism) divides an episode among processes, but its turns must be scored "
+                "together. Leave parallelism_config unset; for long episodes use gradient_checkpointing=True, and shard the "
+                "model with accelerate_configs/zero3.yaml or fsdp2.yaml."
+            )
+
+
+def check_engine(accelerator: Accelerator, args: Any) -> None:
+    """Say at once if the run is not what it was started as.
+
+    Args:
+        accelerator: The trainer's.
+        args: Its ``ds3_gather_for_generation`` and ``use_vllm``.
+
+    Raises:
+        ValueError: If processes know nothing of each other, the engine is another than the launch configuration's, or it is
+            one under which processes would wait for each other in a rollout.
+    """
+    engine, started = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", "1"))
+    if started != accelerator.num_processes:
+        raise ValueError(
+            f"{started} processes were started, but each would train by itself: there is no GPU, and accelerate was not "
+            "told to do without. Set use_cpu=True in the trainer's configuration, or start one process."
+        )
+    for variable, expected in _ENGINES.items():
+        if os.environ.get(variable, "false").lower() == "true" and engine != expected:
+            raise ValueError(
+                f"The launch configuration names {expected}, but accelerate would silently run {engine}: FSDP needs GPUs, "
+                "DeepSpeed its package. Launch with another file of accelerate_configs/ (without GPUs one of cpu/), or see "
+                "what `agile-trainers env` says."
+            )
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.fsdp_version == 1:
+        raise ValueError(
+            "fsdp_version=1 gathers weights layer by layer from all processes, whose episodes differ in length: a rollout "
+            "would hang. Use fsdp_version=2, as accelerate_configs/fsdp2.yaml does."
+        )
+    deepspeed = accelerator.state.deepspeed_plugin
+    if deepspeed is not None and deepspeed.zero_stage == 3 and not (args.ds3_gather_for_generation or args.use_vllm):
+        raise ValueError(
+            "ds3_gather_for_generation=False gathers weights layer by layer from all processes, whose episodes differ in "
+            "length: a rollout would hang. Leave it True; the weights of the whole model must then fit on a GPU."
+        )

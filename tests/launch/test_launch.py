@@ -1,0 +1,155 @@
+"""Every CPU configuration of ``accelerate_configs/``, with two processes, does what one process does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from agile_trainers.adapters import CRITIC, REFERENCE, add_value_head
+from agile_trainers.rollout.record import read_records
+
+pytestmark = pytest.mark.launch
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).with_name("launched.py")
+CASES = ("grpo", "grpo-full", "reinforce", "ppo")
+STAGES = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+def launch(config: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """As a user would, from the repository's root."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+    return subprocess.run(
+        [*command, "--main_process_port", "0", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "trainers")},
+    )
+
+
+@pytest.fixture(scope="module")
+def single(embedded_model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("single")
+    done = launch("cpu/single", SCRIPT, embedded_model, folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def runs(request, single, embedded_model, tmp_path_factory) -> tuple[str, Path]:
+    if request.param != "ddp":
+        pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agile-trainers[deepspeed]'")
+    folder = tmp_path_factory.mktemp(request.param)
+    done = launch(f"cpu/{request.param}", SCRIPT, embedded_model, folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return request.param, folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of all adapters, or of the whole model, by file and name."""
+    files = sorted(folder.rglob("*.safetensors"))
+    return {
+        f"{file.parent.relative_to(folder)}/{name}": value for file in files for name, value in load_file(file).items()
+    }
+
+
+def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    assert left.keys() == right.keys() and left
+    return sum(float(((left[name] - right[name]) ** 2).sum()) for name in left) ** 0.5
+
+
+def of(adapter: str, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in named.items() if name.startswith(f"{adapter}/")}
+
+
+def episodes(folder: Path) -> list[dict]:
+    records = [record for path in sorted((folder / "rollouts").glob("*generation*")) for record in read_records(path)]
+    return sorted(records, key=lambda record: (record["step"], record["seed"], record["group"], record["member"]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_are_one(runs, single, case):
+    """The episodes are the same, and so is what plain SGD made of their gradients."""
+    ours, theirs = episodes(runs[1] / case / "whole"), episodes(single / case / "whole")
+    assert len(ours) == len(theirs) == (16 if case == "grpo" else 24)
+    assert [record["completion_ids"] for record in ours] == [record["completion_ids"] for record in theirs]
+    assert [record["return"] for record in ours] == [record["return"] for record in theirs]
+    start, one, two = (weights(f / case / n) for f, n in ((single, "start"), (single, "end"), (runs[1], "end")))
+    for adapter in {"ppo": (".", CRITIC), "reinforce": (".", REFERENCE)}.get(case, (".",)):
+        moved = distance(of(adapter, one), of(adapter, start))
+        assert moved > 0.01 and distance(of(adapter, two), of(adapter, one)) < 1e-5 * moved
+    logged = [json.loads((f / case / "result.json").read_text()) for f in (runs[1], single)]
+    for ours, theirs in zip(*(result["logged"] for result in logged)):
+        for name in ("loss", "return/mean", "advantage/std", "kl", "value/loss", "grad_norm"):
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+    assert logged[0]["evaluation"]["eval_return"] == pytest.approx(logged[1]["evaluation"]["eval_return"], abs=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_goes_on_where_it_was(runs, case):
+    whole, resumed = (weights(runs[1] / case / name) for name in ("end", "resumed-end"))
+    assert distance(whole, resumed) == 0.0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_is_the_one_that_was_named(runs, case):
+    name, folder = runs
+    shares = json.loads((folder / case / "result.json").read_text())["shares"]
+    assert shares["processes"] == 2 and shares["stage"] == STAGES[name]
+    assert shares["engine"] == ("MULTI_CPU" if name == "ddp" else "DEEPSPEED")
+    held = shares["parameters"] / 2 if name == "zero3" else shares["parameters"]
+    assert held <= shares["held"] <= 1.01 * held, "only zero3 divides the parameters, and then all of them"
+    if name in ("zero1", "zero2"):
+        assert shares["trained"] / 2 <= shares["optimized"] <= 1.01 * shares["trained"] / 2
+
+
+@pytest.mark.parametrize("case", ["grpo", "reinforce", "ppo"])
+@pytest.mark.parametrize("saved", ["end", "whole/checkpoint-2"])
+def test_plain_peft_loads_every_adapter(runs, single, embedded_model, case, saved):
+    """Equal to what one process saved, in what the loaded model says."""
+    ids = torch.arange(40).view(2, 20) + 300
+    adapters = {"ppo": ("", CRITIC), "reinforce": ("", REFERENCE)}.get(case, ("",))
+    for adapter in adapters:
+        logits = []
+        for folder in (runs[1], single):
+            base = AutoModelForCausalLM.from_pretrained(embedded_model)
+            if adapter == CRITIC:
+                add_value_head(base)
+            model = PeftModel.from_pretrained(base, folder / case / saved / adapter)
+            logits.append(model(ids).logits)
+        assert not torch.equal(logits[0], AutoModelForCausalLM.from_pretrained(embedded_model)(ids).logits)
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_whole_model_loads(runs, single):
+    ids = torch.arange(40).view(2, 20) + 300
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(folder / "grpo-full" / "end")(ids).logits for folder in (single, runs[1])
+    )
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "ddp"])
+def test_another_engine_than_the_configuration_names_is_refused(embedded_model, tmp_path, config):
+    """Without GPUs, accelerate runs FSDP as DDP; told nothing of the CPU, it runs processes that know nothing of another."""
+    told = [] if config == "ddp" else ["--use_cpu"]
+    options = ["--environment", "agile:guess_number", "--max_steps", "1", "--bf16", "False", "--report_to", "none"]
+    model = ["--model_name_or_path", embedded_model, "--output_dir", tmp_path]
+    done = launch(config, "--module", "agile_trainers.cli.train", "grpo", *model, *options, *told)
+    assert done.returncode != 0
+    expected = {
+        "fsdp2": "The launch configuration names FSDP, but accelerate would silently run MULTI_CPU",
+        "ddp": "2 processes were started, but each would train by itself",
+    }
+    assert expected[config] in done.stderr
