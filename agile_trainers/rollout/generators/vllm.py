@@ -121,14 +121,15 @@ class VllmEngine:
             The bytes that were handed over.
         """
 
-        def load(model: Any) -> int:
-            moved = 0
-            for name, weight in weights:
-                model.load_weights([(name, weight)])
-                moved += weight.nbytes
-            return moved
+        moved = 0
 
-        (moved,) = self.engine.apply_model(load)
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal moved
+            for name, weight in weights:
+                moved += weight.nbytes
+                yield name, weight
+
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
         self.engine.reset_prefix_cache()
         return moved
 

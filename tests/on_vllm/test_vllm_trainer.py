@@ -1,0 +1,224 @@
+"""Training with vLLM rollouts: the policy that samples is the one that is trained, and little is moved to keep it so."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
+
+import torch
+from games import Chatter, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from vllm.lora.request import LoRARequest
+
+from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings
+from agile_trainers.rollout.generators.vllm import VllmGenerator
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
+from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+
+VLLM: dict[str, Any] = {"use_vllm": True, "stop_strings": None}
+GAP = "sampling/sampling_logp_difference"
+
+
+def logs(trainer: MultiTurnTrainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def served_weights(trainer: MultiTurnTrainer) -> dict[str, torch.Tensor]:
+    """Copies of what the engine computes with, without the room for adapters."""
+    assert trainer._vllm is not None
+
+    def copy(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return {name: weight.clone() for name, weight in model.named_parameters() if "lora_" not in name}
+
+    (weights,) = trainer._vllm.engine.engine.apply_model(copy)
+    return weights
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_ten_updates_move_the_adapter_alone(embedded_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, max_steps=10, learning_rate=1.0, **VLLM)
+    theirs, ours = served_weights(trainer), dict(trainer.model.get_base_model().named_parameters())
+    base = {name: weight.clone() for name, weight in ours.items() if "lora_" not in name}
+    trainer.train()
+    assert len(logs(trainer, f"{GAP}/max")) == 10
+    assert max(logs(trainer, f"{GAP}/max")) < 1e-3
+    # The policy moved: under the first adapter the last answers had other log-probabilities.
+    trainer._vllm.sync = lambda: 0  # type: ignore[method-assign]
+    trainer._vllm.engine.load_adapter(
+        {
+            name: torch.zeros_like(weight) if "lora_B" in name else weight
+            for name, weight in get_peft_model_state_dict(trainer.model).items()
+        },
+        trainer.model.peft_config["default"],
+    )
+    draw_batch(trainer)
+    assert trainer._metrics["train"][f"{GAP}/mean"][-1] > 1e-3
+    assert equal(served_weights(trainer), theirs)
+    assert all(torch.equal(ours[name], weight) for name, weight in base.items())
+    adapter = sum(weight.nbytes for weight in get_peft_model_state_dict(trainer.model).values())
+    full = sum(weight.nbytes for weight in base.values())
+    assert set(logs(trainer, "vllm/sync_bytes")) == {adapter}
+    print(
+        f"\nmoved in each of 10 updates: {adapter} bytes; a full sync would move {full}: {full / adapter:.1f} times as many"
+    )
+
+
+def test_a_model_trained_whole_is_moved_whole(embedded_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, lora=False, max_steps=4, learning_rate=0.5, **VLLM)
+    before = served_weights(trainer)
+    trainer.train()
+    assert max(logs(trainer, f"{GAP}/max")) < 1e-3
+    assert not equal(served_weights(trainer), before)
+    assert set(logs(trainer, "vllm/sync_bytes")) == {sum(weight.nbytes for weight in trainer.model.parameters())}
+
+
+def test_ppo_hands_over_its_policy_and_nothing_of_its_critic(embedded_model: Path, tmp_path: Path) -> None:
+    trainer = MultiTurnPPOTrainer(
+        str(embedded_model),
+        args=MultiTurnPPOConfig(
+            **{**settings(tmp_path, max_steps=4, learning_rate=0.5, beta=0.1, reference_adapter=True, **VLLM)}
+            | {"num_generations": 1, "stop_strings": list("aeiou01234 !")}
+        ),
+        environment=Chatter,
+        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian"),
+    )
+    handed: list[set[str]] = []
+    load = trainer._vllm.engine.load_adapter
+
+    def seen(weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
+        handed.append({*weights})
+        return load(weights, config)
+
+    trainer._vllm.engine.load_adapter = seen  # type: ignore[method-assign]
+    trainer.train()
+    assert {"default", "critic", "ref"} <= set(trainer.model.peft_config)
+    policy = get_peft_model_state_dict(trainer.model, adapter_name="default")
+    assert all(names == set(policy) for names in handed) and len(handed) == 4
+    assert not any("critic" in name or "value_head" in name or "ref" in name.split(".") for name in policy)
+    assert set(logs(trainer, "vllm/sync_bytes")) == {sum(weight.nbytes for weight in policy.values())}
+    assert max(logs(trainer, f"{GAP}/max")) < 1e-3
+
+
+def test_agreement_leaves_the_gradient_as_it_is(embedded_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, vllm_importance_sampling_mode="token_truncate", **VLLM)
+    batch = draw_batch(trainer)
+    mask = batch["tool_mask"] > 0
+    assert (batch["importance_sampling_ratio"][mask] - 1).abs().max() < 1e-3
+    assert (batch["importance_sampling_ratio"][~mask] == 1).all()
+    _, corrected = loss_and_gradients(trainer, batch)
+    trainer.use_vllm = False
+    del batch["old_per_token_logps"]
+    _, plain = loss_and_gradients(trainer, batch)
+    assert relative_error(corrected, plain) < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "turn_truncate", "sequence_mask"])
+def test_weights_by_hand_when_the_temperature_differs(mode: str, embedded_model: Path, tmp_path: Path, caplog) -> None:
+    options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.5, **VLLM}
+    trainer = make_trainer(embedded_model, tmp_path, **options)
+    trainer.args.temperature = 0.8  # of the sampler; the trainer scores at 1
+    with caplog.at_level(logging.WARNING):
+        batch = draw_batch(trainer)
+    assert "sampled at temperature 0.8 and scored at temperature 1.0" in caplog.text
+    trainer.model.eval()
+    width = batch["prompt_ids"].size(1)
+    for row in range(len(batch["prompt_ids"])):
+        columns = [batch[f"{part}_mask"][row].bool() for part in ("prompt", "completion")]
+        ids = torch.cat([batch["prompt_ids"][row][columns[0]], batch["completion_ids"][row][columns[1]]])
+        with torch.no_grad():
+            logits = trainer.model(input_ids=ids[None]).logits[0, columns[0].sum() - 1 : -1].double()
+        tokens = ids[columns[0].sum() :, None]
+        scores, samples = ((logits / t).log_softmax(-1).gather(1, tokens)[:, 0] for t in (1.0, 0.8))
+        turn_ids, weights = batch["turn_ids"][row][: len(tokens)], batch["importance_sampling_ratio"][row]
+        units = {"token": range(len(tokens)), "turn": turn_ids, "sequence": [0] * len(tokens)}[mode.split("_")[0]]
+        for i in range(len(tokens)):
+            if turn_ids[i] < 0:
+                assert weights[i] == 1
+                continue
+            same = [j for j in range(len(tokens)) if turn_ids[j] >= 0 and units[j] == units[i]]
+            ratio = (scores - samples)[same].sum().exp().item()
+            limited = min(ratio, 1.5) if "truncate" in mode else ratio * (ratio <= 1.5)
+            assert weights[i].item() == pytest.approx(limited, rel=2e-3)
+    assert width
+
+
+def test_a_stale_adapter_is_called_that(embedded_model: Path, tmp_path: Path, caplog) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, max_steps=3, learning_rate=8.0, vllm_max_logprob_gap=1e-3, **VLLM)
+    trainer._vllm.sync = lambda: 0  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "the engine seems to serve a stale adapter" in caplog.text
+    assert logs(trainer, f"{GAP}/mean")[0] < 1e-4 < 1e-3 < logs(trainer, f"{GAP}/mean")[-1]
+
+
+def test_without_correction_nothing_is_scored_for_it(embedded_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, vllm_importance_sampling_correction=False, **VLLM)
+    batch = draw_batch(trainer)
+    assert not {"importance_sampling_ratio", "old_per_token_logps"} & set(batch)
+    loss_and_gradients(trainer, batch)
+
+
+def test_episodes_that_are_not_scored_do_not_count(embedded_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, skip_zero_advantage=True, zero_advantage_eps=0.9, **VLLM)
+    batch = draw_batch(trainer)
+    silent = (batch["advantages"].abs() <= 0.9).all(dim=1)
+    assert silent.any() and not silent.all()
+    assert (batch["importance_sampling_ratio"][silent] == 1).all()
+    assert trainer._metrics["train"][f"{GAP}/max"][-1] < 1e-3
+    loss_and_gradients(trainer, batch)
+
+
+def test_greedy_evaluation_is_the_transformers_generators(embedded_model: Path, tmp_path: Path) -> None:
+    episodes = {}
+    for name, options in (("vllm", {"use_vllm": True}), ("transformers", {})):
+        trainer = make_trainer(embedded_model, tmp_path / name, num_eval_episodes=12, eval_greedy=True, **options)
+        engine = trainer._vllm and trainer._vllm.engine
+        trainer.evaluate()
+        assert (trainer._vllm and trainer._vllm.engine) is engine
+        (file,) = (tmp_path / name / "rollouts").glob("*eval*.jsonl")
+        episodes[name] = [json.loads(line) for line in file.read_text().splitlines()]
+    for ours, theirs in zip(episodes["vllm"], episodes["transformers"], strict=True):
+        assert ours["turns"] == theirs["turns"]
+
+
+def test_the_saved_policy_is_served_as_it_is(embedded_model: Path, tmp_path: Path) -> None:
+    """Issue 4: vLLM loads the policy folder as a LoRA, with the trainer's log-probabilities."""
+    trainer = make_trainer(embedded_model, tmp_path / "run", max_steps=3, learning_rate=1.0, **VLLM)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "policy"))
+    engine = trainer._vllm.engine
+    engine.adapter = LoRARequest("saved", 1000, str(tmp_path / "policy"))
+    assert engine.engine.add_lora(engine.adapter)
+    generator = VllmGenerator(engine, eos_token_ids=[], settings=SamplingSettings())
+    prompt = [5, 9, 30, 41]
+    generator.submit(GenerationRequest(0, prompt, 12, lambda n: [0.3] * n))
+    (output,) = [output for _ in range(12) for output in generator.step()]
+    base = AutoModelForCausalLM.from_pretrained(embedded_model)
+    for model in (PeftModel.from_pretrained(base, tmp_path / "policy"), trainer.model):
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        assert output.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_base_is_refused_with_what_can_serve_it(bits: int, embedded_model: Path, tmp_path: Path) -> None:
+    quantized = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    with pytest.raises(ValueError, match=r"vLLM 0\.\S+ on CPU cannot serve .* 'bitsandbytes'.*use_vllm=False.*awq"):
+        MultiTurnGRPOTrainer(
+            str(embedded_model),
+            args=MultiTurnGRPOConfig(**settings(tmp_path, **VLLM)),
+            environment=Chatter,
+            quantization_config=quantized,
+            peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        )
