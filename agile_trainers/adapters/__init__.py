@@ -4,7 +4,7 @@ from .critic import ActorCriticOutput, add_critic, add_value_head
 from .reference import add_reference, copy_adapter
 from .roles import CRITIC, POLICY, REFERENCE, AdapterRouter, thaw
 from .scope import explaining_scope, within_scope
-from .sharding import every_adapter_trainable, gathered_once, whole
+from .sharding import every_adapter_trainable, gathered_once, write
 from .warm_start import SavedAdapters, find_adapters, load_policy, load_reference, restore_adapter, start_critic
 
 __all__ = [
@@ -27,6 +27,6 @@ __all__ = [
     "restore_adapter",
     "start_critic",
     "thaw",
-    "whole",
     "within_scope",
+    "write",
 ]

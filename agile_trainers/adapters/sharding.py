@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 @contextmanager
@@ -24,6 +25,15 @@ def whole(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 
     with deepspeed.zero.GatheredParameters(shared, modifier_rank=0):
         yield
+
+
+@torch.no_grad()
+def write(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter the values of a whole tensor of its shape. Every process must take part, with the same values."""
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    with whole([parameter]):
+        parameter.copy_(value)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from .critic import VALUE_HEAD, add_critic
 from .merge import describe, differences, layers, merged_config, padded
 from .reference import copy_adapter
 from .roles import CRITIC, POLICY, REFERENCE
-from .sharding import whole
+from .sharding import write
 
 logger = logging.get_logger(__name__)
 
@@ -269,14 +269,22 @@ def load_reference(model: PeftModel, folder: Path) -> None:
 
 
 def restore_adapter(model: PeftModel, adapter: str, folder: Path) -> None:
-    """Give an adapter of the model the weights in a folder of the same configuration, whatever the model is sharded by.
+    """Give an adapter of a model, which may be sharded, the weights that were saved of it.
 
     Raises:
-        ValueError: If they do not fit.
+        ValueError: If a weight is missing or left over.
     """
-    own = [p for name, p in model.named_parameters() if f".{adapter}." in name or name.endswith(f".{adapter}")]
-    with whole(own):
-        load_weights(model, adapter, read_weights(folder), folder)
+    own = [(name, p) for name, p in model.named_parameters() if f".{adapter}." in name or name.endswith(f".{adapter}")]
+    numbered = {name: torch.tensor(index) for index, (name, _) in enumerate(own)}
+    # PEFT's names of the saved weights.
+    named = adapter_weights(model, numbered, adapter_name=adapter, save_embedding_layers=False)
+    weights = read_weights(folder)
+    if different := sorted(named.keys() ^ weights.keys()):
+        raise ValueError(
+            f"{folder} holds another adapter than {adapter!r}: {', '.join(different[:3])} is in one of them only."
+        )
+    for name, index in named.items():
+        write(own[int(index)][1], weights[name])
 
 
 def start_critic(

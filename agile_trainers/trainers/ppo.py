@@ -10,7 +10,7 @@ from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import disable_dropout_in_model
 
-from agile_trainers.adapters import CRITIC, POLICY, start_critic, thaw
+from agile_trainers.adapters import CRITIC, POLICY, restore_adapter, start_critic, thaw
 from agile_trainers.objectives.advantages import whiten
 from agile_trainers.objectives.returns import gae, token_gae
 from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, turn_lengths
@@ -203,8 +203,8 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def _load_best_model(self) -> None:
         super()._load_best_model()
         critic = Path(self.state.best_model_checkpoint) / CRITIC
-        if critic.is_dir() and not self.is_deepspeed_enabled:  # which loads all that is trained
-            self.model.load_adapter(str(critic), CRITIC)
+        if critic.is_dir():
+            restore_adapter(self.accelerator.unwrap_model(self.model), CRITIC, critic)
 
     # ------------------------------------------------------------------------------------------------------ credit
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
@@ -20,7 +19,7 @@ from agile_trainers.adapters import (
     copy_adapter,
     load_reference,
     restore_adapter,
-    whole,
+    write,
 )
 
 _WEIGHTS = "model.safetensors"
@@ -95,8 +94,12 @@ class ReferencePolicy(GRPOTrainer):
         if isinstance(self.model, PeftModel) and any(
             file.parent != folder for file in folder.glob("*/adapter_config.json")
         ):
-            # Finding adapters in subfolders, `Trainer` leaves out the one beside them.
-            self.model.load_adapter(str(folder), POLICY, is_trainable=True)
+            if self.is_fsdp_enabled:  # `Trainer` restores the active one alone
+                for adapter in self.model.peft_config:
+                    restore_adapter(self.model, adapter, folder if adapter == POLICY else folder / adapter)
+            else:
+                # Finding adapters in subfolders, `Trainer` leaves out the one beside them.
+                self.model.load_adapter(str(folder), POLICY, is_trainable=True)
         self._restore_reference(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -116,8 +119,7 @@ class ReferencePolicy(GRPOTrainer):
         self._reference_moved = True
         weights = load_file(file)
         for name, parameter in self.accelerator.unwrap_model(self.ref_model).named_parameters():
-            with whole([parameter]), torch.no_grad():
-                parameter.copy_(weights[name])
+            write(parameter, weights[name])
 
 
 class _UpdateReference(TrainerCallback):
