@@ -46,8 +46,7 @@ class VllmPolicy:
     ):
         self._model, self._distribution = model, distribution
         config = base_model(model).config
-        on_cpu = args.device.type == "cpu"
-        engine = f"vLLM {VERSION} on {'CPU' if on_cpu else 'this GPU'}"
+        engine = f"vLLM {VERSION} on {'CPU' if current_platform.is_cpu() else 'this GPU'}"
         served = [name for name in QUANTIZATION_METHODS if name in (current_platform.supported_quantization or [name])]
         self._sleeps, self._parks = args.vllm_enable_sleep_mode, args.offload_policy_during_rollout
         self._config = model.peft_config[POLICY] if isinstance(model, PeftModel) else None
@@ -66,7 +65,6 @@ class VllmPolicy:
                 "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
                 "model_impl": args.vllm_model_impl,
                 "enable_sleep_mode": self._sleeps,
-                "enforce_eager": on_cpu,  # compiling takes longer than it saves on what a CPU can train
             },
         )
         self._whole = None if self._config is not None else _WholeModel(model, accelerator)

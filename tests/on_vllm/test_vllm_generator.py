@@ -44,7 +44,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
         max_model_length=256,
         max_batch_size=64,
         max_lora_rank=8,
-        options={"enforce_eager": True, "block_size": 32},
+        options={"block_size": 32},
     )
 
 
@@ -212,6 +212,14 @@ def test_malformed_requests_are_refused(engine: VllmEngine, model: PeftModel) ->
 def test_an_answer_may_fill_the_context(engine: VllmEngine, model: PeftModel) -> None:
     output = run(make(engine, eos=[]), GenerationRequest(0, [5] * 250, 6, uniforms(0)))
     assert len(output.token_ids) == 6 and output.finish_reason == "length"
+
+
+def test_more_prompts_than_are_read_at_once(engine: VllmEngine, model: PeftModel) -> None:
+    """A prompt that is read in pieces ends the engine on CPU, if its request has a seed."""
+    generator = make(engine, SamplingSettings())
+    for episode in range(60):
+        generator.submit(GenerationRequest(episode, [2 + (i * episode) % 37 for i in range(130)], 2, uniforms(episode)))
+    assert len([output for _ in range(8) for output in generator.step()]) == 60
 
 
 def test_a_new_adapter_takes_nothing_from_what_was_cached_under_the_last(engine: VllmEngine, model: PeftModel) -> None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, StopStringCriteria
 from trl.trainer.utils import ensure_master_addr_port
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
@@ -59,9 +60,13 @@ class VllmEngine:
         process: tuple[int, int, int] = (0, 0, 1),
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        lora: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if max_lora_rank is not None:
-            lora = {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 1}
+            more |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 1}
+        if current_platform.is_cpu():
+            # Compiling takes longer than it saves on what a CPU can train; and there, a request with a seed of its own dies
+            # when its prompt is read in pieces (RuntimeError "CPU Generator does not use offset", vLLM 0.31).
+            more |= {"enforce_eager": True, "enable_chunked_prefill": False}
         with _launched_as(*process):
             arguments = EngineArgs(
                 model=model,
@@ -69,13 +74,13 @@ class VllmEngine:
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=max_model_length,
                 max_num_seqs=max_batch_size,
-                max_num_batched_tokens=max(4096, max_batch_size),
+                max_num_batched_tokens=max(4096, max_batch_size, max_model_length or 0),
                 logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
                 enable_prefix_caching=True,
                 generation_config="vllm",  # the model's own sampling defaults are not the trainer's
                 distributed_executor_backend="external_launcher",  # in this process, beside the trainer's process group
                 disable_log_stats=True,
-                **lora,
+                **more,
                 **(options or {}),
             )
             self.engine = LLMEngine.from_engine_args(arguments)
