@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.models import utils as model_utils
 from trl.trainer import utils
 
@@ -34,7 +35,7 @@ INIT_ARGUMENTS = [
 ]  # fmt: skip
 LOSS_READS = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "num_items_in_batch",
-    "old_per_token_logps", "ref_per_token_logps",
+    "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps",
 }  # fmt: skip
 
 
@@ -62,6 +63,17 @@ def test_the_loss_reads_the_keys_we_write():
     assert all(f'"{key}"' in source for key in LOSS_READS)
 
 
+def test_the_loss_is_weighed_where_vllm_samples():
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert 'per_token_loss * inputs["importance_sampling_ratio"]' in source
+    assert "self.use_vllm and self.vllm_importance_sampling_correction" in source
+
+
+def test_the_weights_of_a_whole_model_have_vllms_names():
+    assert parameters(VLLMGeneration.__init__)[:4] == ["self", "model", "accelerator", "processing_class"]
+    assert parameters(VLLMGeneration._iter_named_params) == parameters(VLLMGeneration._init_vllm) == ["self"]
+
+
 def test_attributes_of_an_instance(embedded_model, tmp_path):
     from games import make_trainer
 
@@ -70,7 +82,7 @@ def test_attributes_of_an_instance(embedded_model, tmp_path):
         "_step", "_buffered_inputs", "_metrics", "_logs", "_tokenizer", "_dist", "eos_token_ids", "num_generations",
         "num_iterations", "importance_sampling_level", "scale_rewards", "beta", "ref_model", "reward_weights",
         "reward_func_names", "mask_truncated_completions", "pad_to_multiple_of", "temperature", "top_p", "top_k",
-        "min_p", "repetition_penalty", "chat_template_kwargs",
+        "min_p", "repetition_penalty", "chat_template_kwargs", "use_vllm", "vllm_importance_sampling_correction",
     ):  # fmt: skip
         assert hasattr(trainer, name), name
     assert set(trainer._logs) >= {"prompt", "completion", "rewards", "advantages"}

@@ -1,0 +1,191 @@
+"""What vLLM cannot take is said before an engine is made; none is needed to say it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from games import make_trainer, settings
+from peft import IA3Config, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from agile_trainers.rollout.generators.base import SamplingSettings
+from agile_trainers.trainers import MultiTurnGRPOConfig
+from agile_trainers.trainers.generation import sampling_settings
+from agile_trainers.trainers.reporting import mismatch_warning
+from agile_trainers.trainers.vllm_options import base_source, check_device, compute_dtype, lora_rank, quantization
+
+
+def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:
+    return MultiTurnGRPOConfig(**settings(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vllm_mode": "server"}, "vllm_mode='server' does not serve episodes"),
+        (
+            {"vllm_server_base_url": "http://localhost:8000"},
+            "vllm_server_base_url='http://localhost:8000' has no effect",
+        ),
+        ({"vllm_server_port": 9}, "vllm_server_port=9 has no effect with an environment: it acts on a server"),
+        ({"vllm_group_port": 9}, "vllm_group_port=9"),
+        ({"vllm_max_model_length": 99}, "vllm_max_model_length=99 has no effect with an environment: max_model_length"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
+        ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex='a+'"),
+        (
+            {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},
+            "vllm_importance_sampling_clip_max=2.0 has no effect with vllm_importance_sampling_correction=False",
+        ),
+        (
+            {"vllm_importance_sampling_correction": False, "vllm_max_logprob_gap": 2.0},
+            "vllm_max_logprob_gap=2.0 has no effect with vllm_importance_sampling_correction=False",
+        ),
+        ({"loss_type": "vespo"}, "Use vllm_importance_sampling_mode='token_truncate' or 'token_mask'"),
+    ],
+)
+def test_options_that_would_be_ignored(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config(tmp_path, use_vllm=True, **changes).with_environment()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vllm_gpu_memory_utilization": 0.5},
+        {"vllm_importance_sampling_mode": "token_mask"},
+        {"offload_policy_during_rollout": True},
+        {"vllm_max_logprob_gap": 0.2},
+        {"vllm_server_port": 9},
+    ],
+)
+def test_without_vllm_its_options_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    ((name, value),) = changes.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} has no effect without vLLM")):
+        config(tmp_path, **changes).with_environment()
+
+
+def test_modes(tmp_path: Path) -> None:
+    assert config(tmp_path, use_vllm=True).with_environment().vllm_importance_sampling_mode == "turn_truncate"
+    assert MultiTurnGRPOConfig(
+        output_dir=str(tmp_path), bf16=False
+    ).without_environment().vllm_importance_sampling_mode == ("sequence_mask")
+    with pytest.raises(ValueError, match="vllm_importance_sampling_mode must be one of 'token_truncate'"):
+        config(tmp_path, vllm_importance_sampling_mode="word_mask")
+    turn = MultiTurnGRPOConfig(output_dir=str(tmp_path), bf16=False, vllm_importance_sampling_mode="turn_mask")
+    with pytest.raises(ValueError, match="vllm_importance_sampling_mode='turn_mask'"):
+        turn.without_environment()
+    with pytest.raises(ValueError, match="vllm_max_logprob_gap must be positive, got 0"):
+        config(tmp_path, vllm_max_logprob_gap=0)
+
+
+@pytest.mark.parametrize("name", ["vllm_enable_sleep_mode", "offload_policy_during_rollout"])
+def test_what_frees_a_gpu_needs_one(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=True frees a GPU's memory and has no effect on CPU"):
+        check_device(config(tmp_path, use_vllm=True, **{name: True}).with_environment())
+
+
+def test_sharded_weights_are_not_moved_about() -> None:
+    args = SimpleNamespace(
+        vllm_enable_sleep_mode=False,
+        offload_policy_during_rollout=True,
+        device=torch.device("cuda"),
+        deepspeed="zero2.json",
+        fsdp="",
+    )
+    with pytest.raises(
+        ValueError, match="offload_policy_during_rollout=True cannot move weights that DeepSpeed or FSDP"
+    ):
+        check_device(args)
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)])
+def test_room_for_a_rank(rank: int, room: int) -> None:
+    assert lora_rank(LoraConfig(r=rank, lora_alpha=3, use_rslora=True, target_modules="all-linear")) == room
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern={'q_proj': 4}"),
+        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern={'q_proj': 4}"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices=[3]"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"r": 513}, "vLLM serves adapters of up to rank 512, got r=513"),
+    ],
+)
+def test_adapters_that_vllm_would_serve_as_another(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lora_rank(LoraConfig(**{"target_modules": "all-linear", **changes}))
+
+
+def test_adapters_of_another_kind() -> None:
+    with pytest.raises(ValueError, match=r"vLLM serves LoRA adapters, not \S*IA3"):
+        lora_rank(IA3Config(target_modules=["q_proj"]))
+
+
+def test_where_the_base_comes_from(embedded_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(embedded_model)
+    assert base_source(model) == str(embedded_model)
+    assert base_source(get_peft_model(model, LoraConfig(target_modules="all-linear"))) == str(embedded_model)
+    with pytest.raises(ValueError, match="this one was made in memory"):
+        base_source(AutoModelForCausalLM.from_config(type(model.config)(**{"num_hidden_layers": 1, "vocab_size": 8})))
+
+
+def test_the_sampler_computes_in_what_the_trainer_computes_in(embedded_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
+    for bf16, fp16, dtype in (
+        (False, False, torch.float32),
+        (True, False, torch.bfloat16),
+        (False, True, torch.float16),
+    ):
+        assert compute_dtype(SimpleNamespace(bf16=bf16, fp16=fp16), model) == dtype
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_bases(embedded_model: Path, bits: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(embedded_model)
+    assert quantization(model, ["awq"], "vLLM 1.0 on CPU") is None
+    model.config.quantization_config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    with pytest.raises(ValueError, match=r"vLLM 1.0 on CPU cannot serve .* 'bitsandbytes'.* or by one of awq, fp8\."):
+        quantization(model, ["awq", "fp8"], "vLLM 1.0 on CPU")
+    if bits == 4:
+        assert quantization(model, ["bitsandbytes"], "an older vLLM") == "bitsandbytes"
+    else:
+        with pytest.raises(ValueError, match="in 8 bit"):
+            quantization(model, ["bitsandbytes"], "an older vLLM")
+
+
+def test_sampling_settings_are_the_configurations(embedded_model: Path, tmp_path: Path) -> None:
+    changes = {"temperature": 0.7, "top_p": 0.8, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2}
+    trainer = make_trainer(embedded_model, tmp_path, min_new_tokens=2, stop_strings=["a"], **changes)
+    assert sampling_settings(trainer.args) == SamplingSettings(**changes, min_new_tokens=2, stop_strings=("a",))
+    assert not sampling_settings(trainer.args, do_sample=False).do_sample
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"scored_at": 0.5}, "sampled at temperature 1.0 and scored at temperature 0.5"),
+        ({"settings": SamplingSettings(top_p=0.9, top_k=5)}, "top_p=0.9 and top_k=5 changes what is sampled from"),
+        ({"first": 0.01}, "the engine seems to serve a stale adapter"),
+        ({"dtypes": (torch.bfloat16, torch.float32)}, "the sampler computes in torch.bfloat16"),
+        ({"dtypes": (torch.bfloat16, torch.bfloat16)}, "the sampler computes in torch.bfloat16"),
+        ({}, "the base model in memory is not the one in its folder"),
+    ],
+)
+def test_the_likely_cause_of_a_gap(changes: dict[str, object], cause: str) -> None:
+    usual = {
+        "first": 0.3,
+        "settings": SamplingSettings(),
+        "scored_at": 1.0,
+        "dtypes": (torch.float32, torch.float32),
+    }
+    text = mismatch_warning(0.25, 0.1, **{**usual, **changes})
+    assert cause in text and "0.25 nats a token, more than vllm_max_logprob_gap=0.1" in text
