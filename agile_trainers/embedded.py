@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from trl import SFTTrainer
 
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 HEAD_DIM = 32
@@ -180,3 +184,35 @@ def make_embedded_model(
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def words_of(rows: Iterable[dict[str, Any]], *more: str) -> list[str]:
+    """The words of conversations for :func:`make_embedded_model`, ``more`` words, and ``[UNK]`` for all others."""
+    said = {word for row in rows for message in row["messages"] for word in message["content"].split()}
+    return sorted({*said, *more, "[UNK]"})
+
+
+def sft_trainer(
+    model: str | Path, rows: list[dict[str, Any]], output_dir: str | Path, *, seed: int = 0, **options: Any
+) -> SFTTrainer:
+    """TRL's trainer for teaching an embedded model a format before reinforcement learning, on CPU.
+
+    Args:
+        model: Folder of the model.
+        rows: Conversations, ``{"messages": [...]}``; the answers are trained on.
+        output_dir: Where ``trainer.save_model()`` writes to.
+        seed: Of the order of the rows.
+        options: Further options of ``SFTConfig``: how long to train, at least.
+    """
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer  # takes seconds to import, and the model needs none of it
+
+    defaults = {
+        "per_device_train_batch_size": 32, "learning_rate": 3e-3, "lr_scheduler_type": "constant", "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True, "logging_steps": 10,
+    }  # fmt: skip
+    on_cpu = {"bf16": False, "use_cpu": True, "gradient_checkpointing": False}
+    args = SFTConfig(
+        output_dir=str(output_dir), assistant_only_loss=True, seed=seed, **{**defaults, **on_cpu, **options}
+    )
+    return SFTTrainer(model=str(model), args=args, train_dataset=Dataset.from_list(rows))

@@ -29,11 +29,10 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 import yaml
-from datasets import Dataset, disable_progress_bars
+from datasets import disable_progress_bars
 from peft import PeftModel
 from rich.console import Console
 from transformers.utils import logging
-from trl import SFTConfig, SFTTrainer
 
 from agile_environments.guess_number import (
     LEVELS,
@@ -45,7 +44,7 @@ from agile_environments.guess_number import (
 )
 from agile_trainers.cli.chain import results, run_pipeline
 from agile_trainers.cli.pipeline import Stage, read_pipeline
-from agile_trainers.embedded import END_OF_TURN, START_OF_TURN, make_embedded_model
+from agile_trainers.embedded import END_OF_TURN, START_OF_TURN, make_embedded_model, sft_trainer, words_of
 from agile_trainers.envs.play import Player, compare
 from agile_trainers.types import Message
 
@@ -100,29 +99,14 @@ def make_base(folder: Path, seed: int, steps: int) -> Path:
     base = folder / "base"
     if (base / "done").is_file():
         return base
-    texts = [message["content"] for game in demonstrations(100) for message in game["messages"]]
-    words = sorted({word for text in (*texts, "invalid correct [UNK]") for word in text.split()})
+    words = words_of(demonstrations(100), "invalid", "correct")
     untrained = make_embedded_model(folder / "untrained", words=words, seed=seed)
     rows = [
         game
         for player, first in ((random_player, seed * 100_000), (random_legal_player, seed * 100_000 + 50_000))
         for game in demonstrations(16 * steps, seed=first, player=player)
     ]
-    args = {"learning_rate": 3e-3, "lr_scheduler_type": "constant", "per_device_train_batch_size": 32}
-    trainer = SFTTrainer(
-        model=str(untrained),
-        args=SFTConfig(
-            output_dir=str(base),
-            max_steps=steps,
-            assistant_only_loss=True,
-            seed=seed,
-            save_strategy="no",
-            **args,
-            **ON_CPU,
-            **QUIET,
-        ),
-        train_dataset=Dataset.from_list(rows),
-    )
+    trainer = sft_trainer(untrained, rows, base, seed=seed, max_steps=steps)
     trainer.train()
     trainer.save_model()
     (base / "done").touch()

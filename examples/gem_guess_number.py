@@ -18,11 +18,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it brings
 
 import matplotlib
-from datasets import Dataset
 from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
 
-from agile_trainers.embedded import make_embedded_model
+from agile_trainers.embedded import make_embedded_model, sft_trainer
 from agile_trainers.envs import make_environment_factory
 from agile_trainers.envs.play import demonstrate
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
@@ -48,25 +46,9 @@ def tiny_model(folder: Path, seed: int, steps: int, batch: int) -> Path:
     """Make a model that knows the words of the game, and teach it the format by supervised fine-tuning."""
     games = demonstrate(make_environment_factory(GAME)(), still_possible, range(steps * batch))
     texts = [message["content"] for game in games[:200] for message in game["messages"]]
-    trainer = SFTTrainer(
-        model=str(make_embedded_model(folder / "untrained", texts=texts, seed=seed)),
-        args=SFTConfig(
-            output_dir=str(folder / "sft"),
-            per_device_train_batch_size=batch,
-            max_steps=steps,
-            learning_rate=3e-3,
-            lr_scheduler_type="constant",
-            assistant_only_loss=True,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            seed=seed,
-            save_strategy="no",
-            report_to="none",
-            logging_steps=50,
-        ),
-        train_dataset=Dataset.from_list(games),
-    )
+    untrained = make_embedded_model(folder / "untrained", texts=texts, seed=seed)
+    length = {"max_steps": steps, "per_device_train_batch_size": batch}
+    trainer = sft_trainer(untrained, games, folder / "sft", seed=seed, logging_steps=50, disable_tqdm=False, **length)
     trainer.train()
     trainer.save_model()
     return folder / "sft"

@@ -19,10 +19,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it brings
 
-from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
 
-from agile_trainers.embedded import make_embedded_model
+from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
 from agile_trainers.envs.reasoning_gym import ReasoningGymEnvironment
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
@@ -38,24 +36,10 @@ def make_environment() -> ReasoningGymEnvironment:
 def tiny_model(folder: Path, seed: int, rows: int) -> Path:
     """Make a model that knows the words of the task, and show it some answered questions of the training split, twice."""
     environment = make_environment()
-    texts = [message["content"] for row in environment.demonstrations(2000) for message in row["messages"]]
-    words = sorted({word for text in texts for word in text.split()} | {"[UNK]"})
-    trainer = SFTTrainer(
-        model=str(make_embedded_model(folder / "untrained", words=words, seed=seed)),
-        args=SFTConfig(
-            output_dir=str(folder / "sft"),
-            per_device_train_batch_size=32,
-            num_train_epochs=2,
-            learning_rate=3e-3,
-            lr_scheduler_type="constant",
-            assistant_only_loss=True,
-            seed=seed,
-            save_strategy="no",
-            report_to="none",
-            **ON_CPU,
-        ),
-        train_dataset=Dataset.from_list(environment.demonstrations(rows, seed=seed * rows)),
-    )
+    words = words_of(environment.demonstrations(2000))
+    untrained = make_embedded_model(folder / "untrained", words=words, seed=seed)
+    shown = environment.demonstrations(rows, seed=seed * rows)
+    trainer = sft_trainer(untrained, shown, folder / "sft", seed=seed, num_train_epochs=2)
     trainer.train()
     trainer.save_model()
     return folder / "sft"

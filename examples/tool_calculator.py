@@ -16,12 +16,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it brings
 
 import matplotlib
-from datasets import Dataset
 from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
 
 from agile_environments.calculator import Calculator, demonstrations
-from agile_trainers.embedded import make_embedded_model
+from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 matplotlib.use("Agg")
@@ -31,26 +29,10 @@ import matplotlib.pyplot as plt
 def tiny_model(folder: Path, seed: int, steps: int, batch: int) -> Path:
     """Make a model that knows the words of the task, and teach it the format from a player that seldom calls the tool."""
     episodes = demonstrations(steps * batch, seed=seed * steps * batch)
-    texts = [message["content"] for episode in episodes for message in episode["messages"]]
-    words = sorted({word for text in (*texts, "system [UNK]") for word in text.split()})
-    trainer = SFTTrainer(
-        model=str(make_embedded_model(folder / "untrained", words=words, seed=seed)),
-        args=SFTConfig(
-            output_dir=str(folder / "sft"),
-            per_device_train_batch_size=batch,
-            max_steps=steps,
-            learning_rate=3e-3,
-            lr_scheduler_type="constant",
-            assistant_only_loss=True,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            seed=seed,
-            save_strategy="no",
-            report_to="none",
-            logging_steps=50,
-        ),
-        train_dataset=Dataset.from_list(episodes),
+    untrained = make_embedded_model(folder / "untrained", words=words_of(episodes, "system"), seed=seed)
+    length = {"max_steps": steps, "per_device_train_batch_size": batch}
+    trainer = sft_trainer(
+        untrained, episodes, folder / "sft", seed=seed, logging_steps=50, disable_tqdm=False, **length
     )
     trainer.train()
     trainer.save_model()

@@ -45,7 +45,7 @@ class FusedLinear(Linear):
 
 
 def fuse(model: nn.Module) -> None:
-    """Let every LoRA layer of ``model`` run as :class:`FusedLinear`. Layers of adapters that come later need another call."""
+    """Let every LoRA layer of ``model`` run as :class:`FusedLinear`; layers that an adapter adds later need another call."""
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = FusedLinear

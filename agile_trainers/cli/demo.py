@@ -24,12 +24,13 @@ from peft import LoraConfig, PeftModel
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, PrinterCallback
 from transformers.utils import logging
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from agile_environments.guess_number import LEVELS, demonstrations, halving_player, random_player
+from agile_trainers import embedded
 from agile_trainers.cli.progress import show_progress
 from agile_trainers.cli.report import Score, learning_curve, plot, results_table, some_games, write_summary
-from agile_trainers.embedded import make_embedded_model
+from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.play import Player
 from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.generators.base import GenerationRequest
@@ -67,26 +68,9 @@ def sft_trainer(model: Path, output: Path, seed: int, budget: Budget) -> SFTTrai
         budget: Number of updates and of games in each; no game is seen twice.
     """
     count = budget.sft_steps * budget.sft_batch
-    return SFTTrainer(
-        model=str(model),
-        args=SFTConfig(
-            output_dir=str(output),
-            per_device_train_batch_size=budget.sft_batch,
-            max_steps=budget.sft_steps,
-            learning_rate=3e-3,
-            lr_scheduler_type="constant",
-            assistant_only_loss=True,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            seed=seed,
-            save_strategy="no",
-            report_to="none",
-            logging_steps=10,
-            disable_tqdm=True,
-        ),
-        train_dataset=Dataset.from_list(demonstrations(count, seed=seed * count)),
-    )
+    games = demonstrations(count, seed=seed * count)
+    length = {"max_steps": budget.sft_steps, "per_device_train_batch_size": budget.sft_batch}
+    return embedded.sft_trainer(model, games, output, seed=seed, **length)
 
 
 def make_trainer(
@@ -169,8 +153,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     logging.disable_progress_bar()
     console.rule(f"Guess the number between 1 and {HIGH} in {GUESSES} guesses")
     # A vocabulary of the game's words alone: an entropy bonus over hundreds of useless tokens would cost much success.
-    texts = [message["content"] for game in demonstrations(100) for message in game["messages"]]
-    words = sorted({word for text in (*texts, "invalid correct [UNK]") for word in text.split()})
+    words = words_of(demonstrations(100), "invalid", "correct")
     untrained = make_embedded_model(output / "untrained", words=words, seed=seed)
     base = output / "sft"
     supervised = sft_trainer(untrained, base, seed, budget)
