@@ -46,6 +46,7 @@ from .setup import (
     build_engine,
     check_first_prompt,
     check_vllm,
+    keep_differentiable,
     refuse,
     training_rows,
     with_return,
@@ -197,6 +198,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
         if environment is not None:
             self.use_vllm = self.args.use_vllm = use_vllm
             check_engine(self.accelerator, self.args)
+            keep_differentiable(self.model)
             fuse(self.model)
             self._turn_ratios = args.importance_sampling_level == "turn"
             if self._turn_ratios:

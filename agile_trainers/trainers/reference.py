@@ -89,6 +89,7 @@ class ReferencePolicy(GRPOTrainer):
                 save_file({name: weight.clone().contiguous() for name, weight in weights.items()}, folder / _WEIGHTS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         folder = Path(resume_from_checkpoint)
         if isinstance(self.model, PeftModel) and any(
@@ -100,6 +101,10 @@ class ReferencePolicy(GRPOTrainer):
             else:
                 # Finding adapters in subfolders, `Trainer` leaves out the one beside them.
                 self.model.load_adapter(str(folder), POLICY, is_trainable=True)
+        for name, parameter in self.model.named_parameters():
+            # PEFT loads adapters in fp32; TRL trains those of a quantized base in bf16.
+            if parameter.dtype != dtypes[name]:
+                parameter.data = parameter.data.to(dtypes[name])
         self._restore_reference(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

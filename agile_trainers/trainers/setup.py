@@ -139,6 +139,17 @@ def activation_offloading(args: MultiTurnConfig, model: Any) -> AbstractContextM
     return get_act_offloading_ctx_manager(model=model)
 
 
+def keep_differentiable(model: Any) -> None:
+    """Keep bitsandbytes from packing 4-bit weights for inference, which it does at the first rollout on some CPUs (AVX512).
+
+    Packed weights stay packed, and no gradient flows back through them: what lies below would be trained on a wrong one,
+    with no more than a warning.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def check_vllm(args: MultiTurnConfig) -> None:
     """Say at once whether ``use_vllm`` can be had.
 

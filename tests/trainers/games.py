@@ -87,6 +87,7 @@ def make_trainer(
     reward_funcs: Any = None,
     train_dataset: Dataset | None = None,
     eval_dataset: Any = None,
+    quantization_config: Any = None,
     **changes: Any,
 ) -> MultiTurnTrainer:
     """A trainer on the embedded model."""
@@ -100,6 +101,7 @@ def make_trainer(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         peft_config=peft_config if lora else None,
+        quantization_config=quantization_config,
         callbacks=callbacks,
     )
 

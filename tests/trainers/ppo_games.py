@@ -28,6 +28,7 @@ def make_ppo(
     environment: Callable[[], Any] | str = Cut,
     callbacks: list[Any] | None = None,
     lora: dict[str, Any] | None = None,
+    quantization_config: Any = None,
     **changes: Any,
 ) -> MultiTurnPPOTrainer:
     """A trainer on the embedded model."""
@@ -38,6 +39,7 @@ def make_ppo(
         args=MultiTurnPPOConfig(**{**options, **changes}),
         environment=environment,
         peft_config=LoraConfig(**config),
+        quantization_config=quantization_config,
         callbacks=callbacks,
     )
 

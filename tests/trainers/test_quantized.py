@@ -1,0 +1,118 @@
+"""Bases of 4 and 8 bits train, are saved, gone on with and loaded, with the transformers generator on CPU."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from games import Gradients, draw_batch, loss_and_gradients, make_trainer, relative_error
+from peft import PeftModel
+from ppo_games import make_ppo
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from agile_trainers.adapters import CRITIC, add_value_head
+
+bitsandbytes = pytest.importorskip(
+    "bitsandbytes", reason="needs bitsandbytes: pip install 'agile-trainers[quantization]'"
+)
+ALGORITHMS, BITS = ("grpo", "ppo"), (4, 8)
+
+
+def quantization(bits: int) -> BitsAndBytesConfig:
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+
+def make(algorithm: str, bits: int, model: Path, output: Path, **changes: Any) -> Any:
+    options = {"quantization_config": quantization(bits), "max_turns": 2, "stop_strings": None, "max_new_tokens": 2}
+    options |= {"per_device_train_batch_size": 4, **changes}
+    return make_trainer(model, output, **options) if algorithm == "grpo" else make_ppo(model, output, **options)
+
+
+def adapters(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_it_trains_is_saved_and_loaded(embedded_model, tmp_path, algorithm, bits):
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1.0}
+    gradients = Gradients()
+    whole = make(algorithm, bits, embedded_model, tmp_path / "whole", callbacks=[gradients], **saving)
+    kind = {4: bitsandbytes.nn.Linear4bit, 8: bitsandbytes.nn.Linear8bitLt}[bits]
+    layers = [module for module in whole.model.modules() if isinstance(module, kind)]
+    base = [layer.weight.detach().clone() for layer in layers]
+    assert len(base) == 14
+    start = adapters(whole)
+    whole.train()
+    assert all(torch.equal(layer.weight, before) for layer, before in zip(layers, base)), "the base is never trained"
+    assert all(value.isfinite().all() for step in gradients.steps for value in step.values())
+    for adapter in (".default.", ".critic.") if algorithm == "ppo" else (".default.",):
+        assert any(not torch.equal(value, start[name]) for name, value in adapters(whole).items() if adapter in name)
+
+    resumed = make(algorithm, bits, embedded_model, tmp_path / "resumed", **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    ours, theirs = adapters(resumed), adapters(whole)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+    ids = torch.arange(20).view(2, 10) + 300
+    for adapter in ("", CRITIC) if algorithm == "ppo" else ("",):
+        model = AutoModelForCausalLM.from_pretrained(embedded_model, quantization_config=quantization(bits))
+        if adapter:
+            add_value_head(model)
+        loaded = PeftModel.from_pretrained(model, tmp_path / "whole" / "checkpoint-2" / adapter)
+        saved = {name.replace(".default.", f".{adapter or 'default'}."): p for name, p in loaded.named_parameters()}
+        for name, value in theirs.items():
+            if f".{adapter or 'default'}." in name:
+                torch.testing.assert_close(saved[name].float(), value.float(), rtol=0, atol=0)
+    with torch.no_grad():
+        policy = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(embedded_model, quantization_config=quantization(bits)),
+            tmp_path / "whole" / "checkpoint-2",
+        )
+        torch.testing.assert_close(
+            policy(ids).logits.float(), whole.model.eval()(ids).logits.float(), rtol=0.05, atol=0.05
+        )
+
+
+def test_a_saved_policy_is_continued_on_a_quantized_base(embedded_model, tmp_path):
+    first = make("grpo", 4, embedded_model, tmp_path / "a", learning_rate=1.0)
+    first.train()
+    first.save_model()
+    second = make("grpo", 4, tmp_path / "a", tmp_path / "b")
+    assert any(isinstance(module, bitsandbytes.nn.Linear4bit) for module in second.model.modules())
+    ours, theirs = adapters(second), adapters(first)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name].float(), value.float(), rtol=0, atol=0)
+
+
+def unpacked(model: Any) -> Any:
+    """A copy whose 4-bit layers are ordinary ones with the weights that the 4 bits stand for."""
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        layer = getattr(module, "base_layer", None)
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+            linear.weight = torch.nn.Parameter(weight.float(), requires_grad=False)
+            module.base_layer = linear
+    return plain
+
+
+def test_gradients_flow_through_the_four_bit_base(embedded_model, tmp_path):
+    """After a rollout, on whatever CPU, they are those of a base with the same weights that is not quantized."""
+    trainer = make("grpo", 4, embedded_model, tmp_path)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape).mul(0.1).to(parameter.dtype)
+    plain = unpacked(trainer.model)
+    batch = draw_batch(trainer)
+    _, ours = loss_and_gradients(trainer, batch)
+    trainer.model = plain
+    _, theirs = loss_and_gradients(trainer, batch)
+    assert relative_error({n: g.float() for n, g in ours.items()}, {n: g.float() for n, g in theirs.items()}) < 0.02
