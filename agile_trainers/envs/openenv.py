@@ -6,6 +6,7 @@ The wire format is spoken directly, so neither OpenEnv nor a server's own packag
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import importlib
@@ -195,7 +196,9 @@ class OpenEnvEnvironment:
             await self._connect()
         websockets = importlib.import_module("websockets")
         try:
-            await self._socket.send(json.dumps({"type": kind, "data": data}))
+            with contextlib.suppress(websockets.exceptions.ConnectionClosed):
+                # A full server says so and hangs up without being asked: its answer may be waiting already.
+                await self._socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await asyncio.wait_for(self._socket.recv(), self.timeout))
         except (OSError, asyncio.TimeoutError, websockets.exceptions.ConnectionClosed) as error:
             await self.close()
