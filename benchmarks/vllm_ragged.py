@@ -1,0 +1,190 @@
+"""Ragged episodes on one vLLM engine, driven event by event and turn by turn (``make bench-vllm``).
+
+Episodes of 1 to 8 turns, answers of 4 to 64 tokens, environments that take 20 ms. Event by event, an episode whose
+environment has answered asks for its next turn at once: the rollout of this library. Turn by turn, everybody waits for the
+slowest answer and the slowest environment before the next turn begins: a batch per turn, as in TRL. Both play the same
+number of tokens.
+
+The model is as deep as one of half a billion weights and as narrow as the embedded one, so that a step of the engine costs
+little more for many rows than for one, as it does on a GPU; what it costs is printed. Answers are mostly short and a few
+are long (lengths are drawn log-uniformly). Uniform lengths are measured beside them: there every batch has enough long
+answers to be busy with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from agile_trainers.embedded import make_embedded_model, make_tokenizer
+from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator, SamplingSettings
+from agile_trainers.rollout.generators.vllm import VllmEngine, VllmGenerator
+from agile_trainers.rollout.stepping import EnvironmentPool
+
+TURNS, TOKENS, SECONDS = (1, 8), (4, 64), 0.02
+MEMORY = {"kv_cache_memory_bytes": 1 << 30}
+LIMIT = 0.7
+"""Share of the wall time of turn-by-turn rollouts that an event-driven one may take."""
+
+
+class Ragged:
+    """Takes 20 ms a step, for a number of turns that the seed decides."""
+
+    async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.left = random.Random(seed).randint(*TURNS)
+        return "Go on.", {}
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        await asyncio.sleep(SECONDS)
+        self.left -= 1
+        return "And on.", 1.0, self.left == 0, False, {}
+
+
+class RaggedAnswers:
+    """A generator whose answers have a length that episode and turn decide.
+
+    Args:
+        generator: Makes the answers.
+        uniform: Draw lengths uniformly; otherwise their logarithms, so that most are short and a few are long.
+    """
+
+    def __init__(self, generator: Generator, uniform: bool):
+        self._generator, self._uniform = generator, uniform
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request."""
+        draw, (low, high) = random.Random(f"{request.episode}/{len(request.token_ids)}"), TOKENS
+        length = draw.randint(low, high) if self._uniform else low * math.exp(draw.random() * math.log(high / low))
+        self._generator.submit(replace(request, max_new_tokens=round(length)))
+
+    def step(self) -> list[GenerationOutput]:
+        """Make some progress."""
+        return self._generator.step()
+
+    @property
+    def pending(self) -> int:
+        """Number of requests under way."""
+        return self._generator.pending
+
+    def release(self, episode: int) -> None:
+        """Forget an episode."""
+        self._generator.release(episode)
+
+
+class TurnByTurn:
+    """A generator that begins when every living episode has asked, and answers when every answer is there.
+
+    Args:
+        generator: Makes the answers.
+        episodes: How many there are.
+    """
+
+    def __init__(self, generator: Generator, episodes: int):
+        self._generator, self._living = generator, episodes
+        self._asked: list[GenerationRequest] = []
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request."""
+        self._asked.append(request)
+
+    def step(self) -> list[GenerationOutput]:
+        """Play a whole turn, if everybody has asked for it."""
+        if len(self._asked) < self._living:
+            return []
+        for request in self._asked:
+            self._generator.submit(request)
+        self._asked.clear()
+        outputs = []
+        while self._generator.pending:
+            outputs += self._generator.step()
+        return outputs
+
+    @property
+    def pending(self) -> int:
+        """Requests that a step would answer; none while others are awaited, so that the loop sleeps until they ask."""
+        return self._living if len(self._asked) == self._living else 0
+
+    def release(self, episode: int) -> None:
+        """Forget an episode."""
+        self._living -= 1
+        self._generator.release(episode)
+
+
+def step_cost(engine: VllmEngine, rows: int, steps: int = 40) -> float:
+    """Milliseconds of one decoding step."""
+    sampler = VllmGenerator(engine, eos_token_ids=[], settings=SamplingSettings())
+    for row in range(rows):
+        sampler.submit(GenerationRequest(row, [5, 6, 7], steps + 1, lambda n: [0.5] * n))
+    sampler.step()
+    started = time.perf_counter()
+    while sampler.pending:
+        sampler.step()
+    return 1000 * (time.perf_counter() - started) / steps
+
+
+def rollout(engine: VllmEngine, chat: ChatFrames, episodes: int, uniform: bool, by_turns: bool) -> tuple[float, int]:
+    """Wall time of one rollout in seconds, and the tokens that were sampled."""
+    engine.engine.reset_prefix_cache()
+    sampler = VllmGenerator(engine, eos_token_ids=[], settings=SamplingSettings())
+    generator: Generator = RaggedAnswers(sampler, uniform)
+    if by_turns:
+        generator = TurnByTurn(generator, episodes)
+    loop = RolloutEngine(EnvironmentPool(Ragged), chat, Limits(TURNS[1], TOKENS[1], engine.max_model_length))
+    started = time.perf_counter()
+    trajectories = loop.run([EpisodeSpec(seed, (seed,)) for seed in range(episodes)], generator)
+    seconds = time.perf_counter() - started
+    loop.pool.close()
+    return seconds, sum(turn.end - turn.start for trajectory in trajectories for turn in trajectory.turns)
+
+
+def main() -> int:
+    """Measure; return 1 if an event-driven rollout takes more than 0.7 of the time of one driven turn by turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=32)
+    parser.add_argument("--repetitions", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_embedded_model(folder, num_layers=24)
+        engine = VllmEngine(
+            folder, dtype=torch.float32, max_model_length=2048, max_batch_size=options.episodes, options=MEMORY
+        )
+    chat, slow = ChatFrames(make_tokenizer()), False
+    step_cost(engine, options.episodes)
+    costs = [step_cost(engine, rows) for rows in (1, options.episodes)]
+    print(f"A step takes {costs[0]:.1f} ms for 1 row, {costs[1]:.1f} ms for {options.episodes}.", flush=True)
+    for uniform in (False, True):
+        ratios, walls = [], []
+        rollout(engine, chat, options.episodes, uniform, by_turns=False)  # warm
+        for _ in range(options.repetitions):
+            ours, tokens = rollout(engine, chat, options.episodes, uniform, by_turns=False)
+            theirs, same = rollout(engine, chat, options.episodes, uniform, by_turns=True)
+            if tokens != same:
+                raise RuntimeError(f"{tokens} tokens were sampled event by event, {same} turn by turn.")
+            ratios.append(ours / theirs)
+            walls.append((ours, theirs))
+        ratio = median(ratios)
+        slow |= ratio > LIMIT and not uniform
+        event, turn = (median(side) for side in zip(*walls))
+        kind = "uniformly" if uniform else "log-uniformly"
+        print(
+            f"{options.episodes} episodes, lengths drawn {kind}, {tokens} tokens: event by event {event:.2f} s, turn by "
+            f"turn {turn:.2f} s, ratio {ratio:.2f}{'' if uniform else f' (limit {LIMIT})'}",
+            flush=True,
+        )
+    return int(slow)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
