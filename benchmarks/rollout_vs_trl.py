@@ -3,7 +3,7 @@
 TRL's side is what a user writes by hand for several turns: a ``rollout_func`` that lets ``model.generate`` read the whole
 conversation again at every turn; batched, left-padded, ids appended and never re-made, finished episodes left out. Both
 sides play the same environment with the same model, LoRA, batch and number of generated tokens, in turns (ours, TRL's,
-ours, ...), and each repetition is a new trainer whose first step warms up and whose second is timed.
+ours, ...), and each repetition is a new trainer whose first step warms up and whose others are timed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 RESULTS = Path(__file__).resolve().parent / "results"
 EPISODES, GROUP, TURNS, NEW_TOKENS, OBSERVATION_CHARACTERS = 16, 8, 8, 32, 64
 THREADS = 2
+TIMED_STEPS = 3
+"""Of one repetition, after the step that warms up."""
 NOISE = 0.05
 """Share by which the median of paired ratios differs between repetitions of the same thing."""
 HEADING = (
@@ -65,7 +67,7 @@ WORKLOADS = (
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one training step on one generation batch, and what it was made of."""
+    """Mean seconds of a training step on one generation batch, and what it was made of."""
 
     rollout: float
     update: float
@@ -196,7 +198,7 @@ def _generate(model: Any, tokenizer: Any, conversations: Sequence[list[int]], de
 def _common(workload: Workload, folder: str) -> dict[str, Any]:
     return {
         "output_dir": folder,
-        "max_steps": 2,
+        "max_steps": 1 + TIMED_STEPS,
         "per_device_train_batch_size": workload.micro_batch,
         "gradient_accumulation_steps": EPISODES // workload.micro_batch,
         "num_generations": GROUP,
@@ -216,7 +218,7 @@ def _lora() -> LoraConfig:
 
 
 def _train(trainer: GRPOTrainer) -> float:
-    """Train two steps and return the seconds spent in ``training_step`` during the second."""
+    """Train; return the mean seconds of ``training_step`` in an update, the first one left out."""
     seconds: list[float] = []
     inner = trainer.training_step
 
@@ -229,7 +231,8 @@ def _train(trainer: GRPOTrainer) -> float:
     trainer.training_step = timed
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return sum(seconds[len(seconds) // 2 :])
+    per_update = len(seconds) // (1 + TIMED_STEPS)
+    return sum(seconds[per_update:]) / TIMED_STEPS
 
 
 def time_ours(workload: Workload, model: Path) -> Times:
@@ -250,7 +253,8 @@ def time_ours(workload: Workload, model: Path) -> Times:
         )
         total = _train(trainer)
     last = [entry for entry in trainer.state.log_history if "time/rollout" in entry]
-    rollout, tokens = last[-1]["time/rollout"], last[-1]["num_tokens"] - last[-2]["num_tokens"]
+    rollout = fmean(entry["time/rollout"] for entry in last[1:])
+    tokens = last[-1]["num_tokens"] - last[-2]["num_tokens"]
     actions = round(last[-1]["completions/mean_length"] * EPISODES)
     return Times(rollout, total - rollout, actions, round(tokens))
 
@@ -273,7 +277,8 @@ def time_trl(workload: Workload, model: Path) -> Times:
         )
         total = _train(trainer)
     actions, tokens = (sum(counts) for counts in zip(*rollout.episodes))
-    return Times(rollout.seconds[-1], total - rollout.seconds[-1], actions, tokens)
+    seconds = fmean(rollout.seconds[1:])
+    return Times(seconds, total - seconds, actions, tokens)
 
 
 def compare(workload: Workload, model: Path, repetitions: int) -> dict[str, Any]:
