@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
@@ -100,6 +101,8 @@ class Generation(GRPOTrainer):
             torch.no_grad(),
             gathered_once(model),
         ):
+            # Compiled, it would be compiled again for every length of the KV cache.
+            model = extract_model_from_parallel(model, keep_torch_compile=False)
             model.eval()
             try:
                 yield TransformersGenerator(

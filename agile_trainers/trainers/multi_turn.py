@@ -45,6 +45,7 @@ from .setup import (
     activation_offloading,
     build_engine,
     check_first_prompt,
+    check_kernels,
     check_vllm,
     keep_differentiable,
     refuse,
@@ -158,6 +159,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             args = args.with_environment()
             check_vllm(args)
             check_parallelism(args)
+            check_kernels(args)
             if args.lora_target_scope is not None:
                 peft_config = within_scope(peft_config, args.lora_target_scope)
             factory = make_environment_factory(environment)

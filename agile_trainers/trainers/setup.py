@@ -139,6 +139,18 @@ def activation_offloading(args: MultiTurnConfig, model: Any) -> AbstractContextM
     return get_act_offloading_ctx_manager(model=model)
 
 
+def check_kernels(args: MultiTurnConfig) -> None:
+    """Refuse Liger's layer kernels where they cannot run, before they replace the layers of every model in the process.
+
+    Raises:
+        ValueError: On CPU.
+    """
+    if args.use_liger_kernel and args.device.type == "cpu":
+        raise ValueError(
+            "use_liger_kernel=True needs a GPU: Liger's layers are Triton programs, which do not run on CPU. Leave it unset."
+        )
+
+
 def keep_differentiable(model: Any) -> None:
     """Keep bitsandbytes from packing 4-bit weights for inference, which it does at the first rollout on some CPUs (AVX512).
 

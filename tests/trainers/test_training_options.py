@@ -1,0 +1,76 @@
+"""Options of ``TrainingArguments`` that change how a step is computed: what is computed stays the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from games import Gradients, make_trainer, relative_error
+from ppo_games import make_ppo
+from transformers import AutoModelForCausalLM
+
+MAKERS = {"grpo": make_trainer, "ppo": make_ppo}
+WITH_GRADIENTS_OF = {
+    "checkpointing": ({"gradient_checkpointing": True}, 0.0, 0.0),
+    "reentrant": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        0.0,
+        0.0,
+    ),
+    # The graphs are captured; compiling them to machine code takes minutes here.
+    "compiled": ({"torch_compile": True, "torch_compile_backend": "eager"}, 0.0, 1e-5),
+    "bf16": ({"bf16": True}, 1e-4, 0.2),
+}
+
+
+def gradients(algorithm: str, model, output, **changes) -> dict[str, torch.Tensor]:
+    """Of the first step."""
+    kept = Gradients()
+    MAKERS[algorithm](model, output, callbacks=[kept], **changes).train()
+    return {name.replace("_orig_mod.", ""): value.float() for name, value in kept.steps[0].items()}
+
+
+@pytest.fixture(scope="module")
+def plain(embedded_model, tmp_path_factory):
+    return {name: gradients(name, embedded_model, tmp_path_factory.mktemp("plain")) for name in MAKERS}
+
+
+@pytest.mark.parametrize("option", WITH_GRADIENTS_OF)
+@pytest.mark.parametrize("algorithm", MAKERS)
+def test_the_gradient_is_that_of_a_plain_step(plain, embedded_model, tmp_path, algorithm, option):
+    changes, lowest, highest = WITH_GRADIENTS_OF[option]
+    found = gradients(algorithm, embedded_model, tmp_path, **changes)
+    assert lowest <= relative_error(found, plain[algorithm]) <= highest
+    assert all(value.isfinite().all() for value in found.values())
+
+
+@pytest.mark.parametrize("algorithm", MAKERS)
+def test_a_base_in_bf16(embedded_model, tmp_path, algorithm):
+    trainer = MAKERS[algorithm](
+        embedded_model, tmp_path, bf16=True, model_init_kwargs={"dtype": "bfloat16"}, learning_rate=1.0, max_steps=2
+    )
+    dtypes = {name: p.dtype for name, p in trainer.model.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if "base_layer" in name} == {torch.bfloat16}
+    assert {dtype for name, dtype in dtypes.items() if "lora_" in name} == {torch.float32}
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    assert all(after[name].isfinite().all() for name in before)
+    assert any(not torch.equal(after[name], value) for name, value in before.items() if ".default." in name)
+
+
+def test_a_compiled_run_is_saved_as_any_other(embedded_model, tmp_path):
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "lora": False}
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    whole = make_trainer(embedded_model, tmp_path / "whole", **changes, **compiled)
+    whole.train()
+    resumed = make_trainer(embedded_model, tmp_path / "resumed", **changes, **compiled)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint-2").state_dict()
+    weights = whole.accelerator.unwrap_model(resumed.model, keep_torch_compile=False).state_dict()
+    for name, value in saved.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
+
+
+def test_liger_layers_are_refused_without_a_gpu(embedded_model, tmp_path):
+    with pytest.raises(ValueError, match="use_liger_kernel=True needs a GPU"):
+        make_trainer(embedded_model, tmp_path, use_liger_kernel=True)
