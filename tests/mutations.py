@@ -36,6 +36,7 @@ class Mutation:
 ENUMERATION = "tests/trainers/test_enumeration.py"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
+MISMATCH = "tests/objectives/test_mismatch.py"
 
 MUTATIONS = [
     Mutation(
@@ -49,6 +50,18 @@ MUTATIONS = [
     Mutation(
         "failed episodes in the statistics", "objectives/advantages.py",
         "valid = turn_mask & ~failed[:, None]", "valid = turn_mask", ADVANTAGES,
+    ),
+    Mutation(
+        "the sampler's probability over the trainer's", "objectives/mismatch.py",
+        "log_probs - sampling_log_probs, 0.0", "sampling_log_probs - log_probs, 0.0", MISMATCH,
+    ),
+    Mutation(
+        "the mean of a turn's ratios for their product", "objectives/mismatch.py",
+        'max(int(ids.max()) + 1, 1), "sum")', 'max(int(ids.max()) + 1, 1), "mean")', MISMATCH,
+    ),
+    Mutation(
+        "ratios out of bounds let through", "objectives/mismatch.py",
+        "ratio.masked_fill(clipped, 0.0)", "ratio", MISMATCH,
     ),
     Mutation(
         "immediate reward instead of the return", "objectives/returns.py",
