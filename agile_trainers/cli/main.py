@@ -18,9 +18,10 @@ COMMANDS = {
     "check": "say whether a run on an environment would work, and what its episodes look like",
     "play": "take the model's seat in the terminal",
     "envs": "list the environments, and what to install for the rest",
+    "env": "say what will work on this machine, and what to install for the rest",
 }
 """What each command does."""
-OWN_MODULES = ("demo", "chain", "check", "play", "envs")
+OWN_MODULES = ("demo", "chain", "check", "play", "envs", "env")
 """Commands with a module of their name; ``agile_trainers.cli.train`` runs the others."""
 
 
