@@ -13,7 +13,7 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm test-launch check mutations probes bench bench-vllm clean
+.PHONY: demo test test-vllm test-launch check mutations probes bench bench-vllm bench-gpu clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -44,6 +44,9 @@ bench: $(VENV)/.installed  ## overlap of slow environments; rollout and update t
 
 bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM: event-driven beside turn by turn
 	$(VLLM)/bin/python benchmarks/vllm_ragged.py
+
+bench-gpu: $(VENV)/.installed  ## rollout and update speed and memory on a GPU, beside TRL's GRPOTrainer
+	$(RUN) benchmarks/gpu.py
 
 clean:  ## forget the environment and the caches, not the runs
 	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .mypy_cache *.egg-info
