@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +58,8 @@ class Generation(GRPOTrainer):
     _vllm: VllmPolicy | None = None
     _synced: tuple[int, float] = (0, 0.0)
     """Bytes moved to vLLM for the last rollout, and the seconds it took."""
+    _gaps: tuple[float, float] | None = None
+    """Mean gap between sampler and trainer of the first generation batch, and of the last."""
 
     def _set_up_generation(self) -> None:
         """Once, after the rollout engine was made."""
@@ -130,10 +132,8 @@ class Generation(GRPOTrainer):
                 settings=settings,
                 tokenizer=self._tokenizer,
             )
-            try:
-                yield generator
-            finally:
-                generator.close()
+            with closing(generator), policy.shared(generator) as shared:
+                yield shared
 
     # --------------------------------------------------------------------------------------------------- mismatch
 
@@ -170,23 +170,16 @@ class Generation(GRPOTrainer):
         return {"importance_sampling_ratio": correction.weights, "sampling_per_token_logps": batch.sampling_logprobs}
 
     def _warn_of_gap(self, gap: float) -> None:
+        """Once, until it has been narrow again."""
         assert self._vllm is not None
-        if self._first_gap is None:
-            self._first_gap = gap
-        if gap > self.args.vllm_max_logprob_gap:
+        bound, (first, last) = self.args.vllm_max_logprob_gap, self._gaps or (gap, 0.0)
+        self._gaps = first, gap
+        if gap > bound >= last:
+            dtypes = self._vllm.dtype, base_model(self.accelerator.unwrap_model(self.model)).dtype
+            settings = sampling_settings(self.args)
             logger.warning(
-                mismatch_warning(
-                    gap,
-                    self.args.vllm_max_logprob_gap,
-                    first=self._first_gap,
-                    settings=sampling_settings(self.args),
-                    scored_at=self.temperature,
-                    dtypes=(self._vllm.dtype, base_model(self.accelerator.unwrap_model(self.model)).dtype),
-                )
+                mismatch_warning(gap, bound, first=first, settings=settings, scored_at=self.temperature, dtypes=dtypes)
             )
-
-    _first_gap: float | None = None
-    """Mean gap of the first generation batch, when every adapter is new."""
 
     def _sync_metrics(self) -> dict[str, float]:
         """What the last rollout's sync cost; empty without vLLM."""

@@ -20,7 +20,6 @@ _REFUSED = {
     "vllm_server_timeout": _SERVER,
     "vllm_group_port": _SERVER,
     "vllm_max_model_length": "max_model_length limits the conversation, the engine's too",
-    "vllm_tensor_parallel_size": "every process plays its own episodes, on an engine of its own with one device",
     "vllm_structured_outputs_regex": "an answer is what the model says; let the environment judge its form",
 }
 _NEED_VLLM = ("offload_policy_during_rollout", "vllm_max_logprob_gap")

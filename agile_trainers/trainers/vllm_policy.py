@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
+from torch.distributed.tensor import DTensor
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
 from vllm.version import __version__ as VERSION
 
 from agile_trainers.adapters import POLICY
-from agile_trainers.rollout.generators.vllm import VllmEngine
+from agile_trainers.rollout.generators.base import Generator
+from agile_trainers.rollout.generators.together import TogetherGenerator
+from agile_trainers.rollout.generators.vllm import VllmEngine, VllmGenerator
 
 from .vllm_options import base_model, base_source, compute_dtype, lora_rank, quantization
 
@@ -23,7 +27,8 @@ class VllmPolicy:
     """An engine that serves the policy.
 
     With LoRA only the policy's adapter is ever moved: the base is loaded from where the trainer loaded it, and stays what it
-    is. A model that is trained whole is moved whole, by TRL's own sync.
+    is. A model that is trained whole is moved whole. With ``vllm_tensor_parallel_size`` an engine is spread over as many
+    processes, which then step together.
 
     Args:
         args: The trainer's.
@@ -44,18 +49,21 @@ class VllmPolicy:
         distribution: Any,
         max_model_length: int | None,
     ):
-        self._model, self._distribution = model, distribution
+        self._model, self._accelerator, self._distribution = model, accelerator, distribution
         config = base_model(model).config
         engine = f"vLLM {VERSION} on {'CPU' if current_platform.is_cpu() else 'this GPU'}"
         served = [name for name in QUANTIZATION_METHODS if name in (current_platform.supported_quantization or [name])]
         self._sleeps, self._parks = args.vllm_enable_sleep_mode, args.offload_policy_during_rollout
         self._config = model.peft_config[POLICY] if isinstance(model, PeftModel) else None
         self.dtype = compute_dtype(args, model)
+        parallel = args.vllm_tensor_parallel_size
+        self._group = _group(accelerator, parallel)
+        rows = args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation
         self.engine = VllmEngine(
             base_source(model),
             dtype=self.dtype,
             max_model_length=max_model_length,
-            max_batch_size=args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation,
+            max_batch_size=rows * parallel,
             max_lora_rank=None if self._config is None else lora_rank(self._config),
             process=(accelerator.process_index, accelerator.local_process_index, accelerator.num_processes),
             options={
@@ -65,6 +73,7 @@ class VllmPolicy:
                 "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
                 "model_impl": args.vllm_model_impl,
                 "enable_sleep_mode": self._sleeps,
+                "tensor_parallel_size": parallel,
             },
         )
         self._whole = None if self._config is not None else _WholeModel(model, accelerator)
@@ -80,6 +89,9 @@ class VllmPolicy:
         weights = [weight for name, weight in self._model.named_parameters() if f".{POLICY}." in name]
         with self._distribution.gather_params(weights):
             adapter = get_peft_model_state_dict(self._model, adapter_name=POLICY, save_embedding_layers=False)
+            # FSDP2 keeps a share of each; every process asks for the whole in the same order.
+            shares = ((name, weight) for name, weight in adapter.items() if isinstance(weight, DTensor))
+            adapter |= {name: weight.full_tensor() for name, weight in shares}
             return self.engine.load_adapter(adapter, self._config)
 
     @contextmanager
@@ -88,6 +100,9 @@ class VllmPolicy:
         if self._sleeps:
             self.engine.wake("weights")
         moved = self.sync()
+        if self._group is not None:
+            # As TRL does: the gradients' last messages must be through before vLLM sends its own.
+            self._accelerator.wait_for_everyone()
         with parked(self._model, self._parks):
             if self._sleeps:
                 self.engine.wake("kv_cache")
@@ -95,6 +110,10 @@ class VllmPolicy:
                 yield moved
             finally:
                 self._sleep()
+
+    def shared(self, generator: VllmGenerator) -> AbstractContextManager[Generator]:
+        """A generator on the engine as this process is to use it: with the others of its group, if there are any."""
+        return nullcontext(generator) if self._group is None else TogetherGenerator(generator, self._group)
 
     def _sleep(self) -> None:
         if self._sleeps:
@@ -114,6 +133,20 @@ class _WholeModel(VLLMGeneration):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them, as they are now. Every process has to iterate."""
         return self._iter_named_params()
+
+
+def _group(accelerator: Any, size: int) -> dist.ProcessGroup | None:
+    """The processes that one engine is spread over: neighbours, as TRL has them; None where each has one of its own."""
+    if size == 1:
+        return None
+    processes = accelerator.num_processes
+    if processes % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={size} must divide the number of processes, which is {processes}. Start a multiple "
+            f"of {size} processes, or lower it."
+        )
+    ranks = [list(range(first, first + size)) for first in range(0, processes, size)]
+    return dist.new_subgroups_by_enumeration(ranks, backend="gloo")[0]
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""Two processes, an engine each: they play the episodes of one and compute its gradient."""
+"""Two processes, with an engine each or one between them: they play the episodes of one and compute its gradient."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,24 +13,41 @@ import torch
 from games import relative_error
 from test_two_processes import SCRIPT, episodes, launch
 
-CASES = {
-    "lora": {"use_vllm": True, "num_generations": 8, "max_steps": 2, "vllm_importance_sampling_mode": "turn_mask"},
-    "whole": {"use_vllm": True, "lora": False, "max_steps": 2},
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"num_generations": 8, "vllm_importance_sampling_mode": "turn_mask"},
+    "whole": {"lora": False},
 }
 
 
-def test_two_processes_are_one(embedded_model: Path, tmp_path: Path) -> None:
-    cases = {name: {"per_device_train_batch_size": 8, **case} for name, case in CASES.items()}
-    runs = [launch(SCRIPT, n, embedded_model, tmp_path / str(n), cases) for n in (1, 2)]
+@pytest.fixture(scope="module")
+def cases() -> dict[str, dict[str, Any]]:
+    return {
+        name: {"use_vllm": True, "per_device_train_batch_size": 8, "max_steps": 2, **case}
+        for name, case in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def one(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory, cases: dict[str, dict[str, Any]]) -> Path:
+    return launch(SCRIPT, 1, embedded_model, tmp_path_factory.mktemp("one"), cases)
+
+
+@pytest.mark.parametrize("engines", [2, 1], ids=["an engine each", "one engine between them"])
+def test_two_processes_are_one(
+    engines: int, embedded_model: Path, tmp_path: Path, one: Path, cases: dict[str, dict[str, Any]]
+) -> None:
+    """Answers end at different times, so that the processes have different numbers of requests under way."""
+    spread = {name: {**case, "vllm_tensor_parallel_size": 2 // engines} for name, case in cases.items()}
+    two = launch(SCRIPT, 2, embedded_model, tmp_path, spread)
     for case in CASES:
-        one, two = (torch.load(run / case / "result.pt", weights_only=False) for run in runs)
-        assert (one["processes"], two["processes"]) == (1, 2)
+        ours, theirs = (torch.load(run / case / "result.pt", weights_only=False) for run in (one, two))
+        assert (ours["processes"], theirs["processes"]) == (1, 2)
         for kind, count in (("generation", 16), ("eval", 5)):
-            ours, theirs = (episodes(run / case, kind) for run in runs)
-            assert len(ours) == count
-            assert [r["completion_ids"] for r in ours] == [r["completion_ids"] for r in theirs]
-        for single, double in zip(one["gradients"], two["gradients"], strict=True):
+            played = [[record["completion_ids"] for record in episodes(run / case, kind)] for run in (one, two)]
+            assert len(played[0]) == count and played[0] == played[1]
+        for single, double in zip(ours["gradients"], theirs["gradients"], strict=True):
             assert relative_error(double, single) < 1e-5
-        assert max(one["logged"]["sampling/sampling_logp_difference/max"], 0) < 1e-3
-        for name in ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"):
-            assert two["logged"][name] == pytest.approx(one["logged"][name], abs=1e-5)
+        for name in ("mean", "max"):
+            name = f"sampling/sampling_logp_difference/{name}"
+            assert ours["logged"][name] < 1e-3
+            assert theirs["logged"][name] == pytest.approx(ours["logged"][name], abs=1e-5)

@@ -34,7 +34,6 @@ def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:
         ({"vllm_server_port": 9}, "vllm_server_port=9 has no effect with an environment: it acts on a server"),
         ({"vllm_group_port": 9}, "vllm_group_port=9"),
         ({"vllm_max_model_length": 99}, "vllm_max_model_length=99 has no effect with an environment: max_model_length"),
-        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
         ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex='a+'"),
         (
             {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},

@@ -1,0 +1,81 @@
+"""One engine spread over several processes, each of which plays episodes of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
+
+
+class TogetherGenerator:
+    """The processes of a tensor-parallel group: all of them see every request, in the same order, and step at the same time.
+
+    An episode asks whenever its environment has answered, as on an engine of one process. A process that waits for an
+    environment with no request of its own under way holds up the others.
+
+    Use it in a ``with`` statement: whoever has no more episodes keeps stepping until nobody has. After an exception it does
+    not, and the others fail or run into the group's timeout, as with every collective operation.
+
+    Args:
+        generator: Of this process; given the same requests in the same order, those of the group do the same.
+        group: The processes that step together.
+    """
+
+    def __init__(self, generator: Generator, group: dist.ProcessGroup):
+        self._generator, self._group = generator, group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._pending: set[int] = set()
+        self._news: list[Any] = []
+        """What happened here since the last step: requests as tuples, episodes that were released as numbers."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; it is looked at in the next step, here as everywhere."""
+        self._pending.add(request.episode)
+        # One uniform is what a request costs its stream, with sampling.
+        noise = {1: request.uniforms(1)}
+        self._news.append((request.episode, request.token_ids, request.max_new_tokens, noise))
+
+    def step(self) -> list[GenerationOutput]:
+        """Make a token of every request of the group, and return the answers to this process's own that it finished."""
+        return self._step(done=False)[0]
+
+    @property
+    def pending(self) -> int:
+        """Number of this process's requests submitted and not yet returned."""
+        return len(self._pending)
+
+    def release(self, episode: int) -> None:
+        """Forget an episode of this process."""
+        self._pending.discard(episode)
+        self._news.append(episode)
+
+    def __enter__(self) -> TogetherGenerator:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        while kind is None and not self._step(done=True)[1]:
+            pass
+
+    def _step(self, done: bool) -> tuple[list[GenerationOutput], bool]:
+        """A step of the group; also whether every process is done."""
+        everywhere: list[Any] = [None] * self._size
+        dist.all_gather_object(everywhere, (self._news, done), group=self._group)
+        self._news = []
+        for rank, (news, _) in enumerate(everywhere):
+            for what in news:
+                if isinstance(what, int):
+                    self._generator.release(what * self._size + rank)
+                else:
+                    episode, ids, limit, noise = what
+                    key = episode * self._size + rank
+                    self._generator.submit(GenerationRequest(key, ids, limit, noise.__getitem__))
+        answers = [
+            replace(output, episode=output.episode // self._size)
+            for output in self._generator.step()
+            if output.episode % self._size == self._rank
+        ]
+        self._pending -= {answer.episode for answer in answers}
+        return answers, all(over for _, over in everywhere)
