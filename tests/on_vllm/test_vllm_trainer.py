@@ -13,7 +13,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 
 import torch
 from games import Chatter, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
+from hub_push import IDS
+from hub_server import running_hub
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from test_hub import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,7 +24,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from vllm.lora.request import LoRARequest
 
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings
-from agile_trainers.rollout.generators.vllm import VllmGenerator
+from agile_trainers.rollout.generators.vllm import VllmEngine, VllmGenerator
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
 from agile_trainers.trainers.multi_turn import MultiTurnTrainer
 
@@ -225,6 +228,31 @@ def test_the_saved_policy_is_served_as_it_is(embedded_model: Path, tmp_path: Pat
             logits = model.eval()(input_ids=torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
         assert output.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_the_pushed_policy_is_served_as_it_is(embedded_model: Path, tmp_path: Path) -> None:
+    """The same of what was pushed to a Hub, beside a critic."""
+    with running_hub() as hub:
+        run(hub, "push", embedded_model, tmp_path)
+        files = hub.repositories["tester/run"][-1]["files"]
+    for name, content in files.items():
+        path = tmp_path / "pushed" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    assert (tmp_path / "pushed" / "critic" / "adapter_model.safetensors").is_file()
+    engine = VllmEngine(
+        str(embedded_model), dtype=torch.float32, max_model_length=64, max_batch_size=32, max_lora_rank=8
+    )
+    engine.adapter = LoRARequest("pushed", 1, str(tmp_path / "pushed"))
+    assert engine.engine.add_lora(engine.adapter)
+    generator = VllmGenerator(engine, eos_token_ids=[], settings=SamplingSettings(do_sample=False))
+    for end in range(1, IDS.size(1) + 1):
+        generator.submit(GenerationRequest(end - 1, IDS[0, :end].tolist(), 1, lambda n: [0.0] * n))
+    expected = torch.load(tmp_path / "logits.pt")[0].log_softmax(-1)
+    for output in generator.step():
+        assert output.token_ids == [expected[output.episode].argmax().item()]
+        assert output.logprobs == pytest.approx([expected[output.episode].max().item()], abs=1e-4)
+    assert generator.pending == 0
 
 
 @pytest.mark.parametrize("bits", [4, 8])
