@@ -29,6 +29,8 @@ from agile_trainers.types import Message
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+RANK = os.environ.get("RANK", "0")
+"""Of this process, where `accelerate launch` starts several."""
 GAME = "gem:game:GuessTheNumber-v0-easy"
 
 
@@ -46,11 +48,12 @@ def tiny_model(folder: Path, seed: int, steps: int, batch: int) -> Path:
     """Make a model that knows the words of the game, and teach it the format by supervised fine-tuning."""
     games = demonstrate(make_environment_factory(GAME)(), still_possible, range(steps * batch))
     texts = [message["content"] for game in games[:200] for message in game["messages"]]
-    untrained = make_embedded_model(folder / "untrained", texts=texts, seed=seed)
+    untrained = make_embedded_model(folder / f"untrained-{RANK}", texts=texts, seed=seed)
     length = {"max_steps": steps, "per_device_train_batch_size": batch}
     trainer = sft_trainer(untrained, games, folder / "sft", seed=seed, logging_steps=50, disable_tqdm=False, **length)
     trainer.train()
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # the first process saves
     return folder / "sft"
 
 
@@ -94,6 +97,8 @@ def main() -> None:
     trainer.train()
     after = trainer.evaluate()
     trainer.save_model()
+    if not trainer.accelerator.is_main_process:
+        return
 
     history = [(log["step"], log["return/mean"]) for log in trainer.state.log_history if "return/mean" in log]
     plt.plot(*zip(*history))

@@ -24,6 +24,8 @@ from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
 from agile_trainers.envs.reasoning_gym import ReasoningGymEnvironment
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
+RANK = os.environ.get("RANK", "0")
+"""Of this process, where `accelerate launch` starts several."""
 HELD_OUT = 1000
 ON_CPU: dict[str, Any] = {"bf16": False, "use_cpu": True, "gradient_checkpointing": False, "disable_tqdm": True}
 
@@ -37,11 +39,12 @@ def tiny_model(folder: Path, seed: int, rows: int) -> Path:
     """Make a model that knows the words of the task, and show it some answered questions of the training split, twice."""
     environment = make_environment()
     words = words_of(environment.demonstrations(2000))
-    untrained = make_embedded_model(folder / "untrained", words=words, seed=seed)
+    untrained = make_embedded_model(folder / f"untrained-{RANK}", words=words, seed=seed)
     shown = environment.demonstrations(rows, seed=seed * rows)
     trainer = sft_trainer(untrained, shown, folder / "sft", seed=seed, num_train_epochs=2)
     trainer.train()
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # the first process saves
     return folder / "sft"
 
 
@@ -87,6 +90,8 @@ def main() -> None:
     trainer.train()
     after = trainer.evaluate()["eval_success"]
     trainer.save_model()
+    if not trainer.accelerator.is_main_process:
+        return
 
     seconds = round(time.perf_counter() - started)
     summary = {"seed": options.seed, "before": before, "after": after, "seconds": seconds}

@@ -25,17 +25,21 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+RANK = os.environ.get("RANK", "0")
+"""Of this process, where `accelerate launch` starts several."""
+
 
 def tiny_model(folder: Path, seed: int, steps: int, batch: int) -> Path:
     """Make a model that knows the words of the task, and teach it the format from a player that seldom calls the tool."""
     episodes = demonstrations(steps * batch, seed=seed * steps * batch)
-    untrained = make_embedded_model(folder / "untrained", words=words_of(episodes, "system"), seed=seed)
+    untrained = make_embedded_model(folder / f"untrained-{RANK}", words=words_of(episodes, "system"), seed=seed)
     length = {"max_steps": steps, "per_device_train_batch_size": batch}
     trainer = sft_trainer(
         untrained, episodes, folder / "sft", seed=seed, logging_steps=50, disable_tqdm=False, **length
     )
     trainer.train()
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # the first process saves
     return folder / "sft"
 
 
@@ -80,6 +84,8 @@ def main() -> None:
     trainer.train()
     after = trainer.evaluate()
     trainer.save_model()
+    if not trainer.accelerator.is_main_process:
+        return
 
     history = [(log["step"], log["success"]) for log in trainer.state.log_history if "success" in log]
     plt.plot(*zip(*history))
