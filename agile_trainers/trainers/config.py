@@ -265,7 +265,8 @@ class MultiTurnConfig(GRPOConfig):
         args = copy.copy(self)
         args.max_completion_length = length
         args.disable_dropout = self.disable_dropout is not False
-        args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or "turn_truncate"
+        if self.use_vllm:
+            args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or "turn_truncate"
         return args
 
     def _check_reference(self) -> None:

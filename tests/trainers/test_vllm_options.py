@@ -72,6 +72,8 @@ def test_modes(tmp_path: Path) -> None:
     assert MultiTurnGRPOConfig(
         output_dir=str(tmp_path), bf16=False
     ).without_environment().vllm_importance_sampling_mode == ("sequence_mask")
+    once = config(tmp_path).with_environment()
+    assert once.with_environment() == once  # a trainer's `args` will do for another
     with pytest.raises(ValueError, match="vllm_importance_sampling_mode must be one of 'token_truncate'"):
         config(tmp_path, vllm_importance_sampling_mode="word_mask")
     turn = MultiTurnGRPOConfig(output_dir=str(tmp_path), bf16=False, vllm_importance_sampling_mode="turn_mask")
