@@ -21,7 +21,7 @@ BUDGET = Budget(sft_steps=150, sft_batch=32, rl_steps=80, eval_episodes=600)
 
 
 @pytest.mark.slow
-def test_grpo_learns_as_with_the_transformers_generator(tmp_path: Path) -> None:
+def test_grpo_learns_as_with_the_transformers_generator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [message["content"] for game in demonstrations(100) for message in game["messages"]]
     words = sorted({word for text in (*texts, "invalid correct [UNK]") for word in text.split()})
     supervised = sft_trainer(make_embedded_model(tmp_path / "untrained", words=words), tmp_path / "sft", 0, BUDGET)
@@ -48,9 +48,10 @@ def test_grpo_learns_as_with_the_transformers_generator(tmp_path: Path) -> None:
         seconds = time.perf_counter() - started
         scores[name] = before, trainer.evaluate()["eval_success"]
         rollout = sum(entry["time/rollout"] for entry in trainer.state.log_history if "time/rollout" in entry)
-        print(
-            f"\n{name}: success {before:.3f} -> {scores[name][1]:.3f}, {seconds:.0f} s, of which rollouts {rollout:.0f} s"
-        )
+        with capsys.disabled():
+            print(
+                f"\n{name}: success {before:.3f} -> {scores[name][1]:.3f} in {seconds:.0f} s, rollouts {rollout:.0f} s"
+            )
     for before, after in scores.values():
         assert after > before + 0.1
     assert scores["vllm"][1] > scores["transformers"][1] - 0.05
