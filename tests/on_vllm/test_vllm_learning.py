@@ -21,7 +21,7 @@ BUDGET = Budget(sft_steps=150, sft_batch=32, rl_steps=80, eval_episodes=600)
 
 
 @pytest.mark.slow
-def test_grpo_learns_as_with_the_transformers_generator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grpo_learns_as_with_the_transformers_generator(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     texts = [message["content"] for game in demonstrations(100) for message in game["messages"]]
     words = sorted({word for text in (*texts, "invalid correct [UNK]") for word in text.split()})
     supervised = sft_trainer(make_embedded_model(tmp_path / "untrained", words=words), tmp_path / "sft", 0, BUDGET)
@@ -48,7 +48,7 @@ def test_grpo_learns_as_with_the_transformers_generator(tmp_path: Path, capsys: 
         seconds = time.perf_counter() - started
         scores[name] = before, trainer.evaluate()["eval_success"]
         rollout = sum(entry["time/rollout"] for entry in trainer.state.log_history if "time/rollout" in entry)
-        with capsys.disabled():
+        with capfd.disabled():
             print(
                 f"\n{name}: success {before:.3f} -> {scores[name][1]:.3f} in {seconds:.0f} s, rollouts {rollout:.0f} s"
             )

@@ -51,7 +51,7 @@ def base_answers(trainer: MultiTurnTrainer) -> list[float]:
 
 
 def test_ten_updates_move_the_adapter_alone(
-    embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    embedded_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(embedded_model, tmp_path, max_steps=10, learning_rate=1.0, **VLLM)
     theirs, ours = base_answers(trainer), dict(trainer.model.get_base_model().named_parameters())
@@ -75,7 +75,7 @@ def test_ten_updates_move_the_adapter_alone(
     adapter = sum(weight.nbytes for weight in get_peft_model_state_dict(trainer.model).values())
     full = sum(weight.nbytes for weight in base.values())
     assert set(logs(trainer, "vllm/sync_bytes")) == {adapter}
-    with capsys.disabled():
+    with capfd.disabled():
         print(
             f"\nmoved before each of 10 updates: {adapter} bytes; a full sync: {full}, {full / adapter:.1f} times as many"
         )
