@@ -63,12 +63,19 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
             raise ValueError("environment_args has no effect without environment; set environment too.")
 
 
-def make_parser(algorithm: str) -> TrlParser:
+class OptionsOnly(TrlParser):
+    """Leaves a configuration's own checks to the processes that are launched: batch sizes are over all of them."""
+
+    def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
+        return self.parse_known_args(args)
+
+
+def make_parser(algorithm: str, kind: type[TrlParser] = TrlParser) -> TrlParser:
     """The parser of ``agile-trainers <algorithm>``."""
     types = (MultiTurnScriptArguments, ALGORITHMS[algorithm][0], ModelConfig, DatasetMixtureConfig)
     needed = "--model_name_or_path MODEL --environment ID" + (" --use_peft" if algorithm == "ppo" else "")
     command = f"agile-trainers {algorithm}"
-    return TrlParser(types, prog=command, usage=f"{command} {needed} [--config FILE] [options]")
+    return kind(types, prog=command, usage=f"{command} {needed} [--config FILE] [options]")
 
 
 def train(
@@ -161,18 +168,26 @@ def main(argv: Sequence[str]) -> None:
         argv: The algorithm and its options.
     """
     algorithm, *options = argv
-    parser = make_parser(algorithm)
-    try:
-        *parsed, from_config, from_command_line = parser.parse_args_and_config(
-            options, return_remaining_strings=True, separate_remaining_strings=True
-        )
-    except ValueError as error:  # a configuration's own check
-        parser.error(str(error))
-    check_needed(parser, algorithm, script=parsed[0], model=parsed[2])
-    if from_config or from_command_line:
+    parser = make_parser(algorithm, OptionsOnly)
+    given, from_config, from_command_line = parser.parse_args_and_config(
+        options, return_remaining_strings=True, separate_remaining_strings=True
+    )
+    launched = bool(from_config or from_command_line)
+    parsed = None if launched else parse_checked(algorithm, options)
+    check_needed(parser, algorithm, script=given, model=given)
+    if parsed is None:
         _launch(parser, argv, [*from_config, *from_command_line], from_command_line)
     else:
         train(algorithm, *parsed)
+
+
+def parse_checked(algorithm: str, options: Sequence[str]) -> Any:
+    """Script arguments and configurations; what a configuration refuses is said in the words of the command line."""
+    parser = make_parser(algorithm)
+    try:
+        return parser.parse_args_and_config(options, fail_with_unknown_args=False)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def check_needed(parser: TrlParser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
@@ -210,4 +225,4 @@ def _launch(parser: TrlParser, argv: Sequence[str], options: list[str], from_com
 
 if __name__ == "__main__":  # a process that `accelerate launch` started; the launcher's options are not for it
     name, *arguments = sys.argv[1:]
-    train(name, *make_parser(name).parse_args_and_config(arguments, fail_with_unknown_args=False))
+    train(name, *parse_checked(name, arguments))

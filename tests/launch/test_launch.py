@@ -165,12 +165,14 @@ def test_an_example_runs_on_two_processes(tmp_path):
     assert done.stdout.count("after: return") == 1 and (tmp_path / "adapter_model.safetensors").is_file()
 
 
-def test_the_command_line_launches_too(embedded_model, tmp_path):
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_the_command_line_launches_too(embedded_model, tmp_path, algorithm):
+    """With the configuration for GPUs: in bf16. A group is played by both processes together."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agile-trainers[deepspeed]'")
-    options = f"""ppo --accelerate_config accelerate_configs/cpu/zero3.yaml --main_process_port 0 --use_peft --use_cpu
+    options = f"""{algorithm} --accelerate_config accelerate_configs/zero3.yaml --main_process_port 0 --use_peft --use_cpu
         --lora_target_modules all-linear --environment agile:guess_number --max_turns 2 --max_new_tokens 2 --max_steps 1
-        --per_device_train_batch_size 4 --bf16 False --report_to none --model_name_or_path {embedded_model}
-        --output_dir {tmp_path}"""
+        --per_device_train_batch_size 4 --dtype bfloat16 --report_to none --model_name_or_path {embedded_model}
+        --output_dir {tmp_path} {"--num_generations 8" if algorithm == "grpo" else ""}"""
     done = subprocess.run(
         [sys.executable, "-m", "agile_trainers.cli.main", *options.split()],
         capture_output=True,
@@ -179,5 +181,6 @@ def test_the_command_line_launches_too(embedded_model, tmp_path):
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    record = json.loads((tmp_path / "agile_trainers.json").read_text())
-    assert record["global_step"] == 1 and (tmp_path / CRITIC / "adapter_model.safetensors").is_file()
+    assert json.loads((tmp_path / "agile_trainers.json").read_text())["global_step"] == 1
+    saved = load_file(tmp_path / ("." if algorithm == "grpo" else CRITIC) / "adapter_model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
