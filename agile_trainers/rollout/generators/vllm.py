@@ -125,7 +125,6 @@ class VllmEngine:
         Returns:
             The bytes that were handed over.
         """
-
         moved = 0
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -284,7 +283,8 @@ class VllmGenerator:
         episode = answer.request.episode
         key = self._keys.pop(episode)
         del self._under_way[key]
-        self._engine.engine.abort_request([key])  # vLLM knows nothing of stop strings
+        if self._stop is not None:
+            self._engine.engine.abort_request([key])  # vLLM knows nothing of stop strings
         self._known[episode] += answer.token_ids
         return GenerationOutput(episode, answer.token_ids, answer.logprobs, reason)
 
