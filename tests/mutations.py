@@ -249,6 +249,26 @@ MUTATIONS = [
         "fused LoRA although the adapter is off", "adapters/fused.py",
         "if self.disable_adapters or self.merged", "if self.merged", "tests/adapters/test_fused.py",
     ),
+    Mutation(
+        "no gradient through packed 4-bit weights", "trainers/setup.py",
+        "module.support_avx512bf16_for_cpu = False", "pass", "tests/trainers/test_quantized.py",
+    ),
+    Mutation(
+        "a resumed adapter of a quantized base goes on in fp32", "trainers/reference.py",
+        "if parameter.dtype != dtypes[name]:", "if False:", "tests/trainers/test_quantized.py",
+    ),
+    Mutation(
+        "a rollout on the compiled model", "trainers/generation.py",
+        "keep_torch_compile=False", "keep_torch_compile=True", "tests/trainers/test_training_options.py",
+    ),
+    Mutation(
+        "another engine than the launch configuration names", "trainers/launch.py",
+        "and engine != expected:", "and not expected:", "tests/trainers/test_launch_checks.py",
+    ),
+    Mutation(
+        "each process trains by itself", "trainers/launch.py",
+        "if started != accelerator.num_processes:", "if not started:", "tests/trainers/test_launch_checks.py",
+    ),
 ]  # fmt: skip
 
 
