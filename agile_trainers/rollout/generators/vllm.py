@@ -5,6 +5,7 @@ Importing this module imports vLLM, which takes seconds; nothing else in the pac
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import tempfile
@@ -217,7 +218,7 @@ class VllmGenerator:
                 f"Episode {episode}: {len(ids)} tokens and {request.max_new_tokens} new ones are more than the engine's "
                 f"max_model_length={self._engine.max_model_length}."
             )
-        params = self._params.clone()
+        params = copy.copy(self._params)  # vLLM makes a deep one
         params.max_tokens = request.max_new_tokens
         if self._settings.do_sample:
             params.seed = int(request.uniforms(1)[0] * 2**53)
