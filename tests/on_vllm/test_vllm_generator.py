@@ -44,7 +44,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
         max_model_length=256,
         max_batch_size=64,
         max_lora_rank=8,
-        options={"block_size": 32},
     )
 
 

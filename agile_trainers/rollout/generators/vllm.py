@@ -65,9 +65,10 @@ class VllmEngine:
         if max_lora_rank is not None:
             more |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 1}
         if current_platform.is_cpu():
-            # Compiling takes longer than it saves on what a CPU can train; and there, a request with a seed of its own dies
-            # when its prompt is read in pieces (RuntimeError "CPU Generator does not use offset", vLLM 0.31).
-            more |= {"enforce_eager": True, "enable_chunked_prefill": False}
+            # Compiling takes longer than it saves on what a CPU can train. Conversations are short beside vLLM's blocks of
+            # 128 there, of which only whole ones are cached. And a request with a seed of its own dies when its prompt is
+            # read in pieces (RuntimeError "CPU Generator does not use offset", vLLM 0.31).
+            more |= {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
         with _launched_as(*process):
             arguments = EngineArgs(
                 model=model,
@@ -81,8 +82,7 @@ class VllmEngine:
                 generation_config="vllm",  # the model's own sampling defaults are not the trainer's
                 distributed_executor_backend="external_launcher",  # in this process, beside the trainer's process group
                 disable_log_stats=True,
-                **more,
-                **(options or {}),
+                **(more | dict(options or {})),
             )
             self.engine = LLMEngine.from_engine_args(arguments)
         self.max_model_length: int = self.engine.model_config.max_model_len
