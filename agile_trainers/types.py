@@ -158,3 +158,8 @@ class TurnBatch:
     def action_mask(self) -> torch.Tensor:
         """(B, T) bool, the tokens the policy sampled."""
         return self.turn_ids >= 0
+
+    @property
+    def valid_mask(self) -> torch.Tensor:
+        """(B, T) bool, those of them in episodes that did not fail."""
+        return self.action_mask & ~self.failed[:, None]

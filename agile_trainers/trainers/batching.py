@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+
+from agile_trainers.types import TurnBatch
 
 Batch = dict[str, torch.Tensor]
 
 _PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
+_READ = (*_PROMPT_COLUMNS, "completion_ids", "completion_mask")
+"""Columns that a forward pass reads."""
 
 
 def trim_columns(batch: Batch) -> Batch:
@@ -25,6 +31,31 @@ def trim_columns(batch: Batch) -> Batch:
         elif value.ndim == 2 and value.size(1) == columns and name not in ("turn_rewards", "turn_mask"):
             trimmed[name] = value[:, :length]
     return trimmed
+
+
+def like_length(batch: TurnBatch, size: int, rows: torch.Tensor | None = None) -> Iterator[tuple[torch.Tensor, Batch]]:
+    """Micro-batches of rows of like length, for forward passes that train nothing.
+
+    Args:
+        batch: The episodes.
+        size: Rows of a micro-batch.
+        rows: (R,) int64, the rows to read. Default: all.
+
+    Yields:
+        The rows of a micro-batch, and what a model reads of them, without columns that are padding in all of them.
+    """
+    lengths = batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1)
+    ordered = lengths.argsort() if rows is None else rows[lengths[rows].argsort()]
+    for chosen in ordered.split(size) if len(ordered) else ():
+        yield chosen, trim_columns({name: getattr(batch, name)[chosen] for name in _READ})
+
+
+def read_inputs(part: Batch) -> Batch:
+    """A micro-batch as a model's keyword arguments: prompt and completion as one sequence."""
+    return {
+        "input_ids": torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
+        "attention_mask": torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
+    }
 
 
 def drop_silent_rows(batch: Batch, eps: float, loss_type: str) -> tuple[Batch, float]:

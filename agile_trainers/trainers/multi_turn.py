@@ -32,7 +32,7 @@ from agile_trainers.rollout.metrics import episode_row
 from agile_trainers.rollout.record import episode_record
 from agile_trainers.types import Trajectory, TurnBatch
 
-from .batching import Batch, drop_silent_rows, sort_by_length, trim_columns
+from .batching import Batch, drop_silent_rows, like_length, read_inputs, sort_by_length, trim_columns
 from .checkpoint import Checkpoints
 from .config import MultiTurnConfig
 from .evaluation import EpisodeEvaluation
@@ -55,9 +55,6 @@ from .setup import (
 from .warm_start import Start, start_from
 
 logger = logging.get_logger(__name__)
-
-_SCORED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-"""Columns that a log-probability depends on."""
 
 
 @dataclass
@@ -333,7 +330,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
         if self._turn_ratios and self.args.turn_ratio_pooling == "sum":
             lengths = turn_lengths(batch.turn_ids, advantages.size(1)).clamp(min=1)
             spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
-        trained = batch.action_mask & ~batch.failed[:, None]
+        trained = batch.valid_mask
         if self.mask_truncated_completions:
             trained &= ~batch.truncated[:, None]
         output = {
@@ -364,7 +361,6 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
 
         With ``advantages`` (B, K) and ``skip_zero_advantage``, only of rows with signal; the others are 0, and not read.
         """
-        columns = {name: getattr(batch, name) for name in _SCORED}
         rows = torch.arange(batch.turn_ids.size(0), device=batch.turn_ids.device)
         if advantages is not None and self.args.skip_zero_advantage:
             live = (advantages.abs() > self.args.zero_advantage_eps).any(dim=1)
@@ -373,31 +369,25 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
         scores: Batch = {"scored": torch.zeros_like(batch.failed).index_fill(0, rows, True)}
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self._scores_old_policy or self.args.kl_placement != "loss":
-                scores["old_per_token_logps"] = self._score(self.model, columns, rows)
+                scores["old_per_token_logps"] = self._score(self.model, batch, rows)
             if self.beta != 0.0:
-                scores["ref_per_token_logps"] = self._score_reference(columns, rows)
+                scores["ref_per_token_logps"] = self._score_reference(batch, rows)
         return scores
 
-    def _score_reference(self, columns: Batch, rows: torch.Tensor) -> torch.Tensor:
+    def _score_reference(self, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
         if self.ref_model is not None:
-            return self._score(self.ref_model, columns, rows)
+            return self._score(self.ref_model, batch, rows)
         policy = self.accelerator.unwrap_model(self.model)
         with use_adapter(policy, adapter_name=REFERENCE if REFERENCE in policy.peft_config else None):
-            return self._score(self.model, columns, rows)
+            return self._score(self.model, batch, rows)
 
-    def _score(self, model: Any, columns: Batch, rows: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities (B, T) of some rows, in micro-batches of like length without common padding."""
-        scores = torch.zeros_like(columns["completion_ids"], dtype=torch.float32)
-        lengths = columns["prompt_mask"].sum(dim=1) + columns["completion_mask"].sum(dim=1)
-        ordered = rows[lengths[rows].argsort()]
-        for chosen in ordered.split(self.args.per_device_train_batch_size) if len(ordered) else ():
-            part = trim_columns({name: column[chosen] for name, column in columns.items()})
+    def _score(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities (B, T) of some rows."""
+        scores = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
+        for chosen, part in like_length(batch, self.args.per_device_train_batch_size, rows):
             length = part["completion_ids"].size(1)
             log_probs, _, _ = super()._get_per_token_logps_and_entropies(
-                model=model,
-                input_ids=torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
-                attention_mask=torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
-                logits_to_keep=length,
+                model=model, **read_inputs(part), logits_to_keep=length
             )
             scores[chosen, :length] = log_probs.float()
         return scores
@@ -405,12 +395,12 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
     def _penalize(self, batch: TurnBatch, scores: Batch) -> None:
         """Log the divergence from the reference, and take it from the rewards if that is its place."""
         log_probs, reference = scores["old_per_token_logps"], scores["ref_per_token_logps"]
-        turns = turn_log_ratio(log_probs, reference, batch.turn_ids, batch.turn_mask.size(1))
-        trained = batch.action_mask & ~batch.failed[:, None]
+        trained = batch.valid_mask
         totals = torch.stack([((log_probs - reference) * trained).sum(), trained.sum().float()])
         total, tokens = self.accelerator.reduce(totals, reduction="sum")
         self._metrics["train"]["kl"].append((total / tokens.clamp(min=1.0)).item())
         if self.args.kl_placement == "reward":
+            turns = turn_log_ratio(log_probs, reference, batch.turn_ids, batch.turn_mask.size(1))
             batch.turn_rewards -= self.beta * turns * batch.turn_mask
 
     # ------------------------------------------------------------------------------------------------------- loss

@@ -17,7 +17,7 @@ from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, 
 from agile_trainers.objectives.value_loss import explained_variance, value_errors
 from agile_trainers.types import TurnBatch
 
-from .batching import Batch, trim_columns
+from .batching import Batch, like_length, read_inputs, trim_columns
 from .config import MultiTurnConfig, _one_of
 from .multi_turn import Credit, MultiTurnTrainer, Turns
 
@@ -225,19 +225,12 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
         offsets = torch.cat([self._value_offsets(batch), final], dim=1)
         read = torch.zeros(offsets.shape, device=offsets.device)
-        columns = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        order = (batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1)).argsort()
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            for rows in order.split(self.args.per_device_train_batch_size):
-                part = trim_columns({name: getattr(batch, name)[rows] for name in columns})
+            for rows, part in like_length(batch, self.args.per_device_train_batch_size):
                 # Past the last token of the longest row nothing is read that counts.
                 positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
                 with self.accelerator.autocast():
-                    outputs = self.model(
-                        input_ids=torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
-                        attention_mask=torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
-                        value_positions=positions,
-                    )
+                    outputs = self.model(**read_inputs(part), value_positions=positions)
                 read[rows] = outputs.state_values
         values = self._pooled(read[:, :-1], batch.turn_ids, batch.turn_mask.size(1))
         turn_values = values
@@ -303,7 +296,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             return super()._token_advantages(advantages, batch)
         targets = self._targets[self._local(batch.turn_mask.size(0)), : batch.turn_mask.size(1)]
         advantages = token_gae(targets, self._critique.values, batch.turn_ids)
-        mask = batch.action_mask & ~batch.failed[:, None]
+        mask = batch.valid_mask
         if self.args.whiten_advantages:
             everyone, everywhere = (
                 self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from games import draw_batch, loss_and_gradients, make_trainer, relative_error
@@ -44,7 +46,7 @@ def test_in_the_reward_the_penalty_is_part_of_what_is_compared(embedded_model, t
     batch, plain = draw_batch(penalized), draw_batch(make(embedded_model, tmp_path, None, **options))
     torch.testing.assert_close(batch["completion_ids"], plain["completion_ids"])
     action = batch["turn_ids"] >= 0
-    columns = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    columns = SimpleNamespace(**batch)
     rows = torch.arange(len(action))
     with torch.no_grad():
         log_ratio = penalized._score(penalized.model, columns, rows) - penalized._score_reference(columns, rows)
@@ -59,7 +61,7 @@ def test_in_the_advantage_it_comes_after_whitening_and_clipping(embedded_model, 
     options = {"whiten_advantages": True, "advantage_clip_range": 0.5, "importance_sampling_level": level}
     penalized = make(embedded_model, tmp_path, "advantage", **options)
     batch, plain = draw_batch(penalized), draw_batch(make(embedded_model, tmp_path, None, **options))
-    columns = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    columns = SimpleNamespace(**batch)
     rows = torch.arange(len(batch["turn_ids"]))
     with torch.no_grad():
         scores = penalized._score(penalized.model, columns, rows), penalized._score_reference(columns, rows)
