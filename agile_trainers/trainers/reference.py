@@ -103,8 +103,7 @@ class ReferencePolicy(GRPOTrainer):
                 self.model.load_adapter(str(folder), POLICY, is_trainable=True)
         for name, parameter in self.model.named_parameters():
             # PEFT loads adapters in fp32; TRL trains those of a quantized base in bf16.
-            if parameter.dtype != dtypes[name]:
-                parameter.data = parameter.data.to(dtypes[name])
+            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
         self._restore_reference(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
