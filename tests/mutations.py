@@ -255,7 +255,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed adapter of a quantized base goes on in fp32", "trainers/reference.py",
-        "if parameter.dtype != dtypes[name]:", "if False:", "tests/trainers/test_quantized.py",
+        "parameter.data.to(dtypes.get(name, parameter.dtype))", "parameter.data", "tests/trainers/test_quantized.py",
     ),
     Mutation(
         "a rollout on the compiled model", "trainers/generation.py",

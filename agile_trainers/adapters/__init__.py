@@ -2,7 +2,7 @@
 
 from .critic import ActorCriticOutput, add_critic, add_value_head
 from .reference import add_reference, copy_adapter
-from .roles import CRITIC, POLICY, REFERENCE, AdapterRouter, thaw
+from .roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, thaw
 from .scope import explaining_scope, within_scope
 from .sharding import every_adapter_trainable, gathered_once, write
 from .warm_start import SavedAdapters, find_adapters, load_policy, load_reference, restore_adapter, start_critic
@@ -17,6 +17,7 @@ __all__ = [
     "add_critic",
     "add_reference",
     "add_value_head",
+    "belongs_to",
     "copy_adapter",
     "every_adapter_trainable",
     "explaining_scope",

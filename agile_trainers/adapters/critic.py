@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .fused import fuse
-from .roles import CRITIC, POLICY, AdapterRouter
+from .roles import CRITIC, POLICY, AdapterRouter, belongs_to
 
 VALUE_HEAD = "value_head"
 """Name of the head on the base model, and in ``modules_to_save`` of the critic's configuration."""
@@ -75,7 +75,7 @@ def add_critic(
             f"LoraConfig(bias={policy.bias!r}) trains biases of the base, which policy and critic share. Use bias='none'."
         )
     base = model.get_base_model()
-    weights = [p for name, p in model.named_parameters() if f".{POLICY}." in name]
+    weights = [p for name, p in model.named_parameters() if belongs_to(name, POLICY)]
     critic = copy.deepcopy(config or policy)
     critic.modules_to_save, critic.trainable_token_indices = [VALUE_HEAD], None
     critic.init_lora_weights = True  # anything else would change the base below the policy
@@ -84,7 +84,7 @@ def add_critic(
         add_value_head(base)
         model.add_adapter(CRITIC, critic, autocast_adapter_dtype=autocast_adapter_dtype)
     for name, parameter in model.named_parameters():
-        if f".{CRITIC}." in name:
+        if belongs_to(name, CRITIC):
             parameter.data = parameter.data.to(weights[0].dtype)
     fuse(model)
     router = AdapterRouter(model)

@@ -7,7 +7,7 @@ import copy
 import torch
 from peft import PeftModel
 
-from .roles import POLICY, REFERENCE
+from .roles import POLICY, REFERENCE, belongs_to
 from .sharding import whole
 
 
@@ -31,11 +31,7 @@ def copy_adapter(model: PeftModel, source: str, target: str) -> None:
         ValueError: If ``target`` lacks a weight of ``source``, or has it in another shape.
     """
     weights = dict(model.named_parameters())
-    twins = {
-        name: f".{target}".join(name.rsplit(f".{source}", 1))
-        for name in weights
-        if f".{source}." in name or name.endswith(f".{source}")
-    }
+    twins = {name: f".{target}".join(name.rsplit(f".{source}", 1)) for name in weights if belongs_to(name, source)}
     with whole(weights[name] for pair in twins.items() for name in pair if name in weights):
         for name, twin_name in twins.items():
             weight, twin = weights[name], weights.get(twin_name)

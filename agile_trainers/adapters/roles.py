@@ -19,6 +19,11 @@ POLICY, REFERENCE, CRITIC = "default", "ref", "critic"
 """Adapter names: PEFT's default, TRL's reference, ours."""
 
 
+def belongs_to(name: str, adapter: str) -> bool:
+    """Whether a parameter is an adapter's, by its name in the model. An embedding's ends with the adapter's name."""
+    return f".{adapter}." in name or name.endswith(f".{adapter}")
+
+
 class AdapterRouter:
     """Chooses the adapter of a forward pass, and of its recomputation under gradient checkpointing.
 

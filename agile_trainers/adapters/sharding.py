@@ -10,6 +10,8 @@ from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .roles import belongs_to
+
 
 @contextmanager
 def whole(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
@@ -65,11 +67,10 @@ def every_adapter_trainable(model: PeftModel) -> Iterator[None]:
     Saving under ZeRO-3, ``Trainer`` takes what requires gradients, and PEFT then files the policy's weights under a frozen
     adapter's name.
     """
-    adapters = [f".{name}" for name in model.peft_config]
     frozen = [
         parameter
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and any(f"{adapter}." in name or name.endswith(adapter) for adapter in adapters)
+        if not parameter.requires_grad and any(belongs_to(name, adapter) for adapter in model.peft_config)
     ]
     for parameter in frozen:
         parameter.requires_grad_(True)

@@ -21,7 +21,7 @@ from trl.trainer.utils import create_model_from_path
 from .critic import VALUE_HEAD, add_critic
 from .merge import describe, differences, layers, merged_config, padded
 from .reference import copy_adapter
-from .roles import CRITIC, POLICY, REFERENCE
+from .roles import CRITIC, POLICY, REFERENCE, belongs_to
 from .sharding import write
 
 logger = logging.get_logger(__name__)
@@ -163,7 +163,7 @@ def load_weights(model: PeftModel, adapter: str, weights: dict[str, torch.Tensor
     """
     try:
         result = set_adapter_weights(model, weights, adapter_name=adapter)
-        missing = [n for n in result.missing_keys if f".{adapter}." in n or n.endswith(f".{adapter}")]
+        missing = [n for n in result.missing_keys if belongs_to(n, adapter)]
         wrong = [*(f"{n} is missing" for n in missing), *(f"{n} is not in the model" for n in result.unexpected_keys)]
     except RuntimeError as error:
         wrong = [line.strip() for line in str(error).splitlines()[1:]]
@@ -274,7 +274,7 @@ def restore_adapter(model: PeftModel, adapter: str, folder: Path) -> None:
     Raises:
         ValueError: If a weight is missing or left over.
     """
-    own = [(name, p) for name, p in model.named_parameters() if f".{adapter}." in name or name.endswith(f".{adapter}")]
+    own = [(name, p) for name, p in model.named_parameters() if belongs_to(name, adapter)]
     numbered = {name: torch.tensor(index) for index, (name, _) in enumerate(own)}
     # PEFT's names of the saved weights.
     named = adapter_weights(model, numbered, adapter_name=adapter, save_embedding_layers=False)

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import disable_dropout_in_model
 
-from agile_trainers.adapters import CRITIC, POLICY, restore_adapter, start_critic, thaw
+from agile_trainers.adapters import CRITIC, POLICY, belongs_to, restore_adapter, start_critic, thaw
 from agile_trainers.objectives.advantages import whiten
 from agile_trainers.objectives.returns import gae, token_gae
 from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, turn_lengths
@@ -187,7 +187,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         made = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if made and self.args.critic_learning_rate is not None:
-            critic = {id(p) for name, p in self.model.named_parameters() if f".{CRITIC}." in name}
+            critic = {id(p) for name, p in self.model.named_parameters() if belongs_to(name, CRITIC)}
             groups = []
             for group in optimizer.param_groups:
                 for of_critic, rate in ((False, group["lr"]), (True, self.args.critic_learning_rate)):

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
 from vllm.version import __version__ as VERSION
 
-from agile_trainers.adapters import POLICY
+from agile_trainers.adapters import POLICY, belongs_to
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.generators.together import TogetherGenerator
 from agile_trainers.rollout.generators.vllm import VllmEngine, VllmGenerator
@@ -86,7 +86,7 @@ class VllmPolicy:
         """Serve the policy as it is now. Returns the bytes that were moved."""
         if self._whole is not None:
             return self.engine.load_weights(self._whole.weights())
-        weights = [weight for name, weight in self._model.named_parameters() if f".{POLICY}." in name]
+        weights = [weight for name, weight in self._model.named_parameters() if belongs_to(name, POLICY)]
         with self._distribution.gather_params(weights):
             adapter = get_peft_model_state_dict(self._model, adapter_name=POLICY, save_embedding_layers=False)
             # FSDP2 keeps a share of each; every process asks for the whole in the same order.

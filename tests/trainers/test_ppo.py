@@ -318,11 +318,12 @@ def test_warm_up_trains_the_critic_and_leaves_the_policy_exactly_as_it_was(embed
         assert moved == expected
 
 
-def test_the_critic_has_a_learning_rate_of_its_own(embedded_model, tmp_path):
+@pytest.mark.parametrize("lora", [{}, {"target_modules": ["q_proj", "embed_tokens"]}])
+def test_the_critic_has_a_learning_rate_of_its_own(embedded_model, tmp_path, lora):
     """Plain SGD: each parameter moves by its own rate times its gradient, and the schedule scales both."""
     gradients = Gradients()
     trainer = make_ppo(
-        embedded_model, tmp_path, callbacks=[gradients], learning_rate=0.1, critic_learning_rate=0.03,
+        embedded_model, tmp_path, callbacks=[gradients], lora=lora, learning_rate=0.1, critic_learning_rate=0.03,
         lr_scheduler_type="constant_with_warmup", warmup_steps=2, max_steps=2,
     )  # fmt: skip
     wake(trainer)
