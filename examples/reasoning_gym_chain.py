@@ -90,6 +90,7 @@ def main() -> None:
     trainer.train()
     after = trainer.evaluate()["eval_success"]
     trainer.save_model()
+    trainer.accelerator.end_training()
     if not trainer.accelerator.is_main_process:
         return
 

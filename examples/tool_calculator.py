@@ -84,6 +84,7 @@ def main() -> None:
     trainer.train()
     after = trainer.evaluate()
     trainer.save_model()
+    trainer.accelerator.end_training()
     if not trainer.accelerator.is_main_process:
         return
 

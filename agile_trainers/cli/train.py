@@ -121,6 +121,7 @@ def train(
     trainer.accelerator.print(f"Saved to {args.output_dir}.")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
+    trainer.accelerator.end_training()  # processes that are left to the interpreter's end sometimes abort there
 
 
 def load_rows(script: MultiTurnScriptArguments, mixture: Any) -> Any:

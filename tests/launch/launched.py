@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from games import make_trainer
 from ppo_games import make_ppo, wake
 
@@ -86,3 +87,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for name in sys.argv[3:] or CASES:
         play(name, Path(sys.argv[1]), Path(sys.argv[2]) / name)
+    PartialState().destroy_process_group()
