@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +49,17 @@ def sampling_settings(args: Any, do_sample: bool = True) -> SamplingSettings:
     )
 
 
+def _policy_class(mode: str) -> type[VllmPolicy]:
+    # Importing vLLM takes seconds and changes the process: only whoever asks for it.
+    if mode == "server":
+        from .vllm_server import ServerPolicy
+
+        return ServerPolicy
+    from .vllm_policy import VllmPolicy as ColocatedPolicy
+
+    return ColocatedPolicy
+
+
 class Generation(GRPOTrainer):
     """The rollout generators of the multi-turn trainers, and what makes up for the gap between sampler and trainer."""
 
@@ -65,11 +76,8 @@ class Generation(GRPOTrainer):
         """Once, after the rollout engine was made."""
         assert self.engine is not None
         if self.use_vllm:
-            # Importing vLLM takes seconds and changes the process: only whoever asks for it.
-            from .vllm_policy import VllmPolicy
-
             limit = self.engine.limits.max_model_length
-            self._vllm = VllmPolicy(
+            self._vllm = _policy_class(self.args.vllm_mode)(
                 self.args,
                 self.accelerator.unwrap_model(self.model),
                 self.accelerator,
@@ -120,20 +128,12 @@ class Generation(GRPOTrainer):
 
     @contextmanager
     def _on_vllm(self, policy: VllmPolicy, settings: SamplingSettings) -> Iterator[Generator]:
-        from agile_trainers.rollout.generators.vllm import VllmGenerator
-
         assert self.engine is not None
         started = time.perf_counter()
         with policy.serving() as moved:
             self._synced = moved, time.perf_counter() - started
-            generator = VllmGenerator(
-                policy.engine,
-                eos_token_ids=self.engine.chat.eos_token_ids,
-                settings=settings,
-                tokenizer=self._tokenizer,
-            )
-            with closing(generator), policy.shared(generator) as shared:
-                yield shared
+            with policy.generator(settings, self.engine.chat.eos_token_ids, self._tokenizer) as made:
+                yield made
 
     # --------------------------------------------------------------------------------------------------- mismatch
 

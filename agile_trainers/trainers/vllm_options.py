@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +14,20 @@ from transformers import PreTrainedModel
 from agile_trainers.adapters.checkpoint import NOT_LORA_SETTINGS
 
 _SERVER = "it acts on a server of vLLM's, and the engine runs in this process (vllm_mode='colocate')"
-_REFUSED = {
-    "vllm_server_base_url": _SERVER,
-    "vllm_server_host": _SERVER,
-    "vllm_server_port": _SERVER,
-    "vllm_server_timeout": _SERVER,
-    "vllm_group_port": _SERVER,
+_COLOCATED = "it acts on an engine in this process, and vLLM's server (vllm_mode='server') has options of its own"
+_ALWAYS = {
     "vllm_max_model_length": "max_model_length limits the conversation, the engine's too",
     "vllm_structured_outputs_regex": "an answer is what the model says; let the environment judge its form",
 }
+_REFUSED = {
+    "colocate": _ALWAYS | dict.fromkeys(
+        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"), _SERVER
+    ),
+    "server": _ALWAYS | dict.fromkeys(
+        ("vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
+         "offload_policy_during_rollout"), _COLOCATED
+    ),
+}  # fmt: skip
 _NEED_VLLM = ("offload_policy_during_rollout", "vllm_max_logprob_gap")
 _CORRECTION = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")) + (
     "vllm_max_logprob_gap",
@@ -56,13 +62,9 @@ def check_options(args: Any, defaults: dict[str, Any]) -> None:
                 f"{changed[0]} unset."
             )
         return
-    if args.vllm_mode != "colocate":
-        raise ValueError(
-            f"vllm_mode={args.vllm_mode!r} does not serve episodes: TRL's client asks for a whole batch at once and sends "
-            "merged weights, where episodes ask turn by turn and send the adapter alone. Use vllm_mode='colocate', an "
-            "engine in each training process."
-        )
-    for name, reason in _REFUSED.items():
+    if args.vllm_mode not in _REFUSED:
+        raise ValueError(f"vllm_mode must be 'colocate' or 'server', got {args.vllm_mode!r}.")
+    for name, reason in _REFUSED[args.vllm_mode].items():
         if name in changed:
             raise ValueError(f"{name}={getattr(args, name)!r} has no effect with an environment: {reason}.")
     if not args.vllm_importance_sampling_correction:
@@ -144,8 +146,8 @@ def quantization(model: torch.nn.Module, served: Sequence[str], engine: str) -> 
         bits = " in 8 bit" if settings.get("load_in_8bit") else ""
         raise ValueError(
             f"{engine} cannot serve a base model quantized by {method!r}{bits}, and it is never merged or unpacked for it. "
-            "What can: the transformers generator (use_vllm=False), or vLLM with a base that is not quantized, or by one of "
-            f"{', '.join(served)}."
+            "What can: the transformers generator (use_vllm=False), or vLLM with a base that is not quantized"
+            f"{', or by one of ' if served else ''}{', '.join(served)}."
         )
     return method
 
@@ -176,3 +178,59 @@ def lora_rank(config: LoraConfig) -> int:
             f"vLLM serves adapters of up to rank {RANKS[-1]}, got r={config.r}. Lower it, or set use_vllm=False."
         )
     return room
+
+
+def check_server(
+    info: dict[str, Any], url: str, *, model: str, dtype: torch.dtype, rank: int | None, max_model_length: int | None
+) -> None:
+    """Refuse a server that would not serve the policy as it is.
+
+    Args:
+        info: How it was started, vLLM's ``VllmConfig`` as ``/server_info`` gives it.
+        url: Its address.
+        model: Folder or Hub id of the trainer's base model.
+        dtype: What the trainer computes in.
+        rank: Of the policy's adapter; None for a model that is trained whole.
+        max_model_length: Tokens of a conversation; None if nothing but the model limits it.
+
+    Raises:
+        ValueError: With everything that is wrong, and the command that starts the right one.
+    """
+    served, highest = info["model_config"], (info["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]
+    name = str(dtype).removeprefix("torch.")
+    room = None if rank is None else next(size for size in RANKS if size >= rank)
+    checks = [
+        (_same(served["model"], model), f"it serves {served['model']}, and this trains {model}", model),
+        (served["dtype"] in (name, f"torch.{name}"), f"it computes in {served['dtype']}", f"--dtype {name}"),
+        (
+            served["logprobs_mode"] == "processed_logprobs",
+            f"its log-probabilities are {served['logprobs_mode']}, not of the distribution it samples from",
+            "--logprobs-mode processed_logprobs",
+        ),
+        (
+            max_model_length is None or served["max_model_len"] >= max_model_length,
+            f"its conversations end at {served['max_model_len']} tokens, before the trainer's max_model_length",
+            max_model_length and f"--max-model-len {max_model_length}",
+        ),
+        (
+            (rank or 0) <= highest,
+            f"its adapters end at rank {highest}, before r={rank}" if highest else "it serves no adapters",
+            room and f"--enable-lora --max-lora-rank {room}",
+        ),
+        (
+            rank is not None or info["weight_transfer_config"] is not None,
+            "it takes no weights of a model that is trained whole",
+            None if room else """--weight-transfer-config '{"backend": "nccl"}'""",
+        ),
+    ]
+    wrong = [reason for right, reason, _ in checks if not right]
+    if wrong:
+        command = " ".join(option for _, _, option in checks if option)
+        raise ValueError(
+            f"The vLLM server at {url} would not serve this policy: {'; '.join(wrong)}. Start it with\n"
+            f"VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {command}"
+        )
+
+
+def _same(served: str, trained: str) -> bool:
+    return served == trained or (Path(trained).exists() and Path(served).resolve() == Path(trained).resolve())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as VERSION
 
 from agile_trainers.adapters import POLICY, belongs_to
-from agile_trainers.rollout.generators.base import Generator
+from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.together import TogetherGenerator
 from agile_trainers.rollout.generators.vllm import VllmEngine, VllmGenerator
 
@@ -24,7 +24,7 @@ from .vllm_options import base_model, base_source, compute_dtype, lora_rank, qua
 
 
 class VllmPolicy:
-    """An engine that serves the policy.
+    """An engine in this process that serves the policy.
 
     With LoRA only the policy's adapter is ever moved: the base is loaded from where the trainer loaded it, and stays what it
     is. A model that is trained whole is moved whole. With ``vllm_tensor_parallel_size`` an engine is spread over as many
@@ -50,15 +50,22 @@ class VllmPolicy:
         max_model_length: int | None,
     ):
         self._model, self._accelerator, self._distribution = model, accelerator, distribution
-        config = base_model(model).config
-        engine = f"vLLM {VERSION} on {'CPU' if current_platform.is_cpu() else 'this GPU'}"
-        served = [name for name in QUANTIZATION_METHODS if name in (current_platform.supported_quantization or [name])]
         self._sleeps, self._parks = args.vllm_enable_sleep_mode, args.offload_policy_during_rollout
         self._config = model.peft_config[POLICY] if isinstance(model, PeftModel) else None
         self.dtype = compute_dtype(args, model)
-        parallel = args.vllm_tensor_parallel_size
-        self._group = _group(accelerator, parallel)
+        self._group = _group(accelerator, args.vllm_tensor_parallel_size)
         rows = args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation
+        self._connect(args, rows, max_model_length)
+        # What vLLM cannot serve it says now, and not after an hour.
+        self.sync()
+        self._sleep()
+        accelerator.wait_for_everyone()
+
+    def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
+        model, accelerator, parallel = self._model, self._accelerator, args.vllm_tensor_parallel_size
+        config = base_model(model).config
+        engine = f"vLLM {VERSION} on {'CPU' if current_platform.is_cpu() else 'this GPU'}"
+        served = [name for name in QUANTIZATION_METHODS if name in (current_platform.supported_quantization or [name])]
         self.engine = VllmEngine(
             base_source(model),
             dtype=self.dtype,
@@ -76,23 +83,24 @@ class VllmPolicy:
                 "tensor_parallel_size": parallel,
             },
         )
-        self._whole = None if self._config is not None else _WholeModel(model, accelerator)
-        # What vLLM cannot serve it says now, and not after an hour.
-        self.sync()
-        self._sleep()
-        accelerator.wait_for_everyone()
 
     def sync(self) -> int:
         """Serve the policy as it is now. Returns the bytes that were moved."""
-        if self._whole is not None:
-            return self.engine.load_weights(self._whole.weights())
+        if self._config is None:
+            return self._move_whole()
         weights = [weight for name, weight in self._model.named_parameters() if belongs_to(name, POLICY)]
         with self._distribution.gather_params(weights):
             adapter = get_peft_model_state_dict(self._model, adapter_name=POLICY, save_embedding_layers=False)
             # FSDP2 keeps a share of each; every process asks for the whole in the same order.
             shares = ((name, weight) for name, weight in adapter.items() if isinstance(weight, DTensor))
             adapter |= {name: weight.full_tensor() for name, weight in shares}
-            return self.engine.load_adapter(adapter, self._config)
+            return self._move_adapter(adapter, self._config)
+
+    def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
+        return self.engine.load_adapter(weights, config)
+
+    def _move_whole(self) -> int:
+        return self.engine.load_weights(_WholeModel(self._model, self._accelerator).weights())
 
     @contextmanager
     def serving(self) -> Iterator[int]:
@@ -111,14 +119,21 @@ class VllmPolicy:
             finally:
                 self._sleep()
 
-    def shared(self, generator: VllmGenerator) -> AbstractContextManager[Generator]:
+    @contextmanager
+    def generator(self, settings: SamplingSettings, eos_token_ids: list[int], tokenizer: Any) -> Iterator[Generator]:
         """A generator on the engine as this process is to use it: with the others of its group, if there are any."""
-        return nullcontext(generator) if self._group is None else TogetherGenerator(generator, self._group)
+        made = VllmGenerator(self.engine, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer)
+        with closing(made):
+            if self._group is None:
+                yield made
+            else:
+                with TogetherGenerator(made, self._group) as together:
+                    yield together
 
     def _sleep(self) -> None:
         if self._sleeps:
             # The base of an adapter has to stay; a whole model is moved anew each time.
-            self.engine.sleep(level=1 if self._whole is None else 2)
+            self.engine.sleep(level=2 if self._config is None else 1)
 
 
 class _WholeModel(VLLMGeneration):

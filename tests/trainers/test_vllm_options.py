@@ -16,7 +16,14 @@ from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.generation import sampling_settings
 from agile_trainers.trainers.reporting import mismatch_warning
-from agile_trainers.trainers.vllm_options import base_source, check_device, compute_dtype, lora_rank, quantization
+from agile_trainers.trainers.vllm_options import (
+    base_source,
+    check_device,
+    check_server,
+    compute_dtype,
+    lora_rank,
+    quantization,
+)
 
 
 def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:
@@ -26,7 +33,21 @@ def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vllm_mode": "server"}, "vllm_mode='server' does not serve episodes"),
+        ({"vllm_mode": "remote"}, "vllm_mode must be 'colocate' or 'server', got 'remote'"),
+        *(
+            (
+                {"vllm_mode": "server", name: value},
+                f"{name}={value!r} has no effect with an environment: it acts on an engine",
+            )
+            for name, value in {
+                "vllm_gpu_memory_utilization": 0.5,
+                "vllm_model_impl": "transformers",
+                "vllm_tensor_parallel_size": 2,
+                "vllm_enable_sleep_mode": True,
+                "offload_policy_during_rollout": True,
+            }.items()
+        ),
+        ({"vllm_mode": "server", "vllm_max_model_length": 99}, "vllm_max_model_length=99 has no effect"),
         (
             {"vllm_server_base_url": "http://localhost:8000"},
             "vllm_server_base_url='http://localhost:8000' has no effect",
@@ -65,6 +86,59 @@ def test_without_vllm_its_options_are_refused(tmp_path: Path, changes: dict[str,
     ((name, value),) = changes.items()
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} has no effect without vLLM")):
         config(tmp_path, **changes).with_environment()
+
+
+SERVER = {
+    "model_config": {
+        "model": "org/base", "dtype": "torch.bfloat16", "logprobs_mode": "processed_logprobs", "max_model_len": 2048
+    },
+    "lora_config": {"max_lora_rank": 16},
+    "weight_transfer_config": None,
+}  # fmt: skip
+
+
+def server_of(changes: dict[str, object], **policy: object) -> None:
+    """Check a server that was started otherwise."""
+    info = {**SERVER, "model_config": SERVER["model_config"] | {k: v for k, v in changes.items() if "config" not in k}}
+    info |= {name: value for name, value in changes.items() if "config" in name}
+    usual = {"model": "org/base", "dtype": torch.bfloat16, "rank": 12, "max_model_length": 2048}
+    check_server(info, "http://host:1", **{**usual, **policy})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "option"),
+    [
+        ({"model": "org/other"}, "it serves org/other, and this trains org/base", "vllm serve org/base"),
+        ({"dtype": "torch.float16"}, "it computes in torch.float16", "--dtype bfloat16"),
+        (
+            {"logprobs_mode": "raw_logprobs"},
+            "its log-probabilities are raw_logprobs",
+            "--logprobs-mode processed_logprobs",
+        ),
+        ({"max_model_len": 1024}, "its conversations end at 1024 tokens", "--max-model-len 2048"),
+        ({"lora_config": None}, "it serves no adapters", "--enable-lora --max-lora-rank 16"),
+        ({"lora_config": {"max_lora_rank": 8}}, "its adapters end at rank 8, before r=12", "--max-lora-rank 16"),
+    ],
+)
+def test_servers_that_would_serve_another_policy(changes: dict[str, object], reason: str, option: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"would not serve this policy: {reason}")) as error:
+        server_of(changes)
+    assert option in str(error.value) and "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in str(error.value)
+
+
+def test_servers_that_would_serve_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server_of({})
+    server_of({"max_model_len": 4096})
+    server_of({"max_model_len": 10}, max_model_length=None)
+    with pytest.raises(ValueError, match="it takes no weights of a model that is trained whole") as error:
+        server_of({"lora_config": None}, rank=None)
+    assert "weight-transfer-config" in str(error.value) and "--enable-lora" not in str(error.value)
+    server_of({"lora_config": None, "weight_transfer_config": {"backend": "nccl"}}, rank=None)
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    server_of({"model": str(tmp_path / "base")}, model="base/")
+    with pytest.raises(ValueError, match=r"it computes in torch.float32; its log-probabilities are raw_logprobs"):
+        server_of({"dtype": "torch.float32", "logprobs_mode": "raw_logprobs"})
 
 
 def test_modes(tmp_path: Path) -> None:

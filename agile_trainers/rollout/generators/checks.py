@@ -40,6 +40,15 @@ def check_request(request: GenerationRequest, known: Sequence[int], under_way: b
     )
 
 
+def check_room(request: GenerationRequest, max_model_length: int) -> None:
+    """Raise ``ValueError`` if the answer might not fit into an engine's ``max_model_length``."""
+    if len(request.token_ids) + request.max_new_tokens > max_model_length:
+        raise ValueError(
+            f"Episode {request.episode}: {len(request.token_ids)} tokens and {request.max_new_tokens} new ones are more "
+            f"than the engine's max_model_length={max_model_length}."
+        )
+
+
 def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise ``ValueError`` unless every one of ``ids``, called ``name`` in the message, lies in [0, vocab_size)."""
     outside = [i for i in ids if i not in range(vocab_size)]

@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
-from agile_trainers.rollout.generators.checks import check_request, check_token_ids
+from agile_trainers.rollout.generators.checks import check_request, check_room, check_token_ids
 from agile_trainers.rollout.generators.decoding import NO_TOKEN, left_pad
 
 TEMPERATURES = 0.01, 2.0
@@ -213,15 +213,11 @@ class VllmGenerator:
         """
         episode, ids = request.episode, list(request.token_ids)
         check_request(request, self._known.get(episode, []), episode in self._keys)
-        if len(ids) + request.max_new_tokens > self._engine.max_model_length:
-            raise ValueError(
-                f"Episode {episode}: {len(ids)} tokens and {request.max_new_tokens} new ones are more than the engine's "
-                f"max_model_length={self._engine.max_model_length}."
-            )
+        check_room(request, self._engine.max_model_length)
         params = copy.copy(self._params)  # vLLM makes a deep one
         params.max_tokens = request.max_new_tokens
         if self._settings.do_sample:
-            params.seed = int(request.uniforms(1)[0] * 2**53)
+            params.seed = seed_of(request)
         key = self._engine.submit(ids, params)
         self._known[episode], self._keys[episode], self._under_way[key] = ids, key, _Answer(request)
 
@@ -325,8 +321,14 @@ def _launched_as(rank: int, local_rank: int, processes: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _sampling_params(settings: SamplingSettings, eos_token_ids: Sequence[int]) -> SamplingParams:
-    filters: dict[str, Any] = {"temperature": 0.0}
+def seed_of(request: GenerationRequest) -> int:
+    """The seed of an answer, drawn from its episode's noise."""
+    return int(request.uniforms(1)[0] * 2**53)
+
+
+def sampling_fields(settings: SamplingSettings, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """vLLM's names for settings, stop strings aside."""
+    filters: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     if settings.do_sample:
         filters = {
             "temperature": settings.temperature,
@@ -334,12 +336,17 @@ def _sampling_params(settings: SamplingSettings, eos_token_ids: Sequence[int]) -
             "top_k": settings.top_k,
             "min_p": settings.min_p or 0.0,
         }
+    return filters | {
+        "repetition_penalty": settings.repetition_penalty,
+        "min_tokens": settings.min_new_tokens,
+        "stop_token_ids": sorted(eos_token_ids),
+        "ignore_eos": True,  # what ends an answer is the trainer's to say
+    }
+
+
+def _sampling_params(settings: SamplingSettings, eos_token_ids: Sequence[int]) -> SamplingParams:
     return SamplingParams(
-        **filters,
-        repetition_penalty=settings.repetition_penalty,
-        min_tokens=settings.min_new_tokens,
-        stop_token_ids=sorted(eos_token_ids),
-        ignore_eos=True,  # what ends an answer is the trainer's to say
+        **sampling_fields(settings, eos_token_ids),
         detokenize=False,
         logprobs=0,  # of the sampled token alone
         # Stop strings are looked for at every token; otherwise nothing is asked for before the end.
