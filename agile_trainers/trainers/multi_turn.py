@@ -11,28 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import use_adapter
 
-from agile_trainers.adapters import REFERENCE, explaining_scope, within_scope
+from agile_trainers.adapters import explaining_scope, within_scope
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.objectives.advantages import pool_over_turns, whiten
-from agile_trainers.objectives.kl import shaping, turn_log_ratio
+from agile_trainers.objectives.kl import shaping
 from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.metrics import episode_row
-from agile_trainers.rollout.record import episode_record
 from agile_trainers.types import Trajectory, TurnBatch
 
-from .batching import Batch, drop_silent_rows, like_length, read_inputs, sort_by_length, trim_columns
+from .batching import Batch, drop_silent_rows, sort_by_length, trim_columns
 from .checkpoint import Checkpoints
 from .config import MultiTurnConfig
 from .evaluation import EpisodeEvaluation
@@ -40,7 +35,8 @@ from .hub import HubModels
 from .launch import check_engine, check_parallelism
 from .randomness import training_specs
 from .reference import ReferencePolicy
-from .reporting import degeneracies, training_summary
+from .rollout_log import RolloutLog
+from .scoring import Scoring
 from .setup import (
     activation_offloading,
     build_engine,
@@ -82,7 +78,7 @@ class Credit:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolicy):
+class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, RolloutLog, ReferencePolicy):
     """GRPO's machinery over multi-turn episodes; a subclass adds the credit rule, :meth:`_assign_credit`.
 
     Takes every argument of TRL's ``GRPOTrainer``, in TRL's order, and:
@@ -257,7 +253,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
         advantages = self._credit(batch)
         output = self._trl_batch(batch, advantages, scores or self._policy_scores(batch, advantages))
         self._log_rollout(trajectories, rewards, advantages, batch.turn_mask)
-        self._record(f"generation-{generation:06d}", self._training_records(trajectories, advantages))
+        self._record(f"generation-{generation:06d}", self._training_records(trajectories, advantages, first))
         return output
 
     def _add_reward_functions(
@@ -351,58 +347,6 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             output |= self._mismatch(batch, scores["old_per_token_logps"], trained & scores["scored"][:, None])
         return output
 
-    @property
-    def _scores_old_policy(self) -> bool:
-        """Whether an update sees a batch that an older policy, or another engine, sampled; TRL's own condition."""
-        return self._corrects_mismatch or self.args.gradient_accumulation_steps % self._generate_every != 0
-
-    def _policy_scores(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Batch:
-        """Log-probabilities (B, T) of policy and reference, where the step needs them.
-
-        With ``advantages`` (B, K) and ``skip_zero_advantage``, only of rows with signal; the others are 0, and not read.
-        """
-        rows = torch.arange(batch.turn_ids.size(0), device=batch.turn_ids.device)
-        if advantages is not None and self.args.skip_zero_advantage:
-            live = (advantages.abs() > self.args.zero_advantage_eps).any(dim=1)
-            # As many on every rank: where weights are sharded, forward passes must match.
-            rows = live.int().argsort(descending=True, stable=True)[: int(self.accelerator.gather(live.sum()).max())]
-        scores: Batch = {"scored": torch.zeros_like(batch.failed).index_fill(0, rows, True)}
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            if self._scores_old_policy or self.args.kl_placement != "loss":
-                scores["old_per_token_logps"] = self._score(self.model, batch, rows)
-            if self.beta != 0.0:
-                scores["ref_per_token_logps"] = self._score_reference(batch, rows)
-        return scores
-
-    def _score_reference(self, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
-        if self.ref_model is not None:
-            return self._score(self.ref_model, batch, rows)
-        policy = self.accelerator.unwrap_model(self.model)
-        with use_adapter(policy, adapter_name=REFERENCE if REFERENCE in policy.peft_config else None):
-            return self._score(self.model, batch, rows)
-
-    def _score(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities (B, T) of some rows."""
-        scores = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
-        for chosen, part in like_length(batch, self.args.per_device_train_batch_size, rows):
-            length = part["completion_ids"].size(1)
-            log_probs, _, _ = super()._get_per_token_logps_and_entropies(
-                model=model, **read_inputs(part), logits_to_keep=length
-            )
-            scores[chosen, :length] = log_probs.float()
-        return scores
-
-    def _penalize(self, batch: TurnBatch, scores: Batch) -> None:
-        """Log the divergence from the reference, and take it from the rewards if that is its place."""
-        log_probs, reference = scores["old_per_token_logps"], scores["ref_per_token_logps"]
-        trained = batch.valid_mask
-        totals = torch.stack([((log_probs - reference) * trained).sum(), trained.sum().float()])
-        total, tokens = self.accelerator.reduce(totals, reduction="sum")
-        self._metrics["train"]["kl"].append((total / tokens.clamp(min=1.0)).item())
-        if self.args.kl_placement == "reward":
-            turns = turn_log_ratio(log_probs, reference, batch.turn_ids, batch.turn_mask.size(1))
-            batch.turn_rewards -= self.beta * turns * batch.turn_mask
-
     # ------------------------------------------------------------------------------------------------------- loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -465,38 +409,3 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, ReferencePolic
             loss = super().training_step(*args, **kwargs)
         self._metrics["train"]["time/update"].append(time.perf_counter() - started - self._rollout_seconds)
         return loss
-
-    # -------------------------------------------------------------------------------------------------- reporting
-
-    def _log_rollout(
-        self, trajectories: list[Trajectory], rewards: torch.Tensor, advantages: torch.Tensor, turn_mask: torch.Tensor
-    ) -> None:
-        rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
-        slowest = max(gather_object([self._rollout_seconds]))
-        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        summary = training_summary(rows, slowest, totals.tolist()) | self._sync_metrics()
-        metrics = self._metrics["train"]
-        for name, value in summary.items():
-            metrics[name].append(value)
-        self.state.num_input_tokens_seen += sum(row["tokens"] for row in rows)
-        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        for index, name in enumerate(self.reward_func_names):
-            metrics[f"rewards/{name}/mean"].append(torch.nanmean(rewards[:, index]).item())
-            self._logs["rewards"][name].extend(rewards[:, index].tolist())
-        self._logs["prompt"].extend(gather_object([trajectory.prompt for trajectory in trajectories]))
-        self._logs["completion"].extend(gather_object([trajectory.messages for trajectory in trajectories]))
-        per_episode = pool_over_turns(advantages, turn_mask)[:, 0].contiguous()
-        self._logs["advantages"].extend(self.accelerator.gather(per_episode).tolist())
-        idle = metrics["advantage/mean"][-1] == metrics["advantage/std"][-1] == 0.0
-        self._idle_batches = self._idle_batches + 1 if idle else 0
-        error = next((trajectory.error for trajectory in trajectories if trajectory.error is not None), None)
-        for warning in degeneracies(summary, self._idle_batches, error, self.mask_truncated_completions):
-            logger.warning(warning)
-
-    def _training_records(self, trajectories: list[Trajectory], advantages: torch.Tensor) -> list[dict[str, Any]]:
-        first = self._local(len(trajectories)).start
-        records = []
-        for index, (trajectory, row) in enumerate(zip(trajectories, advantages.tolist()), start=first):
-            group, member = divmod(index, self.num_generations)
-            records.append(episode_record(trajectory, row, step=self.state.global_step, group=group, member=member))
-        return records

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": "reinforce", "num_generations": 1, "gradient_checkpointing": True,
         "beta": 0.1, "reference_adapter": True, "reference_update_steps": 1,
     },
+    "reinforce-full": {"algorithm": "reinforce", "num_generations": 1, "lora": False},
     # The reference pass freezes the critic in the middle of a training step.
     "ppo": {
         "beta": 0.1, "critic_learning_rate": 0.05, "gradient_checkpointing": True, "num_eval_episodes": 4,

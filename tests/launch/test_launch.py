@@ -20,7 +20,7 @@ from agile_trainers.rollout.record import read_records
 pytestmark = pytest.mark.launch
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("launched.py")
-CASES = ("grpo", "grpo-full", "reinforce", "ppo")
+CASES = ("grpo", "grpo-full", "reinforce", "reinforce-full", "ppo")
 STAGES = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
@@ -132,11 +132,10 @@ def test_plain_peft_loads_every_adapter(runs, single, embedded_model, case, save
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_whole_model_loads(runs, single):
+@pytest.mark.parametrize("case", ["grpo-full", "reinforce-full"])
+def test_a_whole_model_loads(runs, single, case):
     ids = torch.arange(40).view(2, 20) + 300
-    one, two = (
-        AutoModelForCausalLM.from_pretrained(folder / "grpo-full" / "end")(ids).logits for folder in (single, runs[1])
-    )
+    one, two = (AutoModelForCausalLM.from_pretrained(folder / case / "end")(ids).logits for folder in (single, runs[1]))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
 
 

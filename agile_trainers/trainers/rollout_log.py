@@ -1,0 +1,63 @@
+"""What of a generation batch is logged, shown and recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers.utils import logging
+
+from agile_trainers.objectives.advantages import pool_over_turns
+from agile_trainers.rollout.metrics import episode_row
+from agile_trainers.rollout.record import episode_record
+from agile_trainers.types import Trajectory
+
+from .generation import Generation
+from .reporting import degeneracies, training_summary
+
+logger = logging.get_logger(__name__)
+
+
+class RolloutLog(Generation):
+    """The metrics, tables and records of training episodes, and warnings of batches that teach nothing."""
+
+    num_generations: int
+    _logs: dict[str, Any]
+    _rollout_seconds: float
+    _idle_batches: int
+
+    def _log_rollout(
+        self, trajectories: list[Trajectory], rewards: torch.Tensor, advantages: torch.Tensor, turn_mask: torch.Tensor
+    ) -> None:
+        rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
+        slowest = max(gather_object([self._rollout_seconds]))
+        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        summary = training_summary(rows, slowest, totals.tolist()) | self._sync_metrics()
+        metrics = self._metrics["train"]
+        for name, value in summary.items():
+            metrics[name].append(value)
+        self.state.num_input_tokens_seen += sum(row["tokens"] for row in rows)
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        for index, name in enumerate(self.reward_func_names):
+            metrics[f"rewards/{name}/mean"].append(torch.nanmean(rewards[:, index]).item())
+            self._logs["rewards"][name].extend(rewards[:, index].tolist())
+        self._logs["prompt"].extend(gather_object([trajectory.prompt for trajectory in trajectories]))
+        self._logs["completion"].extend(gather_object([trajectory.messages for trajectory in trajectories]))
+        per_episode = pool_over_turns(advantages, turn_mask)[:, 0].contiguous()
+        self._logs["advantages"].extend(self.accelerator.gather(per_episode).tolist())
+        idle = metrics["advantage/mean"][-1] == metrics["advantage/std"][-1] == 0.0
+        self._idle_batches = self._idle_batches + 1 if idle else 0
+        error = next((trajectory.error for trajectory in trajectories if trajectory.error is not None), None)
+        for warning in degeneracies(summary, self._idle_batches, error, self.mask_truncated_completions):
+            logger.warning(warning)
+
+    def _training_records(
+        self, trajectories: list[Trajectory], advantages: torch.Tensor, first: int
+    ) -> list[dict[str, Any]]:
+        """Of this process; ``first`` is the place of its first episode among those of all."""
+        records = []
+        for index, (trajectory, row) in enumerate(zip(trajectories, advantages.tolist()), start=first):
+            group, member = divmod(index, self.num_generations)
+            records.append(episode_record(trajectory, row, step=self.state.global_step, group=group, member=member))
+        return records
