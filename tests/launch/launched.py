@@ -35,6 +35,11 @@ CASES: dict[str, dict[str, Any]] = {
         "load_best_model_at_end": True, "metric_for_best_model": "eval_return", "eval_strategy": "steps", "eval_steps": 1,
     },
 }  # fmt: skip
+VLLM: dict[str, dict[str, Any]] = {
+    "vllm": {"use_vllm": True, "num_iterations": 2},
+    "vllm-full": {"use_vllm": True, "lora": False},
+}
+"""For tests/on_vllm."""
 
 
 def make(case: str, model: Path, output: Path) -> MultiTurnTrainer:
@@ -43,7 +48,7 @@ def make(case: str, model: Path, output: Path) -> MultiTurnTrainer:
         "max_steps": STEPS,
         "save_strategy": "steps",
         "save_steps": 1,
-        **CASES[case],
+        **(CASES | VLLM)[case],
     }
     if case != "ppo":
         return make_trainer(model, output, **changes)

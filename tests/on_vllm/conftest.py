@@ -13,7 +13,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import pytest
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent / "trainers"), str(HERE.parent / "rollout")]
+sys.path += [str(HERE.parent / name) for name in ("trainers", "rollout", "launch")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
