@@ -5,7 +5,15 @@ from .reference import add_reference, copy_adapter
 from .roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, thaw
 from .scope import explaining_scope, within_scope
 from .sharding import every_adapter_trainable, gathered_once, write
-from .warm_start import SavedAdapters, find_adapters, load_policy, load_reference, restore_adapter, start_critic
+from .warm_start import (
+    SavedAdapters,
+    find_adapters,
+    load_policy,
+    load_reference,
+    parent_of,
+    restore_adapter,
+    start_critic,
+)
 
 __all__ = [
     "CRITIC",
@@ -25,6 +33,7 @@ __all__ = [
     "gathered_once",
     "load_policy",
     "load_reference",
+    "parent_of",
     "restore_adapter",
     "start_critic",
     "thaw",

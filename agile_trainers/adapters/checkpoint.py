@@ -65,17 +65,6 @@ def lora_settings(config: LoraConfig) -> dict[str, Any]:
     )
 
 
-def parent_of(folder: Path, source: str, commit: str | None) -> dict[str, Any]:
-    """What a record says about the folder or Hub repository that a policy was started from, and about its own parents.
-
-    Raises:
-        CheckpointError: If that folder has a record that cannot be read.
-    """
-    known = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
-    passed_on = ("algorithm", "environment", "global_step", "parent")
-    return {"source": source, "commit": commit, **{name: known.get(name) for name in passed_on}}
-
-
 def mark_complete(folder: Path) -> None:
     """Write the marker: from now on the folder is a checkpoint. Text for people (``*.md``) may still be edited."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")

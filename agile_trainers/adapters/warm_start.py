@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file, logging
 from trl.trainer.utils import create_model_from_path
 
+from .checkpoint import RECORD, read_json
 from .critic import VALUE_HEAD, add_critic
 from .merge import describe, differences, layers, merged_config, padded
 from .reference import copy_adapter
@@ -57,6 +58,27 @@ class SavedAdapters:
     """The policy's."""
     commit: str | None = None
     """On the Hub, the commit."""
+
+
+def parent_of(saved: SavedAdapters | None, model: str) -> dict[str, Any] | None:
+    """What a record says about the folder or Hub repository that a policy was started from, and about its own parents.
+
+    Args:
+        saved: The adapters that it was started from, if any.
+        model: Otherwise the model: one that was trained whole has a record of its own.
+
+    Returns:
+        None if nothing is known of what was done before.
+
+    Raises:
+        CheckpointError: If there is a record that cannot be read.
+    """
+    if saved is None and not (model and (Path(model) / RECORD).is_file()):
+        return None
+    source, folder, commit = (model, Path(model), None) if saved is None else (saved.source, saved.folder, saved.commit)
+    known = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+    passed_on = ("algorithm", "environment", "global_step", "parent")
+    return {"source": source, "commit": commit, **{name: known.get(name) for name in passed_on}}
 
 
 def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | None:

@@ -24,13 +24,12 @@ from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 
-from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy
+from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
 from agile_trainers.adapters.checkpoint import (
     RECORD,
     CheckpointError,
     mark_complete,
     newest_complete,
-    parent_of,
     read_json,
     write_json,
 )
@@ -149,11 +148,7 @@ def _train(pipeline: Pipeline, stage: Stage, model: str, folder: Path, after_sta
 
 def _record(stage: Stage, model: str, steps: int) -> dict[str, Any]:
     """What a later stage's record says about one of TRL's trainers; the multi-turn trainers write their own."""
-    saved, parent = find_adapters(model), None
-    if saved is not None:
-        parent = parent_of(saved.folder, saved.source, saved.commit)
-    elif (Path(model) / RECORD).is_file():
-        parent = parent_of(Path(model), model, None)
+    parent = parent_of(find_adapters(model), model)
     return {"algorithm": stage.algorithm.upper(), "environment": None, "global_step": steps, "parent": parent}
 
 

@@ -21,7 +21,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters import POLICY, every_adapter_trainable
+from agile_trainers.adapters import POLICY, every_adapter_trainable, parent_of
 from agile_trainers.adapters.checkpoint import (
     RECORD,
     CheckpointError,
@@ -30,7 +30,6 @@ from agile_trainers.adapters.checkpoint import (
     lora_settings,
     mark_complete,
     newest_complete,
-    parent_of,
     read_json,
     write_json,
 )
@@ -72,10 +71,7 @@ class Checkpoints(GRPOTrainer):
         if self.args.device.type == "cpu":
             # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
             vars(self.args)["_setup_devices"] = torch.device("cpu")
-        if self._saved is not None:
-            self._parent = parent_of(self._saved.folder, self._saved.source, self._saved.commit)
-        elif (name := self._base_config()._name_or_path) and (Path(name) / RECORD).is_file():
-            self._parent = parent_of(Path(name), name, None)  # a whole model
+        self._parent = parent_of(self._saved, self._base_config()._name_or_path)
         self._interrupt = _Interrupt(self)
         self.add_callback(self._interrupt)
 
