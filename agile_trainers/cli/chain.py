@@ -285,9 +285,10 @@ def main(argv: Sequence[str]) -> None:
         "--dry-run", action="store_true", help="check the file and say what would be done; train nothing"
     )
     options = parser.parse_args(argv)
-    console = Console(quiet=not PartialState().is_main_process)
     try:
         pipeline = read_pipeline(options.pipeline)
+        # Only now: without GPUs the stages' `use_cpu` is what makes one run of several processes.
+        console = Console(quiet=not PartialState().is_main_process)
         if options.dry_run:
             for stage, state in zip(pipeline.stages, _check_folders(pipeline)):
                 progress = "not begun" if state is None else "finished" if state["finished"] else "begun"
@@ -297,3 +298,4 @@ def main(argv: Sequence[str]) -> None:
     except PipelineError as error:
         parser.error(str(error))
     console.print(results(rows))
+    PartialState().destroy_process_group()

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
+from test_cli_chain import lineage, pipeline  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.adapters import CRITIC, REFERENCE, add_value_head
@@ -33,7 +35,7 @@ def launch(config: str, *arguments: str | Path) -> subprocess.CompletedProcess[s
         text=True,
         timeout=900,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "trainers")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("tests", "tests/trainers"))},
     )
 
 
@@ -162,6 +164,21 @@ def test_an_example_runs_on_two_processes(tmp_path):
     done = launch("cpu/zero2", ROOT / "examples" / "gem_guess_number.py", *options)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("after: return") == 1 and (tmp_path / "adapter_model.safetensors").is_file()
+
+
+def test_a_chain_runs_on_two_processes(pipeline, embedded_model, tmp_path):  # noqa: F811
+    """SFT, DPO, GRPO and PPO, as one run; what is finished is not done again."""
+    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
+    command = ["cpu/ddp", "--module", "agile_trainers.cli.main", "chain", tmp_path / "pipeline.yaml"]
+    for times in (1, 0):
+        done = launch(*command)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.count("3 episodes each") == 1, "one table, by the first process"
+        assert done.stdout.count("ppo-after: ppo on") == times
+    assert lineage(tmp_path / "chain" / "ppo-after") == ["Multi-turn PPO", "Multi-turn GRPO", "DPO", "SFT"]
+    for stage in ("sft", "dpo", "grpo", "ppo-after"):
+        states = (tmp_path / "chain" / stage / "checkpoint-2").glob("rng_state_*.pth")
+        assert len(list(states)) == 2, "each process saves its own"
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
