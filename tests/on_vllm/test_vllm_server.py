@@ -22,10 +22,10 @@ from requests.adapters import HTTPAdapter
 from serving import Served, serving
 from test_generators import EOS, SETTINGS, VOCAB, letters, play, qwen2, uniforms
 from test_two_processes import SCRIPT, episodes, launch
-from test_vllm_generator import GREEDY, engine, on_transformers, policy, serve  # noqa: F401
+from test_vllm_generator import GREEDILY, GREEDY, agree, engine, on_transformers, policy, run, serve  # noqa: F401
 from test_vllm_generator import make as make_colocated
 
-from agile_trainers.rollout.generators import GenerationOutput, GenerationRequest, SamplingSettings
+from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.server import ServerGenerator, VllmServer
 from agile_trainers.rollout.generators.vllm import VllmEngine
 from agile_trainers.trainers.multi_turn import MultiTurnTrainer
@@ -66,36 +66,11 @@ def make(server: VllmServer, settings: SamplingSettings = GREEDY, eos: list[int]
     return ServerGenerator(server, eos_token_ids=eos, settings=settings, tokenizer=letters())
 
 
-def run(generator: Any, request: GenerationRequest) -> GenerationOutput:
-    generator.submit(request)
-    while True:
-        for output in generator.step():
-            return output
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        GREEDY,
-        replace(GREEDY, repetition_penalty=1.7),
-        replace(GREEDY, min_new_tokens=4),
-        replace(GREEDY, stop_strings=("jx", "q", "b")),
-    ],
-    ids=["greedy", "penalty", "min_new_tokens", "stop_strings"],
-)
+@pytest.mark.parametrize("settings", GREEDILY.values(), ids=GREEDILY)
 def test_greedy_answers_are_those_of_the_transformers_generator(
     server: VllmServer, model: PeftModel, settings: SamplingSettings
 ) -> None:
-    ours = play(make(server, settings), range(8))
-    theirs = play(on_transformers(model, settings), range(8))
-    reasons = set()
-    for episode, turns in ours.items():
-        for output, reference in zip(turns, theirs[episode], strict=True):
-            assert output.token_ids == reference.token_ids
-            assert output.finish_reason == reference.finish_reason
-            assert output.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
-            reasons.add(output.finish_reason)
-    assert reasons == {"stop", "length"}
+    agree(play(make(server, settings), range(8)), play(on_transformers(model, settings), range(8)))
 
 
 @pytest.mark.parametrize("name", ["top_p", "all", "stop_strings"])

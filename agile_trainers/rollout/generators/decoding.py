@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedTokenizerBase, StopStringCriteria
 
-from agile_trainers.rollout.generators.base import GenerationRequest
+from agile_trainers.rollout.generators.base import GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.kv_cache import KVBatch
 
 NO_TOKEN = torch.iinfo(torch.int64).max
@@ -114,3 +115,16 @@ def left_pad(sequences: Sequence[list[int]], fills: Sequence[int]) -> torch.Tens
     """(R, longest) int64; each sequence padded on the left with its own fill."""
     width = max(map(len, sequences))
     return torch.tensor([[fill] * (width - len(ids)) + ids for ids, fill in zip(sequences, fills)])
+
+
+def stop_criteria(settings: SamplingSettings, tokenizer: PreTrainedTokenizerBase | None) -> StopStringCriteria | None:
+    """Transformers' own judge of stop strings; None without any.
+
+    Raises:
+        ValueError: They come without a tokenizer.
+    """
+    if not settings.stop_strings:
+        return None
+    if tokenizer is None:
+        raise ValueError(f"`stop_strings` {list(settings.stop_strings)} need a tokenizer: pass `tokenizer=`.")
+    return StopStringCriteria(tokenizer, list(settings.stop_strings))

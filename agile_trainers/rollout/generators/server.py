@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from requests.adapters import HTTPAdapter
-from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerBase, StopStringCriteria
+from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_client import VLLMClient
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import check_request, check_room, check_token_ids
-from agile_trainers.rollout.generators.vllm import check_settings, sampling_fields, seed_of
+from agile_trainers.rollout.generators.decoding import stop_criteria
+from agile_trainers.rollout.generators.vllm import (
+    check_logprobs,
+    check_settings,
+    sampling_fields,
+    seed_of,
+    write_adapter,
+)
 
 PATIENCE = 0.005
 """Seconds that a step waits for an answer; environments are looked at in between."""
@@ -83,21 +89,20 @@ class VllmServer:
             self._written = tempfile.TemporaryDirectory(prefix="vllm-policy-", dir=self._folder)
         name = f"policy-{uuid.uuid4().hex}"
         folder = Path(self._written.name).resolve() / name
-        config.save_pretrained(str(folder))
-        tensors = {key: weight.detach().cpu().contiguous() for key, weight in weights.items()}
-        save_file(tensors, folder / "adapter_model.safetensors")
+        moved = write_adapter(folder, weights, config)
         self._lora("load", {"lora_name": name, "lora_path": str(folder)})
         if self.adapter is not None:
             self._lora("unload", {"lora_name": self.adapter})
             shutil.rmtree(folder.parent / self.adapter)
         self.adapter = name
-        return sum(tensor.nbytes for tensor in tensors.values())
+        return moved
 
-    def generate(self, token_ids: list[int], fields: dict[str, Any]) -> tuple[list[int], list[float | None]]:
+    def generate(self, token_ids: list[int], fields: dict[str, Any]) -> tuple[list[int], list[float]]:
         """One answer and its log-probabilities; waits for it. May be called from several threads."""
         fields = fields if self.adapter is None else {"model": self.adapter, **fields}
         answer = self.client.generate([token_ids], generation_kwargs=fields)
-        return answer["completion_ids"][0], [position[0] for position in answer["logprobs"][0]]
+        logprobs = (position[0] for position in answer["logprobs"][0])
+        return answer["completion_ids"][0], [math.nan if logprob is None else logprob for logprob in logprobs]
 
     def _lora(self, action: str, body: dict[str, str]) -> None:
         response = self.client.session.post(f"{self.url}/v1/{action}_lora_adapter", json=body)
@@ -142,11 +147,8 @@ class ServerGenerator:
         self._server = server
         self._settings, self._eos = settings, frozenset(eos_token_ids)
         self._fields = sampling_fields(settings, eos_token_ids)
-        self._stop: StopStringCriteria | None = None
-        if settings.stop_strings:
-            if tokenizer is None:
-                raise ValueError(f"`stop_strings` {list(settings.stop_strings)} need a tokenizer: pass `tokenizer=`.")
-            self._stop = StopStringCriteria(tokenizer, list(settings.stop_strings))
+        self._stop = stop_criteria(settings, tokenizer)
+        if self._stop is not None:
             self._fields |= {"stop": list(settings.stop_strings), "skip_special_tokens": False}
         self._known: dict[int, list[int]] = {}
         self._under_way: dict[int, GenerationRequest] = {}
@@ -215,16 +217,12 @@ class ServerGenerator:
             answer = error
         self._answers.put((request, answer))
 
-    def _finish(
-        self, request: GenerationRequest, token_ids: list[int], logprobs: list[float | None]
-    ) -> GenerationOutput:
+    def _finish(self, request: GenerationRequest, token_ids: list[int], logprobs: list[float]) -> GenerationOutput:
         episode = request.episode
-        numbers = [logprob for logprob in logprobs if logprob is not None and math.isfinite(logprob)]
-        if len(numbers) != len(token_ids):
-            raise ValueError(f"vLLM's log-probabilities for episode {episode} are not all numbers: {logprobs}.")
+        check_logprobs(episode, logprobs)
         del self._under_way[episode]
         self._known[episode] += token_ids
-        return GenerationOutput(episode, token_ids, numbers, self._reason(token_ids, request.max_new_tokens))
+        return GenerationOutput(episode, token_ids, logprobs, self._reason(token_ids, request.max_new_tokens))
 
     def _reason(self, token_ids: list[int], max_new_tokens: int) -> FinishReason:
         """TRL's client does not say why an answer ended."""

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 from peft import PeftModel
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
@@ -24,6 +24,7 @@ from agile_trainers.rollout.generators.decoding import (
     Episode,
     decoding_batch,
     left_pad,
+    stop_criteria,
 )
 from agile_trainers.rollout.generators.kv_cache import GrowingLayer, KVBatch, pack
 from agile_trainers.rollout.generators.sampling import Sampler
@@ -81,11 +82,7 @@ class TransformersGenerator:
         self._pad_token_id = pad_token_id
         self._settings = settings
         self._sampler = Sampler(settings, sorted(self._eos_token_ids))
-        self._stop: StopStringCriteria | None = None
-        if settings.stop_strings:
-            if tokenizer is None:
-                raise ValueError(f"`stop_strings` {list(settings.stop_strings)} need a tokenizer: pass `tokenizer=`.")
-            self._stop = StopStringCriteria(tokenizer, list(settings.stop_strings))
+        self._stop = stop_criteria(settings, tokenizer)
         self._max_batch_size = max_batch_size
         accepted = inspect.signature(base.forward).parameters
         if "past_key_values" not in accepted:

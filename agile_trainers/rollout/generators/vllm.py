@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerBase, StopStringCriteria
+from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import ensure_master_addr_port
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -27,7 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import check_request, check_room, check_token_ids
-from agile_trainers.rollout.generators.decoding import NO_TOKEN, left_pad
+from agile_trainers.rollout.generators.decoding import NO_TOKEN, left_pad, stop_criteria
 
 TEMPERATURES = 0.01, 2.0
 """vLLM raises lower ones to the first, and takes none above the second."""
@@ -107,15 +107,13 @@ class VllmEngine:
         """
         self._versions += 1
         with tempfile.TemporaryDirectory(prefix="vllm-policy-") as folder:
-            config.save_pretrained(folder)
-            tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-            save_file(tensors, Path(folder) / "adapter_model.safetensors")
+            moved = write_adapter(Path(folder), weights, config)
             adapter = LoRARequest(f"policy-{self._versions}", self._versions, folder)
             self.engine.add_lora(adapter)
         if self.adapter is not None:
             self.engine.remove_lora(self.adapter.lora_int_id)
         self.adapter = adapter
-        return sum(tensor.nbytes for tensor in tensors.values())
+        return moved
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Serve another base model, in place of the last one.
@@ -194,11 +192,7 @@ class VllmGenerator:
         self._engine = engine
         self._settings = settings
         self._params = _sampling_params(settings, eos_token_ids)
-        self._stop: StopStringCriteria | None = None
-        if settings.stop_strings:
-            if tokenizer is None:
-                raise ValueError(f"`stop_strings` {list(settings.stop_strings)} need a tokenizer: pass `tokenizer=`.")
-            self._stop = StopStringCriteria(tokenizer, list(settings.stop_strings))
+        self._stop = stop_criteria(settings, tokenizer)
         self._known: dict[int, list[int]] = {}
         self._under_way: dict[str, _Answer] = {}
         self._keys: dict[int, str] = {}
@@ -259,8 +253,7 @@ class VllmGenerator:
         if output.finished and completion.finish_reason not in _FINISHED:
             raise RuntimeError(f"vLLM gave up the answer of episode {episode}: {completion.finish_reason}.")
         logprobs = [token[i].logprob for token, i in zip(completion.logprobs or [], ids, strict=True)]
-        if not all(map(math.isfinite, logprobs)):
-            raise ValueError(f"vLLM's log-probabilities for episode {episode} are not all numbers: {logprobs}.")
+        check_logprobs(episode, logprobs)
         answer.token_ids += ids
         answer.logprobs += logprobs
         answer.reason = _FINISHED[completion.finish_reason] if output.finished else None
@@ -319,6 +312,20 @@ def _launched_as(rank: int, local_rank: int, processes: int) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def write_adapter(folder: Path, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
+    """Write an adapter as PEFT does, for vLLM to read. Returns the bytes of its weights."""
+    config.save_pretrained(str(folder))
+    tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def check_logprobs(episode: int, logprobs: list[float]) -> None:
+    """Raise ``ValueError`` unless all of them are numbers."""
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError(f"vLLM's log-probabilities for episode {episode} are not all numbers: {logprobs}.")
 
 
 def seed_of(request: GenerationRequest) -> int:
