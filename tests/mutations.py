@@ -34,6 +34,7 @@ class Mutation:
 
 
 ENUMERATION = "tests/trainers/test_enumeration.py"
+STOPPING = "tests/trainers/test_enumeration_stopping.py"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
@@ -46,6 +47,19 @@ MUTATIONS = [
     Mutation(
         "groups shifted by one row", "objectives/advantages.py",
         "device=rewards.device) // group_size)", "device=rewards.device).add(1) // group_size)", ADVANTAGES,
+    ),
+    Mutation(
+        "a lonely turn gets its episode's return", "objectives/advantages.py",
+        "torch.where(own, returns[rows, turns, None], returns[group, 0])",
+        "torch.where(own, returns[rows, 0, None], returns[group, 0])", f"{STOPPING} -k leave_one_out",
+    ),
+    Mutation(
+        "a lonely turn gets nothing", "trainers/grpo.py",
+        'args.turn_advantage_trajectory_fallback is not False and', "False and", f"{STOPPING} -k leave_one_out",
+    ),
+    Mutation(
+        "a lonely turn is compared with failed episodes", "objectives/advantages.py",
+        "        members[group],\n", "        torch.ones_like(own),\n", ADVANTAGES,
     ),
     Mutation(
         "failed episodes in the statistics", "objectives/advantages.py",

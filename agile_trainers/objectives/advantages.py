@@ -27,7 +27,7 @@ class GroupAdvantages:
     groups_without_signal: float
     """Share of groups in which every advantage is 0, for equal rewards or too few members."""
     lonely_turns: float
-    """Share of turns that nothing else in the group could be compared with."""
+    """Share of turns that no other member of the group reached, or, with anchors, no other turn shared the state of."""
 
 
 @dataclass
@@ -40,8 +40,13 @@ class _Comparison:
     mask: torch.Tensor
     """Which values count at all."""
 
-    def advantages(self, scale: Scale, baseline: Baseline) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Advantages (0 where the mask is False), which values had no other in their set, and which had a signal."""
+    def advantages(
+        self, scale: Scale, baseline: Baseline, batch: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Advantages (0 where the mask is False), which values had no other in their set, and which had a signal.
+
+        ``batch`` holds the values whose deviation ``scale="batch"`` divides by. Default: those that are compared.
+        """
         count = self._total(torch.ones_like(self.values))
         mean = self._total(self.values) / count.clamp(min=1)
         centred = self.values - mean
@@ -54,8 +59,8 @@ class _Comparison:
         if scale == "group":
             centred = centred / (std + STD_EPSILON)
         elif scale == "batch":
-            all_values = self.values[self.mask]
-            centred = centred / ((all_values.std() if all_values.numel() > 1 else 0.0) + STD_EPSILON)
+            batch = self.values[self.mask] if batch is None else batch
+            centred = centred / ((batch.std() if batch.numel() > 1 else 0.0) + STD_EPSILON)
         return centred, self.mask & (count < 2), signal
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
@@ -87,6 +92,11 @@ def group_advantages(
     ``"anchor"`` (GiGPO: Feng et al., 2025): the trajectory's advantage plus ``anchor_weight`` times that of the turn among
     all turns of the group that started from the same state. A turn with nothing to be compared with gets 0.
 
+    A turn of one member may be compared with whatever does not depend on its action. Where no other member reached it,
+    ``trajectory_fallback`` compares its ``R`` with the discounted returns of the other members' whole episodes, which
+    estimate the value of the state that the group started from. Without it a turn that few episodes reach is hardly
+    trained.
+
     Args:
         turn_rewards: (B, K); rows ``i * group_size`` to ``(i + 1) * group_size`` are one group.
         turn_mask: (B, K) bool.
@@ -98,8 +108,9 @@ def group_advantages(
         scale: TRL's ``scale_rewards``: divide by the standard deviation of those compared (``"group"``), by that of the
             ``"batch"``, or not at all (``"none"``, Dr. GRPO).
         baseline: The ``"mean"`` of those compared, or of the others only (``"leave_one_out"``, RLOO: Ahmadian et al.,
-            2024), which does not shrink the gradient: unscaled, its expectation is the exact one.
-        trajectory_fallback: For ``"turn"``: a turn that no other member reached gets its trajectory's advantage, not 0.
+            2024), which does not shrink the gradient: unscaled, its expectation is the exact one, at granularity
+            ``"turn"`` together with ``trajectory_fallback`` where episodes differ in length.
+        trajectory_fallback: For ``"turn"`` with ``turn_credit="return"``: see above.
         anchors: (B, K) int64, the state each turn started from, 0 for none. For ``"anchor"`` only.
         anchor_weight: For ``"anchor"`` only.
 
@@ -129,10 +140,38 @@ def group_advantages(
     signal_of_turns = turn_signal.any(dim=1)
     if granularity == "anchor":
         advantages, signal_of_turns = whole + anchor_weight * advantages, signal | signal_of_turns
-    elif trajectory_fallback:
-        advantages = torch.where(lonely, whole, advantages)
-        signal_of_turns |= signal & lonely.any(dim=1)
+    elif trajectory_fallback and lonely.any():
+        against_episodes, heard = _against_episodes(values, valid, lonely, ~failed, group_size, scale, baseline)
+        advantages = torch.where(lonely, against_episodes, advantages)
+        signal_of_turns |= heard.any(dim=1)
     return _result(advantages, lonely, valid, signal_of_turns, group_size)
+
+
+def _against_episodes(
+    returns: torch.Tensor,
+    valid: torch.Tensor,
+    lonely: torch.Tensor,
+    members: torch.Tensor,
+    group_size: int,
+    scale: Scale,
+    baseline: Baseline,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages (B, K) of lonely turns among the returns from turn 0 of the group's other members, and which had a signal.
+
+    ``members`` (B,) says which episodes count.
+    """
+    rows, turns = lonely.nonzero(as_tuple=True)
+    group = (rows // group_size * group_size)[:, None] + torch.arange(group_size, device=rows.device)
+    own = group == rows[:, None]
+    comparison = _Comparison(
+        torch.where(own, returns[rows, turns, None], returns[group, 0]),
+        torch.arange(len(rows), device=rows.device)[:, None].expand_as(group),
+        members[group],
+    )
+    compared, _, heard = comparison.advantages(scale, baseline, returns[valid])
+    advantages, signal = torch.zeros_like(returns), torch.zeros_like(lonely)
+    advantages[rows, turns], signal[rows, turns] = compared[own], heard[own]
+    return advantages, signal
 
 
 def _result(

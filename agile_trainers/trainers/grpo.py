@@ -18,11 +18,14 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
             each turn's among the turns of its group that started from the same state (GiGPO,
             https://huggingface.co/papers/2505.10978), which the environment names by ``info["anchor"]``.
         turn_credit: At turn granularity, what is compared: the discounted ``"return"`` from that turn on, or the turn's
-            own ``"reward"``. With ``"reward"``, a reward at the end teaches the earlier turns nothing.
+            own ``"reward"``. ``"reward"`` is for turns that do not affect each other: it does not see what an action leads
+            to, so a reward at the end teaches the earlier turns nothing, and an action that ends the episode may be credited
+            with the wrong sign.
         advantage_baseline: What is subtracted: the ``"mean"`` of the group, or the mean of the other members
             (``"leave_one_out"``, as RLOO).
-        turn_advantage_trajectory_fallback: At turn granularity, a turn that no other member of the group reached gets its
-            episode's advantage instead of 0.
+        turn_advantage_trajectory_fallback: At turn granularity with ``turn_credit="return"``, a turn that no other member of
+            the group reached is compared with the discounted returns of the others' whole episodes. False gives it 0, which
+            starves turns that few episodes reach. Default: True where it applies.
         anchor_weight: At anchor granularity, the weight of the turn's part.
     """
 
@@ -31,8 +34,11 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
     )
     turn_credit: str = field(default="return", metadata={"help": "What a turn is compared by: return or reward."})
     advantage_baseline: str = field(default="mean", metadata={"help": "What is subtracted: mean or leave_one_out."})
-    turn_advantage_trajectory_fallback: bool = field(
-        default=False, metadata={"help": "A turn no other member reached gets its episode's advantage."}
+    turn_advantage_trajectory_fallback: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compare a turn no other member reached with the others' episodes. Default: with returns, yes."
+        },
     )
     anchor_weight: float = field(default=1.0, metadata={"help": "Weight of the turn's part at anchor granularity."})
 
@@ -54,6 +60,12 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
                     f"{name}={getattr(self, name)!r} acts on advantage_granularity={' or '.join(map(repr, acts_on))} only, "
                     f"which is {granularity!r}."
                 )
+        if self.turn_advantage_trajectory_fallback is not None and self.turn_credit == "reward":
+            raise ValueError(
+                f"turn_advantage_trajectory_fallback={self.turn_advantage_trajectory_fallback!r} acts on "
+                "turn_credit='return' only: it compares a turn's return with those of whole episodes. Leave it unset, or "
+                "set turn_credit='return'."
+            )
         uses_gamma = granularity != "trajectory" and self.turn_credit == "return"
         if self.gamma != 1.0 and not uses_gamma:
             raise ValueError(
@@ -89,7 +101,7 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
             gamma=args.gamma,
             scale=self.scale_rewards,
             baseline=args.advantage_baseline,
-            trajectory_fallback=args.turn_advantage_trajectory_fallback,
+            trajectory_fallback=args.turn_advantage_trajectory_fallback is not False and args.turn_credit == "return",
             anchors=turns.anchors,
             anchor_weight=args.anchor_weight,
         )

@@ -1,5 +1,6 @@
 """Group-relative advantages: by hand, against TRL's own formula, and their invariances."""
 
+import itertools
 import math
 
 import pytest
@@ -101,11 +102,86 @@ def test_leave_one_out_by_hand():
     assert result.advantages.flatten().tolist() == [-3.0, -1.5, 4.5]
 
 
-def test_a_lonely_turn_may_fall_back_to_its_trajectory():
-    """Turn 1 of row 3 is alone; its episode, with 4 against 2, has advantage 1."""
-    result = group_advantages(REWARDS, MASK, NEVER, group_size=2, scale="none", trajectory_fallback=True)
-    assert result.advantages.tolist() == [[-1.0, -1.0], [1.0, 1.0], [-1.0, 0.0], [1.0, 1.0]]
-    assert result.lonely_turns == pytest.approx(1 / 7)
+def test_a_lonely_turn_is_compared_with_the_episodes_of_the_others():
+    """Gamma 1/2; returns to go 4, 2, 1 of row 0, 6, -2, and a failed episode. Turns 1 and 2 of row 0 are alone."""
+    rewards = torch.tensor([[3.0, 1.5, 1.0], [6.0, 0.0, 0.0], [-2.0, 0.0, 0.0], [1e6, 1e6, 1e6]])
+    mask = torch.tensor([[True] * 3, [True, False, False], [True, False, False], [True] * 3])
+    failed = torch.tensor([False, False, False, True])
+
+    def advantages(**options):
+        options = {"group_size": 4, "gamma": 0.5, "scale": "none", "trajectory_fallback": True, **options}
+        return group_advantages(rewards, mask, failed, **options)
+
+    result = advantages(baseline="leave_one_out")
+    assert result.advantages[0].tolist() == pytest.approx([4.0 - 2.0, 2.0 - 2.0, 1.0 - 2.0])
+    assert result.advantages[1:].tolist() == [[5, 0, 0], [-7, 0, 0], [0, 0, 0]]
+    assert result.lonely_turns == pytest.approx(2 / 5)
+    # The mean includes the turn itself, and so does the deviation of the three: 1, 6, -2.
+    assert advantages().advantages[0].tolist() == pytest.approx([4 - 8 / 3, 0.0, 1 - 5 / 3])
+    deviation = torch.tensor([1.0, 6.0, -2.0]).std() + 1e-4
+    assert advantages(scale="group").advantages[0, 2].item() == pytest.approx((1 - 5 / 3) / deviation.item())
+    # That of the batch is over the returns of all turns.
+    deviation = torch.tensor([4.0, 2.0, 1.0, 6.0, -2.0]).std() + 1e-4
+    assert advantages(scale="batch").advantages[0, 2].item() == pytest.approx((1 - 5 / 3) / deviation.item())
+    assert advantages(trajectory_fallback=False).advantages[0, 1:].tolist() == [0.0, 0.0]
+
+
+def test_a_lonely_turn_is_a_signal_only_if_it_differs():
+    """Rows 0, 1: equal episodes, but turn 1 of row 0 gave 2 of its 5. Row 2: no other member is left to be compared with."""
+    rewards = torch.tensor([[3.0, 2.0], [5.0, 0.0], [1.0, 1.0], [7.0, 0.0]])
+    mask = torch.tensor([[True, True], [True, False], [True, True], [True, False]])
+    failed = torch.tensor([False, False, False, True])
+    options = {"group_size": 2, "scale": "none", "baseline": "leave_one_out"}
+    result = group_advantages(rewards, mask, failed, trajectory_fallback=True, **options)
+    assert result.advantages.tolist() == [[0.0, -3.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    assert result.groups_without_signal == 0.5
+    assert group_advantages(rewards, mask, failed, **options).groups_without_signal == 1.0
+
+
+def expected_gradient(episodes, size, **options):
+    """Over all groups, of a logit whose score is given per turn. Episodes: (probability, turn rewards, scores)."""
+    total = 0.0
+    for members in itertools.product(episodes, repeat=size):
+        probability = math.prod(chance for chance, _, _ in members)
+        rewards, scores = (torch.zeros(size, 3, dtype=torch.float64) for _ in range(2))
+        mask = torch.zeros(size, 3) > 0
+        for row, (_, earned, score) in enumerate(members):
+            turns = slice(len(earned))
+            rewards[row, turns], scores[row, turns], mask[row, turns] = *map(torch.tensor, (earned, score)), True
+        result = group_advantages(rewards, mask, torch.zeros(size) > 0, group_size=size, **options)
+        total += probability * (result.advantages * scores).sum().item() / size
+    return total
+
+
+LATE = [(0.9, [0.0], [0.0]), (0.05, [0.0, 1.0], [0.0, 0.5]), (0.05, [0.0, 0.0], [0.0, -0.5])]
+"""One episode in ten goes on; its second turn earns 1 or 0, whichever its action is. Exact gradient: .1 * .25."""
+
+
+@pytest.mark.parametrize("size, starved, scaled", [(2, 0.0707, 0.707), (4, 0.2044, 1.298)])
+def test_a_turn_that_few_reach_is_starved_without_fallback(size, starved, scaled):
+    def share(**options):
+        return expected_gradient(LATE, size, **options) / 0.025
+
+    assert share() == pytest.approx(starved, rel=1e-3)
+    assert share(trajectory_fallback=True) == pytest.approx(scaled, rel=1e-3)
+    assert share(trajectory_fallback=True, scale="none", baseline="leave_one_out") == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_lonely_turn_is_discounted(size):
+    """Stopping at turn 1 earns 1, going on 1.5 a turn later: .25 better at gamma .5, .5 worse at gamma 1."""
+    episodes = [(0.9, [0.0], [0.0]), (0.05, [0.0, 1.0], [0.0, 0.5]), (0.05, [0.0, 0.0, 1.5], [0.0, -0.5, 0.0])]
+    options = {"scale": "none", "baseline": "leave_one_out", "trajectory_fallback": True}
+    assert expected_gradient(episodes, size, gamma=0.5, **options) == pytest.approx(0.1 * 0.25 * 0.25)
+    assert expected_gradient(episodes, size, gamma=1.0, **options) == pytest.approx(0.1 * 0.25 * -0.5)
+
+
+def test_turn_credit_reward_gives_stopping_the_wrong_sign():
+    """Going on earns .5 and then costs .8. The score is that of stopping, which the policy does with probability .7."""
+    episodes = [(0.7, [0.0], [0.3]), (0.3, [0.5, -0.8], [-0.7, 0.0])]
+    options = {"scale": "none", "baseline": "leave_one_out"}
+    assert expected_gradient(episodes, 2, turn_credit="reward", **options) == pytest.approx(-0.105)
+    assert expected_gradient(episodes, 2, trajectory_fallback=True, **options) == pytest.approx(0.063)
 
 
 def test_anchor_advantages_by_hand():

@@ -97,6 +97,7 @@ def test_the_adapter_is_saved_beside_the_policy(embedded_model, tmp_path):
         ({"advantage_granularity": "anchor"}, r"the environment does not name it: the info of reset\(\) is {}"),
         ({"anchor_weight": 0.5}, "acts on advantage_granularity='anchor' only"),
         ({"turn_advantage_trajectory_fallback": True, "advantage_granularity": "trajectory"}, "='turn' only"),
+        ({"turn_advantage_trajectory_fallback": True, "turn_credit": "reward"}, "turn_credit='return' only"),
     ],
 )
 def test_what_cannot_be_is_refused(embedded_model, tmp_path, changes, named):
