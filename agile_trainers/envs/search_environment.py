@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import string
+from fractions import Fraction
 from typing import Any
 
+from .answers import normalized, read_number, tagged
 from .base import ResetResult, StepResult
 from .reasoning import ReasoningEnvironment
 from .rows import Row
@@ -16,7 +17,8 @@ INSTRUCTIONS = (
     "found comes back in <information> tags. You may search {searches}. When you know the answer, write "
     "<answer>the answer</answer>, as short as possible."
 )
-_TAG = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_TAGS = ("search", "answer")
+_PUNCTUATION = set(string.punctuation) - set("+#")  # C, C++ and C# are three answers
 
 
 class SearchEnvironment(ReasoningEnvironment):
@@ -82,7 +84,7 @@ class SearchEnvironment(ReasoningEnvironment):
             SearchServerError: If the search engine fails; the episode is then not trained on.
         """
         self.turns += 1
-        tags = _TAG.findall(action)
+        tags = tagged(action, *_TAGS)
         if len(tags) == 1 and tags[0][0] == "answer":
             observation, reward, _, _, info = super().step(tags[0][1].strip())
             reward += 0.0 if self.invalid else self.format_reward
@@ -99,7 +101,7 @@ class SearchEnvironment(ReasoningEnvironment):
 
     def score(self, completion: str, row: Row) -> float:
         """The reward of an answer, without its tags."""
-        tags = _TAG.findall(completion)
+        tags = tagged(completion, *_TAGS)
         return super().score(tags[-1][1].strip() if tags else completion, row)
 
     def ideal(self, row: Row) -> str:
@@ -125,7 +127,8 @@ class SearchEnvironment(ReasoningEnvironment):
 def answer_match(completion: str, answer: Any, question: str = "") -> float:
     """1 if the completion is one of the right answers, else 0.
 
-    Case, punctuation, articles and spacing do not count, as in SQuAD's exact match (Rajpurkar et al. 2016).
+    Numbers are compared as numbers. Of anything else, case, punctuation, articles and spacing do not count, as in SQuAD's
+    exact match (Rajpurkar et al. 2016), except where nothing else is left ("The The").
 
     Args:
         completion: What was answered.
@@ -133,9 +136,14 @@ def answer_match(completion: str, answer: Any, question: str = "") -> float:
         question: Not looked at.
     """
     right = answer if isinstance(answer, (list, tuple)) else [answer]
-    return float(_normal(completion) in {_normal(str(text)) for text in right})
+    given = _comparable(completion)
+    return float(given != "" and given in {_comparable(str(text)) for text in right})
 
 
-def _normal(text: str) -> str:
-    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
+def _comparable(text: str) -> str | Fraction:
+    text = normalized(text)
+    number = read_number(text)
+    if number is not None:
+        return number
+    kept = "".join(letter for letter in text.lower() if letter not in _PUNCTUATION)
+    return " ".join(word for word in kept.split() if word not in ("a", "an", "the")) or " ".join(text.lower().split())

@@ -14,6 +14,7 @@ from typing import Any
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _EXPECTED = '{"name": "<tool>", "arguments": {"<argument>": <value>}}'
+_BETWEEN = re.compile(r"[\s;]*")
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -97,7 +98,7 @@ def _llama_calls(answer: str) -> list[ToolCall | MalformedCall]:
         except (ValueError, RecursionError) as error:
             return [*calls, MalformedCall(_json_error(error))]
         calls.append(_checked(value))
-        position += len(re.match(r"[\s;]*", answer[position:])[0])  # type: ignore[index]
+        position = _BETWEEN.match(answer, position).end()  # type: ignore[union-attr]
     return calls
 
 

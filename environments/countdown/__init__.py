@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import operator
 import random
 import re
@@ -10,7 +9,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from agile_trainers.envs.answers import final_answer
+from agile_trainers.envs.answers import read_answer
+from agile_trainers.envs.arithmetic import evaluate
 from agile_trainers.envs.play import Player, demonstrate
 from agile_trainers.envs.reasoning import ReasoningEnvironment
 from agile_trainers.envs.rows import TRAIN, GeneratedRows, Row
@@ -24,21 +24,20 @@ TEMPLATE = (
     "Answer with the expression alone, such as (1 + 2) * 3."
 )
 FORMAT_REWARD = 0.1
-_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Fraction, Fraction], Fraction]]] = {
-    ast.Add: ("+", operator.add),
-    ast.Sub: ("-", operator.sub),
-    ast.Mult: ("*", operator.mul),
-    ast.Div: ("/", operator.truediv),
+_OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
 }
-_LONGEST = 200
 
 
 class Countdown(ReasoningEnvironment):
     """Write an expression that uses every number once and equals the target.
 
-    An answer is an expression, alone, in ``<answer>`` tags or in ``\\boxed{}``; a trailing ``= 24`` is ignored. Reward: 1
-    for an expression that equals the target, .1 for one that uses the right numbers and equals something else, 0 for
-    anything else. Every puzzle has a solution. A puzzle is in ``train`` or ``test`` by its words.
+    An answer is an expression, or an equation of it with the target: alone, in ``<answer>`` tags or in ``\\boxed{}``.
+    Reward: 1 for an expression that equals the target, .1 for one that uses the right numbers and equals something else, 0
+    for anything else. Every puzzle has a solution. A puzzle is in ``train`` or ``test`` by its words.
 
     Args:
         level: ``easy`` (3 numbers up to 9), ``normal`` (3 up to 25) or ``hard`` (4 up to 50).
@@ -88,6 +87,8 @@ class Countdown(ReasoningEnvironment):
 def reward(completion: str, answer: Any, question: str) -> float:
     """1 for a solution, .1 for an expression of the right numbers, 0 for anything else.
 
+    Of an equation one side must use the numbers; it earns .1 if its sides have different values.
+
     Args:
         completion: The model's answer.
         answer: Not looked at: any solution counts.
@@ -95,38 +96,12 @@ def reward(completion: str, answer: Any, question: str) -> float:
     """
     numbers, target = _numbers(question)
     try:
-        value, used = evaluate(final_answer(completion).partition("=")[0])
+        sides = [evaluate(side) for side in read_answer(completion).split("=")]
     except (ValueError, ZeroDivisionError):
         return 0.0
-    if sorted(used) != sorted(numbers):
+    if all(sorted(used) != sorted(numbers) for _, used in sides):
         return 0.0
-    return 1.0 if value == target else FORMAT_REWARD
-
-
-def evaluate(expression: str) -> tuple[Fraction, list[int]]:
-    """The exact value of an expression of integers, ``+ - * /`` and brackets, and the integers it uses.
-
-    Raises:
-        ValueError: If it is anything else, or longer than 200 characters.
-        ZeroDivisionError: If it divides by zero.
-    """
-    if len(expression) > _LONGEST:
-        raise ValueError(f"The expression has {len(expression)} characters; at most {_LONGEST} are read.")
-    try:
-        tree = ast.parse(expression.strip().replace("\u00d7", "*").replace("\u00f7", "/"), mode="eval")
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{expression!r} is no expression.") from error
-    used: list[int] = []
-
-    def value(node: ast.expr) -> Fraction:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            used.append(node.value)
-            return Fraction(node.value)
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)][1](value(node.left), value(node.right))
-        raise ValueError(f"{expression!r} holds something other than integers, + - * / and brackets.")
-
-    return value(tree.body), used
+    return 1.0 if all(value == target for value, _ in sides) else FORMAT_REWARD
 
 
 def solve(numbers: list[int], target: int) -> str | None:
@@ -138,7 +113,7 @@ def solve(numbers: list[int], target: int) -> str | None:
         for i, left in enumerate(terms):
             for j, right in enumerate(terms):
                 rest = [term for k, term in enumerate(terms) if k not in (i, j)]
-                for symbol, apply in _OPERATORS.values():
+                for symbol, apply in _OPERATORS.items():
                     # A sum or product is tried in one order only.
                     if i == j or (symbol in "+*" and i > j) or (symbol == "/" and right[0] == 0):
                         continue
@@ -209,7 +184,7 @@ def _random_expression(numbers: list[int], rng: random.Random) -> tuple[str, Fra
     terms: list[tuple[str, Fraction | None]] = [(str(number), Fraction(number)) for number in numbers]
     while len(terms) > 1:
         (left, a), (right, b) = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
-        symbol, apply = rng.choice(list(_OPERATORS.values()))
+        symbol, apply = rng.choice(list(_OPERATORS.items()))
         value = None if a is None or b is None or (symbol == "/" and b == 0) else apply(a, b)
         terms.append((f"({left} {symbol} {right})", value))
     return _without_outer_brackets(terms[0][0]), terms[0][1]

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from typing import Any
 
+from agile_trainers.envs.answers import read_answer
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
 from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.types import Message
@@ -66,7 +67,7 @@ class GridNavigation:
 
     def step(self, action: str) -> StepResult:
         """Take a move."""
-        direction = action.strip().lower()
+        direction = read_answer(action).lower()
         self._moves += 1
         reward, said = 0.0, "moved"
         if direction not in DIRECTIONS:

@@ -6,6 +6,7 @@ import random
 import re
 from typing import Any
 
+from agile_trainers.envs.answers import read_answer
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
 from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.types import Message
@@ -61,7 +62,7 @@ class GuessNumber:
 
     def step(self, action: str) -> StepResult:
         """Take a guess."""
-        guess = _number(action)
+        guess = _number(read_answer(action))
         self.guesses += 1
         if guess == self.secret:
             return "correct", 1.0, True, False, {"success": True}

@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from itertools import product
 from typing import Any
 
+from agile_trainers.envs.answers import read_answer
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
 from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.types import Message
@@ -71,7 +72,7 @@ class Mastermind:
 
     def step(self, action: str) -> StepResult:
         """Take a guess."""
-        guess = "".join(action.split())
+        guess = "".join(read_answer(action).split())
         self._guesses += 1
         over = self._guesses == self.max_turns
         if guess == self.secret:

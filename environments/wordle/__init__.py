@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from agile_environments.wordle.words import WORDS
+from agile_trainers.envs.answers import read_answer
 from agile_trainers.envs.base import ResetResult, StepResult, read_options
 from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.types import Message
@@ -75,7 +76,7 @@ class Wordle:
 
     def step(self, action: str) -> StepResult:
         """Take a guess."""
-        guess = action.strip().lower()
+        guess = read_answer(action).lower()
         self._guesses += 1
         over = self._guesses == self.max_turns
         if guess == self.secret:

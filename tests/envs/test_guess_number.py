@@ -51,7 +51,7 @@ def test_running_out_of_guesses_terminates() -> None:
     assert environment.step("2") == ("higher", 0.0, True, False, {"success": False})
 
 
-@pytest.mark.parametrize("action", ["", "seven", "0", "13", "-7", "7.", "7 7", "7.0", "\u0667", "9" * 5000])
+@pytest.mark.parametrize("action", ["", "seven", "0", "13", "-7", "7 8.", "7 7", "7.0", "\u0667", "9" * 5000])
 def test_invalid_moves(action: str) -> None:
     assert game(7).step(action) == ("invalid", -0.2, False, False, {"success": False})
 
