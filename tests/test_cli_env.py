@@ -14,10 +14,12 @@ from rich.console import Console
 
 from agile_trainers.cli.env import EXTRAS, SHOWN, Machine, features, inspect_machine
 from agile_trainers.cli.main import main
+from agile_trainers.envs import isolation
 
 CONFIGS = Path(__file__).resolve().parents[1] / "accelerate_configs"
 GOOD = {"vllm": "0.31.0", "deepspeed": "0.19.8", "bitsandbytes": "0.50.2", "liger-kernel": "0.8.5"}
-TWO_GPUS = Machine({**dict.fromkeys(SHOWN, "1"), **GOOD}, ("H200", "H200"), "13.0", bf16=True, compiler=True)
+VERSIONS = {**dict.fromkeys(SHOWN, "1"), **GOOD}
+TWO_GPUS = Machine(VERSIONS, ("H200", "H200"), "13.0", bf16=True, compiler=True, isolation={"landlock": "", "none": ""})
 
 
 def works(machine: Machine) -> dict[str, bool]:
@@ -35,7 +37,15 @@ def test_it_speaks_of_every_launch_configuration():
 
 def test_with_two_gpus_and_everything_installed_only_dividing_episodes_does_not_work():
     assert [name for name, works_here in works(TWO_GPUS).items() if not works_here] == ["parallelism_config"]
-    assert all(note(TWO_GPUS, name) in ("", "for tests") for name in works(TWO_GPUS) if name != "parallelism_config")
+    said = ("parallelism_config", "isolation")
+    assert all(note(TWO_GPUS, name) in ("", "for tests") for name in works(TWO_GPUS) if name not in said)
+
+
+def test_the_best_level_of_isolation_is_named_or_why_there_is_none():
+    assert note(TWO_GPUS, "isolation") == f"landlock: {isolation.LEVELS['landlock']}"
+    bare = replace(TWO_GPUS, isolation={"bubblewrap": "not installed", "landlock": "Linux 5.4", "none": ""})
+    assert not works(bare)["isolation"] and note(bare, "isolation") == "bubblewrap: not installed; landlock: Linux 5.4"
+    assert inspect_machine().isolation == {name: isolation.why_not(name) for name in isolation.LEVELS}
 
 
 @pytest.mark.parametrize(("package", "extra"), EXTRAS.items())

@@ -7,12 +7,14 @@ import json
 import platform
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
+
+from agile_trainers.envs import isolation
 
 SHOWN = ("agile-trainers", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
 EXTRAS = {"vllm": "vllm", "deepspeed": "deepspeed", "bitsandbytes": "quantization", "liger-kernel": "liger"}
@@ -34,6 +36,8 @@ class Machine:
     """Whether the GPUs, or without any the CPU, compute in bfloat16."""
     compiler: bool
     """Whether there is a C++ compiler."""
+    isolation: dict[str, str] = field(default_factory=dict)
+    """Levels of isolation for what executes a model's text, the best first, and why each does not hold; empty if it does."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ def inspect_machine() -> Machine:
         cuda=torch.version.cuda,
         bf16=not gpus or torch.cuda.is_bf16_supported(including_emulation=False),
         compiler=any(map(shutil.which, ("g++", "c++", "clang++"))),
+        isolation={name: isolation.why_not(name) for name in isolation.LEVELS},
     )
 
 
@@ -97,7 +102,17 @@ def features(machine: Machine) -> list[Feature]:
         _feature("torch_compile", compiler, slowly),
         _feature("use_liger_kernel", _missing(machine, "liger-kernel") or no_gpu),
         _feature("parallelism_config", "an episode is never divided among processes"),
+        _isolated(machine.isolation),
     ]
+
+
+def _isolated(levels: dict[str, str]) -> Feature:
+    """The best level of isolation, or why there is none."""
+    for name, reason in levels.items():
+        if not reason and name != isolation.NONE:
+            return Feature("isolation", True, f"{name}: {isolation.LEVELS[name]}")
+    why = [f"{name}: {reason}" for name, reason in levels.items() if name != isolation.NONE]
+    return Feature("isolation", False, "; ".join(why))
 
 
 _ENGINES = (("single", "", 1), ("ddp", "", 2), ("zero1", "deepspeed", 2), ("zero2", "deepspeed", 2),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
+from agile_trainers.envs import isolation
 from agile_trainers.envs.python_sandbox import MODULES, python, run_python
 from agile_trainers.envs.tools import ToolEnvironment
+
+
+@pytest.fixture(autouse=True)
+def allowed_where_nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter itself refuses holds at every level, so also where the kernel offers none."""
+    if isolation.level() == isolation.NONE:
+        monkeypatch.setenv(isolation.OPTION, isolation.NONE)
 
 
 def test_programs() -> None:
@@ -23,6 +30,8 @@ def test_every_module_that_is_allowed_can_be_imported() -> None:
     assert python(f"import {', '.join(MODULES)}\nprint(math.comb(5, 2), re.sub('a', 'b', 'aa'))") == "10 bb"
     classes = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nprint(A(3))"
     assert python(classes) == "A(x=3)"
+    assert python("from typing import NamedTuple\nclass P(NamedTuple):\n    x: int = 3\nprint(P())") == "P(x=3)"
+    assert python("from collections import namedtuple as n\nprint(n('P', 'x y', defaults=[1])(2))") == "P(x=2, y=1)"
     assert python("import datetime\nprint(datetime.datetime.strptime('2024', '%Y').year)") == "2024"
 
 
@@ -34,7 +43,6 @@ def test_every_module_that_is_allowed_can_be_imported() -> None:
         "import os; print(os.read(os.open({path!r}, 0), 9))",
         "import posix; print(posix.open({path!r}, 0))",
         "import pathlib; print(pathlib.Path({path!r}).read_text())",
-        "import linecache; print(linecache.getlines({path!r}))",
         "import subprocess; print(subprocess.run(['cat', {path!r}], capture_output=True))",
         "import os; os.system('cat ' + {path!r})",
         "import ctypes; print(ctypes.CDLL(None))",
@@ -50,6 +58,19 @@ def test_no_file_can_be_read(code: str, tmp_path: Path) -> None:
     assert "secret" not in printed.replace(str(secret), "") and "Error in line 1" in printed
 
 
+def test_a_traceback_shows_the_program_and_no_other_file() -> None:
+    code = "import json, traceback\ntry:\n    json.loads('x')\nexcept ValueError:\n    print(traceback.format_exc())"
+    printed = python(code)
+    assert 'File "<code>", line 3, in <module>\n    json.loads(' in printed and "JSONDecodeError" in printed
+    assert "def " not in printed and python("import linecache; print(linecache.getlines('/etc/passwd'))") == "[]"
+
+
+@pytest.mark.parametrize("leave", ["exit()", "quit()", "import sys; sys.exit(0)", "raise SystemExit"])
+def test_a_program_may_leave(leave: str) -> None:
+    assert python(f"print('a')\n{leave}\nprint('b')") == "a"
+    assert python("exit('the reason')") == "the reason"
+
+
 def test_the_guard_cannot_be_taken_out() -> None:
     """Even code that gets hold of the guarding function through a traceback changes nothing about it."""
     code = """
@@ -61,16 +82,16 @@ except PermissionError as error:
     while trace.tb_next:
         trace = trace.tb_next
     guard = trace.tb_frame.f_back.f_back.f_locals["guard"]
-    for name in ("__code__", "__defaults__"):
+    for name, value in {"__code__": free.__code__, "__defaults__": ("compile", ()), "__kwdefaults__": {}}.items():
         try:
-            setattr(guard, name, getattr(free, name))
+            setattr(guard, name, value)
         except PermissionError:
             print(guard.__name__, name)
 print(open("/etc/hostname").read())
 """
     lines = python(code).splitlines()
-    assert lines[:2] == ["guard __code__", "guard __defaults__"]
-    assert lines[2].startswith("PermissionError in line 15: the sandbox allows no files")
+    assert lines[0] == "guard __code__"
+    assert lines[1].startswith("PermissionError in line 15: the sandbox allows no files")
 
 
 @pytest.mark.parametrize("code", ["open('x', 'w')", "import os; os.mkdir('x')", "import os; os.mknod('x')"])
@@ -104,14 +125,13 @@ def test_the_environment_of_the_training_process_is_not_passed_on(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "code", ["while True: pass", "import time; time.sleep(60)", "print('a', flush=True)\nwhile 1: pass"]
+    "code",
+    ["while True: pass", "import time; time.sleep(60)", "print('a')\nwhile 1: pass", "print('a', end='')\nwhile 1: 1"],
 )
 def test_time_is_limited(code: str) -> None:
-    started = time.monotonic()
     printed = run_python(code, timeout=0.5)
     assert printed.endswith("TimeoutError: stopped after 0.5 seconds")
-    assert time.monotonic() - started < 5
-    assert ("a\n" in printed) == ("flush" in code)
+    assert printed.startswith("a\n") == ("print" in code), "what was printed before is kept"
 
 
 def test_memory_and_output_are_limited() -> None:

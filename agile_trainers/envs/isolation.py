@@ -1,0 +1,237 @@
+"""Isolates programs that run on a model's text: from secrets, files, network and processes, by what the kernel offers.
+
+A level is what holds on a machine. Below :data:`NONE`, the program sees the Python installation, read-only, and nothing else
+of the file system; it has no network, no environment variables and no capabilities, starts no process, signals none, and
+ends when the process that started it does. ``AGILE_TRAINERS_ISOLATION`` names the level to use; default: the best one.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+BUBBLEWRAP, NAMESPACES, LANDLOCK, NONE = "bubblewrap", "namespaces", "landlock", "none"
+LEVELS = {
+    BUBBLEWRAP: "bubblewrap's namespaces and empty root, and a seccomp filter",
+    NAMESPACES: "new user, process, mount and network namespaces, an empty root, and a seccomp filter",
+    LANDLOCK: "a Landlock domain, an unprivileged user, and a seccomp filter",
+    NONE: "a process of its own without environment variables, and limits; it can read files and use the network",
+}
+"""From the strongest to the weakest."""
+OPTION = "AGILE_TRAINERS_ISOLATION"
+
+_LAUNCHER = Path(__file__).with_name("launcher.py")
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/nix/store")
+_SITES = ("site-packages", "dist-packages")
+_PROBE_SECONDS = 60.0
+
+# Whatever else there is answers "operation not permitted": sockets, processes, signals, mounts, limits of others, ...
+_ALLOWED = (
+    "access", "alarm", "arch_prctl", "brk", "clock_getres", "clock_gettime", "clock_nanosleep", "close", "dup", "dup2",
+    "dup3", "execve", "exit", "exit_group", "faccessat", "faccessat2", "fstat", "fstatfs", "futex", "getcwd", "getdents64",
+    "getegid", "geteuid", "getgid", "getitimer", "getpgrp", "getpid", "getppid", "getrandom", "getrlimit", "getrusage",
+    "gettid", "gettimeofday", "getuid", "lseek", "lstat", "madvise", "membarrier", "mmap", "mprotect", "mremap", "munmap",
+    "nanosleep", "newfstatat", "poll", "ppoll", "pread64", "preadv", "pselect6", "read", "readlink", "readlinkat", "readv",
+    "restart_syscall", "rseq", "rt_sigaction", "rt_sigpending", "rt_sigprocmask", "rt_sigreturn", "rt_sigsuspend",
+    "sched_getaffinity", "sched_yield", "select", "set_robust_list", "set_tid_address", "setitimer", "sigaltstack", "stat",
+    "statfs", "statx", "sysinfo", "time", "times", "uname", "write", "writev",
+)  # fmt: skip
+_FCNTL = (0, 1, 2, 3, 4, 1030)
+"""``F_DUPFD``, ``F_GETFD``, ``F_SETFD``, ``F_GETFL``, ``F_SETFL``, ``F_DUPFD_CLOEXEC``: nothing that sends signals."""
+_IOCTL = (0x5401, 0x5450, 0x5451, 0x541B)
+"""``TCGETS``, ``FIONCLEX``, ``FIOCLEX``, ``FIONREAD``."""
+_WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | (getattr(os, "O_TMPFILE", 0) & ~getattr(os, "O_DIRECTORY", 0))
+
+
+class IsolationError(RuntimeError):
+    """This machine does not isolate what is to run; the message says what to install or to set."""
+
+
+def command(
+    arguments: Sequence[str], *, limits: dict[str, int], sites: bool = False, extra: Sequence[Path | str] = ()
+) -> list[str]:
+    """The command that runs Python with these arguments, isolated as well as this machine can.
+
+    Start it from a thread that lives as long as it may run (the kernel ends it with that thread), without environment
+    variables, and with the streams it is to have.
+
+    Args:
+        arguments: What follows ``python -I -S -B``.
+        limits: Resource limits by the names of the module ``resource``.
+        sites: Whether installed packages may be read.
+        extra: Further files and folders that may be read.
+    """
+    return _command(level(), arguments, limits, sites, extra)
+
+
+def level() -> str:
+    """The level that programs run at here: the best, or the one that ``AGILE_TRAINERS_ISOLATION`` names.
+
+    Raises:
+        IsolationError: If the one that it names does not hold here.
+        ValueError: If it names none.
+    """
+    chosen = os.environ.get(OPTION) or None
+    if chosen is None:
+        return next(name for name in LEVELS if name == NONE or not why_not(name))
+    if chosen not in LEVELS:
+        raise ValueError(f"{OPTION}={chosen!r} is no level of isolation; expected one of {', '.join(LEVELS)}.")
+    if reason := why_not(chosen):
+        raise IsolationError(f"{OPTION}={chosen}, which does not hold here: {reason}. Unset it for the best that does.")
+    return chosen
+
+
+def require(what: str) -> None:
+    """Raise ``IsolationError`` if ``what`` would run without isolation and nobody has allowed that."""
+    if level() == NONE and os.environ.get(OPTION) != NONE:
+        reasons = "; ".join(f"{name}: {why_not(name)}" for name in LEVELS if name != NONE)
+        raise IsolationError(
+            f"{what} executes what a model writes, and this machine can isolate it from neither files nor network "
+            f"({reasons}). Install bubblewrap, or run where the kernel allows one of these; if you accept that a model's "
+            f"code can read your files and use your network, set {OPTION}={NONE}."
+        )
+
+
+@functools.cache
+def why_not(name: str) -> str:
+    """Why a level does not hold on this machine, found by trying; empty if it does."""
+    if name == NONE:
+        return ""
+    if not sys.platform.startswith("linux"):
+        return f"it needs Linux, this is {sys.platform}"
+    if name == BUBBLEWRAP and not shutil.which("bwrap"):
+        return "bubblewrap is not installed (apt install bubblewrap)"
+    try:
+        _filter()
+    except ImportError:
+        return "pyseccomp is not installed (pip install pyseccomp)"
+    except (OSError, RuntimeError) as error:
+        return f"no seccomp filter can be made (apt install libseccomp2): {error}"
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as secret:
+        secret.write("secret")
+        secret.flush()
+        os.chmod(secret.name, 0o644)
+        try:
+            probe = subprocess.run(
+                _command(name, ["-c", _PROBE, secret.name], {"RLIMIT_CORE": 0}, False, ()),
+                capture_output=True,
+                text=True,
+                env={},
+                cwd="/",
+                timeout=_PROBE_SECONDS,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    if probe.stdout.strip() == "sealed":
+        return ""
+    return (probe.stdout or probe.stderr).strip().rpartition("\n")[2] or f"exit code {probe.returncode}"
+
+
+_PROBE = """
+import os, socket, sys
+for what, attempt in {
+    "files can be read": lambda: open(sys.argv[1]),
+    "other processes can be looked at": lambda: open("/proc/self/environ"),
+    "files can be written": lambda: open("/tmp/probe", "w"),
+    "sockets can be opened": lambda: socket.socket(),
+    "processes can be started": lambda: os.fork() or os._exit(0),
+    "processes can be signalled": lambda: os.kill(os.getppid(), 0),
+}.items():
+    try:
+        attempt()
+    except OSError:
+        continue
+    print(what)
+    break
+else:
+    print("sealed")
+"""
+
+
+def _command(
+    name: str, arguments: Sequence[str], limits: dict[str, int], sites: bool, extra: Sequence[Path | str]
+) -> list[str]:
+    interpreter = os.path.realpath(sys.executable)
+    paths, links = _readable(sites, extra)
+    spec = {
+        "level": name,
+        "limits": limits,
+        "paths": paths,
+        "links": links,
+        "parent": os.getpid(),
+        "filter": base64.b64encode(_filter()).decode() if name != NONE else "",
+    }
+    launch = [interpreter, "-I", "-S", "-B", "-c", _LAUNCHER.read_text(encoding="utf-8"), json.dumps(spec)]
+    return [*(_bubblewrap(paths, links) if name == BUBBLEWRAP else []), *launch,
+            interpreter, "-I", "-S", "-B", "-W", "ignore", *arguments]  # fmt: skip
+
+
+def _bubblewrap(paths: list[str], links: dict[str, str]) -> list[str]:
+    options = ["--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL",
+               "--die-with-parent", "--new-session"]  # fmt: skip
+    for path in paths:
+        options += ["--ro-bind", path, path]
+    for link, target in links.items():
+        options += ["--symlink", target, link]
+    return [shutil.which("bwrap") or "bwrap", *options, "--remount-ro", "/", "--chdir", "/", "--"]
+
+
+def _readable(sites: bool, extra: Sequence[Path | str]) -> tuple[list[str], dict[str, str]]:
+    """What an isolated program may read: files and folders, none inside another, and links of the root folder."""
+    wanted = [
+        sys.base_prefix,
+        sys.base_exec_prefix,
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        *_SYSTEM,
+    ]
+    if sites:
+        wanted += [entry for entry in sys.path if os.path.basename(entry) in _SITES]
+    real = sorted({os.path.realpath(path) for path in [*wanted, *map(str, extra)] if os.path.exists(path)})
+    paths: list[str] = []
+    for path in real:
+        if not any(path.startswith(f"{above}/") for above in paths):
+            paths.append(path)
+    links = {path: os.readlink(path) for path in ("/lib", "/lib64") if os.path.islink(path)}
+    return paths, links
+
+
+@functools.cache
+def _filter() -> bytes:
+    """The seccomp filter, as the kernel takes it."""
+    import pyseccomp as seccomp
+
+    rules = seccomp.SyscallFilter(seccomp.ERRNO(errno.EPERM))
+
+    def allow(name: str, *conditions: seccomp.Arg) -> None:
+        try:
+            rules.add_rule(seccomp.ALLOW, name, *conditions)
+        except OSError as error:  # not every architecture has every call
+            if error.errno not in (errno.EINVAL, errno.EDOM, errno.EFAULT):
+                raise
+
+    for name in _ALLOWED:
+        allow(name)
+    allow("open", seccomp.Arg(1, seccomp.MASKED_EQ, _WRITING, 0))
+    allow("openat", seccomp.Arg(2, seccomp.MASKED_EQ, _WRITING, 0))
+    allow("prlimit64", seccomp.Arg(0, seccomp.EQ, 0))
+    for request in _IOCTL:
+        allow("ioctl", seccomp.Arg(1, seccomp.EQ, request))
+    for operation in _FCNTL:
+        allow("fcntl", seccomp.Arg(1, seccomp.EQ, operation))
+    for name in ("clone3", "openat2"):  # for which the C library has an older way
+        rules.add_rule(seccomp.ERRNO(errno.ENOSYS), name)
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()
