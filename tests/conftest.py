@@ -15,6 +15,30 @@ from pathlib import Path
 import pytest
 
 
+class Clock:
+    """Stands still until something hangs: no machine is so slow that anything else takes longer than it may."""
+
+    now, pace = 0.0, 0.0
+    """The time, and by how much each look at the clock moves it."""
+
+    def monotonic(self) -> float:
+        self.now += self.pace
+        return self.now
+
+    def run_out(self) -> None:
+        """All that is under way has taken too long."""
+        self.now += 1e6
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What environments are timed by. A limit is still the seconds after which the clock is looked at."""
+    made = Clock()
+    for module in ("rollout.stepping", "envs.checker"):
+        monkeypatch.setattr(f"agile_trainers.{module}.time", made)
+    return made
+
+
 @pytest.fixture(scope="session")
 def embedded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an untrained embedded model and its tokenizer. Read only: it is shared by all tests of a worker."""

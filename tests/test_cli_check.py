@@ -76,15 +76,16 @@ class NotANumber(TwoTurns):
 
 
 class Hangs(TwoTurns):
+    clock: Any = None
+
     def step(self, action: str) -> Any:
+        self.clock.run_out()
         threading.Event().wait()
 
 
-class HangsOnYes(TwoTurns):
+class HangsOnYes(Hangs):
     def step(self, action: str) -> Any:
-        if action == "yes":
-            threading.Event().wait()
-        return TwoTurns.step(self, action)
+        return Hangs.step(self, action) if action == "yes" else TwoTurns.step(self, action)
 
 
 class Raises(TwoTurns):
@@ -184,7 +185,10 @@ def test_async_environments_and_data_set_rows(tmp_path: Path) -> None:
         ("agile:guess_nmber", "Unknown environment 'agile:guess_nmber'. Nearest: agile:guess_number"),
     ],
 )
-def test_what_would_not_train_exits_with_the_reason(broken: str, message: str) -> None:
+def test_what_would_not_train_exits_with_the_reason(
+    clock: Any, monkeypatch: pytest.MonkeyPatch, broken: str, message: str
+) -> None:
+    monkeypatch.setattr(Hangs, "clock", clock)
     code, report = run(
         broken, "--episodes", "4" if broken != "PaysNothing" else "6", "--time_limit", "0.2", "--player", "expert"
     )

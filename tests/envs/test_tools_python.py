@@ -129,9 +129,12 @@ def test_the_environment_of_the_training_process_is_not_passed_on(monkeypatch: p
     ["while True: pass", "import time; time.sleep(60)", "print('a')\nwhile 1: pass", "print('a', end='')\nwhile 1: 1"],
 )
 def test_time_is_limited(code: str) -> None:
-    printed = run_python(code, timeout=0.5)
-    assert printed.endswith("TimeoutError: stopped after 0.5 seconds")
-    assert printed.startswith("a\n") == ("print" in code), "what was printed before is kept"
+    for limit in (0.5, 2, 8, 32):  # a busy machine may take long to start an interpreter
+        printed = run_python(code, timeout=limit)
+        assert printed.endswith(f"TimeoutError: stopped after {limit:g} seconds")
+        if printed.startswith("a\n") == ("print" in code):
+            return
+    raise AssertionError("what was printed before is lost")
 
 
 def test_memory_and_output_are_limited() -> None:

@@ -18,8 +18,8 @@ from agile_trainers.rollout.stepping import EnvironmentPool, EnvironmentTimeoutE
 from agile_trainers.types import StopReason, Trajectory
 
 LONG = 20.0
-SHORT = 0.3
-"""The timeout of what hangs."""
+SHORT = 0.1
+"""The timeout of what hangs. The clock stands still until it does."""
 TERMINATED, ERROR, TIMEOUT = StopReason.TERMINATED, StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_TIMEOUT
 
 Script = dict[str, Any]
@@ -48,11 +48,12 @@ def run(engine: RolloutEngine, *episodes: Script) -> list[StopReason]:
 
 
 @pytest.fixture
-def hang() -> Iterator[Callable[[str], Any]]:
+def hang(clock: Any) -> Iterator[Callable[[str], Any]]:
     """A script entry that answers only when the test is over, or when its ``let_go`` is set."""
     let_go = threading.Event()
 
     def hanging(action: str) -> Any:
+        clock.run_out()
         let_go.wait()
         return end(99.0)
 
@@ -213,7 +214,7 @@ def test_a_hang_costs_its_own_episode_and_frees_its_worker(hang: Any) -> None:
     assert reasons(trajectories) == [TIMEOUT, TERMINATED, TIMEOUT, TERMINATED]
     assert trajectories[0].rewards == [0.5, 0.0] and len(trajectories[0].turns) == 2
     assert trajectories[0].turns[1].observation is None and len(trajectories[0].completion_ids) == 2 + 10 + 2
-    assert trajectories[0].error == "EnvironmentTimeoutError: step took longer than environment_timeout=0.3 s"
+    assert trajectories[0].error == "EnvironmentTimeoutError: step took longer than environment_timeout=0.1 s"
     assert trajectories[2].turns == [] and trajectories[2].error is not None
     assert trajectories[2].error.startswith("EnvironmentTimeoutError: reset took")
     assert trajectories[1].rewards == trajectories[3].rewards == [0.0, 1.0]
@@ -256,7 +257,7 @@ def test_an_answer_that_comes_while_others_are_awaited_does_not_stand_for_theirs
     assert pool.outcomes(block=True) == [Outcome(0, ("second", {}))]
 
 
-def test_hung_coroutines_are_cancelled_and_cost_only_their_own_episodes() -> None:
+def test_hung_coroutines_are_cancelled_and_cost_only_their_own_episodes(clock: Any) -> None:
     cancelled = threading.Event()
 
     async def forever() -> Any:
@@ -268,8 +269,9 @@ def test_hung_coroutines_are_cancelled_and_cost_only_their_own_episodes() -> Non
     hanging: Script = {"answers": [lambda action: forever()]}
     factory = Factory(AsyncScripted)
     engine = make_engine(factory, timeout=SHORT)
-    trajectories = engine.run(specs(hanging, TWO_TURNS, hanging), Player())
+    trajectories = engine.run(specs(hanging, TWO_TURNS, hanging), Player(), lambda over: setattr(clock, "pace", 1e6))
     assert reasons(trajectories) == [TIMEOUT, TERMINATED, TIMEOUT]
+    clock.pace = 0.0
     assert cancelled.wait(LONG)
     assert run(engine, TWO_TURNS, TWO_TURNS, TWO_TURNS) == [TERMINATED] * 3
     assert sorted(environment.resets for environment in factory.made) == [1, 1, 1, 1, 2]
@@ -418,7 +420,7 @@ def test_what_close_raises_is_dropped(workers: int) -> None:
 def test_a_hanging_close_holds_up_nobody(hang: Any) -> None:
     class Closing(Scripted):
         def close(self) -> None:
-            hang("")
+            hang.let_go.wait()
 
     engine = make_engine(Closing, workers=1, timeout=SHORT)
     assert run(engine, {"answers": [RuntimeError()]}, TWO_TURNS) == [ERROR, TERMINATED]

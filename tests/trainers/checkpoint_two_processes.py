@@ -4,12 +4,11 @@ Usage: accelerate launch --num_processes 2 checkpoint_two_processes.py MODEL OUT
 """
 
 import os
-import signal
 import sys
 from pathlib import Path
 
 import torch
-from test_checkpoint import CASES, SAVING, KillBefore, Told, make, run_until, weights
+from test_checkpoint import CASES, SAVING, KillBefore, Told, make, press_ctrl_c, run_until, weights
 from transformers import TrainerCallback
 
 CASES["grpo"] |= {"max_steps": 3}
@@ -22,7 +21,7 @@ class InterruptOne(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1 and args.process_index == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            press_ctrl_c()
 
 
 def kill_and_resume(case: str, model: Path, output: Path) -> None:

@@ -237,6 +237,12 @@ def test_killed_while_saving(embedded_model, tmp_path, warned):
     check_complete(late / "checkpoint-3")
 
 
+def press_ctrl_c() -> None:
+    """Interrupt this thread, and return when the handler has run: no interrupt comes late, no two become one."""
+    signal.raise_signal(signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ())  # runs the handlers of what has arrived
+
+
 class Interrupt(TrainerCallback):
     """Presses Ctrl-C inside the second step."""
 
@@ -245,8 +251,7 @@ class Interrupt(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for _ in range(self.times if state.global_step == 1 else 0):
-            signal.raise_signal(signal.SIGINT)  # to this thread, which alone runs Python's handlers
-            signal.pthread_sigmask(signal.SIG_BLOCK, ())  # runs them before it returns: two do not become one
+            press_ctrl_c()
 
 
 def test_ctrl_c(embedded_model, tmp_path, warned):

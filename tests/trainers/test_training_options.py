@@ -10,15 +10,10 @@ from transformers import AutoModelForCausalLM
 
 MAKERS = {"grpo": make_trainer, "ppo": make_ppo}
 WITH_GRADIENTS_OF = {
-    "checkpointing": ({"gradient_checkpointing": True}, 0.0, 0.0),
-    "reentrant": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        0.0,
-        0.0,
-    ),
+    "checkpointing": ({"gradient_checkpointing": True}, 0.0),
+    "reentrant": ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, 0.0),
     # The graphs are captured; compiling them to machine code takes minutes here.
-    "compiled": ({"torch_compile": True, "torch_compile_backend": "eager"}, 0.0, 1e-5),
-    "bf16": ({"bf16": True}, 1e-4, 0.2),
+    "compiled": ({"torch_compile": True, "torch_compile_backend": "eager"}, 1e-5),
 }
 
 
@@ -37,10 +32,28 @@ def plain(embedded_model, tmp_path_factory):
 @pytest.mark.parametrize("option", WITH_GRADIENTS_OF)
 @pytest.mark.parametrize("algorithm", MAKERS)
 def test_the_gradient_is_that_of_a_plain_step(plain, embedded_model, tmp_path, algorithm, option):
-    changes, lowest, highest = WITH_GRADIENTS_OF[option]
-    found = gradients(algorithm, embedded_model, tmp_path, **changes)
-    assert lowest <= relative_error(found, plain[algorithm]) <= highest
-    assert all(value.isfinite().all() for value in found.values())
+    changes, allowed = WITH_GRADIENTS_OF[option]
+    assert relative_error(gradients(algorithm, embedded_model, tmp_path, **changes), plain[algorithm]) <= allowed
+
+
+@pytest.mark.parametrize("algorithm", MAKERS)
+def test_a_step_in_bf16(embedded_model, tmp_path, algorithm):
+    """On the same episodes: in bf16 other tokens may be sampled, which depends on the processor."""
+    kept, batches = Gradients(), []
+    for bf16 in (False, True):
+        trainer = MAKERS[algorithm](embedded_model, tmp_path / str(bf16), callbacks=[kept], bf16=bf16)
+        play = trainer._generate_and_score_completions
+
+        def batch(rows, play=play):
+            batches.append(batches[0] if batches else play(rows))
+            return dict(batches[0])
+
+        trainer._generate_and_score_completions = batch
+        trainer.train()
+    assert len(batches) == 2
+    error = relative_error(*reversed(kept.steps))
+    print("ERR", error)
+    assert 1e-4 < error < 0.05
 
 
 @pytest.mark.parametrize("algorithm", MAKERS)
