@@ -62,6 +62,10 @@ MUTATIONS = [
         "        members[group],\n", "        torch.ones_like(own),\n", ADVANTAGES,
     ),
     Mutation(
+        "CISPO with the bound of a clipped ratio", "trainers/config.py",
+        "args.epsilon_high = CISPO_BOUND", "pass", "tests/trainers/test_invariances.py -k cispos_bound",
+    ),
+    Mutation(
         "failed episodes in the statistics", "objectives/advantages.py",
         "valid = turn_mask & ~failed[:, None]", "valid = turn_mask", ADVANTAGES,
     ),

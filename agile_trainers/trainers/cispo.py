@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from .config import _one_of
 from .grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from .objective_options import CISPO_BOUND
 
 
 @dataclass
@@ -18,7 +19,7 @@ class MultiTurnCISPOConfig(MultiTurnGRPOConfig):
     """
 
     loss_type: str = field(default="cispo", metadata={"help": "Always cispo."})
-    epsilon_high: float | None = field(default=5.0, metadata={"help": "Upper bound of the importance weight."})
+    epsilon_high: float | None = field(default=CISPO_BOUND, metadata={"help": "Upper bound of the importance weight."})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ from trl import GRPOConfig
 
 from agile_trainers.objectives.mismatch import MODES
 
+from .objective_options import CISPO_BOUND, check_counts, check_objective, check_read
 from .vllm_options import check_options
 
 TRL_COMPLETION_LENGTH = 512
@@ -25,7 +26,9 @@ class MultiTurnConfig(GRPOConfig):
     ``max_turns * max_new_tokens`` and cannot be set together with an environment; ``disable_dropout`` defaults to True
     with an environment (so that every importance ratio is 1 before the first update); ``importance_sampling_level`` also
     takes ``"turn"``, and ``"trajectory"`` for TRL's ``"sequence"``; ``vllm_importance_sampling_mode`` also takes
-    ``"turn_truncate"``, the default with an environment, and ``"turn_mask"``. For ``vllm_*`` see ``docs/vllm.md``.
+    ``"turn_truncate"``, the default with an environment, and ``"turn_mask"``; ``epsilon_high`` defaults to 5.0 with an
+    environment and ``loss_type="cispo"``, whose weights TRL's default would cut to a fifth. For ``vllm_*`` see
+    ``docs/vllm.md``.
 
     A field below has an effect only with an environment; setting one without is an error.
 
@@ -159,6 +162,7 @@ class MultiTurnConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        check_counts(self)
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
         # left to `without_environment`.
         group, eval_group = vars(self)["num_generations"], vars(self)["num_generations_eval"]
@@ -174,6 +178,7 @@ class MultiTurnConfig(GRPOConfig):
         self.num_generations, self.num_generations_eval = group, eval_group
         if self.importance_sampling_level == "trajectory":
             self.importance_sampling_level = "sequence"
+        check_objective(self)
         _one_of(self, "importance_sampling_level", ("token", "turn", "sequence"))
         _one_of(self, "turn_ratio_pooling", ("mean", "sum"))
         for name in (
@@ -246,7 +251,9 @@ class MultiTurnConfig(GRPOConfig):
         for name, instead in _NO_EFFECT.items():
             if getattr(self, name) != _default(self.__dataclass_fields__[name]):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect with an environment: {instead}.")
-        check_options(self, {f.name: _default(f) for f in fields(self)})
+        defaults = {f.name: _default(f) for f in fields(self)}
+        check_options(self, defaults)
+        check_read(self, defaults)
         self._check_reference()
         self._check_hub()
         self._check_skipping()
@@ -264,6 +271,8 @@ class MultiTurnConfig(GRPOConfig):
             )
         args = copy.copy(self)
         args.max_completion_length = length
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            args.epsilon_high = CISPO_BOUND
         args.disable_dropout = self.disable_dropout is not False
         if self.use_vllm:
             args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or "turn_truncate"
@@ -297,8 +306,14 @@ class MultiTurnConfig(GRPOConfig):
             if self.zero_advantage_eps:
                 raise ValueError(f"zero_advantage_eps={self.zero_advantage_eps} needs skip_zero_advantage=True.")
             return
+        if self.beta != 0.0 and self.kl_placement == "loss":
+            raise ValueError(
+                f"skip_zero_advantage cannot be combined with beta={self.beta} and kl_placement='loss', which trains "
+                "episodes without advantage too. Set kl_placement='reward' or 'advantage', beta=0.0, or "
+                "skip_zero_advantage=False."
+            )
         for name, idle in (
-            ("beta", 0.0), ("entropy_coef", 0.0), ("use_adaptive_entropy", False), ("top_entropy_quantile", 1.0),
+            ("entropy_coef", 0.0), ("use_adaptive_entropy", False), ("top_entropy_quantile", 1.0),
         ):  # fmt: skip
             if getattr(self, name) != idle:
                 raise ValueError(

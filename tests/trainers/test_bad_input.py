@@ -28,6 +28,26 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
         ({"gamma": 1.5}, "gamma is a discount per turn and must lie in [0, 1], got 1.5"),
         ({"advantage_clip_range": -1.0}, "advantage_clip_range must be positive, got -1.0"),
         ({"num_generations": 3}, "must be divisible by num_generations (3)"),
+        ({"loss_type": "gspo"}, "loss_type='grpo' with importance_sampling_level='sequence'. Use MultiTurnGSPOConfig"),
+        ({"loss_type": "ppo"}, "loss_type must be one of 'grpo', 'bnpo'"),
+        ({"scale_rewards": "std"}, "scale_rewards must be one of 'group', 'batch', 'none', got 'std'"),
+        ({"scale_rewards": "mean_only"}, "What AgileRL calls 'mean_only' is 'none'"),
+        (
+            {"epsilon": (0.8, 1.3)},
+            "got (0.8, 1.3). AgileRL's clip_coef holds bounds of the ratio; here are their distances "
+            "from 1: set epsilon=0.2 and epsilon_high=0.3",
+        ),
+        ({"epsilon": (0.2, 0.28)}, "Set epsilon=0.2 and epsilon_high=0.28"),
+        ({"epsilon_high": [0.8, 1.3], "loss_type": "cispo"}, "set epsilon_high=1.3"),
+        ({"epsilon": -0.1}, "epsilon must not be negative, got -0.1"),
+        ({"epsilon_high": "0.3"}, "epsilon_high must be a number, got '0.3'"),
+        ({"delta": 0.0}, "delta must be positive, got 0.0"),
+        ({"beta": -0.1}, "beta must not be negative, got -0.1"),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be positive, got 0.0"),
+        ({"top_entropy_quantile": 1.5}, "top_entropy_quantile must lie in [0, 1], got 1.5"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be at least 1, got 0"),
+        ({"num_iterations": 0}, "num_iterations must be at least 1, got 0"),
+        ({"steps_per_generation": 0}, "steps_per_generation must be at least 1, got 0"),
     ],
 )
 def test_values_out_of_range(tmp_path, changes, message):
@@ -68,6 +88,11 @@ def test_values_out_of_range(tmp_path, changes, message):
         ({"temperature": 0.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"reward_weights": [1.0]}, "reward_weights has 1 entries for 0 reward_funcs"),
+        ({"loss_type": "cispo", "epsilon": 0.3}, "epsilon=0.3 has no effect with loss_type='cispo'"),
+        ({"loss_type": "cispo", "epsilon": 0.3}, "set epsilon_high"),
+        ({"delta": 4.0, "loss_type": "sapo"}, "delta=4.0 has no effect with loss_type='sapo'"),
+        ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect with loss_type='dapo'"),
+        ({"vespo_k_pos": 1.0}, "vespo_k_pos=1.0 has no effect with loss_type='dapo'"),
     ],
 )
 def test_what_an_environment_would_ignore_or_cannot_do(embedded_model, tmp_path, changes, message):

@@ -69,6 +69,41 @@ def test_the_gradient_is_that_of_the_whole_batch(embedded_model, tmp_path, loss_
     assert relative_error(gradients, expected) < 1e-5
 
 
+@pytest.mark.parametrize("placement, silent", [("reward", 0), ("advantage", 0), ("advantage", 4)])
+def test_a_penalty_in_the_advantage_decides_who_has_none(embedded_model, tmp_path, placement, silent):
+    """Rows whose rewards are alike differ by their penalty, unless the policy is the reference still."""
+    options = {"beta": 0.3, "kl_placement": placement, "skip_zero_advantage": True}
+    trainer = make(embedded_model, tmp_path, **options)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name and silent == 0:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    batch = draw(trainer, [True, False])
+    assert (batch["advantages"].abs().sum(1) == 0).sum() == silent
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora" in name:
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    seen = rows_forwarded(trainer)
+    loss, gradients = loss_and_gradients(trainer, batch)
+    trainer.args.skip_zero_advantage = False
+    whole, expected = loss_and_gradients(trainer, batch)
+    assert seen == [8 - silent, 8]
+    assert loss == pytest.approx(whole.item(), rel=1e-5, abs=1e-7)
+    assert relative_error(gradients, expected) < 1e-5
+
+
+def test_a_group_of_equal_penalized_rewards_is_skipped(embedded_model, tmp_path):
+    """The policy is its reference, so the penalty is 0 and the group whose rewards are alike has no advantage at all."""
+    trainer = make(embedded_model, tmp_path, beta=0.3, kl_placement="reward", skip_zero_advantage=True)
+    batch = draw(trainer, [True, False])
+    seen = rows_forwarded(trainer)
+    _, gradients = loss_and_gradients(trainer, batch)
+    trainer.args.skip_zero_advantage = False
+    _, expected = loss_and_gradients(trainer, batch)
+    assert seen == [4, 8] and relative_error(gradients, expected) < 1e-5
+
+
 def test_a_silent_batch_still_takes_part(embedded_model, tmp_path):
     """One row goes through, so that a rank with nothing to learn is there when gradients are averaged."""
     trainer = make(embedded_model, tmp_path, skip_zero_advantage=True)
@@ -90,7 +125,7 @@ def test_eps_is_the_largest_advantage_without_signal(embedded_model, tmp_path):
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"skip_zero_advantage": True, "beta": 0.1}, "beta=0.1"),
+        ({"skip_zero_advantage": True, "beta": 0.1}, "beta=0.1 and kl_placement='loss'"),
         ({"skip_zero_advantage": True, "entropy_coef": 0.1}, "entropy_coef=0.1"),
         ({"skip_zero_advantage": True, "top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5"),
         ({"zero_advantage_eps": 0.1}, "needs skip_zero_advantage=True"),
