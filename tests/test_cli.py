@@ -201,14 +201,16 @@ def test_reward_functions_by_name_and_by_path() -> None:
     assert [getattr(function, "__name__", function) for function in functions] == [
         "model", "accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="no reward function 'acuracy_reward'; did you mean 'accuracy_reward'"):
+    with pytest.raises(ValueError, match="no reward function 'acuracy_reward'; did you mean accuracy_reward"):
         train._reward_functions(train.MultiTurnScriptArguments(reward_funcs=["acuracy_reward"]))
 
 
-def test_launch_hands_each_option_to_whom_it_belongs(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_hands_each_option_to_whom_it_belongs(
+    config: Path, embedded_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched: list = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", launched.append)
-    own = ["--config", str(config), "--model_name_or_path", "model", "--max_steps", "2"]
+    own = ["--config", str(config), "--model_name_or_path", str(embedded_model), "--max_steps", "2"]
     train.main(["grpo", *own[:4], "--num_processes", "2", *own[4:]])
     (arguments,) = launched
     assert arguments.num_processes == 2 and arguments.module

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
 from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
-from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+from trl import DatasetMixtureConfig, ModelConfig
 
 from agile_trainers.cli.checks import Report, Run, check_run, model_config
-from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, check_needed, load_rows
+from agile_trainers.cli.parser import Parser
+from agile_trainers.cli.preflight import check_model
+from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, check_needed, load_rows, on_cpu, split_of
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.trainers.setup import check_vllm, training_rows
@@ -50,16 +51,12 @@ class CheckArguments:
             raise ValueError(f"time_limit must be a positive number of seconds, got {self.time_limit}.")
 
 
-def make_parser(algorithm: str) -> TrlParser:
+def make_parser(algorithm: str) -> Parser:
     """The parser of ``agile-trainers check``, for one algorithm."""
     types = (CheckArguments, MultiTurnScriptArguments, ALGORITHMS[algorithm][0], ModelConfig, DatasetMixtureConfig)
     command = "agile-trainers check"
     usage = f"{command} [{' | '.join(ALGORITHMS)}] --environment ID [--model MODEL] [--config FILE] [options]"
-    parser = TrlParser(types, prog=command, usage=usage)
-    if not torch.cuda.is_available():
-        # A check should run wherever one writes an environment; without these, TRL's defaults want a GPU.
-        parser.set_defaults(use_cpu=True, bf16=False)
-    return parser
+    return on_cpu(Parser(types, prog=command, usage=usage))
 
 
 def main(argv: Sequence[str], console: Console | None = None) -> int:
@@ -78,7 +75,11 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         f"--model_name_or_path{option[7:]}" if option.split("=")[0] == "--model" else option for option in options
     ]
     try:
-        check, script, args, model, mixture = parser.parse_args_and_config(options)
+        *parsed, from_config, unknown = parser.parse_args_and_config(
+            options, return_remaining_strings=True, separate_remaining_strings=True
+        )
+        parser.refuse([*from_config, *unknown])
+        check, script, args, model, mixture = parsed
         if script.environment is None:
             parser.error("--environment is missing: the id of what to check, or module.path:Name.")
         args = args.with_environment()
@@ -98,8 +99,9 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         player = check.player if check.player != "auto" else "model" if named else "random"
         try:
             factory = make_environment_factory(script.environment, **(script.environment_args or {}))
+            check_model(str(model.model_name_or_path), model.model_revision)
             dataset = load_rows(script, mixture)
-            train_rows = dataset and dataset[script.dataset_train_split]
+            train_rows = split_of(dataset, script.dataset_train_split)
             if train_rows:
                 training_rows(args, train_rows)
             check_vllm(args)

@@ -28,6 +28,7 @@ from trl import SFTTrainer
 
 from agile_environments.guess_number import LEVELS, demonstrations, halving_player, random_player
 from agile_trainers import embedded
+from agile_trainers.cli.preflight import check_output
 from agile_trainers.cli.progress import show_progress
 from agile_trainers.cli.report import Score, learning_curve, plot, results_table, some_games, write_summary
 from agile_trainers.embedded import make_embedded_model, words_of
@@ -217,4 +218,5 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     if options.seed < 0:
         parser.error(f"--seed must not be negative, got {options.seed}")
+    check_output(options.output_dir)
     run(options.output_dir, options.seed, QUICK if options.quick else Budget(), Console())

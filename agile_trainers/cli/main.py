@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from agile_trainers.cli.errors import guard, nearest, take_debug
+
 COMMANDS = {
     "demo": "train a tiny model on guess-the-number, from nothing to a trained agent in minutes",
     "grpo": "train any model on any environment by multi-turn GRPO",
@@ -37,7 +39,8 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`agile-trainers <command> --help` lists the options of a command.",
+            "`agile-trainers <command> --help` lists the options of a command; --debug shows the",
+            "traceback of an error.",
         ]
     )
 
@@ -49,27 +52,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command and its options. Default: the command line.
 
     Returns:
-        The exit code: 0, 1 if what was checked would not work, 2 for a command that does not exist, 130 after Ctrl-C.
+        The exit code: 0, 1 if what was checked would not work, 2 for a command that does not exist or something given that
+        cannot be used, 130 after Ctrl-C.
+
+    Raises:
+        Exception: A crash, and with ``--debug`` any error.
     """
     command, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
         print(usage())
         return 0
     if command not in COMMANDS:
-        print(f"agile-trainers: there is no command {command!r}.\n\n{usage()}", file=sys.stderr)
+        print(
+            f"agile-trainers: there is no command {command!r}{nearest(command, COMMANDS)}\n\n{usage()}", file=sys.stderr
+        )
         return 2
     # Before TRL is imported: the modules this package builds on call themselves experimental at every import.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:Name` may lie here
-    try:
-        if command in OWN_MODULES:
-            return importlib.import_module(f"agile_trainers.cli.{command}").main(arguments) or 0
-        importlib.import_module("agile_trainers.cli.train").main([command, *arguments])
-    except KeyboardInterrupt as stop:
-        print(f"\nagile-trainers: interrupted{f', {stop}' if str(stop) else ''}", file=sys.stderr)
-        return 130
-    return 0
+    debug, arguments = take_debug(arguments)
+    return guard(command, lambda: _run(command, arguments, debug), debug=debug)
+
+
+def _run(command: str, arguments: list[str], debug: bool) -> int | None:
+    if command in OWN_MODULES:
+        return importlib.import_module(f"agile_trainers.cli.{command}").main(arguments)
+    importlib.import_module("agile_trainers.cli.train").main([command, *arguments], debug=debug)
+    return None
 
 
 if __name__ == "__main__":

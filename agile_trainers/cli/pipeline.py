@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
-from trl import DPOConfig, SFTConfig, TrlParser
+from trl import DPOConfig, SFTConfig
 
 from agile_trainers import trainers
+from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.train import ALGORITHMS
+from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
 from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.imports import import_named
 
 SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
 """Stages that TRL's own trainers train."""
@@ -81,11 +83,9 @@ def read_pipeline(path: Path) -> Pipeline:
         PipelineError: If anything in it cannot be run.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PipelineError(f"{path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise PipelineError(f"{path} is not YAML: {error}.") from error
+        content = read_yaml(path)
+    except YAMLFileError as error:
+        raise PipelineError(str(error)) from error
     try:
         return parse_pipeline(content)
     except PipelineError as error:
@@ -188,11 +188,10 @@ def make_config(config: type, options: Mapping[str, Any], output_dir: Path, wher
     def refuse(message: str) -> NoReturn:
         raise ValueError(message)
 
-    parser = TrlParser([config])
+    parser = Parser([config])
     parser.error = refuse
-    numbers = {name: str(v) if type(v) in (int, float) else v for name, v in options.items()}
-    parser.set_defaults_with_config(**numbers, output_dir=str(output_dir))
     try:
+        parser.set_defaults_with_config(**options, output_dir=str(output_dir))
         (made,) = parser.parse_args_into_dataclasses(args=[])
     except (ValueError, TypeError) as error:
         raise PipelineError(f"{where}: {error}") from error
@@ -221,7 +220,7 @@ def check_dataset(name: str, where: str) -> None:
     path = Path(name)
     if attribute and not path.exists():
         try:
-            found = hasattr(importlib.import_module(module), attribute)
+            found = hasattr(import_named(module), attribute)
         except ModuleNotFoundError as error:
             raise PipelineError(f"{where}: dataset {name!r}: there is no module {error.name!r}.") from error
         if not found:

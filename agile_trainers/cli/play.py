@@ -13,6 +13,7 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agile_trainers.cli.layout import draw_layout
+from agile_trainers.cli.preflight import check_model
 from agile_trainers.cli.seat import play_in_seat
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory, Observation
@@ -53,7 +54,11 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
         ask: Shows a prompt and returns what the person typed. ``EOFError`` and ``KeyboardInterrupt`` end the game.
 
     Returns:
-        The exit code: 1 if the environment or the template cannot be played with.
+        The exit code: 1 if the environment fails.
+
+    Raises:
+        ValueError: If the environment, the model or its template cannot be played with.
+        ImportError: If a library that the environment needs is missing.
     """
     parser = make_parser()
     options = parser.parse_args(argv)
@@ -61,13 +66,11 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
     for name in ("episodes", "max_turns", "max_new_tokens", "max_model_length"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}.")
-    try:
-        factory = make_environment_factory(options.environment, **options.environment_args)
-        tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else make_tokenizer()
-        chat = ChatFrames(tokenizer, training_chat_template=options.training_chat_template)
-    except (ValueError, ImportError, OSError) as error:
-        console.print(Text(str(error), style="red"), soft_wrap=True)
-        return 1
+    factory = make_environment_factory(options.environment, **options.environment_args)
+    if options.model:
+        check_model(options.model, option="--model")
+    tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else make_tokenizer()
+    chat = ChatFrames(tokenizer, training_chat_template=options.training_chat_template)
 
     def engine(seated: EnvironmentFactory) -> RolloutEngine:
         limits = Limits(options.max_turns, options.max_new_tokens, options.max_model_length)

@@ -5,8 +5,6 @@ Options come from the command line and from ``--config file.yaml``. Those of ``a
 and ``--accelerate_config`` are understood too and start the training through it.
 """
 
-import difflib
-import importlib
 import json
 import os
 import sys
@@ -14,10 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+import torch
+from safetensors import SafetensorError
+from transformers import TrainerCallback
+from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
 from agile_trainers import trainers
+from agile_trainers.cli.errors import Progress, guard, message, nearest, take_debug
+from agile_trainers.cli.parser import Parser
+from agile_trainers.cli.preflight import check_model, check_output
+from agile_trainers.imports import import_named
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.multi_turn import MultiTurnTrainer
 
@@ -63,19 +68,33 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
             raise ValueError("environment_args has no effect without environment; set environment too.")
 
 
-class OptionsOnly(TrlParser):
+class OptionsOnly(Parser):
     """Leaves a configuration's own checks to the processes that are launched: batch sizes are over all of them."""
 
     def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
         return self.parse_known_args(args)
 
 
-def make_parser(algorithm: str, kind: type[TrlParser] = TrlParser) -> TrlParser:
-    """The parser of ``agile-trainers <algorithm>``."""
+class Started(TrainerCallback):
+    """Notes that training has started: from then on an error is a crash, whose traceback is shown."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        Progress.training = True
+
+
+def make_parser(algorithm: str, kind: type[Parser] = Parser) -> Parser:
+    """The parser of ``agile-trainers <algorithm>``. Without a GPU the CPU is the default."""
     types = (MultiTurnScriptArguments, ALGORITHMS[algorithm][0], ModelConfig, DatasetMixtureConfig)
     needed = "--model_name_or_path MODEL --environment ID" + (" --use_peft" if algorithm == "ppo" else "")
     command = f"agile-trainers {algorithm}"
-    return kind(types, prog=command, usage=f"{command} {needed} [--config FILE] [options]")
+    return on_cpu(kind(types, prog=command, usage=f"{command} {needed} [--config FILE] [options]"))
+
+
+def on_cpu(parser: Parser) -> Parser:
+    """The parser, with defaults that fit the CPU where there is no GPU; TRL's ask for one."""
+    if not torch.accelerator.is_available():
+        parser.set_defaults(use_cpu=True, bf16=False)
+    return parser
 
 
 def train(
@@ -105,16 +124,23 @@ def train(
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    trainer = ALGORITHMS[algorithm][1](
-        model=model.model_name_or_path,
-        environment=environment,
-        reward_funcs=_reward_functions(script),
-        args=args,
-        train_dataset=dataset and dataset[script.dataset_train_split],
-        eval_dataset=dataset[script.dataset_test_split] if dataset and args.eval_strategy != "no" else None,
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
-    )
+    try:
+        trainer = ALGORITHMS[algorithm][1](
+            model=model.model_name_or_path,
+            environment=environment,
+            reward_funcs=_reward_functions(script),
+            args=args,
+            train_dataset=split_of(dataset, script.dataset_train_split),
+            eval_dataset=split_of(dataset, script.dataset_test_split) if args.eval_strategy != "no" else None,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+        )
+    except SafetensorError as error:
+        raise ValueError(
+            f"model_name_or_path={model.model_name_or_path!r}: its weights cannot be read: {error}. The file is damaged "
+            "or not whole; copy or download it again."
+        ) from error
+    trainer.add_callback(Started())
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     trainer.save_model(args.output_dir)
@@ -126,6 +152,7 @@ def train(
 
 def load_rows(script: MultiTurnScriptArguments, mixture: Any) -> Any:
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
     from trl import get_dataset
 
     if mixture.datasets and script.dataset_name:
@@ -133,8 +160,27 @@ def load_rows(script: MultiTurnScriptArguments, mixture: Any) -> Any:
     if mixture.datasets:
         return get_dataset(mixture)
     if script.dataset_name:
-        return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+        try:
+            return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+        except (DatasetsError, OSError) as error:
+            raise ValueError(
+                f"dataset_name={script.dataset_name!r} cannot be loaded: {message(error)} Expected a Hub id, or a folder of "
+                "JSON, CSV or Parquet files."
+            ) from error
     return None
+
+
+def split_of(dataset: Any, name: str) -> Any:
+    """A split of what :func:`load_rows` returned; None without a data set.
+
+    Raises:
+        ValueError: If there is no split of that name.
+    """
+    if dataset is None:
+        return None
+    if name not in dataset:
+        raise ValueError(f"The data set has no split {name!r}; it has {', '.join(map(repr, dataset))}.")
+    return dataset[name]
 
 
 def _reward_functions(script: MultiTurnScriptArguments) -> list[str | Callable[..., Any]]:
@@ -149,35 +195,44 @@ def _reward_functions(script: MultiTurnScriptArguments) -> list[str | Callable[.
             functions.append(rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256))
             continue
         module, _, attribute = name.rpartition(".")
-        if module:
+        if module and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        source = importlib.import_module(module) if module else rewards
+        source = import_named(module) if module else rewards
         if not hasattr(source, attribute):
-            nearest = difflib.get_close_matches(attribute, dir(source), n=1)
             raise ValueError(
-                f"There is no reward function {name!r}{f'; did you mean {nearest[0]!r}?' if nearest else ''}. Expected "
+                f"There is no reward function {name!r}{nearest(attribute, dir(source), count=1) or '.'} Expected "
                 "a name in trl.rewards or a dotted path such as 'my_package.rewards.brevity'."
             )
         functions.append(getattr(source, attribute))
     return functions
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], *, debug: bool = False) -> None:
     """Parse the options and train, through ``accelerate launch`` if some of the options are its own.
 
     Args:
         argv: The algorithm and its options.
+        debug: Whether processes that are launched show the traceback of a user's mistake.
     """
     algorithm, *options = argv
     parser = make_parser(algorithm, OptionsOnly)
     given, from_config, from_command_line = parser.parse_args_and_config(
         options, return_remaining_strings=True, separate_remaining_strings=True
     )
-    launched = bool(from_config or from_command_line)
-    parsed = None if launched else parse_checked(algorithm, options)
+    check_named(parser, given)
+    launched = [*from_config, *from_command_line]
+    launch = launcher_options(parser, argv, launched, from_command_line, debug=debug) if launched else None
+    parsed = () if launch else parse_checked(algorithm, options)
     check_needed(parser, algorithm, script=given, model=given)
-    if parsed is None:
-        _launch(parser, argv, [*from_config, *from_command_line], from_command_line)
+    check_found(given)
+    if not torch.accelerator.is_available():
+        print(
+            "There is no GPU: training runs on the CPU, in float32 unless the options say otherwise.", file=sys.stderr
+        )
+    if launch is not None:
+        from accelerate.commands.launch import launch_command
+
+        launch_command(launch)
     else:
         train(algorithm, *parsed)
 
@@ -187,14 +242,18 @@ def parse_checked(algorithm: str, options: Sequence[str]) -> Any:
     parser = make_parser(algorithm)
     try:
         return parser.parse_args_and_config(options, fail_with_unknown_args=False)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         parser.error(str(error))
 
 
-def check_needed(parser: TrlParser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
-    """Say what is missing in the words of the command line, before anything is loaded."""
+def check_named(parser: Parser, model: ModelConfig) -> None:
+    """Say that the model is missing, in the words of the command line."""
     if model.model_name_or_path is None:
         parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
+
+
+def check_needed(parser: Parser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
+    """Say what an algorithm lacks in the words of the command line, before anything is loaded."""
     if script.environment is None and algorithm in ("reinforce", "ppo"):
         parser.error(
             f"--environment is missing: {algorithm} trains on an environment's episodes, not on a data set alone."
@@ -206,24 +265,56 @@ def check_needed(parser: TrlParser, algorithm: str, *, script: MultiTurnScriptAr
         )
 
 
-def _launch(parser: TrlParser, argv: Sequence[str], options: list[str], from_command_line: list[str]) -> None:
-    from accelerate.commands.launch import launch_command, launch_command_parser
+def check_found(given: Any) -> None:
+    """Find the environment, the model and the output folder that the options name.
+
+    Args:
+        given: The options, by name.
+
+    Raises:
+        ValueError: If one of them cannot be used.
+        ImportError: If a library that the environment needs is missing.
+    """
+    from agile_trainers.envs.registry import make_environment_factory
+
+    if given.environment is not None:
+        script = MultiTurnScriptArguments(environment=given.environment, environment_args=given.environment_args)
+        make_environment_factory(given.environment, **(script.environment_args or {}))  # type: ignore[arg-type]
+    check_model(given.model_name_or_path, given.model_revision)
+    if given.output_dir is not None:
+        check_output(given.output_dir)
+
+
+def launcher_options(
+    parser: Parser, argv: Sequence[str], options: list[str], from_command_line: list[str], *, debug: bool
+) -> Any:
+    """What ``accelerate launch`` is told.
+
+    Args:
+        parser: Of the training options, to report mistakes with.
+        argv: The algorithm and all options.
+        options: Those that are not for training, of the file and the command line.
+        from_command_line: Those of the command line alone.
+        debug: Passed on to the processes.
+    """
+    from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     launcher = launch_command_parser()
-    own = [option for action in parser._actions for option in action.option_strings]
+    launcher.error = parser.error
     known = {"--accelerate_config", *(option for action in launcher._actions for option in action.option_strings)}
-    for option in options:
-        name = option.split("=")[0]
-        if name.startswith("--") and name not in known:
-            nearest = difflib.get_close_matches(name, [*own, *known], n=1)
-            parser.error(f"there is no option {name}{f'; did you mean {nearest[0]}?' if nearest else ''}")
+    parser.refuse(options, known)
     left = list(from_command_line)
     training = [argument for argument in argv if not (left and argument == left[0] and left.pop(0))]
-    launch_options = resolve_accelerate_config_argument(options)
-    launch_command(launcher.parse_args([*launch_options, "--module", __spec__.name, *training]))
+    module = ["--module", __spec__.name, *training, *(["--debug"] if debug else [])]
+    found = launcher.parse_args([*resolve_accelerate_config_argument(options), *module])
+    if found.training_script != __spec__.name:
+        parser.error(f"{found.training_script!r} belongs to no option; options begin with --, such as --max_steps 100.")
+    return found
 
 
 if __name__ == "__main__":  # a process that `accelerate launch` started; the launcher's options are not for it
-    name, *arguments = sys.argv[1:]
-    train(name, *parse_checked(name, arguments))
+    show, (algorithm_name, *arguments) = take_debug(sys.argv[1:])
+    raise SystemExit(
+        guard(algorithm_name, lambda: train(algorithm_name, *parse_checked(algorithm_name, arguments)), debug=show)
+    )

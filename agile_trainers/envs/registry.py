@@ -20,9 +20,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from agile_trainers.imports import import_named
+
 from .base import EnvironmentFactory
 
-_LISTING = r"""python -c "from agile_trainers.envs import *; print(*list_environments(), sep='\n')" """.strip()
 _registered: dict[str, Callable[..., Any]] = {}
 _LIBRARIES = {
     "gymnasium": "gymnasium",
@@ -126,7 +127,7 @@ def _tasks() -> dict[str, str]:
 def _load(path: str) -> Any:
     module_name, _, attributes = path.partition(":")
     try:
-        target = importlib.import_module(module_name)
+        target = import_named(module_name)
     except ModuleNotFoundError as error:
         # A library that the module itself needs is another matter, and its own error says what is missing.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
@@ -170,6 +171,6 @@ def _unknown(environment: str, reason: str | None = None) -> ValueError:
     because = f" ({reason})" if reason else ""
     nearest = f" Nearest: {', '.join(names)}." if names else ""
     return ValueError(
-        f"Unknown environment {environment!r}{because}.{nearest} An environment is an id, 'module.path:Name' or a factory. "
-        f"List the ids with: {_LISTING}"
+        f"Unknown environment {environment!r}{because}.{nearest} An environment is an id, 'module.path:Name' or a factory; "
+        "`agile-trainers envs` lists the ids."
     )

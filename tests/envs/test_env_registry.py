@@ -81,12 +81,15 @@ def test_unknown_ids_name_the_nearest(wrong: str, nearest: str) -> None:
     with pytest.raises(ValueError) as error:
         make_environment_factory(wrong)
     message = str(error.value)
-    assert f"Unknown environment {wrong!r}" in message and nearest in message and "list_environments" in message
+    assert f"Unknown environment {wrong!r}" in message and nearest in message and "`agile-trainers envs`" in message
 
 
-def test_the_listing_command_in_the_error_works(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(registry._LISTING.removeprefix('python -c "').removesuffix('"'), {})
-    assert capsys.readouterr().out.splitlines() == list_environments()
+@pytest.mark.parametrize("code", ["def broken(:\n", "1 / 0\n", "raise SystemExit(3)\n"])
+def test_a_module_that_fails_to_import_says_where(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fails_at_import.py").write_text(f"\n{code}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"'fails_at_import' cannot be imported: .*fails_at_import.py, line 2"):
+        make_environment_factory("fails_at_import:Environment")
 
 
 def test_a_missing_attribute_names_the_nearest() -> None:

@@ -1,0 +1,179 @@
+"""Parses options and ``--config`` files: TRL's parser, with checked YAML and a help page that begins with what matters."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from trl import GRPOConfig, ModelConfig, TrlParser
+
+from agile_trainers.cli.errors import nearest
+from agile_trainers.cli.yaml_files import read_yaml
+
+OFTEN = (
+    "model_name_or_path", "output_dir", "dataset_name", "learning_rate", "max_steps", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "num_generations", "beta", "epsilon", "loss_type", "scale_rewards", "temperature",
+    "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit", "dtype", "bf16", "use_cpu",
+    "gradient_checkpointing", "use_vllm", "vllm_mode", "logging_steps", "save_steps", "eval_strategy", "seed",
+    "report_to", "resume_from_checkpoint", "push_to_hub",
+)  # fmt: skip
+"""Options of TRL that ``--help`` shows; ``--help_all`` shows the others too."""
+_EPILOG = (
+    "Options of `accelerate launch`, such as --num_processes 2, start the training through it. --debug shows the traceback "
+    "of an error."
+)
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """One spelling of each option, and no default where there is none."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return ", ".join(action.option_strings) or super()._format_action_invocation(action)
+        shown = action.option_strings[0]
+        return f"{shown} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kind = getattr(action.type, "__name__", "")
+        names = {"int": "N", "float": "X", "string_to_bool": "BOOL", "str": "TEXT", "dict": "JSON"}
+        return names.get(kind, "VALUE")
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, "", [], argparse.SUPPRESS) or "efault:" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
+class Parser(TrlParser):
+    """Parses options and ``--config`` files.
+
+    Args:
+        types: The dataclasses that options are fields of.
+        kwargs: Of :class:`argparse.ArgumentParser`.
+    """
+
+    def __init__(self, types: Iterable[type], **kwargs: Any):
+        kwargs = {"formatter_class": Formatter, "epilog": _EPILOG, "add_help": False, **kwargs}
+        super().__init__(list(types), **kwargs)
+        self._everything = False
+        hidden: dict[str, Any] = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        # The parent takes `--config` out before it parses; here it is for the help page.
+        config = "YAML file of options; those of the command line override it."
+        self.add_argument("--config", metavar="FILE", help=config, **hidden)
+        self.add_argument("-h", "--help", action=_Help, nargs=0, help="Show the options that matter most.", **hidden)
+        self.add_argument("--help_all", "--help-all", action=_Help, nargs=0, help="Show every option.", **hidden)
+
+    def parse_args_and_config(self, args: Sequence[str], **kwargs: Any) -> Any:
+        """TRL's method of that name, for ``--config=FILE`` too, and with a file that is checked first.
+
+        Raises:
+            YAMLFileError: If the file cannot be used.
+        """
+        options = [part for option in args for part in _split(option)]
+        for index, option in enumerate(options):
+            if option == "--config":
+                if index + 1 == len(options) or options[index + 1].startswith("--"):
+                    self.error("--config: the name of a YAML file is missing after it.")
+                if "--config" in options[index + 1 :]:
+                    self.error("--config is given twice; put all the options into one file.")
+                read_yaml(options[index + 1])
+        return super().parse_args_and_config(options, **kwargs)
+
+    def set_defaults_with_config(self, **values: Any) -> list[str]:
+        """Take over the values of a file, which mean what they mean on the command line: ``1e-3`` is a number."""
+        actions = {action.dest: action for action in self._actions}
+        for name, value in values.items():
+            action = actions.get(name)
+            if action is None or value is None:
+                continue
+            if action.type in (int, float) and (isinstance(value, (bool, list, dict))):
+                self.error(f"{name} must be {_kind(action)}, got {value!r}.")
+            if action.type is not None and getattr(action.type, "__name__", "") == "string_to_bool":
+                if not isinstance(value, (bool, str)):
+                    self.error(f"{name} must be true or false, got {value!r}.")
+            elif type(value) in (int, float):
+                values[name] = str(value)  # the action's own conversion then says what is wrong with it
+        return super().set_defaults_with_config(**values)
+
+    def refuse(self, options: Sequence[str], others: Collection[str] = ()) -> None:
+        """Refuse options that this parser left over, naming the nearest there are.
+
+        Args:
+            options: Names and values.
+            others: Options that are known all the same.
+        """
+        own = [known for action in self._actions for known in action.option_strings]
+        for option in options:
+            name = option.split("=")[0]
+            if name.startswith("--") and name not in others:
+                near = [*own, *others]
+                self.error(f"there is no option {name}{nearest(name, near, count=1)}")
+        if options and not others:
+            self.error(f"{options[0]!r} belongs to no option; options begin with --, such as --max_steps 100.")
+
+    def format_help(self) -> str:
+        """The help page: the options of multi-turn training first."""
+        often, rest = list[argparse.Action](), list[argparse.Action]()
+        own, general = list[argparse.Action](), list[argparse.Action]()
+        trl = {*GRPOConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
+        ours = {name for kind in self.dataclass_types for name in _own_fields(kind)}
+        for action in self._actions:
+            if action.option_strings and action.option_strings[0].startswith(("--no_", "--no-")):
+                continue
+            if action.dest == argparse.SUPPRESS:
+                general.append(action)
+            elif action.dest in OFTEN:
+                often.append(action)
+            elif action.dest in ours and action.dest not in trl:
+                own.append(action)
+            else:
+                rest.append(action)
+        often.sort(key=lambda action: OFTEN.index(action.dest))
+        often = often if self._everything else [_brief(action) for action in often]
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        sections = [
+            ("environment and episodes", own),
+            ("options of TRL that are often set", often),
+            ("general", general),
+        ]
+        for title, actions in [*sections, *([("all other options of TRL", rest)] if self._everything else [])]:
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        more = "" if self._everything else f" --help_all shows {len(rest)} more options of TRL."
+        formatter.add_text(f"{self.epilog or ''}{more}")
+        return formatter.format_help()
+
+
+def _brief(action: argparse.Action) -> argparse.Action:
+    """The option with the first sentence of its help; some of TRL's are a page long."""
+    brief = copy.copy(action)
+    brief.help = re.split(r"(?<=\.)\s", action.help or "", maxsplit=1)[0]
+    return brief
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser._everything = "--help_all" in self.option_strings  # type: ignore[attr-defined]
+        parser.print_help()
+        parser.exit()
+
+
+def _own_fields(kind: type) -> list[str]:
+    """The fields that this package's classes declare."""
+    ours = [base for base in kind.__mro__ if base.__module__.startswith("agile_trainers.")]
+    return [name for base in ours for name in inspect.get_annotations(base)]
+
+
+def _kind(action: argparse.Action) -> str:
+    return {int: "a whole number", float: "a number"}.get(action.type, "a value")  # type: ignore[call-overload]
+
+
+def _split(option: str) -> list[str]:
+    return ["--config", option.partition("=")[2]] if option.startswith("--config=") else [option]

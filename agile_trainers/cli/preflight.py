@@ -1,0 +1,66 @@
+"""Checks what a run is given before anything is loaded or launched."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from transformers.utils import cached_file
+
+from agile_trainers.adapters import find_adapters
+from agile_trainers.adapters.warm_start import CONFIG
+from agile_trainers.cli.errors import message, nearest
+
+
+def check_model(name: str, revision: str | None = None, *, option: str = "model_name_or_path") -> None:
+    """Check that a model can be found, by its configuration.
+
+    Args:
+        name: A folder or Hub id, of a model or an adapter.
+        revision: Of a Hub repository.
+        option: Where the name was given, for the message.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    folder, expected = Path(name).expanduser(), "Expected a folder that holds config.json or adapter_config.json"
+    if folder.is_dir():
+        find_adapters(str(folder))
+        return
+    if folder.exists():
+        raise ValueError(f"{option}={name!r} is a file. {expected}, or a Hub id.")
+    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    near = nearest(folder.name, [one.name for one in beside if one.is_dir()], count=1)
+    if name.startswith(("/", ".", "~")) or len(folder.parts) > 2:
+        raise ValueError(f"There is no folder {option}={name!r}{near or '.'} {expected}.")
+    try:
+        cached_file(name, "config.json", revision=revision)
+    except OSError as error:
+        if _is_adapter(name, revision):
+            return
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"{option}={name!r} is no folder here{near or ','} and the Hub does not give it: {reason}. "
+            f"{expected}, or a Hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'."
+        ) from error
+
+
+def _is_adapter(name: str, revision: str | None) -> bool:
+    try:
+        return cached_file(name, CONFIG, revision=revision) is not None
+    except OSError:
+        return False
+
+
+def check_output(folder: str | Path) -> None:
+    """Check that files can be written to a folder, which is made if it does not exist.
+
+    Raises:
+        ValueError: If not; the message names the folder.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"output_dir={str(folder)!r} cannot be written to: {message(error)}") from error

@@ -1,0 +1,245 @@
+"""Mistakes on the command line: one message that names the value and the way out, exit code 2, no traceback."""
+
+# ruff: noqa: E501 -- one line per mistake
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agile_trainers.cli import train
+from agile_trainers.cli.errors import Progress, is_mistake, message, nearest, take_debug
+from agile_trainers.cli.main import main
+from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
+
+GUESS = ["--environment", "agile:guess_number"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, embedded_model: Path) -> Path:
+    """Files with something wrong in each."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    files = {
+        "good.yaml": "max_steps: 1\n",
+        "twice.yaml": "max_steps: 1\nmax_turns: 2\nmax_steps: 3\n",
+        "malformed.yaml": "max_steps: 1\n  max_turns: [\n",
+        "empty.yaml": "# nothing\n",
+        "list.yaml": "- max_steps\n",
+        "words.yaml": "max_turns: many\n",
+        "listed.yaml": "max_turns: [1]\n",
+        "boolean.yaml": "use_peft: 3\n",
+        "unknown.yaml": "max_turnz: 3\n",
+        "stages.yaml": "output_dir: out\nmodel: m\nenvironment: agile:guess_number\nstages: []\nstages: []\n",
+        "fails_at_start.py": "\n\n1 / 0\n",
+        "needs_more.py": "import no_such_library\n",
+        "rewards_mine.py": "def brevity(**_): return []\n",
+        "a_file": "",
+    }
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    (folder / "nothing_in_it").mkdir()
+    shutil.copytree(embedded_model, folder / "model")
+    shutil.copytree(embedded_model, folder / "damaged")
+    weights = folder / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    return folder
+
+
+MODEL = ["--model_name_or_path", "model"]
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no command of that name": (["gpro"], r"no command 'gpro'; did you mean .*grpo"),
+    "no model": (["grpo"], r"--model_name_or_path is missing: the Hub id or folder"),
+    "no environment": (["reinforce", *MODEL], r"--environment is missing"),
+    "no LoRA for ppo": (["ppo", *MODEL, *GUESS], r"--use_peft is missing.*Add --use_peft"),
+    "environment misspelt": (["grpo", *MODEL, "--environment", "agile:guess_nmber"], r"'agile:guess_nmber'.*agile:guess_number.*agile-trainers envs"),
+    "prefix misspelt": (["grpo", *MODEL, "--environment", "agil:guess_number"], r"'agil:guess_number'.*agile:guess_number"),
+    "level": (["grpo", *MODEL, *GUESS, "--environment_args", '{"level": "eazy"}', "--max_steps", "1"], r"eazy.*easy"),
+    "argument of the environment": (["grpo", *MODEL, *GUESS, "--environment_args", '{"levle": "easy"}'], r"levle.*signature is .*level"),
+    "arguments that are no JSON": (["grpo", *MODEL, *GUESS, "--environment_args", "level=easy"], r"JSON object such as.*'level=easy'"),
+    "arguments without environment": (["grpo", *MODEL, "--environment_args", "{}", "--max_turns", "3"], r"max_turns.*environment"),
+    "module fails": (["grpo", *MODEL, "--environment", "fails_at_start:It"], r"fails_at_start.*ZeroDivisionError.*line 3"),
+    "module lacks a library": (["grpo", *MODEL, "--environment", "needs_more:It"], r"no_such_library.*Install"),
+    "no such module": (["grpo", *MODEL, "--environment", "no_such_module:It"], r"no_such_module.*no module"),
+    "no such name in a module": (["grpo", *MODEL, "--environment", "agile_environments.guess_number:GuessNumbr"], r"GuessNumbr.*did you mean GuessNumber"),
+    "model folder": (["grpo", *GUESS, "--model_name_or_path", "./modle"], r"'./modle'; did you mean model\?"),
+    "model id": (["grpo", *GUESS, "--model_name_or_path", "Qwen/no-such-model"], r"'Qwen/no-such-model'.*Expected a folder"),
+    "model is a file": (["grpo", *GUESS, "--model_name_or_path", "a_file"], r"'a_file' is a file.*Expected a folder"),
+    "model folder without model": (["grpo", *GUESS, "--model_name_or_path", "nothing_in_it"], r"nothing_in_it holds neither.*config.json"),
+    "weights damaged": (["grpo", *GUESS, "--model_name_or_path", "damaged", "--max_steps", "1"], r"'damaged'.*weights.*[Dd]ownload|copy"),
+    "output_dir below a file": (["grpo", *MODEL, *GUESS, "--output_dir", "a_file/run"], r"output_dir='a_file/run'.*choose"),
+    "output_dir not writable": (["grpo", *MODEL, *GUESS, "--output_dir", "/proc/run"], r"output_dir='/proc/run'.*[Cc](heck|hoose)"),
+    "option misspelt": (["grpo", *MODEL, "--max_turnz", "3"], r"no option --max_turnz; did you mean --max_turns"),
+    "no number": (["grpo", *MODEL, "--max_turns", "many"], r"--max_turns.*int.*'many'"),
+    "number out of range": (["grpo", *MODEL, *GUESS, "--gamma", "2"], r"gamma.*\[0, 1\], got 2"),
+    "no choice": (["grpo", *MODEL, *GUESS, "--lr_scheduler_type", "cosin"], r"cosin.*cosine"),
+    "left over": (["grpo", *MODEL, *GUESS, "--max_steps", "1", "stray"], r"'stray' belongs to no option"),
+    "no steps": (["grpo", *MODEL, *GUESS], r"max_steps must say how long"),
+    "batch against group": (["grpo", *MODEL, *GUESS, "--max_steps", "1", "--num_generations", "3"], r"divisible"),
+    "configuration misspelt": (["grpo", *MODEL, "--config", "god.yaml"], r"no file god.yaml; did you mean good.yaml"),
+    "configuration is a folder": (["grpo", *MODEL, "--config", "model"], r"model cannot be read.*YAML file"),
+    "configuration without a name": (["grpo", *MODEL, "--config"], r"--config: the name of a YAML file is missing"),
+    "configuration malformed": (["grpo", *MODEL, "--config", "malformed.yaml"], r"malformed.yaml, line 2.*not YAML.*Expected"),
+    "configuration empty": (["grpo", *MODEL, "--config=empty.yaml"], r"empty.yaml is empty.*Expected"),
+    "configuration a list": (["grpo", *MODEL, "--config", "list.yaml"], r"list.yaml holds a list.*Expected"),
+    "configuration binary": (["grpo", *MODEL, "--config", "binary.yaml"], r"binary.yaml is not text.*UTF-8"),
+    "configuration twice": (["grpo", *MODEL, "--config", "twice.yaml"], r"'max_steps' is given twice, in lines 1 and 3"),
+    "two configurations": (["grpo", *MODEL, "--config", "good.yaml", "--config", "twice.yaml"], r"--config is given twice"),
+    "word for a number": (["grpo", *MODEL, "--config", "words.yaml"], r"max_turns.*int.*'many'"),
+    "list for a number": (["grpo", *MODEL, "--config", "listed.yaml"], r"max_turns must be a whole number, got \[1\]"),
+    "number for a switch": (["grpo", *MODEL, "--config", "boolean.yaml"], r"use_peft must be true or false, got 3"),
+    "unknown in the file": (["grpo", *MODEL, "--config", "unknown.yaml"], r"no option --max_turnz; did you mean --max_turns"),
+    "data set": (["grpo", *MODEL, *GUESS, "--dataset_name", "./no_rows"], r"'./no_rows' cannot be loaded.*Expected"),
+    "reward function": (["grpo", *MODEL, *GUESS, "--max_steps", "1", "--reward_funcs", "acuracy_reward"], r"'acuracy_reward'; did you mean accuracy_reward"),
+    "reward function in a module": (["grpo", *MODEL, *GUESS, "--max_steps", "1", "--reward_funcs", "rewards_mine.brevit"], r"brevit'; did you mean brevity"),
+    "modules of LoRA": (["grpo", *MODEL, *GUESS, "--max_steps", "1", "--use_peft", "--lora_target_modules", "q_prj"], r"q_prj"),
+    "checkpoint": (["grpo", *MODEL, *GUESS, "--max_steps", "1", "--resume_from_checkpoint", "no_checkpoint"], r"no_checkpoint"),
+    "vLLM not installed": (["grpo", *MODEL, *GUESS, "--max_steps", "1", "--use_vllm"], r"pip install 'agile-trainers\[vllm\]'"),
+    "launch configuration": (["grpo", *MODEL, *GUESS, "--accelerate_config", "zero9"], r"zero9"),
+    "number of processes": (["grpo", *MODEL, *GUESS, "--num_processes", "two"], r"num_processes.*int.*'two'"),
+    "environment of check": (["check", "--environment", "agile:guess_nmber"], r"agile:guess_number.*agile-trainers envs"),
+    "no environment to check": (["check"], r"--environment is missing"),
+    "option of check": (["check", *GUESS, "--epizodes", "3"], r"--epizodes; did you mean --episodes"),
+    "configuration of check": (["check", *GUESS, "--config", "twice.yaml"], r"'max_steps' is given twice"),
+    "environment of play": (["play", "--environment", "agile:guess_nmber"], r"agile:guess_number.*agile-trainers envs"),
+    "model of play": (["play", *GUESS, "--model", "./modle"], r"'./modle'; did you mean model"),
+    "no pipeline": (["chain", "stagse.yaml"], r"no file stagse.yaml; did you mean stages.yaml"),
+    "pipeline twice": (["chain", "stages.yaml"], r"'stages' is given twice, in lines 4 and 5"),
+    "pipeline empty": (["chain", "empty.yaml"], r"empty.yaml is empty"),
+    "folder of the demo": (["demo", "--quick", "--output_dir", "a_file/demo"], r"output_dir='a_file/demo'.*choose"),
+    "option of env": (["env", "--jsn"], r"--jsn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message_with_the_way_out(
+    mistake: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv, expected = MISTAKES[mistake]
+    monkeypatch.chdir(folder)
+    try:
+        code = main(argv)
+    except SystemExit as stop:  # argparse's
+        code = stop.code  # type: ignore[assignment]
+    out, err = capsys.readouterr()
+    said = err if argv[0] not in ("check",) or code == 2 else out
+    assert code == (1 if argv[:2] == ["check", "--environment"] and "nmber" in argv[2] else 2)
+    assert re.search(expected, " ".join(said.split()), re.DOTALL), said
+    assert "Traceback" not in said and 'File "' not in said
+    assert mistake == "no command of that name" or len(said.strip().splitlines()) <= 12, said
+
+
+def test_a_real_process_prints_no_traceback_without_debug(folder: Path) -> None:
+    command = [sys.executable, "-m", "agile_trainers.cli.main", *MISTAKES["environment misspelt"][0]]
+    plain, debug = (
+        subprocess.run([*command, *more], cwd=folder, capture_output=True, text=True) for more in ([], ["--debug"])
+    )
+    assert plain.returncode == 2 and debug.returncode == 1
+    assert "Traceback" not in plain.stderr and "agile-trainers envs" in plain.stderr
+    assert "Traceback" in debug.stderr and "make_environment_factory" in debug.stderr
+
+
+def test_processes_that_accelerate_starts_say_a_mistake_once_each(folder: Path) -> None:
+    """What only they find out: here, that nothing says how long to train."""
+    command = [sys.executable, "-m", "agile_trainers.cli.main", "grpo", *MODEL, *GUESS, "--num_processes", "1", "--cpu"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("max_steps must say how long to train") == 1
+
+
+def test_a_bare_command_speaks_of_the_model_and_not_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["grpo"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "--model_name_or_path is missing" in said and "bf16" not in said
+
+
+class Crashes:
+    """Goes wrong once training has begun: nothing the user gave."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        return "Say yes.", {}
+
+    def step(self, action: str) -> Any:
+        return "", float(len(action)), True, False, {}
+
+
+def test_a_crash_in_training_keeps_its_traceback_and_the_cpu_is_announced(
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def crash(*_: Any, **__: Any) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    trainer = train.ALGORITHMS["grpo"][1]
+    monkeypatch.setattr(trainer, "_generate_and_score_completions", crash)
+    argv = [
+        "grpo",
+        "--model_name_or_path",
+        str(embedded_model),
+        "--environment",
+        f"{__name__}:Crashes",
+        "--max_steps",
+        "1",
+    ]
+    with pytest.raises(ValueError, match="a bug"):
+        main([*argv, "--output_dir", str(tmp_path), "--report_to", "none"])
+    assert Progress.training and "There is no GPU: training runs on the CPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "training", "mistake", "said"),
+    [
+        (ValueError("x must be 1, got 2."), False, True, "x must be 1, got 2."),
+        (ValueError("x"), True, False, "x"),
+        (KeyError("x"), False, False, "'x'"),
+        (RuntimeError("shape"), False, False, "shape"),
+        (TypeError("f() takes 1"), False, True, "TypeError: f() takes 1"),
+        (PermissionError(13, "Permission denied", "/a/b"), False, True, "/a/b: Permission denied. Choose a path"),
+        (OSError(28, "No space left on device", "/a/b"), True, True, "/a/b: No space left on device. Free some space"),
+        (OSError(5, "Input/output error", "/a/b"), True, False, "/a/b: Input/output error."),
+        (ModuleNotFoundError("No module named 'gem'", name="gem"), False, True, "Install the package that 'gem'"),
+    ],
+)
+def test_mistakes_and_crashes(
+    error: Exception, training: bool, mistake: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Progress, "training", training)
+    assert is_mistake(error) is mistake
+    assert message(error).startswith(said) or said in message(error)
+
+
+def test_debug_is_ours_unless_it_has_a_value_of_the_trainers() -> None:
+    assert take_debug(["a", "--debug", "--b"]) == (True, ["a", "--b"])
+    assert take_debug(["--debug", "underflow_overflow"]) == (False, ["--debug", "underflow_overflow"])
+    assert nearest("max_turn", ["max_turns", "beta"]) == "; did you mean max_turns?" and nearest("zzz", ["a"]) == ""
+
+
+def test_equal_keys_are_refused_at_any_depth_and_merged_ones_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  x: 3\n")
+    assert read_yaml(path) == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
+    path.write_text("stages:\n- name: one\n  beta: 1\n  beta: 2\n")
+    with pytest.raises(YAMLFileError, match=r"'beta' is given twice, in lines 3 and 4"):
+        read_yaml(path)
+
+
+def test_help_shows_our_options_first_and_all_of_them_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = []
+    for option in ("--help", "--help_all"):
+        with pytest.raises(SystemExit) as stop:
+            main(["grpo", option])
+        assert stop.value.code == 0
+        pages.append(capsys.readouterr().out)
+    brief, whole = pages
+    assert brief.index("--environment ") < brief.index("--max_turns ") < brief.index("--learning_rate ")
+    assert "--adafactor" not in brief and "--optim_target_modules" not in brief and "--optim_target_modules" in whole
+    assert all(f"--{name} " in brief for name in train.MultiTurnConfig._own_fields() - {"max_completion_length"})
+    options = train.make_parser("grpo")._option_string_actions
+    assert all(name in whole for name in options if name.startswith("--") and "-" not in name[2:] and "no_" not in name)
+    assert len(brief.splitlines()) < 200 and max(map(len, brief.splitlines())) <= 110
