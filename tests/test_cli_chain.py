@@ -312,7 +312,7 @@ def test_dry_run(pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "is not YAML" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["chain", str(tmp_path / "gone.yaml")])
-    assert "gone.yaml cannot be read: No such file" in capsys.readouterr().err
+    assert "There is no file" in capsys.readouterr().err
 
 
 @pytest.mark.slow
