@@ -206,7 +206,8 @@ def _evaluation(raw: Any, shared: dict[str, Any], stages: list[Stage]) -> dict[s
     options = {name: value for name, value in shared.items() if name in _options_of(EVALUATION)}
     options |= {name: played[name] for name in EPISODES if name in played} | given
     # Nothing is trained; a generation batch of two is the least that is allowed.
-    options |= {"max_steps": 1, "per_device_train_batch_size": 2, "beta": 0.0, "eval_strategy": "no"}
+    options |= {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    options |= {"beta": 0.0, "eval_strategy": "no"}
     return options | {"report_to": "none", "push_to_hub": False}
 
 

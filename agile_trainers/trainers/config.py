@@ -1,7 +1,6 @@
 """Options that every multi-turn trainer shares, on top of TRL's ``GRPOConfig``."""
 
 import copy
-import os
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -9,7 +8,9 @@ from trl import GRPOConfig
 
 from agile_trainers.objectives.mismatch import MODES
 
+from .launch import fill_deepspeed
 from .objective_options import CISPO_BOUND, check_counts, check_objective, check_read
+from .recipe import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
 from .vllm_options import check_options
 
 TRL_COMPLETION_LENGTH = 512
@@ -29,6 +30,13 @@ class MultiTurnConfig(GRPOConfig):
     ``"turn_truncate"``, the default with an environment, and ``"turn_mask"``; ``epsilon_high`` defaults to 5.0 with an
     environment and ``loss_type="cispo"``, whose weights TRL's default would cut to a fifth. For ``vllm_*`` see
     ``docs/vllm.md``.
+
+    Two more defaults differ with an environment. TRL's train a LoRA adapter at the rate of a whole model, on one group.
+
+    - ``learning_rate``: 1e-5 where an adapter is trained (``peft_config``, or a ``model`` that is one), else TRL's 1e-6. The
+      trainer knows which; once it is made, ``args.learning_rate`` is the number.
+    - ``gradient_accumulation_steps``: the smallest number with which one update, over all processes, sees 8 whole groups (64
+      episodes where there are no groups). With ``steps_per_generation`` or ``generation_batch_size`` it is TRL's 1.
 
     A field below has an effect only with an environment; setting one without is an error.
 
@@ -89,6 +97,17 @@ class MultiTurnConfig(GRPOConfig):
     """Whether the algorithm does without groups (``num_generations=1``)."""
     _has_critic: ClassVar[bool] = False
 
+    learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Learning rate. Default: 1e-5 for an adapter in an environment, otherwise TRL's 1e-6."},
+    )
+    gradient_accumulation_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Micro-batches of one update. Default: as many as 8 groups (or 64 episodes) take; without an "
+            "environment, or with steps_per_generation or generation_batch_size, 1."
+        },
+    )
     max_completion_length: int | None = field(
         default=None,
         metadata={"help": "Without an environment, as in TRL (512); with one it is max_turns * max_new_tokens."},
@@ -167,12 +186,16 @@ class MultiTurnConfig(GRPOConfig):
         # left to `without_environment`.
         group, eval_group = vars(self)["num_generations"], vars(self)["num_generations_eval"]
         self.num_generations_eval = eval_group or 1
+        if self._groupless and group != 1:
+            raise ValueError(
+                f"num_generations={group} has no effect: {type(self).__name__} compares no group, so every episode "
+                "starts from a state of its own. Leave num_generations unset (1)."
+            )
+        given = (vars(self)[name] for name in _BATCH)
+        self._batch_is_ours = all(value is None for value in given)
+        if self.gradient_accumulation_steps is None:
+            self.gradient_accumulation_steps = accumulation(self) if self._batch_is_ours else 1
         if self._groupless:
-            if group != 1:
-                raise ValueError(
-                    f"num_generations={group} has no effect: {type(self).__name__} compares no group, so every episode "
-                    "starts from a state of its own. Leave num_generations unset (1)."
-                )
             self.num_generations = self._episodes_per_generation()
         super().__post_init__()
         self.num_generations, self.num_generations_eval = group, eval_group
@@ -228,6 +251,11 @@ class MultiTurnConfig(GRPOConfig):
                 "Pass `environment=...` to the trainer, or leave them unset."
             )
         args = copy.copy(self)
+        if args.learning_rate is None:
+            args.learning_rate = TRL_LEARNING_RATE
+        if self._batch_is_ours:
+            take_trl_batch(args)
+        fill_deepspeed(args)
         args.max_completion_length = self.max_completion_length or TRL_COMPLETION_LENGTH
         args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or TRL_SAMPLING_MODE
         args.disable_dropout = bool(self.disable_dropout)
@@ -340,8 +368,7 @@ class MultiTurnConfig(GRPOConfig):
 
     def _episodes_per_generation(self) -> int:
         """A group size that TRL's check of the generation batch lets pass, for algorithms without groups."""
-        steps = self.steps_per_generation or self.gradient_accumulation_steps
-        local = self.per_device_train_batch_size * steps * int(os.environ.get("WORLD_SIZE", "1"))
+        local = micro_batch(self) * (self.steps_per_generation or self.gradient_accumulation_steps or 1)
         episodes = self.generation_batch_size or local
         if episodes < 2:
             raise ValueError(
@@ -355,6 +382,9 @@ class MultiTurnConfig(GRPOConfig):
         trl = {f.name for f in fields(GRPOConfig)}
         return {f.name for f in fields(cls)} - trl
 
+
+_BATCH = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+"""What makes an update larger than a micro-batch."""
 
 _NO_EFFECT = {
     "use_transformers_continuous_batching": "the rollout generator admits and retires episodes at every token already",

@@ -7,6 +7,8 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DeepSpeedPlugin
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 _ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DEEPSPEED", "ACCELERATE_USE_FSDP": "FSDP"}
 """What ``accelerate launch`` sets for a configuration's ``distributed_type``."""
@@ -33,6 +35,17 @@ def check_parallelism(args: Any) -> None:
                 "together. Leave parallelism_config unset; for long episodes use gradient_checkpointing=True, and shard the "
                 "model with accelerate_configs/zero3.yaml or fsdp2.yaml."
             )
+
+
+def fill_deepspeed(args: Any) -> None:
+    """Fill the ``"auto"`` entries of ``args.deepspeed`` again, after a default was decided that they follow.
+
+    ``TrainingArguments`` fills them when it is made, which is before the trainer knows the learning rate.
+    """
+    if args.deepspeed:
+        args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+        args.hf_deepspeed_config.trainer_config_process(args)
+        args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
 
 
 def check_engine(accelerator: Accelerator, args: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
+from peft import PeftModel
 from transformers.utils import logging
 
 from agile_trainers.adapters import explaining_scope, within_scope
@@ -34,6 +35,7 @@ from .evaluation import EpisodeEvaluation
 from .hub import HubModels
 from .launch import check_engine, check_parallelism
 from .randomness import training_specs
+from .recipe import decide_learning_rate, idle_recipe
 from .reference import ReferencePolicy
 from .rollout_log import RolloutLog
 from .scoring import Scoring
@@ -173,6 +175,11 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         use_vllm, args.use_vllm = args.use_vllm, args.use_vllm and environment is None
         start = start_from(Start(model, args, processing_class, quantization_config, peft_config))
         self._saved, args = start.saved, start.args
+        if environment is not None:
+            adapter = start.peft_config is not None or isinstance(start.model, PeftModel)
+            decide_learning_rate(args, adapter=adapter)
+            for finding in idle_recipe(args, adapter=adapter and optimizers[0] is None):
+                logger.warning(finding)
         with explaining_scope(getattr(args, "lora_target_scope", None)):
             super().__init__(
                 model=start.model,

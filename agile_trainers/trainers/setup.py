@@ -192,8 +192,8 @@ def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
         raise ValueError(
             f"train_dataset has {len(dataset)} rows, but a generation batch takes {groups} (generation_batch_size="
             f"{args.generation_batch_size} / num_generations={args.num_generations}): not a single step would be "
-            "trained. Pass more rows, raise num_generations, or lower per_device_train_batch_size or "
-            "steps_per_generation."
+            f"trained. Pass more rows, or lower gradient_accumulation_steps={args.gradient_accumulation_steps}, "
+            "steps_per_generation or per_device_train_batch_size."
         )
     return dataset
 

@@ -62,6 +62,7 @@ def settings(output_dir: Path | str, **changes: Any) -> dict[str, Any]:
         "stop_strings": list("aeiou01234 !"),
         "num_generations": 4,
         "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
         "max_steps": 1,
         "optim": "sgd",
         "learning_rate": 0.1,
