@@ -1,4 +1,4 @@
-"""The learning rate and the size of an update that nobody set: decided once, right for what is trained, warned of if idle."""
+"""The learning rate and the size of an update that nobody set: decided once, right for what is trained, warned of."""
 
 from __future__ import annotations
 
