@@ -30,6 +30,7 @@ advantage_granularity: trajectory
 SHARED = """\
 num_generations: 4
 per_device_train_batch_size: 8
+gradient_accumulation_steps: 1
 max_steps: 2
 learning_rate: 1.0e-2
 report_to: none
