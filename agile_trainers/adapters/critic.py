@@ -102,7 +102,7 @@ def _return_values(base: PreTrainedModel, router: AdapterRouter) -> None:
         if value_positions is None:
             return original(*args, **kwargs)
         outputs = original(*args, **kwargs) if kwargs.get("fused_lm_head") else {}
-        read = {name: kwargs[name] for name in ("input_ids", "attention_mask")}
+        read = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
         with router.route(CRITIC):
             hidden = self.base_model(**read, use_cache=False).last_hidden_state
             values = read_values(hidden, value_positions, self.value_head)

@@ -34,6 +34,7 @@ from .config import MultiTurnConfig
 from .evaluation import EpisodeEvaluation
 from .hub import HubModels
 from .launch import check_engine, check_parallelism
+from .noise import switch_off_noise
 from .randomness import training_specs
 from .recipe import decide_learning_rate, idle_recipe
 from .reference import ReferencePolicy
@@ -221,6 +222,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
                 self.processing_class.chat_template = self.engine.chat.chat_template
             check_first_prompt(self.engine, args.seed, first_row, needs_anchor=self._needs_anchors)
             self._set_up_reference()
+            self._switch_off_noise()
             self._set_up_checkpoints()
             self._set_up_hub()
             self._offloading = activation_offloading(args, self.model)
@@ -230,6 +232,13 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
                     "Set router_aux_loss_coef=0.0 in model_init_kwargs, or skip_zero_advantage=False."
                 )
             self._set_up_generation()
+
+    def _switch_off_noise(self) -> None:
+        """After construction, and after every adapter that is added later."""
+        if self.args.disable_dropout:
+            for model in (self.model, self.ref_model):
+                if model is not None:
+                    switch_off_noise(model)
 
     # ---------------------------------------------------------------------------------------------------- rollout
 
@@ -381,9 +390,11 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             self._loss_batch, self.beta = None, beta
 
     def _get_per_token_logps_and_entropies(
-        self, *args: Any, **kwargs: Any
+        self, model: Any, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self.engine is not None:
+            model = self._with_positions(model)
+        log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         batch = self._loss_batch
         if batch is None or not self._turn_ratios:
             return log_probs, entropies, aux_loss

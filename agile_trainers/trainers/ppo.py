@@ -8,7 +8,6 @@ import torch
 from peft import PeftModel
 from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import disable_dropout_in_model
 
 from agile_trainers.adapters import CRITIC, POLICY, belongs_to, restore_adapter, start_critic, thaw
 from agile_trainers.objectives.advantages import whiten
@@ -168,8 +167,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         start_critic(
             self.model, self._saved, self.args.critic_start, seed=self.args.seed, autocast_adapter_dtype=not zero3
         )
-        if self.args.disable_dropout:
-            disable_dropout_in_model(self.model)
+        self._switch_off_noise()
         self._thaw()
         if self.args.turn_value_position != "state":
             logger.warning(
@@ -230,7 +228,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
                 # Past the last token of the longest row nothing is read that counts.
                 positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
                 with self.accelerator.autocast():
-                    outputs = self.model(**read_inputs(part), value_positions=positions)
+                    outputs = self._with_positions(self.model)(**read_inputs(part), value_positions=positions)
                 read[rows] = outputs.state_values
         values = self._pooled(read[:, :-1], batch.turn_ids, batch.turn_mask.size(1))
         turn_values = values

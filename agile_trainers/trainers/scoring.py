@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters import REFERENCE
 from agile_trainers.objectives.kl import turn_log_ratio
+from agile_trainers.rollout.generators.architecture import positions, takes_position_ids
 from agile_trainers.types import TurnBatch
 
 from .batching import Batch, like_length, read_inputs
 from .generation import Generation
+from .vllm_options import base_model
 
 
 class Scoring(Generation):
@@ -25,6 +28,16 @@ class Scoring(Generation):
     def _scores_old_policy(self) -> bool:
         """Whether an update sees a batch that an older policy, or another engine, sampled; TRL's own condition."""
         return self._corrects_mismatch or self.args.gradient_accumulation_steps % self._generate_every != 0
+
+    def _with_positions(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """``model``, told each token's position as the sampler is: left padding must not count."""
+        if not takes_position_ids(base_model(self.accelerator.unwrap_model(self.model))):
+            return model
+
+        def forward(*, attention_mask: torch.Tensor, **inputs: Any) -> Any:
+            return model(attention_mask=attention_mask, position_ids=positions(attention_mask), **inputs)
+
+        return forward
 
     def _policy_scores(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Batch:
         """Log-probabilities (B, T) of policy and reference, where the step needs them.
@@ -56,9 +69,7 @@ class Scoring(Generation):
         scores = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
         for chosen, part in like_length(batch, self.args.per_device_train_batch_size, rows):
             length = part["completion_ids"].size(1)
-            log_probs, _, _ = super()._get_per_token_logps_and_entropies(
-                model=model, **read_inputs(part), logits_to_keep=length
-            )
+            log_probs, _, _ = self._get_per_token_logps_and_entropies(model, **read_inputs(part), logits_to_keep=length)
             scores[chosen, :length] = log_probs.float()
         return scores
 

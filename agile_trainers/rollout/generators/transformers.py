@@ -12,9 +12,9 @@ from typing import cast
 
 import torch
 from peft import PeftModel
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from agile_trainers.rollout.generators.architecture import keeps_every_key, takes_position_ids
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import check_request, check_token_ids
 from agile_trainers.rollout.generators.decoding import (
@@ -89,8 +89,8 @@ class TransformersGenerator:
             raise ValueError(
                 f"{type(base).__name__} takes no `past_key_values`: pure state-space models are not supported."
             )
-        self._takes_positions = "position_ids" in accepted
-        self._keeps_cache = self._takes_positions and _has_full_attention(base)
+        self._takes_positions = takes_position_ids(base)
+        self._keeps_cache = keeps_every_key(base)
         if not self._keeps_cache:
             _log_rereading(base.config.model_type)
         # MPS has no float64.
@@ -267,11 +267,6 @@ class TransformersGenerator:
 def _move(episodes: list[Episode], kv: KVBatch) -> None:
     for row, episode in enumerate(episodes):
         episode.kv, episode.row = kv, row
-
-
-def _has_full_attention(base: PreTrainedModel) -> bool:
-    """Whether every layer keeps keys and values of the whole conversation, which makes rows free to be repacked."""
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
 
 
 def _check_eval_mode(model: torch.nn.Module) -> None:

@@ -1,0 +1,61 @@
+"""Switches off everything in a model that draws random numbers in training mode."""
+
+from __future__ import annotations
+
+import re
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+_NOISE = re.compile("drop|jitter|noise")
+_READ_FROM_CONFIG = re.compile("^(?!classifier|summary).*(dropout|pdrop)")
+"""Names that forward passes read from the configuration itself (Falcon, GPT-Neo, GPT-J, Persimmon)."""
+_SAMPLING_ROUTERS = ("PhimoeTopKRouter",)
+"""Classes that route to sampled experts in training mode, whatever their rates. Their rates act in eval mode too."""
+
+
+def switch_off_noise(model: nn.Module) -> None:
+    """Set the rates of dropout, layer drop and router jitter to 0: training mode then computes what eval mode does.
+
+    TRL's ``disable_dropout_in_model`` reaches ``nn.Dropout`` only. Most transformers models keep the rates of attention,
+    residual and router noise as floats, on their modules or on the configuration. What the configuration says is changed,
+    and saved, with the model; the log says so. Call it again after an adapter is added.
+
+    Args:
+        model: Any model, adapters included.
+    """
+    for module in model.modules():
+        if type(module).__name__ in _SAMPLING_ROUTERS:
+            module.train = MethodType(_stay_in_eval, module)  # type: ignore[method-assign]
+            module.eval()
+        elif isinstance(module, _DropoutNd):
+            module.p = 0.0
+        else:
+            _zero(module, _NOISE)
+    config = getattr(model, "config", None)
+    if config is not None:
+        config = config.get_text_config()
+        if changed := _zero(config, _READ_FROM_CONFIG):
+            logger.info(
+                "disable_dropout=True sets %s of the model's configuration to 0, also in what is saved.",
+                ", ".join(changed),
+            )
+
+
+def _zero(holder: Any, names: re.Pattern[str]) -> list[str]:
+    """Set the positive floats of ``holder`` with such a name to 0; return which."""
+    rates = [
+        name for name, value in vars(holder).items() if isinstance(value, float) and value > 0 and names.search(name)
+    ]
+    for name in rates:
+        setattr(holder, name, 0.0)
+    return rates
+
+
+def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
+    return nn.Module.train(module, False)

@@ -1,0 +1,139 @@
+"""Sampler and trainer compute the same log-probabilities, whatever the model's architecture: positions, noise, ropes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from games import Chatter, Gradients, draw_batch, make_trainer, relative_error
+from ppo_games import make_ppo, wake
+from trl.trainer.utils import use_adapter
+
+from agile_trainers.embedded import make_tokenizer
+from agile_trainers.rollout.record import read_records
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import architectures
+
+LEARNED_POSITIONS = ["gpt2", "gpt_neo", "gpt_bigcode", "opt"]
+
+
+def saved(name: str, folder: Path, **changes) -> Path:
+    """A tiny model of this architecture and its tokenizer, as a folder."""
+    architectures.make_model(name, **changes).save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.parametrize("name", [*LEARNED_POSITIONS, "qwen2"])
+def test_padding_moves_no_position(tmp_path, name):
+    """Scored in one padded batch, each row has the log-probs that the model gives it alone, without padding."""
+    model = saved(name, tmp_path)
+    trainer = make_trainer(model, tmp_path, lora=False, num_iterations=2)
+    batch = draw_batch(trainer)
+    assert len({int(row.sum()) for row in batch["prompt_mask"]}) > 1, "all prompts have one length: the test is empty"
+    alone = architectures.make_model(name).eval()
+    for row in range(8):
+        prompt = batch["prompt_ids"][row][batch["prompt_mask"][row] > 0]
+        completion = batch["completion_ids"][row][batch["completion_mask"][row] > 0]
+        with torch.no_grad():
+            logits = alone(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
+        scored = batch["old_per_token_logps"][row, : len(completion)]
+        torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo"])
+def test_micro_batches_change_no_gradient_with_learned_positions(tmp_path, name):
+    model, steps = saved(name, tmp_path), []
+    for size in (8, 1):
+        gradients = Gradients()
+        trainer = make_trainer(
+            model,
+            tmp_path / str(size),
+            lora=False,
+            callbacks=[gradients],
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+        )
+        trainer.train()
+        steps.append(gradients.steps[0])
+    assert relative_error(steps[1], steps[0]) < 1e-5
+
+
+def value_of(trainer, record, position):
+    """V at a position of one episode: PEFT's own switch, an unpadded row, the head by hand."""
+    base = trainer.model.get_base_model()
+    with torch.no_grad(), use_adapter(trainer.model, "critic"):
+        hidden = base.base_model(torch.tensor([record["prompt_ids"] + record["completion_ids"]])).last_hidden_state
+        return (hidden[0, position] @ base.value_head.modules_to_save["critic"].weight[0]).item()
+
+
+def test_padding_moves_no_position_of_the_critic(tmp_path):
+    """Values of a padded batch are the critic's of each episode alone; those of an update are the same."""
+    trainer = make_ppo(
+        saved("gpt2", tmp_path), tmp_path, environment=Chatter, lora={"target_modules": ["c_attn", "c_fc"]}
+    )
+    wake(trainer)
+    trainer.model.get_base_model().value_head.modules_to_save["critic"].bias.data.zero_()
+    batch = draw_batch(trainer)
+    assert len({int(row.sum()) for row in batch["prompt_mask"]}) > 1, "all prompts have one length: the test is empty"
+    (file,) = (tmp_path / "rollouts").glob("*.jsonl")
+    records = sorted(read_records(file), key=lambda record: (record["group"], record["member"]))
+    for row, record in enumerate(records):
+        for turn in range(len(record["turns"])):
+            expected = value_of(trainer, record, len(record["prompt_ids"]) + record["turn_ids"].index(turn) - 1)
+            assert batch["old_values"][row, turn].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    trainer._count_turns([batch])
+    trainer._compute_loss(trainer.model, {**batch, "value_targets": batch["old_values"]})
+    assert trainer._metrics["train"]["value/loss"][-1] < 1e-9
+
+
+NOISY = {
+    "llama": {"attention_dropout": 0.1},
+    "mixtral": {"router_jitter_noise": 0.1},
+    "seed_oss": {},  # as shipped: attention_dropout and residual_dropout .1
+    "opt": {"layerdrop": 0.5},
+    "falcon": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "phimoe": {"input_jitter_noise": 0.1, "router_aux_loss_coef": 0.0},  # its router samples experts
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_every_ratio_is_one_before_the_first_update_of_a_model_with_noise(tmp_path, name):
+    """Rates kept as floats are off too, when scoring and when training."""
+    row = architectures.compare(name, tmp_path, **NOISY[name])
+    assert row.accepted and row.tokens > 20
+    assert row.gap < 1e-5
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "adapters"])
+def test_reference_and_critic_have_no_noise(tmp_path, whole):
+    """In training mode the reference starts as the policy, and the critic's values of an update are those of the rollout."""
+    model = saved("llama", tmp_path, attention_dropout=0.1)
+    options = {"beta": 0.1, "num_iterations": 2}
+    if whole:
+        trainer = make_trainer(model, tmp_path, lora=False, **options)
+    else:
+        trainer = make_ppo(model, tmp_path, lora={"lora_dropout": 0.1}, reference_adapter=True, **options)
+        wake(trainer)
+        trainer.update_reference()
+    batch = draw_batch(trainer)
+    actions = batch["turn_ids"] >= 0
+    gap = (batch["ref_per_token_logps"] - batch["old_per_token_logps"])[actions].abs().max()
+    assert gap < 1e-5
+    if not whole:
+        trainer._count_turns([batch])
+        trainer._compute_loss(trainer.model, {**batch, "value_targets": batch["old_values"]})
+        assert trainer._metrics["train"]["value/loss"][-1] < 1e-9
+
+
+def test_rates_that_forward_passes_read_from_the_configuration_are_zero(tmp_path):
+    trainer = make_trainer(saved("falcon", tmp_path, attention_dropout=0.1), tmp_path, lora=False)
+    assert trainer.model.config.attention_dropout == 0.0
+    trainer = make_trainer(
+        saved("falcon", tmp_path / "kept", attention_dropout=0.1), tmp_path, lora=False, disable_dropout=False
+    )
+    assert trainer.model.config.attention_dropout == 0.1
