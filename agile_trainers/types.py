@@ -7,7 +7,7 @@ positions are *completion coordinates*: index 0 is the first token after the pro
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ NO_TURN = -1
 """Value of ``turn_ids`` on every token that is not part of an action."""
 
 
-class StopReason(str, Enum):
+class StopReason(StrEnum):
     """Why an episode ended. The value is the name used in metrics (``stop/<value>``) and in the rollout log."""
 
     TERMINATED = "terminated"

@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 from trl.scripts.grpo import make_parser as make_trl_parser
 
-from agile_trainers.cli import train
+from agile_trainers.cli import launch_configs, train
+from agile_trainers.cli.launch_configs import FOLDER
 from agile_trainers.cli.main import COMMANDS, OWN_MODULES, main
 from agile_trainers.cli.train import ALGORITHMS
 
+TRLS = Path(trl.__file__).parent / "accelerate_configs"
 CONFIG = """\
 environment: agile:guess_number
 environment_args: {level: easy}
@@ -218,3 +221,35 @@ def test_launch_hands_each_option_to_whom_it_belongs(
     assert arguments.num_processes == 2 and arguments.module
     assert arguments.training_script == "agile_trainers.cli.train"
     assert arguments.training_script_args == ["grpo", *own]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--accelerate_config zero2", [f"{FOLDER}/zero2.yaml"]),
+        ("--accelerate_config=cpu/ddp --num_processes 3", [f"{FOLDER}/cpu/ddp.yaml", "--num_processes", "3"]),
+        ("--accelerate_config pyproject.toml", ["pyproject.toml"]),
+        ("--num_processes 3 --accelerate_config multi_gpu", [f"{TRLS}/multi_gpu.yaml", "--num_processes", "3"]),
+    ],
+)
+def test_a_launch_configuration_is_a_file_or_a_name(monkeypatch, options: str, expected: list[str]) -> None:
+    monkeypatch.chdir(FOLDER.parent)
+    assert launch_configs.resolve(options.split()) == ["--config_file", *expected]
+
+
+def test_the_file_that_a_launch_configuration_names_is_found_from_anywhere(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = launch_configs.resolve(["--accelerate_config", "cpu/zero3"])
+    named = ["--deepspeed_config_file", f"{FOLDER}/cpu/zero3.json"]
+    assert found == ["--config_file", f"{FOLDER}/cpu/zero3.yaml", *named]
+    (tmp_path / "own.yaml").write_text("deepspeed_config: {deepspeed_config_file: own.json}")
+    assert launch_configs.resolve(["--accelerate_config", "own.yaml"]) == ["--config_file", "own.yaml"]
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("zero22", "did you mean zero2?"), ("megatron", "megatron")])
+def test_a_launch_configuration_that_is_none_ends_the_command(capsys, name: str, nearest: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        train.main(["grpo", "--accelerate_config", name, "--model_name_or_path", "model"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and f"--accelerate_config {name}" in said and nearest in said
+    assert all(ours in said for ours in ("ddp", "fsdp2", "single", "zero1", "zero2", "zero3", "cpu/zero3"))

@@ -84,6 +84,7 @@ def test_this_machine(capsys):
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["trl"] == version("trl") and set(found["versions"]) == {*SHOWN, *EXTRAS}
+    assert (Path(found["accelerate_configs"]) / "zero2.yaml").is_file()
     assert len(found["gpus"]) == torch.cuda.device_count()
     names = [feature["name"] for feature in found["features"]]
     assert names == list(works(inspect_machine()))

@@ -1,12 +1,17 @@
-"""The package as a whole: what may import what, what is installed, and how heavy the core is."""
+"""The package as a whole: what may import what, and how heavy the core is. What is installed: test_wheel.py."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+
+import agile_trainers
+from agile_trainers import trainers
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
@@ -79,12 +84,21 @@ def _top_level_imports(path: Path) -> set[str]:
     return names
 
 
-def test_every_package_folder_is_installed() -> None:
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for source, package in (("agile_trainers", "agile_trainers"), ("environments", "agile_environments")):
-        for init in (ROOT / source).rglob("__init__.py"):
-            name = ".".join((package, *init.parent.relative_to(ROOT / source).parts))
-            assert f'"{name}"' in text, f"add {name!r} to packages in pyproject.toml"
+def test_the_package_itself_is_light() -> None:
+    heavy = "{'torch', 'trl', 'transformers', 'peft', 'datasets', 'accelerate', 'numpy'}"
+    code = (
+        f"import sys, agile_trainers; print(*{heavy} & set(sys.modules), 'MultiTurnPPOTrainer' in dir(agile_trainers))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["True"], done.stderr
+
+
+def test_every_trainer_can_be_imported_from_the_package() -> None:
+    assert set(agile_trainers.__all__) == set(trainers.__all__) <= set(dir(agile_trainers))
+    assert all(getattr(agile_trainers, name) is getattr(trainers, name) for name in trainers.__all__)
+    assert {name for name in vars(trainers) if name.startswith("MultiTurn")} == set(trainers.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'MultiTurnGRPO'"):
+        agile_trainers.MultiTurnGRPO  # noqa: B018
 
 
 def test_constraints_pin_every_core_requirement_exactly() -> None:

@@ -16,6 +16,8 @@ from rich.table import Table
 
 from agile_trainers.envs import isolation
 
+from .launch_configs import FOLDER
+
 SHOWN = ("agile-trainers", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
 EXTRAS = {"vllm": "vllm", "deepspeed": "deepspeed", "bitsandbytes": "quantization", "liger-kernel": "liger"}
 """Optional packages, and the extra of ours that installs each."""
@@ -149,7 +151,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print it as JSON, for a bug report or a script")
     as_json, console = parser.parse_args(argv).json, console or Console()
     machine = inspect_machine()
-    about = {"python": platform.python_version(), "platform": platform.platform()}
+    about = {"python": platform.python_version(), "platform": platform.platform(), "accelerate_configs": str(FOLDER)}
     if as_json:
         found = {**about, **asdict(machine), "features": [asdict(feature) for feature in features(machine)]}
         console.print(json.dumps(found, indent=2), markup=False, highlight=False, soft_wrap=True)

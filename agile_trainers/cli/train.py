@@ -2,7 +2,8 @@
 
 The options are those of ``trl grpo``, the algorithm's configuration, and :class:`MultiTurnScriptArguments`.
 Options come from the command line and from ``--config file.yaml``. Those of ``accelerate launch`` (``--num_processes 2``)
-and ``--accelerate_config`` are understood too and start the training through it.
+and ``--accelerate_config`` (a file, or a name: ``zero2`` is ``accelerate_configs/zero2.yaml``) are understood too and start
+the training through it.
 """
 
 import json
@@ -298,7 +299,8 @@ def launcher_options(
         debug: Passed on to the processes.
     """
     from accelerate.commands.launch import launch_command_parser
-    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    from .launch_configs import resolve
 
     launcher = launch_command_parser()
     launcher.error = parser.error
@@ -306,8 +308,12 @@ def launcher_options(
     parser.refuse(options, known)
     left = list(from_command_line)
     training = [argument for argument in argv if not (left and argument == left[0] and left.pop(0))]
+    try:
+        launching = resolve(options)
+    except ValueError as error:
+        parser.error(str(error))
     module = ["--module", __spec__.name, *training, *(["--debug"] if debug else [])]
-    found = launcher.parse_args([*resolve_accelerate_config_argument(options), *module])
+    found = launcher.parse_args([*launching, *module])
     if found.training_script != __spec__.name:
         parser.error(f"{found.training_script!r} belongs to no option; options begin with --, such as --max_steps 100.")
     return found

@@ -200,7 +200,7 @@ class OpenEnvEnvironment:
                 # A full server says so and hangs up without being asked: its answer may be waiting already.
                 await self._socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await asyncio.wait_for(self._socket.recv(), self.timeout))
-        except (OSError, asyncio.TimeoutError, websockets.exceptions.ConnectionClosed) as error:
+        except (TimeoutError, OSError, websockets.exceptions.ConnectionClosed) as error:
             await self.close()
             raise OpenEnvUnavailableError(f"{self.name} did not answer: {error!r}") from error
         if answer.get("type") == "error":
@@ -227,11 +227,7 @@ class OpenEnvEnvironment:
                 max_size=_MAX_MESSAGE,
                 proxy=None if self._local else True,
             )
-        except (
-            OSError,
-            asyncio.TimeoutError,
-            importlib.import_module("websockets").exceptions.InvalidHandshake,
-        ) as error:
+        except (TimeoutError, OSError, importlib.import_module("websockets").exceptions.InvalidHandshake) as error:
             raise OpenEnvUnavailableError(f"{self.name} cannot be reached: {error}") from error
 
     async def _post(self, url: str, data: dict[str, Any]) -> dict[str, Any]:

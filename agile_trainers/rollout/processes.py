@@ -66,7 +66,7 @@ class ProcessEnvironment:
 
     async def close(self) -> None:
         """Let the environment close itself, then end its process."""
-        with suppress(EnvironmentProcessError, asyncio.TimeoutError):
+        with suppress(EnvironmentProcessError, TimeoutError):
             await asyncio.wait_for(self._call("close"), _CLOSING_SECONDS)
         self._end()
 

@@ -278,9 +278,9 @@ def test_hung_coroutines_are_cancelled_and_cost_only_their_own_episodes(clock: A
     engine.pool.close()
 
 
-@pytest.mark.parametrize("error", [TimeoutError("its own"), asyncio.TimeoutError("its own")])
-def test_a_timeout_of_the_environments_own_is_an_error(error: Exception) -> None:
-    (trajectory,) = make_engine(AsyncScripted, timeout=LONG).run(specs({"answers": [error]}), Player())
+def test_a_timeout_of_the_environments_own_is_an_error() -> None:
+    engine = make_engine(AsyncScripted, timeout=LONG)
+    (trajectory,) = engine.run(specs({"answers": [TimeoutError("its own")]}), Player())
     assert trajectory.stop_reason is ERROR and trajectory.error == "TimeoutError: its own"
 
 
