@@ -17,19 +17,20 @@ ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
     "types": set(),
     "embedded": set(),
+    "imports": set(),
     "objectives": set(),
-    "envs": {"types"},
+    "envs": {"types", "imports"},
     "rollout": {"types", "envs"},
     "adapters": set(),
     "trainers": {"types", "objectives", "envs", "rollout", "adapters"},
-    "cli": {"types", "envs", "rollout", "adapters", "trainers", "embedded"},
+    "cli": {"types", "envs", "rollout", "adapters", "trainers", "embedded", "imports"},
 }
 """Imports point one way only: a part of the package, and the parts it may use."""
 
 
 def _modules() -> list[Path]:
     return [path for path in (ROOT / "agile_trainers").rglob("*.py") if path.parent.name != "agile_trainers"] + [
-        ROOT / "agile_trainers" / f"{name}.py" for name in ("types", "embedded")
+        ROOT / "agile_trainers" / f"{name}.py" for name in ("types", "embedded", "imports")
     ]
 
 
