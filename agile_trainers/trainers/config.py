@@ -27,9 +27,9 @@ class MultiTurnConfig(GRPOConfig):
     ``max_turns * max_new_tokens`` and cannot be set together with an environment; ``disable_dropout`` defaults to True
     with an environment (so that every importance ratio is 1 before the first update); ``importance_sampling_level`` also
     takes ``"turn"``, and ``"trajectory"`` for TRL's ``"sequence"``; ``vllm_importance_sampling_mode`` also takes
-    ``"turn_truncate"``, the default with an environment, and ``"turn_mask"``; ``epsilon_high`` defaults to 5.0 with an
-    environment and ``loss_type="cispo"``, whose weights TRL's default would cut to a fifth. For ``vllm_*`` see
-    ``docs/vllm.md``.
+    ``"turn_truncate"``, the default with an environment, and ``"turn_mask"``; ``vllm_importance_sampling_*`` act without
+    vLLM too; ``epsilon_high`` defaults to 5.0 with an environment and ``loss_type="cispo"``, whose weights TRL's default
+    would cut to a fifth. For ``vllm_*`` see ``docs/vllm.md``.
 
     Two more defaults differ with an environment. TRL's train a LoRA adapter at the rate of a whole model, on one group.
 
@@ -84,7 +84,12 @@ class MultiTurnConfig(GRPOConfig):
             explores early and need not be random in the end.
         activation_offload: Keep activations in the CPU's memory between forward and backward pass.
         offload_policy_during_rollout: With vLLM on a GPU: the trainer's own weights wait in the CPU's memory meanwhile.
-        vllm_max_logprob_gap: Warn when sampler and trainer differ by more than this on average, in nats a token.
+        max_logprob_gap: Mean difference between the log-probabilities of sampler and trainer, in nats a token, that needs
+            an explanation: a warning names the likely cause. In the first batch it is an error where rounding cannot be the
+            cause (fp32 without TF32, quantization, dropout, penalties and filters). Default: .001 there, .1 elsewhere.
+        vllm_importance_sampling_correction: On any generator: weigh each token by the trainer's probability over the
+            sampler's, as ``vllm_importance_sampling_mode`` says. Default: True with vLLM and with a ``repetition_penalty``,
+            else False.
         hub_extras: What is pushed to the Hub besides the policy: any of ``"reference"``, ``"critic"`` and ``"rollouts"``
             (the episodes in ``output_dir/rollouts/``).
         keep_reference: Where ``model`` is a folder of adapters: its ``ref`` stays the reference. Default: the policy that is
@@ -167,8 +172,17 @@ class MultiTurnConfig(GRPOConfig):
     offload_policy_during_rollout: bool = field(
         default=False, metadata={"help": "The trainer's weights wait in CPU memory while vLLM samples."}
     )
-    vllm_max_logprob_gap: float = field(
-        default=0.1, metadata={"help": "Warn of a mean gap between sampler and trainer beyond this."}
+    max_logprob_gap: float | None = field(
+        default=None,
+        metadata={
+            "help": "Mean gap between sampler and trainer, in nats. Default: .001 in plain fp32 (an error), else .1."
+        },
+    )
+    vllm_importance_sampling_correction: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Weigh tokens by the trainer's probability over the sampler's. Default: with vLLM or a penalty."
+        },
     )
     hub_extras: list[str] = field(
         default_factory=list, metadata={"help": "Pushed besides the policy: reference, critic, rollouts."}
@@ -221,8 +235,8 @@ class MultiTurnConfig(GRPOConfig):
             raise ValueError(f"advantage_clip_range must be positive, got {self.advantage_clip_range}.")
         if self.zero_advantage_eps < 0:
             raise ValueError(f"zero_advantage_eps must not be negative, got {self.zero_advantage_eps}.")
-        if self.vllm_max_logprob_gap <= 0:
-            raise ValueError(f"vllm_max_logprob_gap must be positive, got {self.vllm_max_logprob_gap}.")
+        if self.max_logprob_gap is not None and self.max_logprob_gap <= 0:
+            raise ValueError(f"max_logprob_gap must be positive, got {self.max_logprob_gap}.")
         if self.vllm_importance_sampling_mode is not None:
             _one_of(self, "vllm_importance_sampling_mode", MODES)
         if self.reference_update_steps is not None and self.reference_update_steps < 1:
@@ -258,6 +272,7 @@ class MultiTurnConfig(GRPOConfig):
         fill_deepspeed(args)
         args.max_completion_length = self.max_completion_length or TRL_COMPLETION_LENGTH
         args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or TRL_SAMPLING_MODE
+        args.vllm_importance_sampling_correction = self.vllm_importance_sampling_correction is not False
         args.disable_dropout = bool(self.disable_dropout)
         eval_batch, group = self.per_device_eval_batch_size * self.world_size, self.num_generations
         if self.do_eval and self.eval_strategy != "no" and not self.num_generations_eval and eval_batch % group:
@@ -280,8 +295,11 @@ class MultiTurnConfig(GRPOConfig):
             if getattr(self, name) != _default(self.__dataclass_fields__[name]):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect with an environment: {instead}.")
         defaults = {f.name: _default(f) for f in fields(self)}
-        check_options(self, defaults)
-        check_read(self, defaults)
+        args = copy.copy(self)
+        if args.vllm_importance_sampling_correction is None:
+            args.vllm_importance_sampling_correction = self.use_vllm or self.repetition_penalty != 1.0
+        check_options(args, defaults)
+        check_read(args, defaults)
         self._check_reference()
         self._check_hub()
         self._check_skipping()
@@ -297,12 +315,11 @@ class MultiTurnConfig(GRPOConfig):
                 f"turn_ratio_pooling={self.turn_ratio_pooling!r} acts on importance_sampling_level='turn' only, which is "
                 f"{self.importance_sampling_level!r}."
             )
-        args = copy.copy(self)
         args.max_completion_length = length
         if self.loss_type == "cispo" and self.epsilon_high is None:
             args.epsilon_high = CISPO_BOUND
         args.disable_dropout = self.disable_dropout is not False
-        if self.use_vllm:
+        if args.vllm_importance_sampling_correction:
             args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or "turn_truncate"
         return args
 

@@ -21,8 +21,8 @@ from agile_trainers.rollout.generators.transformers import TransformersGenerator
 from agile_trainers.types import TurnBatch
 
 from .batching import Batch
-from .reporting import mismatch_warning
-from .vllm_options import base_model
+from .gap import EXACT, ROUNDED, Conditions, GapMeter, SamplerMismatchError, explain
+from .vllm_options import base_model, compute_dtype
 
 if TYPE_CHECKING:
     from .vllm_policy import VllmPolicy
@@ -49,6 +49,12 @@ def sampling_settings(args: Any, do_sample: bool = True) -> SamplingSettings:
     )
 
 
+def _multiplies_in_tf32() -> bool:
+    """Whether a GPU rounds the factors of fp32 matrix products to TF32."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # since torch 2.9
+    return precision == "tf32" if precision is not None else torch.get_float32_matmul_precision() != "highest"
+
+
 def _policy_class(mode: str) -> type[VllmPolicy]:
     # Importing vLLM takes seconds and changes the process: only whoever asks for it.
     if mode == "server":
@@ -71,10 +77,12 @@ class Generation(GRPOTrainer):
     """Bytes moved to vLLM for the last rollout, and the seconds it took."""
     _gaps: tuple[float, float] | None = None
     """Mean gap between sampler and trainer of the first generation batch, and of the last."""
+    _gap_meter: GapMeter
 
     def _set_up_generation(self) -> None:
         """Once, after the rollout engine was made."""
         assert self.engine is not None
+        self._gap_meter = GapMeter(self.accelerator)
         if self.use_vllm:
             limit = self.engine.limits.max_model_length
             self._vllm = _policy_class(self.args.vllm_mode)(
@@ -135,14 +143,73 @@ class Generation(GRPOTrainer):
             with policy.generator(settings, self.engine.chat.eos_token_ids, self._tokenizer) as made:
                 yield made
 
-    # --------------------------------------------------------------------------------------------------- mismatch
+    # -------------------------------------------------------------------------------------------------------- gap
+
+    def _measure_gap(self, batch: TurnBatch, scores: Batch, trained: torch.Tensor) -> None:
+        """Compare sampler and trainer where the old policy was scored; otherwise the first update's forward pass will.
+
+        Args:
+            batch: The episodes.
+            scores: Of :meth:`Scoring._policy_scores`.
+            trained: (B, T) bool, the tokens that are trained on.
+        """
+        self._gap_meter.open()
+        if "old_per_token_logps" in scores:
+            counted, padded = trained & scores["scored"][:, None], batch.prompt_mask[:, 0] == 0
+            log_probs = scores["old_per_token_logps"]
+            self._gap_meter.add(log_probs, batch.sampling_logprobs, counted, batch.turn_ids, padded)
+            self._check_gap()
+
+    def _check_gap(self) -> None:
+        """Log the gap of a generation batch; all ranks agree on it.
+
+        Raises:
+            SamplerMismatchError: In the first batch, if it is too wide and rounding cannot be the reason.
+        """
+        gap = self._gap_meter.read()
+        if gap is None:
+            return
+        for name, value in (("mean", gap.mean), ("max", gap.maximum)):
+            self._metrics["train"][f"sampling/sampling_logp_difference/{name}"].append(value)
+        conditions, is_first = self._conditions(), self._gaps is None
+        bound = self.args.max_logprob_gap or (EXACT if conditions.exact else ROUNDED)
+        first, last = self._gaps or (gap.mean, 0.0)
+        self._gaps = first, gap.mean
+        if gap.mean <= bound:
+            return
+        text = explain(gap, bound, conditions, first)
+        if is_first and conditions.exact:
+            raise SamplerMismatchError(text)
+        if last <= bound:  # once, until it has been narrow again
+            logger.warning(text)
+
+    def _conditions(self) -> Conditions:
+        args, policy = self.args, self.accelerator.unwrap_model(self.model)
+        base, on_gpu = base_model(policy), args.device.type == "cuda"
+        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+        ours = autocast.get(self.accelerator.mixed_precision) or compute_dtype(args, policy)
+        return Conditions(
+            settings=sampling_settings(args),
+            scored_at=self.temperature,
+            sampler=ours if self._vllm is None else self._vllm.dtype,
+            trainer=ours,
+            quantized=getattr(base.config, "quantization_config", None) is not None,
+            # Triton's matrix products, of which vLLM's attention is made, round to TF32 whatever torch is told.
+            tf32=on_gpu and (self._vllm is not None or _multiplies_in_tf32()),
+            dropout=not args.disable_dropout,
+            vllm=self._vllm is not None,
+            corrected=self._corrects_mismatch,
+            model_type=base.config.model_type,
+        )
+
+    # ------------------------------------------------------------------------------------------------- correction
 
     @property
     def _corrects_mismatch(self) -> bool:
-        return self._vllm is not None and self.vllm_importance_sampling_correction
+        return bool(self.vllm_importance_sampling_correction)
 
-    def _mismatch(self, batch: TurnBatch, log_probs: torch.Tensor, mask: torch.Tensor) -> Batch:
-        """What TRL's loss reads of the gap between sampler and trainer; logs it, and warns of one that is too wide.
+    def _correction(self, batch: TurnBatch, log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Weights (B, T) that make up for the gap between sampler and trainer in TRL's loss; logs what they are.
 
         Args:
             batch: The episodes.
@@ -163,23 +230,9 @@ class Generation(GRPOTrainer):
         ours, theirs, weights, clipped, counted = (
             self.accelerator.gather(self.accelerator.pad_across_processes(column, dim=1)) for column in columns
         )
-        metrics = gap_metrics(ours, theirs, weights, clipped.bool(), counted.bool())
-        for name, value in metrics.items():
+        for name, value in gap_metrics(ours, theirs, weights, clipped.bool(), counted.bool()).items():
             self._metrics["train"][name].append(value)
-        self._warn_of_gap(metrics.get("sampling/sampling_logp_difference/mean", 0.0))
-        return {"importance_sampling_ratio": correction.weights, "sampling_per_token_logps": batch.sampling_logprobs}
-
-    def _warn_of_gap(self, gap: float) -> None:
-        """Once, until it has been narrow again."""
-        assert self._vllm is not None
-        bound, (first, last) = self.args.vllm_max_logprob_gap, self._gaps or (gap, 0.0)
-        self._gaps = first, gap
-        if gap > bound >= last:
-            dtypes = self._vllm.dtype, base_model(self.accelerator.unwrap_model(self.model)).dtype
-            settings = sampling_settings(self.args)
-            logger.warning(
-                mismatch_warning(gap, bound, first=first, settings=settings, scored_at=self.temperature, dtypes=dtypes)
-            )
+        return correction.weights
 
     def _sync_metrics(self) -> dict[str, float]:
         """What the last rollout's sync cost; empty without vLLM."""

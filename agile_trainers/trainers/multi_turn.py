@@ -267,7 +267,9 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         if scores is not None and self.args.kl_placement != "loss":
             self._penalize(batch, scores)
         advantages = self._credit(batch)
-        output = self._trl_batch(batch, advantages, scores or self._policy_scores(batch, advantages))
+        scores = scores or self._policy_scores(batch, advantages)
+        output = self._trl_batch(batch, advantages, scores)
+        self._measure_gap(batch, scores, output["tool_mask"] > 0)
         self._log_rollout(trajectories, rewards, advantages, batch.turn_mask)
         self._record(f"generation-{generation:06d}", self._training_records(trajectories, advantages, first))
         return output
@@ -352,6 +354,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             "completion_mask": batch.completion_mask,
             "tool_mask": trained.long(),
             "turn_ids": batch.turn_ids,
+            "sampling_per_token_logps": batch.sampling_logprobs,
             "advantages": spread,
             "num_items_in_batch": self.accelerator.gather(trained.sum()).sum(),
         }
@@ -360,7 +363,8 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         if self.beta != 0.0 and self.args.kl_placement == "loss":
             output["ref_per_token_logps"] = scores["ref_per_token_logps"]
         if self._corrects_mismatch:
-            output |= self._mismatch(batch, scores["old_per_token_logps"], trained & scores["scored"][:, None])
+            scored = trained & scores["scored"][:, None]
+            output["importance_sampling_ratio"] = self._correction(batch, scores["old_per_token_logps"], scored)
         return output
 
     # ------------------------------------------------------------------------------------------------------- loss
@@ -378,16 +382,22 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         if self.engine is None:
             return super()._compute_loss(model=model, inputs=inputs)
-        share, beta = 1.0, self.beta
+        share, beta, use_vllm = 1.0, self.beta, self.use_vllm
         if self.args.skip_zero_advantage:
             inputs, share = drop_silent_rows(inputs, self.args.zero_advantage_eps, self.loss_type)
         if self.args.kl_placement != "loss":
             self.beta = 0.0  # the penalty is in the advantages already
+        self.use_vllm = self._corrects_mismatch  # on which condition TRL's loss weighs tokens
         self._loss_batch = trim_columns(inputs)
         try:
-            return share * super()._compute_loss(model=model, inputs=self._loss_batch)
+            loss = share * super()._compute_loss(model=model, inputs=self._loss_batch)
         finally:
-            self._loss_batch, self.beta = None, beta
+            self._loss_batch, self.beta, self.use_vllm = None, beta, use_vllm
+        first_pass_ends = self._step % self._generate_every == self.args.steps_per_generation - 1
+        if self.is_in_train and self._gap_meter.is_open and (first_pass_ends or self.accelerator.sync_gradients):
+            # Before the backward pass, in which DeepSpeed takes its optimizer step.
+            self._check_gap()
+        return loss
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **kwargs: Any
@@ -396,6 +406,10 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             model = self._with_positions(model)
         log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         batch = self._loss_batch
+        if batch is not None and self._gap_meter.is_open:
+            counted = batch["tool_mask"] * batch["completion_mask"] > 0
+            padded = batch["prompt_mask"][:, 0] == 0
+            self._gap_meter.add(log_probs, batch["sampling_per_token_logps"], counted, batch["turn_ids"], padded)
         if batch is None or not self._turn_ratios:
             return log_probs, entropies, aux_loss
         turn_ids = batch["turn_ids"]

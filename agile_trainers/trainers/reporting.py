@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
 from transformers.trainer_utils import speed_metrics
 
-from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.rollout.metrics import summarize
 
 
@@ -86,43 +84,3 @@ def degeneracies(
             "there was nothing to learn. The task is too hard, too easy, or its reward is constant."
         )
     return warnings
-
-
-def mismatch_warning(
-    gap: float,
-    bound: float,
-    *,
-    first: float,
-    settings: SamplingSettings,
-    scored_at: float,
-    dtypes: tuple[Any, Any],
-) -> str:
-    """What to say when sampler and trainer disagree, with the likeliest cause.
-
-    Args:
-        gap: Mean absolute difference of their log-probabilities, in nats.
-        bound: ``vllm_max_logprob_gap``, which it exceeds.
-        first: The gap of the first generation batch.
-        settings: What was sampled with.
-        scored_at: The temperature the trainer scores at.
-        dtypes: What the sampler computes in, and the dtype of the trainer's weights.
-    """
-    idle = SamplingSettings()
-    names = ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens")
-    filters = [f"{name}={getattr(settings, name)}" for name in names if getattr(settings, name) != getattr(idle, name)]
-    if settings.temperature != scored_at:
-        cause = f"answers are sampled at temperature {settings.temperature} and scored at temperature {scored_at}"
-    elif filters:
-        cause = (
-            f"{' and '.join(filters)} changes what is sampled from, which the trainer's log-probabilities do not know"
-        )
-    elif first <= bound:
-        cause = f"the first batch agreed (gap {first:.2g}), so the engine seems to serve a stale adapter"
-    elif dtypes[0] != dtypes[1] or dtypes[0] not in (torch.float32, torch.float64):
-        cause = f"the sampler computes in {dtypes[0]}, the trainer's weights are {dtypes[1]}"
-    else:
-        cause = "the base model in memory is not the one in its folder, which vLLM loaded"
-    return (
-        f"Sampler and trainer differ by {gap:.3g} nats a token, more than vllm_max_logprob_gap={bound}. The likely cause: "
-        f"{cause}. What is out of bounds is cut or masked; see docs/vllm.md."
-    )

@@ -28,10 +28,7 @@ _REFUSED = {
          "offload_policy_during_rollout"), _COLOCATED
     ),
 }  # fmt: skip
-_NEED_VLLM = ("offload_policy_during_rollout", "vllm_max_logprob_gap")
-_CORRECTION = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")) + (
-    "vllm_max_logprob_gap",
-)
+_CORRECTION = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for."""
 _SERVED = NOT_LORA_SETTINGS | {
@@ -47,19 +44,20 @@ def check_options(args: Any, defaults: dict[str, Any]) -> None:
     """Refuse vLLM options that would be ignored.
 
     Args:
-        args: A ``MultiTurnConfig`` for episodes.
+        args: A ``MultiTurnConfig`` for episodes, which says whether it corrects for the sampler.
         defaults: The default of each of its fields.
 
     Raises:
         ValueError: For the first of them.
     """
-    changed = [name for name in defaults if name.startswith("vllm_") or name in _NEED_VLLM]
+    changed = [name for name in defaults if name.startswith("vllm_") or name == "offload_policy_during_rollout"]
     changed = [name for name in changed if getattr(args, name) != defaults[name]]
+    _check_correction(args, changed)
     if not args.use_vllm:
-        if changed:
+        idle = next((name for name in changed if not name.startswith("vllm_importance_sampling_")), None)
+        if idle is not None:
             raise ValueError(
-                f"{changed[0]}={getattr(args, changed[0])!r} has no effect without vLLM. Set use_vllm=True, or leave "
-                f"{changed[0]} unset."
+                f"{idle}={getattr(args, idle)!r} has no effect without vLLM. Set use_vllm=True, or leave {idle} unset."
             )
         return
     if args.vllm_mode not in _REFUSED:
@@ -67,12 +65,15 @@ def check_options(args: Any, defaults: dict[str, Any]) -> None:
     for name, reason in _REFUSED[args.vllm_mode].items():
         if name in changed:
             raise ValueError(f"{name}={getattr(args, name)!r} has no effect with an environment: {reason}.")
+
+
+def _check_correction(args: Any, changed: Sequence[str]) -> None:
     if not args.vllm_importance_sampling_correction:
         idle = next((name for name in _CORRECTION if name in changed), None)
         if idle is not None:
             raise ValueError(
-                f"{idle}={getattr(args, idle)!r} has no effect with vllm_importance_sampling_correction=False. Leave one of "
-                "them unset."
+                f"{idle}={getattr(args, idle)!r} has no effect with vllm_importance_sampling_correction=False. Set that to "
+                f"True, or leave {idle} unset."
             )
     elif args.loss_type == "vespo" and not (args.vllm_importance_sampling_mode or "").startswith("token"):
         raise ValueError(

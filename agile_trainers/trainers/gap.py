@@ -1,0 +1,224 @@
+"""The gap between sampler and trainer in one generation batch: measured on the device, read once, explained.
+
+On-policy the importance ratio is 1 by construction, so a trainer that computes other log-probabilities than the sampler did
+trains on the wrong gradient with healthy metrics. The sampler's own log-probabilities are the only witness.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+
+from agile_trainers.rollout.generators.base import SamplingSettings
+
+EXACT, ROUNDED = 1e-3, 0.1
+"""Mean gap, in nats a token, that needs an explanation: where both compute in fp32 on the same weights, and elsewhere."""
+_FILTERS, _PENALTIES = ("top_p", "top_k", "min_p", "min_new_tokens"), ("repetition_penalty",)
+
+
+class SamplerMismatchError(RuntimeError):
+    """The trainer's log-probabilities are not the sampler's, although both compute the same in the same precision."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Absolute difference of log-probabilities over the trained tokens of all ranks, in nats."""
+
+    mean: float
+    maximum: float
+    tokens: int
+    full_rows: float = 0.0
+    """The mean over rows without left padding; 0 without any such token, as below."""
+    padded_rows: float = 0.0
+    """Over rows with left padding."""
+    first_turns: float = 0.0
+    later_turns: float = 0.0
+
+
+class GapMeter:
+    """Sums the gap of one generation batch on the device.
+
+    ``open`` starts a batch, ``add`` takes its forward passes one by one and never waits for the device, ``read`` ends it.
+
+    Args:
+        accelerator: Whose processes ``read`` agrees with.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._sums: torch.Tensor | None = None
+        self._highest: torch.Tensor | None = None
+        self.is_open = False
+        """Whether a batch is being measured."""
+
+    def open(self) -> None:
+        """Start a generation batch, whatever became of the last one."""
+        self._sums, self._highest, self.is_open = None, None, True
+
+    @torch.no_grad()
+    def add(
+        self,
+        log_probs: torch.Tensor,
+        sampled: torch.Tensor,
+        mask: torch.Tensor,
+        turn_ids: torch.Tensor,
+        padded: torch.Tensor,
+    ) -> None:
+        """Take the tokens of a forward pass.
+
+        Args:
+            log_probs: (B, T), of the trainer.
+            sampled: (B, T), of the sampler.
+            mask: (B, T) bool, the tokens that count. What stands elsewhere has no influence, whatever it is.
+            turn_ids: (B, T) int64.
+            padded: (B,) bool, rows whose prompt is padded.
+        """
+        gap = torch.where(mask, (log_probs.float() - sampled.float()).abs(), 0.0)
+        parts = torch.stack([mask, mask & padded[:, None], mask & (turn_ids > 0)])
+        sums = torch.cat([torch.where(parts, gap, 0.0).sum((1, 2)), parts.sum((1, 2)).float()])
+        # NaN is no larger than anything, and the widest gap there is.
+        highest = gap.nan_to_num(nan=torch.inf).max() if gap.numel() else gap.new_zeros(())
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._highest = highest if self._highest is None else torch.maximum(self._highest, highest)
+
+    def read(self) -> Gap | None:
+        """End the batch: the gap over all ranks, the same on each. None without a token that counts.
+
+        Every rank must call it at the same point; it is the one collective and the one wait for the device.
+        """
+        assert self._sums is not None and self._highest is not None, "No forward pass was added."
+        ranks = self._accelerator.gather(torch.cat([self._sums, self._highest[None]])[None]).double().cpu()
+        self._sums, self._highest, self.is_open = None, None, False
+        (total, padded, later), (tokens, padded_tokens, later_tokens) = ranks[:, :-1].sum(0).view(2, 3).tolist()
+        if tokens == 0:
+            return None
+        return Gap(
+            mean=total / tokens,
+            maximum=ranks[:, -1].max().item(),
+            tokens=int(tokens),
+            full_rows=(total - padded) / max(tokens - padded_tokens, 1.0),
+            padded_rows=padded / max(padded_tokens, 1.0),
+            first_turns=(total - later) / max(tokens - later_tokens, 1.0),
+            later_turns=later / max(later_tokens, 1.0),
+        )
+
+
+def reshaping(settings: SamplingSettings) -> tuple[list[str], list[str]]:
+    """Sampling settings that make the sampler's distribution another one than the policy's.
+
+    Returns:
+        The penalties, which leave every token possible, and the filters, which do not; each as ``name=value``.
+    """
+    idle = SamplingSettings()
+    penalties, filters = (
+        [f"{name}={getattr(settings, name)}" for name in names if getattr(settings, name) != getattr(idle, name)]
+        for names in (_PENALTIES, _FILTERS)
+    )
+    return penalties, filters
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How sampler and trainer compute."""
+
+    settings: SamplingSettings
+    scored_at: float
+    """The temperature the trainer scores at."""
+    sampler: torch.dtype
+    trainer: torch.dtype
+    quantized: bool = False
+    tf32: bool = False
+    dropout: bool = False
+    """Whether dropout is left on in training."""
+    vllm: bool = False
+    corrected: bool = False
+    """Whether tokens are weighed by the trainer's probability over the sampler's."""
+    model_type: str = ""
+
+    @property
+    def rounded(self) -> list[str]:
+        """What makes the two differ by rounding, in words. Empty: they agree up to the order of fp32 sums."""
+        dtypes = {self.sampler, self.trainer}
+        return [
+            *([f"the sampler computes in {self.sampler}, the trainer in {self.trainer}"] if len(dtypes) > 1 else []),
+            *([f"both compute in {self.sampler}"] if len(dtypes) == 1 and not dtypes <= _EXACT_DTYPES else []),
+            *(["the base is quantized"] if self.quantized else []),
+            *(["matrix products are rounded to TF32"] if self.tf32 else []),
+        ]
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is known that makes the two differ by more than the order of fp32 sums."""
+        return not (self.rounded or self.dropout or any(reshaping(self.settings)))
+
+
+_EXACT_DTYPES = {torch.float32, torch.float64}
+
+
+def likely_cause(gap: Gap, bound: float, conditions: Conditions, first: float) -> str:
+    """Why sampler and trainer differ, by what is known: the likeliest cause first.
+
+    Args:
+        gap: Of this batch.
+        bound: Which its mean exceeds.
+        conditions: How they compute.
+        first: The mean gap of the first generation batch.
+    """
+    known, (penalties, filters) = conditions, reshaping(conditions.settings)
+    if known.settings.temperature != known.scored_at:
+        return f"answers are sampled at temperature {known.settings.temperature} and scored at temperature {known.scored_at}"
+    if penalties or filters:
+        named = " and ".join(penalties + filters)
+        cause = f"{named} changes what is sampled from, which the trainer's log-probabilities do not know"
+        if filters:
+            cause += f"; nothing corrects for tokens that {' and '.join(filters)} removes"
+        if penalties and not known.corrected:
+            cause += f"; vllm_importance_sampling_correction=True makes up for {' and '.join(penalties)}"
+        return cause
+    if known.dropout:
+        return "disable_dropout=False: the trainer's forward pass has dropout, the sampler's has none"
+    if first <= bound:
+        told = f"the first batch agreed (gap {first:.2g})"
+        if known.vllm:
+            return f"{told}, so the engine seems to serve a stale adapter"
+        if not known.rounded:
+            return (
+                f"{told}, so it came with longer conversations (rope factors that depend on length) or with the update"
+            )
+    if known.rounded:
+        return "; ".join(known.rounded)
+    if known.vllm:
+        return "the base model in memory is not the one in its folder, which vLLM loaded"
+    model = f"the model ({known.model_type})" if known.model_type else "the model"
+    if gap.full_rows <= bound < gap.padded_rows:
+        return (
+            f"only rows with left padding differ ({gap.padded_rows:.2g}, the others {gap.full_rows:.2g}): {model} counts "
+            "positions over padding unless it is given position_ids"
+        )
+    if gap.first_turns <= bound < gap.later_turns:
+        return (
+            f"only turns after the first differ ({gap.later_turns:.2g}, first turns {gap.first_turns:.2g}): {model} reads "
+            "keys and values kept between turns otherwise than a whole conversation (rope factors that depend on length, "
+            "local attention taken for full)"
+        )
+    return (
+        f"{model} adds noise in training that is no dropout module (attention, residual or router noise), or its decoding "
+        "step computes something else than its forward pass"
+    )
+
+
+def explain(gap: Gap, bound: float, conditions: Conditions, first: float) -> str:
+    """What to say of a gap that is too wide.
+
+    Args:
+        gap: Of this batch.
+        bound: Which its mean exceeds.
+        conditions: How they compute.
+        first: The mean gap of the first generation batch.
+    """
+    return (
+        f"Sampler and trainer differ by {gap.mean:.3g} nats a token (at most {gap.maximum:.3g}), more than "
+        f"max_logprob_gap={bound}. The likely cause: {likely_cause(gap, bound, conditions, first)}. See docs/rollouts.md."
+    )
