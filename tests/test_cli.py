@@ -70,7 +70,7 @@ def test_options_shared_with_trl_are_parsed_as_trl_parses_them(tmp_path: Path) -
     path.write_text(SHARED, encoding="utf-8")
     argv = ["--config", str(path), "--model_name_or_path", "model", "--beta", "0.1", "--max_steps", "5"]
     argv += ["--max_completion_length", "64", "--disable_dropout", "false", "--reward_funcs", "accuracy_reward"]
-    argv += ["--vllm_importance_sampling_mode", "token_mask"]
+    argv += ["--vllm_importance_sampling_mode", "token_mask", "--vllm_importance_sampling_correction", "true"]
     script, args, model, _ = train.make_parser("grpo").parse_args_and_config(argv)
     trl_script, trl_args, trl_model, _ = make_trl_parser().parse_args_and_config(argv)
     assert (args.max_steps, args.beta, args.learning_rate) == (5, 0.1, 1e-2)

@@ -78,8 +78,7 @@ class GapMeter:
         gap = torch.where(mask, (log_probs.float() - sampled.float()).abs(), 0.0)
         parts = torch.stack([mask, mask & padded[:, None], mask & (turn_ids > 0)])
         sums = torch.cat([torch.where(parts, gap, 0.0).sum((1, 2)), parts.sum((1, 2)).float()])
-        # NaN is no larger than anything, and the widest gap there is.
-        highest = gap.nan_to_num(nan=torch.inf).max() if gap.numel() else gap.new_zeros(())
+        highest = gap.max()
         self._sums = sums if self._sums is None else self._sums + sums
         self._highest = highest if self._highest is None else torch.maximum(self._highest, highest)
 

@@ -26,6 +26,7 @@ from vllm.lora.request import LoRARequest
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.vllm import VllmEngine, VllmGenerator
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
+from agile_trainers.trainers.gap import SamplerMismatchError
 from agile_trainers.trainers.multi_turn import MultiTurnTrainer
 
 VLLM: dict[str, Any] = {"use_vllm": True, "stop_strings": None}
@@ -138,20 +139,20 @@ def test_agreement_leaves_the_gradient_as_it_is(embedded_model: Path, tmp_path: 
     assert (batch["importance_sampling_ratio"][mask] - 1).abs().max() < 1e-3
     assert (batch["importance_sampling_ratio"][~mask] == 1).all()
     _, corrected = loss_and_gradients(trainer, batch)
-    trainer.use_vllm = False
+    trainer.vllm_importance_sampling_correction = False
     del batch["old_per_token_logps"]
     _, plain = loss_and_gradients(trainer, batch)
     assert relative_error(corrected, plain) < 1e-4
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "turn_truncate", "sequence_mask"])
-def test_weights_by_hand_when_the_temperature_differs(mode: str, embedded_model: Path, tmp_path: Path, caplog) -> None:
+def test_weights_by_hand_when_the_temperature_differs(mode: str, embedded_model: Path, tmp_path: Path) -> None:
     options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.5, **VLLM}
     trainer = make_trainer(embedded_model, tmp_path, **options)
     trainer.args.temperature = 0.8  # of the sampler; the trainer scores at 1
-    with caplog.at_level(logging.WARNING):
-        batch = draw_batch(trainer)
-    assert "sampled at temperature 0.8 and scored at temperature 1.0" in caplog.text
+    with pytest.raises(SamplerMismatchError, match=r"sampled at temperature 0\.8 and scored at temperature 1\.0"):
+        draw_batch(trainer)
+    batch = draw_batch(trainer)  # an error in the first batch alone
     trainer.model.eval()
     width = batch["prompt_ids"].size(1)
     for row in range(len(batch["prompt_ids"])):
@@ -175,7 +176,7 @@ def test_weights_by_hand_when_the_temperature_differs(mode: str, embedded_model:
 
 
 def test_a_stale_adapter_is_called_that(embedded_model: Path, tmp_path: Path, caplog) -> None:
-    trainer = make_trainer(embedded_model, tmp_path, max_steps=3, learning_rate=8.0, vllm_max_logprob_gap=1e-3, **VLLM)
+    trainer = make_trainer(embedded_model, tmp_path, max_steps=3, learning_rate=8.0, max_logprob_gap=1e-3, **VLLM)
     trainer._vllm.sync = lambda: 0  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         trainer.train()

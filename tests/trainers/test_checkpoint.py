@@ -117,7 +117,10 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
-    names = ("loss", "kl", "num_tokens", "entropy_coef", "learning_rate", "return/mean", "value/loss", "epoch", "step")
+    names = (
+        "loss", "kl", "num_tokens", "entropy_coef", "learning_rate", "return/mean", "value/loss", "epoch", "step",
+        "sampling/sampling_logp_difference/mean",
+    )  # fmt: skip
     return [
         {name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history if "loss" in entry
     ]

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.generation import sampling_settings
-from agile_trainers.trainers.reporting import mismatch_warning
 from agile_trainers.trainers.vllm_options import (
     base_source,
     check_device,
@@ -60,10 +59,6 @@ def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:
             {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},
             "vllm_importance_sampling_clip_max=2.0 has no effect with vllm_importance_sampling_correction=False",
         ),
-        (
-            {"vllm_importance_sampling_correction": False, "vllm_max_logprob_gap": 2.0},
-            "vllm_max_logprob_gap=2.0 has no effect with vllm_importance_sampling_correction=False",
-        ),
         ({"loss_type": "vespo"}, "Use vllm_importance_sampling_mode='token_truncate' or 'token_mask'"),
     ],
 )
@@ -76,9 +71,7 @@ def test_options_that_would_be_ignored(tmp_path: Path, changes: dict[str, object
     "changes",
     [
         {"vllm_gpu_memory_utilization": 0.5},
-        {"vllm_importance_sampling_mode": "token_mask"},
         {"offload_policy_during_rollout": True},
-        {"vllm_max_logprob_gap": 0.2},
         {"vllm_server_port": 9},
     ],
 )
@@ -86,6 +79,39 @@ def test_without_vllm_its_options_are_refused(tmp_path: Path, changes: dict[str,
     ((name, value),) = changes.items()
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} has no effect without vLLM")):
         config(tmp_path, **changes).with_environment()
+
+
+@pytest.mark.parametrize(
+    ("changes", "corrects"),
+    [
+        ({}, False),
+        ({"top_p": 0.9}, False),
+        ({"repetition_penalty": 1.2}, True),
+        ({"repetition_penalty": 1.2, "vllm_importance_sampling_correction": False}, False),
+        ({"vllm_importance_sampling_correction": True}, True),
+        ({"use_vllm": True}, True),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, False),
+    ],
+)
+def test_what_is_corrected_for_by_default(tmp_path: Path, changes: dict[str, object], corrects: bool) -> None:
+    args = config(tmp_path, **changes).with_environment()
+    assert args.vllm_importance_sampling_correction == corrects
+    assert args.vllm_importance_sampling_mode == ("turn_truncate" if corrects else None)
+    assert args.with_environment() == args
+    if "use_vllm" not in changes:  # TRL's own default
+        trl = MultiTurnGRPOConfig(output_dir=str(tmp_path), bf16=False, **changes).without_environment()
+        asked = changes.get("vllm_importance_sampling_correction", True)
+        assert trl.vllm_importance_sampling_correction is asked
+
+
+@pytest.mark.parametrize("name", ["mode", "clip_min", "clip_max"])
+def test_how_to_correct_needs_a_correction(tmp_path: Path, name: str) -> None:
+    changes = {f"vllm_importance_sampling_{name}": "token_mask" if name == "mode" else 0.5}
+    with pytest.raises(ValueError, match=f"{name}=.* has no effect with vllm_importance_sampling_correction=False"):
+        config(tmp_path, **changes).with_environment()
+    config(tmp_path, vllm_importance_sampling_correction=True, **changes).with_environment()
+    with pytest.raises(ValueError, match="loss_type='vespo'"):
+        config(tmp_path, vllm_importance_sampling_correction=True, loss_type="vespo").with_environment()
 
 
 SERVER = {
@@ -153,8 +179,6 @@ def test_modes(tmp_path: Path) -> None:
     turn = MultiTurnGRPOConfig(output_dir=str(tmp_path), bf16=False, vllm_importance_sampling_mode="turn_mask")
     with pytest.raises(ValueError, match="vllm_importance_sampling_mode='turn_mask'"):
         turn.without_environment()
-    with pytest.raises(ValueError, match="vllm_max_logprob_gap must be positive, got 0"):
-        config(tmp_path, vllm_max_logprob_gap=0)
 
 
 @pytest.mark.parametrize("name", ["vllm_enable_sleep_mode", "offload_policy_during_rollout"])
@@ -242,25 +266,3 @@ def test_sampling_settings_are_the_configurations(embedded_model: Path, tmp_path
     trainer = make_trainer(embedded_model, tmp_path, min_new_tokens=2, stop_strings=["a"], **changes)
     assert sampling_settings(trainer.args) == SamplingSettings(**changes, min_new_tokens=2, stop_strings=("a",))
     assert not sampling_settings(trainer.args, do_sample=False).do_sample
-
-
-@pytest.mark.parametrize(
-    ("changes", "cause"),
-    [
-        ({"scored_at": 0.5}, "sampled at temperature 1.0 and scored at temperature 0.5"),
-        ({"settings": SamplingSettings(top_p=0.9, top_k=5)}, "top_p=0.9 and top_k=5 changes what is sampled from"),
-        ({"first": 0.01}, "the engine seems to serve a stale adapter"),
-        ({"dtypes": (torch.bfloat16, torch.float32)}, "the sampler computes in torch.bfloat16"),
-        ({"dtypes": (torch.bfloat16, torch.bfloat16)}, "the sampler computes in torch.bfloat16"),
-        ({}, "the base model in memory is not the one in its folder"),
-    ],
-)
-def test_the_likely_cause_of_a_gap(changes: dict[str, object], cause: str) -> None:
-    usual = {
-        "first": 0.3,
-        "settings": SamplingSettings(),
-        "scored_at": 1.0,
-        "dtypes": (torch.float32, torch.float32),
-    }
-    text = mismatch_warning(0.25, 0.1, **{**usual, **changes})
-    assert cause in text and "0.25 nats a token, more than vllm_max_logprob_gap=0.1" in text

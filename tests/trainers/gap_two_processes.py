@@ -1,0 +1,46 @@
+"""Runs in which the sampler of the last rank alone says something else; leaves what each rank raised.
+
+Usage: torchrun --nproc_per_node 2 gap_two_processes.py MODEL OUTPUT '{"case": {"option": "value"}}'
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from games import make_trainer
+
+from agile_trainers.trainers.gap import SamplerMismatchError
+
+
+def play(model: str, output: Path, changes: dict[str, Any]) -> None:
+    """One case."""
+    trainer = make_trainer(model, output, **{"per_device_train_batch_size": 4, **changes})
+    measure, rank = trainer._measure_gap, trainer.accelerator.process_index
+
+    def shifted(batch: Any, scores: Any, trained: torch.Tensor) -> None:
+        if rank == trainer.accelerator.num_processes - 1:
+            batch.sampling_logprobs[batch.action_mask] -= 0.5
+        measure(batch, scores, trained)
+
+    trainer._measure_gap = shifted  # type: ignore[method-assign]
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    result: dict[str, Any] = {"error": None}
+    try:
+        trainer.train()
+    except SamplerMismatchError as error:
+        gap = re.search(r"differ by (\S+) nats", str(error))
+        result = {"error": type(error).__name__, "gap": float(gap[1]) if gap else None}
+    named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    result["unchanged"] = all(torch.equal(p, before[name]) for name, p in named)
+    result["steps"] = trainer.state.global_step
+    (output / f"rank-{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    for name, case in json.loads(sys.argv[3]).items():
+        play(sys.argv[1], Path(sys.argv[2]) / name, case)
+    PartialState().destroy_process_group()

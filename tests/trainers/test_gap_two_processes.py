@@ -1,0 +1,31 @@
+"""Real gloo DDP: one rank alone has a gap, and all of them stop with the same error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_two_processes import launch
+
+SCRIPT = Path(__file__).with_name("gap_two_processes.py")
+CASES = {
+    "loss": {},
+    "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "scored": {"num_iterations": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A rank that went on alone would hang at the next collective; ``launch`` has a time limit."""
+    return launch(SCRIPT, 2, embedded_model, tmp_path_factory.mktemp("gap"), CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_stop_for_the_gap_of_one(runs: Path, case: str) -> None:
+    first, second = (json.loads((runs / case / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first["error"] == "SamplerMismatchError" and first["steps"] == 0 and first["unchanged"]
+    # A shift of .5 in the tokens of one rank, about half of all; the text names the mean of both.
+    assert 0.1 < first["gap"] < 0.4
