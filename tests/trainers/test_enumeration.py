@@ -82,7 +82,7 @@ def table(monkeypatch):
     policy = Table(0)
 
     def scored(self, model, input_ids, *args, **kwargs):
-        log_probs = policy.log_probs(model)
+        log_probs = policy.log_probs(input_ids[:, [1, 3, 4]])  # without the prompt and the observation
         return log_probs, torch.zeros_like(log_probs), None
 
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", scored)
@@ -101,10 +101,11 @@ def estimate(trainer, table: Table, episodes: torch.Tensor, advantages=None, spr
         spread = spread_to_tokens(advantages, turn_ids)
         if trainer._turn_ratios and trainer.args.turn_ratio_pooling == "sum":
             spread = spread / spread_to_tokens(lengths, turn_ids).clamp(min=1)
+    a, b, c = episodes.unbind(1)
     batch = {
         "prompt_ids": torch.zeros(size, 1, dtype=torch.long),
         "prompt_mask": torch.ones(size, 1, dtype=torch.long),
-        "completion_ids": torch.zeros(size, 4, dtype=torch.long),
+        "completion_ids": torch.stack([a, torch.zeros_like(a), b, c], dim=1),
         "completion_mask": torch.ones(size, 4, dtype=torch.long),
         "tool_mask": (turn_ids >= 0).long(),
         "turn_ids": turn_ids,
@@ -112,7 +113,7 @@ def estimate(trainer, table: Table, episodes: torch.Tensor, advantages=None, spr
         "num_items_in_batch": torch.tensor(3.0 * size),
         **columns,
     }
-    loss = trainer._compute_loss(episodes, batch)
+    loss = trainer._compute_loss(trainer.model, batch)
     return -table.gradient(loss) * trainer.max_completion_length
 
 
