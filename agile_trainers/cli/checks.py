@@ -32,7 +32,7 @@ from agile_trainers.rollout.metrics import episode_row, summarize
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.generation import sampling_settings
 from agile_trainers.trainers.randomness import evaluation_specs
-from agile_trainers.trainers.setup import build_engine, check_first_prompt
+from agile_trainers.trainers.setup import build_engine, check_first_prompt, environment_pool, probe_environment
 from agile_trainers.types import StopReason, Trajectory
 
 REPLAYED = 4
@@ -72,7 +72,7 @@ class Run:
         args.environment_timeout = args.environment_timeout or self.time_limit
         return build_engine(
             args,
-            factory,
+            environment_pool(args, factory),
             self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             longest=getattr(self.config.get_text_config(), "max_position_embeddings", None),
@@ -168,7 +168,8 @@ def check_conversation(report: Report, run: Run) -> bool:
     try:
         engine = run.engine(run.factory)
         needs_anchor = getattr(run.args, "advantage_granularity", None) == "anchor"
-        check_first_prompt(engine, run.args.seed, run.rows[0] if run.rows else None, needs_anchor=needs_anchor)
+        start = probe_environment(engine.pool, run.args.seed, run.rows[0] if run.rows else None)
+        check_first_prompt(engine, start, needs_anchor=needs_anchor)
         engine.pool.close()
     except ValueError as error:
         report.problem(str(error))

@@ -20,6 +20,9 @@ from .base import Environment, EnvironmentFactory, Observation, ResetResult, Ste
 
 LONG_OBSERVATION = 100_000
 """Characters from which an observation is reported as too long: the trainers' default ``max_observation_length``."""
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""Rewards become float32."""
+_LONGEST_MESSAGE = 2000
 _STEP_ITEMS = "(observation, reward, terminated, truncated, info)"
 
 
@@ -31,7 +34,7 @@ def validate_reset(result: Any) -> ResetResult:
     """Check what ``reset`` returned.
 
     Returns:
-        ``result``, unchanged.
+        The same two values as plain data: lone surrogates in text are replaced, ``info["anchor"]`` is text.
 
     Raises:
         EnvironmentProtocolError: If it is not ``(text or messages, dict)``.
@@ -41,19 +44,17 @@ def validate_reset(result: Any) -> ResetResult:
             f"reset() returned {_describe(result)}; expected the tuple (observation, info).{_hint(result)}"
         )
     observation, info = result
-    _validate_observation(observation, "reset()")
-    _validate_info(info, "reset()")
-    return result
+    return _validate_observation(observation, "reset()"), _validate_info(info, "reset()")
 
 
 def validate_step(result: Any) -> StepResult:
     """Check what ``step`` returned.
 
     Returns:
-        The same five values, with the reward as ``float`` and the two flags as ``bool``.
+        The same five values as plain data: see :func:`validate_reset`; the reward as ``float``, the two flags as ``bool``.
 
     Raises:
-        EnvironmentProtocolError: If it is not ``(text or messages, finite real number, bool, bool, dict)``. NumPy
+        EnvironmentProtocolError: If it is not ``(text or messages, real number in float32, bool, bool, dict)``. NumPy
             scalars are fine; a bool is no reward, since that is most often a flag in the wrong place.
     """
     if not isinstance(result, tuple) or len(result) != 5:
@@ -61,13 +62,13 @@ def validate_step(result: Any) -> StepResult:
             f"step() returned {_describe(result)}; expected the tuple {_STEP_ITEMS}.{_hint(result)}"
         )
     observation, reward, terminated, truncated, info = result
-    _validate_observation(observation, "step()")
+    observation = _validate_observation(observation, "step()")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, (bool, np.bool_)):
             raise EnvironmentProtocolError(
                 f"step() returned {name}={_describe(flag)}; expected a bool. The order is {_STEP_ITEMS}."
             )
-    _validate_info(info, "step()")
+    info = _validate_info(info, "step()")
     return observation, _validate_reward(reward), bool(terminated), bool(truncated), info
 
 
@@ -75,17 +76,23 @@ def _validate_reward(reward: Any) -> float:
     if isinstance(reward, bool) or not isinstance(reward, Real):
         hint = " Call .item() on it." if hasattr(reward, "item") else " Convert it with float()."
         raise EnvironmentProtocolError(f"step() returned reward={_describe(reward)}; expected a finite number.{hint}")
-    if not math.isfinite(reward):
+    try:
+        value = float(reward)
+        shown = str(value)
+    except OverflowError:
+        value, shown = math.inf, _describe(reward)
+    # A NaN is not less than anything.
+    if not abs(value) <= LARGEST_REWARD:
         raise EnvironmentProtocolError(
-            f"step() returned reward={reward}; expected a finite number. One NaN or infinity spoils the advantages of "
-            "the whole group: find the division or logarithm it comes from."
+            f"step() returned reward={shown}; expected a finite number up to {LARGEST_REWARD:.3g} (float32). "
+            "One NaN or infinity spoils the advantages of the whole group: find the division or logarithm it comes from."
         )
-    return float(reward)
+    return value
 
 
-def _validate_observation(observation: Any, method: str) -> None:
+def _validate_observation(observation: Any, method: str) -> Observation:
     if isinstance(observation, str):
-        return
+        return plain_text(observation)
     if not isinstance(observation, list):
         raise EnvironmentProtocolError(
             f"{method} returned the observation {_describe(observation)}; expected text or a list of chat messages."
@@ -94,29 +101,56 @@ def _validate_observation(observation: Any, method: str) -> None:
         raise EnvironmentProtocolError(
             f"{method} returned an empty list of messages; expected at least one. Nothing to say is the empty text ''."
         )
+    messages = []
     for index, message in enumerate(observation):
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or not isinstance(message.get("content"), (str, list))
-        ):
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            raise EnvironmentProtocolError(
+                f"{method} returned message {index} with a list as its content: {_describe(message)}. Episodes are text: "
+                'join its parts into one, {"role": ..., "content": "..."}.'
+            )
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise EnvironmentProtocolError(
                 f"{method} returned message {index} as {_describe(message)}; expected a dict such as "
                 '{"role": "user", "content": "..."}.'
             )
+        messages.append({key: plain_text(value) if isinstance(value, str) else value for key, value in message.items()})
+    return messages
 
 
-def _validate_info(info: Any, method: str) -> None:
+def _validate_info(info: Any, method: str) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise EnvironmentProtocolError(f"{method} returned info={_describe(info)}; expected a dict, {{}} if empty.")
     if not isinstance(info.get("success", False), (bool, np.bool_)):
         raise EnvironmentProtocolError(
             f"{method} returned info['success']={_describe(info['success'])}; expected True or False."
         )
+    info = dict(info)  # the environment may go on writing into its own
+    if info.get("anchor") is not None:
+        info["anchor"] = plain_text(str(info["anchor"]))
+    return info
+
+
+def plain_text(text: str) -> str:
+    """A text that every encoding can hold: surrogates that belong together are joined, lone ones replaced by U+FFFD."""
+    text = str.__str__(text)  # of subclasses too
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def describe_error(error: BaseException) -> str:
+    """The type and message of an exception, whatever its ``__str__`` does, in at most 2,000 characters."""
+    try:
+        message = plain_text(str(error))
+    except Exception as second:
+        message = f"<its __str__ raises {type(second).__name__}>"
+    message = message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "..."
+    return f"{type(error).__name__}: {message}"
 
 
 def _describe(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = plain_text(repr(value))
+    except Exception as error:
+        text = f"<its repr raises {type(error).__name__}>"
     text = text if len(text) <= 80 else text[:77] + "..."
     kind = f"tuple of {len(value)} items" if isinstance(value, tuple) else type(value).__name__
     return f"{text} ({kind})"
@@ -197,8 +231,8 @@ def check_environment(
     """Play an environment and report what would go wrong in training.
 
     Every episode is played twice, on two instances: results must follow the protocol, instances must be reusable, and
-    the same seed must give the same first observation (members of a group share it). The defaults are the quick form a
-    trainer runs at construction; raise ``episodes`` and ``max_turns`` and give sensible ``actions`` for a thorough one.
+    the same seed must give the same first observation (members of a group share it). The defaults are quick; raise
+    ``episodes`` and ``max_turns`` and give sensible ``actions`` for a thorough check.
 
     Args:
         factory: Makes an instance; called twice.
@@ -234,7 +268,7 @@ async def _check(
             watch.begin("the factory")
             instances.append(factory())
             report.environment = type(instances[-1]).__name__
-            _check_methods(instances[-1])
+            check_methods(instances[-1])
         for seed in seeds:
             first, second = [await _play(instance, seed, max_turns, actions, options, watch) for instance in instances]
             _compare(first, second, seed, report)
@@ -247,18 +281,21 @@ async def _check(
                     "depend on what else runs in the process; use a random.Random or numpy Generator of its own",
                 )
             )
-    except Exception as error:
-        raised = f"{watch.call} raised {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:
+        raised = f"{watch.call} raised {describe_error(error)}"
         message = str(error) if isinstance(error, EnvironmentProtocolError) else raised
         report.findings.append(Finding("error", message))
     for instance in instances:
-        close = getattr(instance, "close", None)
-        if close is not None:
-            watch.begin("close()")
-            await _call(close)
+        watch.begin("close()")
+        try:
+            if (close := getattr(instance, "close", None)) is not None:
+                await _call(close)
+        except (Exception, SystemExit) as error:
+            report.findings.append(Finding("warning", f"close() raised {describe_error(error)}"))
 
 
-def _check_methods(environment: Any) -> None:
+def check_methods(environment: Any) -> None:
+    """Raise ``EnvironmentProtocolError`` if ``reset`` or ``step`` is missing or cannot be called as the protocol does."""
     for name, arguments in (("reset", {"seed": 0, "options": None}), ("step", {"action": ""})):
         method = getattr(environment, name, None)
         signature = f"{name}({', '.join(arguments)})"

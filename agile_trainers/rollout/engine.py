@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from agile_trainers.envs.base import Observation, as_messages
-from agile_trainers.envs.checker import EnvironmentProtocolError, validate_reset, validate_step
+from agile_trainers.envs.checker import EnvironmentProtocolError, describe_error, validate_reset, validate_step
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
 from .cutting import cut_observation
@@ -152,7 +153,8 @@ class RolloutEngine:
         self, episodes: list[_Episode], generator: Generator, on_finish: Callable[[Trajectory], None] | None
     ) -> list[Trajectory]:
         for index, episode in enumerate(episodes):
-            self.pool.reset(index, episode.spec.seed, episode.spec.options)
+            # A copy: what one environment does to its row is no concern of the next one.
+            self.pool.reset(index, episode.spec.seed, deepcopy(episode.spec.options))
         finished: dict[int, Trajectory] = {}
         while len(finished) < len(episodes):
             idle = generator.pending == 0
@@ -194,12 +196,12 @@ class RolloutEngine:
         if error is None:
             try:
                 self._take(outcome.value, episode)
-            except ValueError as broken_protocol:
-                error = broken_protocol
+            except Exception as unusable:  # whatever it is, it came from what this environment answered
+                error = unusable
         if error is not None:
             timeout = isinstance(error, EnvironmentTimeoutError)
             episode.stop_reason = StopReason.ENVIRONMENT_TIMEOUT if timeout else StopReason.ENVIRONMENT_ERROR
-            episode.error = f"{type(error).__name__}: {error}"
+            episode.error = describe_error(error)
 
     def _take(self, answer: Any, episode: _Episode) -> None:
         if not episode.turns:
@@ -209,7 +211,7 @@ class RolloutEngine:
             episode.prompt = self.render(observation)
             episode.prompt_ids = self.chat.first(episode.prompt)
             if not episode.prompt_ids:
-                raise EnvironmentProtocolError(f"reset() returned {observation!r}, which is no token to answer to.")
+                raise EnvironmentProtocolError(f"reset() returned {observation!r}, which tokenizes to nothing.")
             return
         observation, reward, terminated, truncated, info = validate_step(answer)
         observation, cut = self.cut(observation)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from statistics import fmean, stdev
 from typing import Any
 
 from agile_trainers.types import StopReason, Trajectory
+
+_SHOWN = 200
+"""Characters of a prompt that a warning shows."""
 
 
 def episode_row(trajectory: Trajectory) -> dict[str, Any]:
@@ -22,6 +27,36 @@ def episode_row(trajectory: Trajectory) -> dict[str, Any]:
         "observations_cut": trajectory.observations_cut,
         "stop_reason": trajectory.stop_reason.value,
     }
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an episode started from."""
+
+    seed: int
+    prompt: str
+    """The first characters of the prompt's messages."""
+    digest: str
+    """Of all of them."""
+
+
+def start_of(trajectory: Trajectory) -> Start | None:
+    """What an episode started from; None if its environment failed before it said anything."""
+    if not trajectory.prompt:
+        return None
+    text = "\n".join(f"{message['role']}: {message['content']}" for message in trajectory.prompt)
+    return Start(trajectory.seed, text[:_SHOWN], blake2b(text.encode(), digest_size=16).hexdigest())
+
+
+def differing_groups(starts: Sequence[Start | None], group_size: int) -> list[int]:
+    """The groups whose members did not all start from the same prompt.
+
+    Args:
+        starts: One per episode, of all ranks; members of a group side by side.
+        group_size: Members of a group.
+    """
+    groups = (starts[first : first + group_size] for first in range(0, len(starts), group_size))
+    return [n for n, group in enumerate(groups) if len({start.digest for start in group if start is not None}) > 1]
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
+
+import cloudpickle
 
 from agile_trainers.envs.base import Environment, EnvironmentFactory, ResetResult, StepResult
+from agile_trainers.envs.checker import describe_error
 
 _CLOSING_SECONDS = 5.0
 """What an environment gets to close itself before its process is killed."""
@@ -24,14 +27,18 @@ class EnvironmentProcessError(RuntimeError):
     """An environment raised in its process, or the process died."""
 
 
-def check_factory(factory: EnvironmentFactory) -> None:
-    """Raise ``ValueError`` if a factory cannot be sent to another process."""
+def pickled(factory: EnvironmentFactory) -> bytes:
+    """A factory as it is sent to another process: lambdas, closures and what belongs to the script by value.
+
+    Raises:
+        ValueError: If it holds something that cannot be sent.
+    """
     try:
-        pickle.dumps(factory)
+        return cast(bytes, cloudpickle.dumps(factory))
     except Exception as error:  # whatever an object's own pickling raises
         raise ValueError(
-            f"environment_processes needs a factory that another process can import, got {factory!r} ({error}). Pass an "
-            "id, or a class or function defined at the top of a module."
+            f"environment_processes sends the factory to other processes, which {factory!r} does not allow "
+            f"({describe_error(error)}). Let it make what cannot be sent (locks, files, connections) itself."
         ) from error
 
 
@@ -41,18 +48,20 @@ class ProcessEnvironment:
     A call that is cancelled kills the process. What the environment raises arrives as text.
 
     Args:
-        factory: Makes the environment, over there. It is pickled. If it belongs to the script itself, every process imports
-            the script again: it must start its work under ``if __name__ == "__main__"``, and a module of its own is
-            quicker.
+        factory: Makes the environment, over there.
+
+    Raises:
+        ValueError: If the factory cannot be sent.
     """
 
     def __init__(self, factory: EnvironmentFactory):
+        sent = pickled(factory)
         context = multiprocessing.get_context("forkserver")
         # Imported once, before the first fork, instead of in every process.
         context.set_forkserver_preload([__name__, *_module(factory)])
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(factory, theirs), daemon=True)
-        with _without_main_module(factory):
+        self._process = context.Process(target=_serve, args=(sent, theirs), daemon=True)
+        with _without_main_module():
             self._process.start()
         theirs.close()
 
@@ -108,11 +117,8 @@ def _module(factory: Any) -> list[str]:
 
 
 @contextmanager
-def _without_main_module(factory: EnvironmentFactory) -> Iterator[None]:
-    """Keep multiprocessing from importing the script, and all it imports, in every process that has no use for it."""
-    if b"__main__" in pickle.dumps(factory):
-        yield
-        return
+def _without_main_module() -> Iterator[None]:
+    """Keep multiprocessing from importing the script, and all it imports, in every process: the factory brings its own."""
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield
@@ -120,7 +126,7 @@ def _without_main_module(factory: EnvironmentFactory) -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _serve(factory: Callable[[], Environment], connection: Connection) -> None:
+def _serve(sent: bytes, connection: Connection) -> None:
     """The other process: answer calls until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides what an interrupt means
     loop = asyncio.new_event_loop()
@@ -132,6 +138,7 @@ def _serve(factory: Callable[[], Environment], connection: Connection) -> None:
             return
         try:
             if environment is None and method != "close":
+                factory: Callable[[], Environment] = pickle.loads(sent)
                 environment = factory()
             function = getattr(environment, method) if method != "close" else getattr(environment, method, lambda: None)
             value = function(**arguments)
@@ -140,10 +147,12 @@ def _serve(factory: Callable[[], Environment], connection: Connection) -> None:
                 loop.run_until_complete(value) if inspect.isawaitable(value) else value,
             )
         except BaseException as error:
-            answer = f"{type(error).__name__}: {error}", None
+            answer = describe_error(error), None
         try:
             connection.send(answer)
         except OSError:  # nobody is there any more
             return
         except Exception as error:
-            connection.send((f"what {method} returned cannot be sent to another process: {error}", None))
+            connection.send(
+                (f"what {method} returned cannot be sent to another process: {describe_error(error)}", None)
+            )

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from agile_trainers.types import NO_TURN, Trajectory
 
+_DEEPEST = 20
+"""Levels of dicts and lists of an environment's that are written."""
+_LONGEST_TEXT = 10_000
+"""Characters of what has no form in JSON."""
+_MOST_BITS = 1024
+
 
 def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = None, **context: Any) -> dict[str, Any]:
-    """One episode as a JSON-ready dict.
+    """One episode as a JSON-ready dict, whatever the environment put into its infos.
 
     Args:
         trajectory: The episode.
@@ -24,6 +30,7 @@ def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = 
     for k, turn in enumerate(trajectory.turns):
         turn_ids[turn.start : turn.end] = [k] * (turn.end - turn.start)
         entry = {name: value for name, value in vars(turn).items() if name not in ("start", "end")}
+        entry |= {"observation": _Plain()(turn.observation), "info": _Plain()(turn.info)}
         turns.append(entry if advantages is None else {**entry, "advantage": advantages[k]})
     return {
         **context,
@@ -32,8 +39,8 @@ def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = 
         "stop_reason": trajectory.stop_reason.value,
         "error": trajectory.error,
         "seed": trajectory.seed,
-        "reset_info": trajectory.reset_info,
-        "prompt": trajectory.prompt,
+        "reset_info": _Plain()(trajectory.reset_info),
+        "prompt": _Plain()(trajectory.prompt),
         "turns": turns,
         "prompt_ids": trajectory.prompt_ids,
         "completion_ids": trajectory.completion_ids,
@@ -43,7 +50,11 @@ def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = 
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write a JSON lines file, whole or not at all. What JSON does not know (NaN too) is written as its ``str``."""
+    """Write a JSON lines file, whole or not at all. What JSON does not know (NaN too) is written as its ``str``.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     # A lone surrogate, which UTF-8 cannot hold, then becomes JSON's own escape for it.
@@ -62,15 +73,44 @@ def read_records(path: Path | str) -> list[dict[str, Any]]:
 def _encode(record: dict[str, Any]) -> str:
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
-    except (TypeError, ValueError):
-        # A key that is no text, or a number that JSON has no word for: the slow way, item by item.
-        return json.dumps(_plain(record), ensure_ascii=False)
+    except Exception:
+        # A key that is no text, or a number that JSON has no word for.
+        return json.dumps(_Plain(items=1_000_000)(record), ensure_ascii=False)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    known = value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
-    return value if known else str(value)
+class _Plain:
+    """Makes JSON-ready data of anything: of objects that hold themselves, raise, or are larger than they look.
+
+    Args:
+        items: How many are written; the rest is left out.
+    """
+
+    def __init__(self, items: int = 10_000) -> None:
+        self._left = items
+
+    def __call__(self, value: Any, inside: tuple[int, ...] = ()) -> Any:
+        self._left -= 1
+        try:
+            if isinstance(value, (dict, list, tuple)):
+                if self._left < 0 or id(value) in inside or len(inside) == _DEEPEST:
+                    return f"<{type(value).__name__}: left out>"
+                inside = (*inside, id(value))
+                if isinstance(value, dict):
+                    return {_text(key): self(item, inside) for key, item in value.items() if self._left >= 0}
+                return [self(item, inside) for item in value if self._left >= 0]
+            if value is None or isinstance(value, (bool, str)):
+                return value
+            if isinstance(value, int) and value.bit_length() <= _MOST_BITS:
+                return int(value)
+            if isinstance(value, float) and isfinite(value):
+                return float(value)
+        except Exception as error:  # of a class of the environment's own
+            return f"<{type(value).__name__}: {type(error).__name__}>"
+        return _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)[:_LONGEST_TEXT]
+    except Exception as error:
+        return f"<{type(value).__name__}: its str raises {type(error).__name__}>"

@@ -17,7 +17,7 @@ from typing import Any
 
 from agile_trainers.envs.base import Environment, EnvironmentFactory
 
-from .processes import ProcessEnvironment, check_factory
+from .processes import ProcessEnvironment, pickled
 
 _FAILURES = (Exception, asyncio.CancelledError)
 """What costs an environment its episode. Anything else it raises (KeyboardInterrupt, SystemExit) ends the rollout."""
@@ -28,6 +28,10 @@ _Report = Callable[[Any, "BaseException | None"], None]
 
 class EnvironmentTimeoutError(Exception):
     """An environment did not answer in time."""
+
+
+class InlineTimeoutError(ValueError):
+    """A timeout was asked for where nothing can interrupt the environment."""
 
 
 @dataclass
@@ -98,7 +102,7 @@ class EnvironmentPool:
         if timeout is not None and not timeout > 0:
             raise ValueError(f"environment_timeout must be a positive number of seconds, got {timeout}.")
         if processes:
-            check_factory(factory)
+            pickled(factory)
             factory = partial(ProcessEnvironment, factory)
         self.factory = factory
         self.workers = workers
@@ -194,7 +198,7 @@ class EnvironmentPool:
     def _call(self, episode: int, method: str, arguments: dict[str, Any]) -> None:
         call = _Call(episode, method)
         try:
-            call.environment = self._instance(episode)
+            call.environment = self.environment(episode)
             call.function = partial(getattr(call.environment, method), **arguments)
         except _FAILURES as error:
             self._running[episode] = call
@@ -207,14 +211,15 @@ class EnvironmentPool:
             self._waiting.append(call)
             self._start_waiting()
         elif self.timeout is not None:
-            raise ValueError(
+            raise InlineTimeoutError(
                 f"environment_timeout={self.timeout} cannot interrupt an environment that is stepped inline. Set "
                 "environment_workers to the number of environments to step at once, or leave environment_timeout unset."
             )
         else:
             self._begin(call)
 
-    def _instance(self, episode: int) -> Environment:
+    def environment(self, episode: int) -> Environment:
+        """The instance that plays an episode, made or taken from the idle ones if it has none yet."""
         if episode not in self._playing:
             self._playing[episode] = self._idle.pop() if self._idle else self.factory()
         return self._playing[episode]
@@ -254,7 +259,10 @@ class EnvironmentPool:
 
     def _close(self, environment: Environment | None, report: _Report = lambda value, error: None) -> None:
         """Let an instance go, without waiting. Closing is a courtesy: nobody asks what came of it."""
-        self._launch(getattr(environment, "close", lambda: None), report)
+        try:
+            self._launch(getattr(environment, "close", lambda: None), report)
+        except (Exception, SystemExit) as error:
+            report(None, error)
 
     def _patience(self, block: bool) -> float | None:
         """Seconds to wait for the next outcome: until the nearest deadline, if waiting at all."""

@@ -60,8 +60,8 @@ class MultiTurnConfig(GRPOConfig):
         environment_workers: 0 steps blocking environments inline, one after the other; more steps up to that many at once
             in threads. Async environments are always awaited together.
         environment_processes: Gives each environment a process of its own, for work that needs a core; up to that many play
-            at once. 0: none. An environment of the training script itself makes every process import the script, which
-            must then start under ``if __name__ == "__main__"``.
+            at once. 0: none. The factory is sent there by ``cloudpickle``: a lambda, a closure or a class of the script will
+            do.
         max_environments: Episodes that play at once, for servers that take no more; the others wait. Default: all.
         environment_timeout: Seconds a ``reset`` or ``step`` may take before its episode is given up.
         generation_chunk_size: Episodes that are decoded at once. Default: all; with vLLM those of one generation batch.

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
+from transformers.utils import logging
 
+from agile_trainers.envs.checker import describe_error
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.metrics import episode_row
 from agile_trainers.rollout.record import episode_record, write_records
@@ -17,6 +19,8 @@ from agile_trainers.types import Trajectory
 from .generation import Generation
 from .randomness import evaluation_specs, preserved_random_state
 from .reporting import evaluation_summary
+
+logger = logging.get_logger(__name__)
 
 
 class EpisodeEvaluation(Generation):
@@ -31,7 +35,11 @@ class EpisodeEvaluation(Generation):
     def _record(self, name: str, records: list[dict[str, Any]]) -> None:
         if self.args.log_rollouts:
             name = f"step-{self.state.global_step:06d}-{name}-rank{self.accelerator.process_index}.jsonl"
-            write_records(Path(self.args.output_dir) / "rollouts" / name, records)
+            path = Path(self.args.output_dir) / "rollouts" / name
+            try:
+                write_records(path, records)
+            except Exception as error:  # a log is not worth a run
+                logger.warning(f"The episodes of {path} could not be written: {describe_error(error)}")
 
     def evaluate(
         self,

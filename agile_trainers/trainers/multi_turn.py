@@ -18,7 +18,6 @@ from transformers.utils import logging
 from agile_trainers.adapters import explaining_scope, within_scope
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.envs.base import EnvironmentFactory
-from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.objectives.advantages import pool_over_turns, whiten
 from agile_trainers.objectives.kl import shaping
@@ -46,7 +45,9 @@ from .setup import (
     check_first_prompt,
     check_kernels,
     check_vllm,
+    environment_pool,
     keep_differentiable,
+    probe_environment,
     refuse,
     training_rows,
     with_return,
@@ -162,10 +163,8 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             self._rows_are_options, self._eval_rows = train_dataset is not None, eval_dataset
             train_dataset = training_rows(args, train_dataset)
             first_row = dict(next(iter(train_dataset))) if self._rows_are_options else None
-            report = check_environment(factory, seed=args.seed, options=first_row)
-            report.raise_for_errors()
-            for finding in report.warnings:
-                logger.warning(finding)
+            pool = environment_pool(args, factory)
+            first_state = probe_environment(pool, args.seed, first_row)
             reward_funcs, reward_processing_classes = with_return(
                 lambda: self._returns, args, reward_funcs, reward_processing_classes
             )
@@ -211,7 +210,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             self._idle_batches = 0
             self.engine = build_engine(
                 args,
-                factory,
+                pool,
                 self.processing_class,
                 eos_token_ids=self.eos_token_ids,
                 longest=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
@@ -220,7 +219,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             if args.training_chat_template:
                 # Whoever loads the saved tokenizer must render what the policy was trained on.
                 self.processing_class.chat_template = self.engine.chat.chat_template
-            check_first_prompt(self.engine, args.seed, first_row, needs_anchor=self._needs_anchors)
+            check_first_prompt(self.engine, first_state, needs_anchor=self._needs_anchors)
             self._set_up_reference()
             self._switch_off_noise()
             self._set_up_checkpoints()

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from transformers.utils import logging
 
 from agile_trainers.objectives.advantages import pool_over_turns
-from agile_trainers.rollout.metrics import episode_row
+from agile_trainers.rollout.metrics import differing_groups, episode_row, start_of
 from agile_trainers.rollout.record import episode_record
 from agile_trainers.types import Trajectory
 
@@ -26,6 +26,8 @@ class RolloutLog(Generation):
     _logs: dict[str, Any]
     _rollout_seconds: float
     _idle_batches: int
+    environment: Any
+    _warned_of_starts = False
 
     def _log_rollout(
         self, trajectories: list[Trajectory], rewards: torch.Tensor, advantages: torch.Tensor, turn_mask: torch.Tensor
@@ -48,9 +50,33 @@ class RolloutLog(Generation):
         self._logs["advantages"].extend(self.accelerator.gather(per_episode).tolist())
         idle = metrics["advantage/mean"][-1] == metrics["advantage/std"][-1] == 0.0
         self._idle_batches = self._idle_batches + 1 if idle else 0
+        if self.num_generations > 1:
+            self._compare_starts(trajectories)
         error = next((trajectory.error for trajectory in trajectories if trajectory.error is not None), None)
         for warning in degeneracies(summary, self._idle_batches, error, self.mask_truncated_completions):
             logger.warning(warning)
+
+    def _compare_starts(self, trajectories: list[Trajectory]) -> None:
+        """Count the groups, of all ranks, whose members did not start from the same observation; warn of the first."""
+        starts = gather_object([start_of(trajectory) for trajectory in trajectories])
+        different = differing_groups(starts, self.num_generations)
+        groups = len(starts) // self.num_generations
+        self._metrics["train"]["groups_with_different_starts"].append(len(different) / groups)
+        if different and not self._warned_of_starts:
+            self._warned_of_starts = True
+            group = starts[different[0] * self.num_generations :][: self.num_generations]
+            seed = next(start.seed for start in group if start is not None)
+            shown = list(dict.fromkeys(start.prompt for start in group if start is not None))[:2]
+            logger.warning(
+                f"{len(different)} of {groups} groups did not start from the same observation: after reset(seed={seed}) the "
+                f"environment {self._environment_name} said {shown[0]!r} to one member and {shown[-1]!r} to another. A "
+                "group's returns are compared as if only the answers differed: derive all randomness of reset from its "
+                "seed. The metric groups_with_different_starts goes on counting."
+            )
+
+    @property
+    def _environment_name(self) -> str:
+        return self.environment if isinstance(self.environment, str) else getattr(self.environment, "__name__", "given")
 
     def _training_records(
         self, trajectories: list[Trajectory], advantages: torch.Tensor, first: int

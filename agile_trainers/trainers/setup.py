@@ -4,26 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
 
-from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.base import EnvironmentFactory, ResetResult
+from agile_trainers.envs.checker import (
+    EnvironmentProtocolError,
+    check_methods,
+    describe_error,
+    validate_reset,
+    validate_step,
+)
 from agile_trainers.rollout.chat import ChatFrames
 from agile_trainers.rollout.engine import Limits, RolloutEngine
-from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.rollout.processes import ProcessEnvironment
+from agile_trainers.rollout.stepping import EnvironmentPool, InlineTimeoutError
 
 from .config import MultiTurnConfig
 from .randomness import TRAINING, environment_seed
 from .vllm_options import check_device
 
+logger = logging.get_logger(__name__)
+
 
 def build_engine(
     args: MultiTurnConfig,
-    factory: EnvironmentFactory,
+    pool: EnvironmentPool,
     tokenizer: Any,
     *,
     eos_token_ids: list[int],
@@ -33,8 +45,8 @@ def build_engine(
     """The rollout engine of a trainer.
 
     Args:
-        args: Turn and token limits, template options, workers.
-        factory: Makes environments.
+        args: Turn and token limits, template options.
+        pool: Where its environments run.
         tokenizer: The trainer's ``processing_class``.
         eos_token_ids: What ends an answer.
         longest: The model's ``max_position_embeddings``, if it has such a limit.
@@ -60,13 +72,7 @@ def build_engine(
         training_chat_template=args.training_chat_template,
     )
     return RolloutEngine(
-        EnvironmentPool(
-            factory,
-            args.environment_workers,
-            args.environment_timeout,
-            processes=args.environment_processes,
-            max_environments=args.max_environments,
-        ),
+        pool,
         chat,
         Limits(
             args.max_turns,
@@ -79,39 +85,91 @@ def build_engine(
     )
 
 
-def check_first_prompt(
-    engine: RolloutEngine, seed: int, row: dict[str, Any] | None, *, needs_anchor: bool = False
-) -> None:
-    """Reset for real, as the first episode will: it must work and leave room for an answer.
+def environment_pool(args: MultiTurnConfig, factory: EnvironmentFactory) -> EnvironmentPool:
+    """Where a run's environments run.
+
+    Raises:
+        ValueError: If its limits contradict each other, or the factory cannot be sent to another process.
+    """
+    return EnvironmentPool(
+        factory,
+        args.environment_workers,
+        args.environment_timeout,
+        processes=args.environment_processes,
+        max_environments=args.max_environments,
+    )
+
+
+def probe_environment(pool: EnvironmentPool, seed: int, row: dict[str, Any] | None) -> ResetResult:
+    """Reset and step once, in the pool and from the state that the first episode will have; the instance is kept for it.
+
+    Args:
+        pool: Where the run's environments will run.
+        seed: The run's seed.
+        row: The first dataset row, or None without rows.
+
+    Returns:
+        The first observation and its info.
+
+    Raises:
+        EnvironmentProtocolError: If the environment fails or breaks the protocol.
+    """
+    method, name, reusable = "the factory", getattr(pool.factory, "__name__", "the environment"), False
+    try:
+        environment = pool.environment(0)
+        if not isinstance(environment, ProcessEnvironment):
+            name = type(environment).__name__
+        check_methods(environment)
+        pool.release(0, reusable=True)
+        method = f"reset(options={row!r})"
+        pool.reset(0, environment_seed(seed, TRAINING, 0, 0), deepcopy(row))
+        start = validate_reset(_outcome(pool))
+        method = "step()"
+        pool.step(0, "0")
+        validate_step(_outcome(pool))
+        reusable = True
+    except EnvironmentProtocolError as error:
+        raise EnvironmentProtocolError(f"{name} cannot be trained on:\n- {error}") from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, InlineTimeoutError):
+            raise
+        raise EnvironmentProtocolError(
+            f"{name} cannot be trained on:\n- {method} raised {describe_error(error)}"
+        ) from error
+    finally:
+        pool.release(0, reusable=reusable)
+    if start[0] == "":
+        logger.warning(f"{name}: the first observation is empty: the model sees nothing")
+    return start
+
+
+def _outcome(pool: EnvironmentPool) -> Any:
+    (outcome,) = pool.outcomes(block=True)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
+
+
+def check_first_prompt(engine: RolloutEngine, start: ResetResult, *, needs_anchor: bool = False) -> None:
+    """Check that a first observation can be written as a prompt and leaves room for an answer.
 
     Args:
         engine: The trainer's engine.
-        seed: The run's seed.
-        row: The first dataset row, or None without rows.
+        start: What :func:`probe_environment` returned.
         needs_anchor: Whether the algorithm compares turns by the state they started from.
 
     Raises:
-        ValueError: If the environment fails, names no anchor where one is needed, or the prompt fills
-            ``max_model_length``.
+        ValueError: If it does not, or names no anchor where one is needed.
     """
-    engine.pool.reset(0, environment_seed(seed, TRAINING, 0, 0), row)
-    (outcome,) = engine.pool.outcomes(block=True)
-    engine.pool.release(0, reusable=outcome.error is None)
-    if outcome.error is not None:
-        raise ValueError(
-            f"The environment failed to reset with options={row!r}: {type(outcome.error).__name__}: {outcome.error}"
-        ) from outcome.error
-    if needs_anchor and outcome.value[1].get("anchor") is None:
+    observation, info = start
+    if needs_anchor and info.get("anchor") is None:
         raise ValueError(
             "advantage_granularity='anchor' compares turns that start from the same state, but the environment does not "
-            f"name it: the info of reset() is {outcome.value[1]!r}. Put a string under info['anchor'] in reset() and "
-            "step(), or choose advantage_granularity='turn'."
+            f"name it: the info of reset() is {info!r}. Put a string under info['anchor'] in reset() and step(), or "
+            "choose advantage_granularity='turn'."
         )
-    length, room = (
-        len(engine.chat.first(engine.render(engine.cut(outcome.value[0])[0]))),
-        engine.limits.max_model_length,
-    )
-    if length >= room:
+    length = len(engine.chat.first(engine.render(engine.cut(observation)[0])))
+    if length >= (room := engine.limits.max_model_length):
         raise ValueError(
             f"The first prompt has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
             "max_model_length, or shorten the environment's first observation."

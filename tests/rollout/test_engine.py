@@ -183,7 +183,7 @@ def test_a_first_observation_without_a_token_is_an_error() -> None:
     chat = ChatFrames(TOKENIZER, plain=PlainFormat())
     engine = RolloutEngine(EnvironmentPool(Scripted), chat, Limits(1, 1, 10))
     empty, sound = engine.run(specs({"start": ("", {})}, {}), Player())
-    assert empty.stop_reason is StopReason.ENVIRONMENT_ERROR and "no token" in str(empty.error)
+    assert empty.stop_reason is StopReason.ENVIRONMENT_ERROR and "tokenizes to nothing" in str(empty.error)
     assert sound.stop_reason is StopReason.TERMINATED
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,9 +69,48 @@ def test_async_environments_are_awaited_over_there() -> None:
     engine.pool.close()
 
 
+def test_lambdas_and_closures_are_sent_by_value() -> None:
+    start = "up"
+
+    class Local(Elsewhere):
+        def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            return start, super().reset(seed, options)[1]
+
+    engine = make_engine(lambda: Local(), processes=1, timeout=60.0)
+    (episode,) = engine.run(specs({}), Player())
+    engine.pool.close()
+    assert episode.prompt[0]["content"] == "up" and episode.rewards == [1.0, 2.0]
+    assert episode.reset_info["process"] != os.getpid()
+
+
+def test_an_environment_of_the_script_itself_is_sent_without_running_the_script_again(tmp_path: Path) -> None:
+    """Neither a guard nor a module of its own is needed."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    shown = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent
+    )
+    assert shown.stdout.split() == ["main", "[1.0,", "2.0]"], shown.stderr
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, "")
+from elsewhere import Elsewhere
+from episodes import Player, make_engine, specs
+print("main", flush=True)
+class Mine(Elsewhere):
+    pass
+engine = make_engine(Mine, processes=1, timeout=60.0)
+print(engine.run(specs({}), Player())[0].rewards, flush=True)
+engine.pool.close()
+"""
+
+
 def test_a_factory_that_cannot_be_sent_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a factory that another process can import"):
-        EnvironmentPool(lambda: Elsewhere(), processes=1)
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"environment_processes.*cannot pickle.*lock"):
+        EnvironmentPool(lambda: Elsewhere() if lock else None, processes=1)
 
 
 def _alive(process: int) -> bool:

@@ -1,0 +1,94 @@
+"""Environments that misbehave in every way of ``misbehaving.KINDS``, beside sound ones that must not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from misbehaving import KINDS, Misbehaving
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.collate import collate
+from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.generators import SamplingSettings, TransformersGenerator
+from agile_trainers.rollout.record import episode_record, read_records, write_records
+from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.types import Trajectory
+
+SOUND = 40
+"""Sound episodes of a rollout, spread among the others."""
+WHERE: dict[str, dict[str, Any]] = {
+    "inline": {},
+    # Long enough that nothing sound runs into it, short enough to wait for what hangs: all of it at the same time.
+    "threads": {"workers": 64, "timeout": 8.0},
+    "processes": {"processes": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def play(embedded_model: Path) -> Iterator[Any]:
+    """Plays episodes of (seed, kind) on the embedded model."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    model = AutoModelForCausalLM.from_pretrained(embedded_model).eval()
+    chat = ChatFrames(tokenizer)
+    pools: list[EnvironmentPool] = []
+
+    def run(episodes: list[tuple[int, str | None]], **where: Any) -> list[Trajectory]:
+        pools.append(EnvironmentPool(Misbehaving, **where))
+        limits = Limits(max_turns=3, max_new_tokens=4, max_model_length=400, max_observation_length=2000)
+        generator = TransformersGenerator(
+            model,
+            eos_token_ids=chat.eos_token_ids,
+            pad_token_id=tokenizer.pad_token_id,
+            settings=SamplingSettings(),
+            max_batch_size=48,
+        )
+        row = {"kind": None, "list": [1]}
+        specs = [EpisodeSpec(seed, (seed,), {**row, "kind": kind}) for seed, kind in episodes]
+        return RolloutEngine(pools[-1], chat, limits).run(specs, generator)
+
+    yield run
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def alone(play: Any) -> list[Trajectory]:
+    """The sound episodes, with nobody beside them."""
+    return play([(seed, None) for seed in range(SOUND)])
+
+
+def test_there_are_many_kinds() -> None:
+    assert all(len([kind for kind in KINDS.values() if where in kind.where]) >= 60 for where in WHERE)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_neighbours_notice_nothing(where: str, play: Any, alone: list[Trajectory], tmp_path: Path) -> None:
+    names = [name for name, kind in KINDS.items() if where in kind.where]
+    others = iter([(1000 + n, name) for n, name in enumerate(names)])
+    episodes: list[tuple[int, str | None]] = []
+    for seed in range(SOUND):
+        episodes += [(seed, None), *(other for _, other in zip(range(-(-len(names) // SOUND)), others))]
+    played = dict(zip(episodes, play(episodes, **WHERE[where])))
+
+    for expected in alone:
+        got = played[expected.seed, None]
+        assert got.error is None and got.completion_ids == expected.completion_ids
+        assert got.prompt_ids == expected.prompt_ids and got.rewards == expected.rewards
+        np.testing.assert_allclose(got.sampling_logprobs, expected.sampling_logprobs, rtol=0, atol=1e-5)
+
+    failed = {kind: episode.error for (_, kind), episode in played.items() if kind and episode.stop_reason.failed}
+    assert failed.keys() == {name for name in names if not KINDS[name].sound}
+    assert all(isinstance(error, str) and 0 < len(error) <= 2100 for error in failed.values())
+
+    # What became of them can be trained on and written down.
+    batch = collate(list(played.values()), pad_token_id=0, end_token_id=1)
+    assert batch.turn_rewards.isfinite().all() and int(batch.failed.sum()) == len(failed)
+    write_records(tmp_path / "episodes.jsonl", [episode_record(trajectory) for trajectory in played.values()])
+    records = read_records(tmp_path / "episodes.jsonl")
+    assert [record["seed"] for record in records] == [seed for seed, _ in episodes]
+    assert (tmp_path / "episodes.jsonl").stat().st_size < 20_000_000
