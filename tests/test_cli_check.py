@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from agile_trainers.cli import check
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.cli.main import main
-from agile_trainers.cli.memory import MemoryPlan, estimate_memory, readable
 from agile_trainers.cli.seat import play_in_seat
+from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.rollout.chat import ChatFrames
 from agile_trainers.rollout.collate import collate
@@ -120,7 +119,7 @@ def run(environment: str, *options: str) -> tuple[int, str]:
 
 def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
     code, report = run("TwoTurns", "--episodes", "8", "--max_new_tokens", "8", "--player", "expert", "--max_turns", "3")
-    assert code == 0 and "It would train." in report and "problem" not in report
+    assert code == 0 and "Ready to train." in report and "problem" not in report
     assert "TwoTurns keeps it" in report
     assert "8 episodes by the expert player" in report
     assert "mean 2.000, from 2 to 2; success 100%" in report
@@ -148,6 +147,7 @@ def test_the_model_plays_if_it_is_named(embedded_model: Path) -> None:
     assert code == 0 and "4 episodes by the model" in report and f"model {embedded_model}" in report
     assert "warning: every episode was cut short" in report and "max_turns 100%" in report
     assert "(max_new_tokens=3)" in report and "16 rows x" in report and "of adapters" in report
+    assert "The weights are float32" in report
     assert run("NeverEnds", *options)[1] == run("NeverEnds", *options)[1], "sampled with the run's seed"
 
 
@@ -192,7 +192,7 @@ def test_what_would_not_train_exits_with_the_reason(
     code, report = run(
         broken, "--episodes", "4" if broken != "PaysNothing" else "6", "--time_limit", "0.2", "--player", "expert"
     )
-    verdict = report.partition("It would not train:")[2]
+    verdict = report.partition("Not ready to train:")[2]
     assert code == 1 and message in verdict, report
 
 
@@ -206,6 +206,60 @@ def test_equal_returns_are_no_reason_where_only_the_embedded_model_could_play() 
     options = ["--episodes", "2", "--max_new_tokens", "2", "--max_turns", "2"]
     code, report = run("gymnasium:FrozenLake-v1", *options)
     assert code == 0 and "warning: all 2 episodes returned 0" in report
+
+
+class PaysTheRest(TwoTurns):
+    """Pays those who say no more than one word."""
+
+    def step(self, action: str) -> Any:
+        observation, _, *rest = TwoTurns.step(self, action)
+        return observation, {"yes": 1.0, "no": 0.5}.get(action, 0.0), *rest
+
+
+def test_the_models_own_episodes_decide(embedded_model: Path) -> None:
+    """The players' returns differ; the model's do not."""
+    options = ["--episodes", "4", "--max_new_tokens", "8", "--min_new_tokens", "8"]
+    code, report = run("PaysTheRest", *options, "--model", str(embedded_model))
+    assert code == 1 and "all 4 episodes of the model returned 0: there is nothing to learn from" in report
+    assert re.search(r"expert +\+2.000", report) and "Ready to train." not in report
+    code, report = run("PaysTheRest", *options, "--player", "model")
+    assert code == 0 and "warning: every episode that the model played returned the same" in report
+
+
+def test_a_module_that_cannot_be_imported_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fails_here.py").write_text("raise RuntimeError('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, report = run("fails_here:Environment")
+    problems = report.partition("Not ready to train:")[2]
+    assert (
+        code == 1 and "'fails_here' cannot be imported: RuntimeError: no licence" in problems and "line 1" in problems
+    )
+
+
+def test_a_model_of_another_family_is_checked_and_planned_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """GPT-2 names no ``intermediate_size``, no key-value heads and no ``torch_dtype``."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=256, vocab_size=512, eos_token_id=2, bos_token_id=2)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make_tokenizer(vocab_size=512).save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--episodes", "4", "--max_new_tokens", "4", "--max_turns", "2"]
+    code, report = run("NeverEnds", *options, "--gpu_memory", "0.001")
+    assert code == 1 and re.search(r"planned peak of [\d.]+ MiB is more than the GPU's 1.0 MiB", report), report
+    code, report = run("NeverEnds", *options, "--gpu_memory", "24", "--max_model_length", "100")
+    assert code == 0 and re.search(r"planned peak is \d+% of the GPU's 24.0 GiB", report)
+
+
+def test_the_plan_is_for_the_limits_and_not_for_what_was_played(embedded_model: Path) -> None:
+    """Episodes of two turns of a word; the limits allow much longer ones."""
+    options = ["--episodes", "4", "--player", "expert", "--max_turns", "6"]
+    small, large = (run("TwoTurns", *options, "--max_new_tokens", new)[1] for new in ("20", "200"))
+    tokens = [
+        int(re.findall(r"planned for episodes of ([\d,]+) tokens", report)[0].replace(",", ""))
+        for report in (small, large)
+    ]
+    assert tokens[1] - tokens[0] == 6 * 180
+    capped = run("TwoTurns", *options, "--max_new_tokens", "200", "--max_model_length", "300")[1]
+    assert "planned for episodes of 300 tokens" in capped
 
 
 def test_starts_that_differ_are_a_warning() -> None:
@@ -232,7 +286,7 @@ def test_limits_and_templates_are_checked(embedded_model: Path, tmp_path: Path) 
     AutoConfig.from_pretrained(embedded_model).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     code, report = run("TwoTurns", "--model", str(tmp_path))
-    assert code == 1 and "rewrites earlier turns" in report.partition("It would not train:")[2]
+    assert code == 1 and "rewrites earlier turns" in report.partition("Not ready to train:")[2]
     assert "by the model" not in report, "no weights are loaded for what cannot work"
 
 
@@ -310,79 +364,6 @@ def test_nothing_of_a_failed_episode_is_trained_on_and_long_parts_are_cut(embedd
     long = Trajectory(list(range(10, 110)), [20], [0.0], [Turn(0, 1, "7", "stop")], StopReason.TERMINATED)
     Console(file=file, width=200).print(draw_layout(long, tokenizer))
     assert "... 68 more ..." in file.getvalue() and "1 of 101 tokens" in file.getvalue()
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
-def test_weights_gradients_optimizer_and_cache_are_those_of_the_real_model(embedded_model: Path) -> None:
-    config = AutoConfig.from_pretrained(embedded_model)
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    plan = MemoryPlan(4, 4, rows=2, episodes=3, tokens=16, gradient_checkpointing=False, peft_config=lora)
-    sizes = {item.name: item.size for item in estimate_memory(config, plan)}
-    base = AutoModelForCausalLM.from_pretrained(embedded_model)
-    cache = DynamicCache(config=config)
-    base(torch.zeros(3, 16, dtype=torch.long), past_key_values=cache)
-    assert sizes["KV cache"] == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    model = get_peft_model(base, lora)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
-    model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
-    optimizer.step()
-    assert sizes["weights"] == sum(parameter.nbytes for parameter in model.parameters())
-    assert sizes["gradients"] == sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert sizes["optimizer"] == sum(moment.nbytes for moment in moments)
-    others = sizes["weights"] + sizes["gradients"] + sizes["optimizer"]
-    assert sizes["peak"] == others + max(sizes["activations"], sizes["KV cache"])
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_estimated_within_a_quarter(embedded_model: Path, checkpointing: bool) -> None:
-    rows, tokens, saved = 3, 64, dict[int, int]()
-    model = AutoModelForCausalLM.from_pretrained(embedded_model).train()
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)  # its address must not be given to another
-        return tensor
-
-    config = model.config
-    plan = MemoryPlan(4, 4, rows=rows, episodes=1, tokens=tokens, gradient_checkpointing=checkpointing)
-    estimate = next(item.size for item in estimate_memory(config, plan) if item.name == "activations")
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-        # One layer is computed again at a time, with all that its backward pass needs.
-        whole = MemoryPlan(4, 4, rows=rows, episodes=1, tokens=tokens, gradient_checkpointing=False)
-        layers = next(item.size for item in estimate_memory(config, whole) if item.name == "activations")
-        estimate -= layers // config.num_hidden_layers
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.model(torch.randint(50, (rows, tokens)), use_cache=False)
-    assert estimate == pytest.approx(sum(saved.values()), rel=0.25)
-
-
-def test_a_critic_a_reference_and_small_weights_count(embedded_model: Path) -> None:
-    config = AutoConfig.from_pretrained(embedded_model)
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-
-    def sizes(**changes: Any) -> dict[str, int]:
-        settings: dict[str, Any] = {
-            "bytes_per_weight": 4, "bytes_per_activation": 4, "rows": 1, "episodes": 1, "tokens": 8,
-            "gradient_checkpointing": True,
-        }  # fmt: skip
-        return {item.name: item.size for item in estimate_memory(config, MemoryPlan(**{**settings, **changes}))}
-
-    full = sizes()
-    assert full["weights"] == full["gradients"] == full["optimizer"] // 2
-    assert sizes(copies=2)["weights"] == 2 * full["weights"]
-    assert sizes(bytes_per_weight=0.5)["weights"] == full["weights"] // 8
-    assert sizes(peft_config=lora, adapters=2)["optimizer"] == 2 * sizes(peft_config=lora)["optimizer"]
-    assert sizes(tokens=16, rows=3)["activations"] == 6 * full["activations"]
-    assert [readable(size) for size in (5, 2048, 3 * 2**20, 5 * 2**29)] == ["5 B", "2.0 KiB", "3.0 MiB", "2.5 GiB"]
 
 
 # --------------------------------------------------------------------------------------------------------------- seat

@@ -1,4 +1,4 @@
-"""``agile-trainers check``: would a training run on this environment work? A report, and exit code 1 if not.
+"""``agile-trainers check``: says whether a run is ready to train. A report, and exit code 1 if not.
 
 The options are those of ``agile-trainers grpo`` (or of another algorithm, named first: ``agile-trainers check ppo ...``), so
 that a command or configuration file can be checked as it is, and those of :class:`CheckArguments`. ``--model`` is short for
@@ -17,6 +17,7 @@ from transformers.utils import logging
 from trl import DatasetMixtureConfig, ModelConfig
 
 from agile_trainers.cli.checks import Report, Run, check_run, model_config
+from agile_trainers.cli.errors import message
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model
 from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, check_needed, load_rows, on_cpu, split_of
@@ -36,13 +37,20 @@ class CheckArguments:
         player: Who plays them: the ``model``, or the environment's own ``random`` or ``expert`` player. ``auto``: the
             model if one was named, otherwise the random player, or the embedded model where there is none.
         time_limit: Seconds a call of the environment may take, unless ``environment_timeout`` says it.
+        gpu_memory: GiB of the GPU to plan for. Default: the GPU that is here, if there is one.
     """
 
     episodes: int = field(default=16, metadata={"help": "Number of episodes to play."})
     player: str = field(default="auto", metadata={"help": "Who plays: model, random, expert, or auto."})
     time_limit: float = field(default=30.0, metadata={"help": "Seconds a call of the environment may take."})
 
+    gpu_memory: float | None = field(
+        default=None, metadata={"help": "GiB of the GPU to plan for. Default: the one that is here."}
+    )
+
     def __post_init__(self) -> None:
+        if self.gpu_memory is not None and not self.gpu_memory > 0:
+            raise ValueError(f"gpu_memory must be a positive number of GiB, got {self.gpu_memory}.")
         if self.episodes < 2:
             raise ValueError(f"episodes must be at least 2, to compare them, got {self.episodes}.")
         if self.player not in PLAYERS:
@@ -67,7 +75,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         console: Where to print.
 
     Returns:
-        0 if it would train, 1 if not.
+        0 if the run is ready to train, 1 if not.
     """
     algorithm, options = (argv[0], argv[1:]) if argv and argv[0] in ALGORITHMS else ("grpo", argv)
     parser = make_parser(algorithm)
@@ -108,8 +116,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             rows = train_rows and [dict(row) for row in islice(train_rows, check.episodes)]
             tokenizer, ends = load_tokenizer(model, args.trust_remote_code)
             config = model_config(model, args.trust_remote_code)
-        except (ValueError, ImportError, OSError) as error:
-            report.problem(str(error))
+        except (ValueError, TypeError, ImportError, OSError) as error:
+            report.problem(message(error))
             return report.verdict()
         run = Run(
             environment=script.environment,
@@ -125,6 +133,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             episodes=check.episodes,
             player=player,
             time_limit=check.time_limit,
+            gpu_memory=check.gpu_memory,
         )
         check_run(report, run)
     return report.verdict()

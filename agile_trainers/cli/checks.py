@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -15,12 +16,12 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
-from trl import ModelConfig, get_peft_config
+from trl import ModelConfig
 
-from agile_trainers.adapters.scope import within_scope
 from agile_trainers.cli.layout import draw_layout
-from agile_trainers.cli.memory import MemoryPlan, estimate_memory, readable
+from agile_trainers.cli.memory import estimate_memory, plan_memory, readable
 from agile_trainers.cli.seat import play_in_seat
 from agile_trainers.cli.train import ALGORITHMS
 from agile_trainers.envs.base import Environment, EnvironmentFactory
@@ -60,6 +61,8 @@ class Run:
     """``model``, ``random`` or ``expert``."""
     time_limit: float
     """Seconds for one call of the environment."""
+    gpu_memory: float | None = None
+    """GiB of the GPU that the run is planned for; None: of the GPU that is here, if there is one."""
 
     def specs(self) -> list[EpisodeSpec]:
         """The episodes to play: the same in every check."""
@@ -86,7 +89,7 @@ class Report:
 
     console: Console
     problems: list[str] = field(default_factory=list)
-    """Why it would not train."""
+    """Why training cannot start, or would learn nothing."""
 
     def section(self, title: str) -> None:
         """Begin a section."""
@@ -101,7 +104,7 @@ class Report:
         self.line(f"warning: {text}", style="yellow")
 
     def problem(self, text: str) -> None:
-        """A reason why it would not train."""
+        """A reason why training cannot start, or would learn nothing."""
         self.problems.append(text)
         self.line(f"problem: {text}", style="bold red")
 
@@ -110,12 +113,12 @@ class Report:
         self.console.print(what, soft_wrap=isinstance(what, Text))
 
     def verdict(self) -> int:
-        """Say whether it would train; the exit code."""
+        """Say whether training can start; the exit code."""
         self.section("Verdict")
         if not self.problems:
-            self.line("It would train.", style="bold green")
+            self.line("Ready to train.", style="bold green")
             return 0
-        self.line("It would not train:", style="bold red")
+        self.line("Not ready to train:", style="bold red")
         for problem in self.problems:
             self.line(f"- {problem}")
         return 1
@@ -133,7 +136,11 @@ def check_run(report: Report, run: Run) -> None:
         report.problem(f"{run.environment} comes with no {run.player} player; choose --player model.")
         return
     report.section(f"Play: {run.episodes} episodes by the {run.player}{'' if run.player == 'model' else ' player'}")
-    played = model_plays(run) if run.player == "model" else player_plays(run, run.player)
+    try:
+        played = model_plays(run) if run.player == "model" else player_plays(run, run.player)
+    except (OSError, ValueError, SafetensorError) as error:
+        report.problem(f"The {run.player} cannot play: {error}")
+        return
     check_play(report, run, played)
     check_determinism(report, run, played)
     scores = {run.player: played, **{name: player_plays(run, name) for name in players if name != run.player}}
@@ -142,8 +149,7 @@ def check_run(report: Report, run: Run) -> None:
     if drawn is not None:
         report.section("Tokens of an episode")
         report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
-    lengths = [len(one.prompt_ids) + len(one.completion_ids) for episodes in scores.values() for one in episodes]
-    report_memory(report, run, max(lengths))
+    report_memory(report, run, [episode for episodes in scores.values() for episode in episodes])
 
 
 def check_protocol(report: Report, run: Run) -> bool:
@@ -297,46 +303,73 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
             report.warning(f"{cut} answers of the {name} player were cut at max_new_tokens={run.args.max_new_tokens}.")
     if "expert" in means and means["expert"] <= means.get("random", float("-inf")):
         report.warning("the expert does no better than the random player: look at the limits and at the rewards.")
-    if len(set(returns)) == 1:
+    own = {episode.episode_return for episode in scores[run.player] if not episode.stop_reason.failed}
+    advice = (
+        "there is nothing to learn from. Choose an easier level, reward part of the way, or let the model imitate good "
+        "episodes first; --episodes plays more."
+    )
+    if run.player == "model" and run.named and len(own) == 1:
+        # What others reach does not help: advantages compare the model's own episodes.
+        report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {advice}")
+    elif len(set(returns)) == 1:
         # Of a model that knows nothing, or a player that tries nothing, little else is to be expected.
         tell = report.problem if run.named or "expert" in scores else report.warning
-        tell(
-            f"all {len(returns)} episodes returned {returns[0]:g}: there is nothing to learn from. Choose an easier level, "
-            "reward part of the way, or let the model imitate good episodes first; --episodes plays more."
-        )
-    elif len({episode.episode_return for episode in scores[run.player]}) == 1:
+        tell(f"all {len(returns)} episodes returned {returns[0]:g}: {advice}")
+    elif len(own) == 1:
         report.warning(
             f"every episode that the {run.player} played returned the same; a group like that teaches nothing."
         )
 
 
-def report_memory(report: Report, run: Run, tokens: int) -> None:
-    """An estimate for the batch of the run."""
-    report.section(f"Memory of one process, estimated for episodes of {tokens} tokens (the longest that was played)")
-    args, model = run.args, run.model
-    peft_config = get_peft_config(model)
-    if peft_config is not None and args.lora_target_scope is not None:
-        peft_config = within_scope(peft_config, args.lora_target_scope)
-    weight = 0.5 if model.load_in_4bit else 1.0 if model.load_in_8bit else 4.0 if model.dtype == "float32" else 2.0
-    plan = MemoryPlan(
-        bytes_per_weight=weight,
-        bytes_per_activation=2 if args.bf16 or args.fp16 or weight == 2.0 else 4,
-        rows=args.per_device_train_batch_size,
-        episodes=args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation,
-        tokens=tokens,
-        gradient_checkpointing=args.gradient_checkpointing,
-        peft_config=peft_config,
-        adapters=2 if run.algorithm == "ppo" else 1,
-        copies=2 if args.beta != 0.0 and peft_config is None else 1,
+def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
+    """The plan for the batch and the limits of the run."""
+    gaps = [after.start - before.end for one in played for before, after in pairwise(one.turns)]
+    final = [len(one.completion_ids) - one.turns[-1].end for one in played if one.turns]
+    prompt, observation = max(len(one.prompt_ids) for one in played), max([0, *gaps, *final])
+    plan = plan_memory(
+        run.config,
+        run.args,
+        run.model,
+        critic=ALGORITHMS[run.algorithm][1]._needs_final_observation,
+        prompt=prompt,
+        observation=observation,
     )
-    items = estimate_memory(run.config, plan)
+    report.section(f"Memory of one process, planned for episodes of {plan.tokens:,} tokens")
+    report.line(
+        f"The limits allow that many: max_turns={run.args.max_turns}, max_new_tokens={run.args.max_new_tokens}, "
+        f"max_model_length={run.args.max_model_length}, with the longest first prompt ({prompt}) and observation "
+        f"({observation}) that were played."
+    )
+    kind = f"{plan.quantization}, the others {plan.dtype}" if plan.quantization else f"{plan.dtype}"
+    report.line(f"The weights are {kind.replace('torch.', '')}; --dtype changes it.")
+    try:
+        items = estimate_memory(run.config, plan)
+    except (
+        RuntimeError,
+        NotImplementedError,
+        AttributeError,
+        TypeError,
+    ) as error:  # a model that needs its data to run
+        report.warning(f"{run.config.model_type} models cannot be planned for: {str(error).partition(chr(10))[0]}")
+        return
     table = Table("", "size", "formula", box=None, pad_edge=False)
-    table.columns[1].justify = "right"
+    table.columns[1].justify, table.columns[1].no_wrap, table.columns[0].no_wrap = "right", True, True
     for item in items:
         table.add_row(f"  {item.name}", readable(item.size), item.formula)
     report.show(table)
-    if torch.cuda.is_available() and items[-1].size > (total := torch.cuda.mem_get_info()[1]):
-        report.problem(f"the estimated peak of {readable(items[-1].size)} is more than the GPU's {readable(total)}.")
+    size = None
+    if run.gpu_memory is not None:
+        size = int(run.gpu_memory * 2**30)
+    elif torch.cuda.is_available():
+        size = torch.cuda.mem_get_info()[1]
+    if size is not None and items[-1].size > size:
+        report.problem(
+            f"the planned peak of {readable(items[-1].size)} is more than the GPU's {readable(size)}. Lower "
+            "per_device_train_batch_size, generation_chunk_size, max_turns or max_new_tokens; or set use_peft, "
+            "load_in_4bit, gradient_checkpointing or dtype bfloat16."
+        )
+    elif size is not None:
+        report.line(f"The planned peak is {items[-1].size / size:.0%} of the GPU's {readable(size)}.")
 
 
 def model_config(model: ModelConfig, trust_remote_code: bool) -> PretrainedConfig:

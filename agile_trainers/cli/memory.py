@@ -1,17 +1,25 @@
-"""What a run will need of the device's memory: an estimate, with its formulas."""
+"""Plans the device memory that a run needs, with its formulas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from peft import PeftConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from peft import PeftConfig
+from transformers import PretrainedConfig
+from trl import ModelConfig, get_peft_config
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-LAYER_VALUES = {"hidden": 6, "query": 5, "key": 4, "intermediate": 4}
-"""Values that the backward pass of a decoder layer needs per token, in units of the widths of the residual stream, of the
-queries, of the keys, and of the feed-forward layer. Measured on Qwen3 with SDPA attention."""
+from agile_trainers.adapters.scope import within_scope
+from agile_trainers.cli.tracing import Shape, trace_step
+from agile_trainers.rollout.generators.kv_cache import capacity
+from agile_trainers.trainers.config import MultiTurnConfig
+
+QUANTIZED = {"4 bit": 0.5 + 4 / 64, "4 bit, double": 0.5 + 1 / 64, "8 bit": 1.0}
+"""Bytes of a linear layer's weight, with bitsandbytes' constants for each block of 64."""
+_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adagrad": 1, "rmsprop": 1, "lion": 1}
+"""Values that an optimizer keeps per trained weight, by the beginning of its name; 2 for others."""
 
 
 @dataclass(frozen=True)
@@ -28,101 +36,143 @@ class MemoryItem:
 class MemoryPlan:
     """What the size of a run depends on."""
 
-    bytes_per_weight: float
-    """Of the base model: 4 in float32, 2 in bfloat16, 1 in 8 bit, 0.5 in 4 bit."""
-    bytes_per_activation: int
-    """4 in float32, 2 under bfloat16 autocast."""
+    dtype: torch.dtype
+    """Of the base's weights, those that are not quantized."""
     rows: int
     """Episodes of a micro-batch."""
     episodes: int
     """Episodes that are decoded at once."""
     tokens: int
-    """Of the longest episode."""
+    """Of the longest episode that the limits allow, prompt included."""
+    decoded: int
+    """The same, without the observation that a critic reads after the last answer."""
+    new_tokens: int
+    """Of one answer."""
     gradient_checkpointing: bool
+    autocast: torch.dtype | None = None
+    """Of mixed precision."""
+    quantization: str | None = None
+    """A key of ``QUANTIZED``."""
+    dropout: bool = False
+    optimizer: str = "adamw_torch_fused"
     peft_config: PeftConfig | None = None
     """Adapters that are trained instead of the model."""
     adapters: int = 1
     """2 for policy and critic."""
     copies: int = 1
     """2 with a frozen reference model beside the policy."""
+    trust_remote_code: bool = False
+
+
+def plan_memory(
+    config: PretrainedConfig, args: MultiTurnConfig, model: ModelConfig, *, critic: bool, prompt: int, observation: int
+) -> MemoryPlan:
+    """What the size of a run depends on, by its limits.
+
+    Args:
+        config: The model's.
+        args: The run's.
+        model: The options of the model.
+        critic: Whether a second adapter is trained.
+        prompt: Tokens of the longest first prompt.
+        observation: Tokens of the longest observation between two answers.
+    """
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    room = args.max_model_length or longest
+    room = room or 1 << 30
+    decoded = prompt + args.max_turns * args.max_new_tokens + (args.max_turns - 1) * observation
+    tokens = decoded + (observation if critic else 0)  # which reads the last one too
+    peft_config = get_peft_config(model)
+    if peft_config is not None and args.lora_target_scope is not None:
+        peft_config = within_scope(peft_config, args.lora_target_scope)
+    four = "4 bit, double" if model.use_bnb_nested_quant else "4 bit"
+    return MemoryPlan(
+        dtype=weight_dtype(config, model),
+        rows=args.per_device_train_batch_size,
+        episodes=args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation,
+        tokens=min(tokens, room),
+        decoded=min(decoded, room),
+        new_tokens=args.max_new_tokens,
+        gradient_checkpointing=args.gradient_checkpointing,
+        autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        quantization=four if model.load_in_4bit else "8 bit" if model.load_in_8bit else None,
+        dropout=args.disable_dropout is False,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        peft_config=peft_config,
+        adapters=2 if critic else 1,
+        copies=2 if args.beta != 0.0 and peft_config is None else 1,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def weight_dtype(config: PretrainedConfig, model: ModelConfig) -> torch.dtype:
+    """The dtype that a model's weights are loaded in."""
+    name = model.dtype if model.dtype not in (None, "auto") else config.dtype or "float32"
+    return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
 
 
 def estimate_memory(config: PretrainedConfig, plan: MemoryPlan) -> list[MemoryItem]:
-    """Estimate the memory of one process, without its libraries' own and without fragmentation.
+    """Plan the memory of one process, without its libraries' own and without fragmentation.
 
-    Logits are left out: TRL's language-model head computes them a chunk at a time.
+    What the backward pass needs is counted on a forward pass without data, so it holds for any architecture; a critic's is
+    taken for as large as the policy's.
 
     Args:
         config: The model's. No weights are loaded.
         plan: What else it depends on.
 
     Returns:
-        Weights, gradients, optimizer, activations, KV cache, and the peak. Activations and KV cache are not there at the
-        same time.
-    """
-    base, trained = count_parameters(config, plan.peft_config)
-    trained *= plan.adapters
-    own = trained if plan.peft_config else 0
-    weights = int(plan.copies * base * plan.bytes_per_weight) + 4 * own
-    text = config.get_text_config()
-    layers, heads = text.num_hidden_layers, text.num_attention_heads
-    width: int = getattr(text, "head_dim", None) or text.hidden_size // heads
-    keys = (getattr(text, "num_key_value_heads", None) or heads) * width
-    layer = sum(
-        LAYER_VALUES[name] * size
-        for name, size in (
-            ("hidden", text.hidden_size),
-            ("query", heads * width),
-            ("key", keys),
-            ("intermediate", text.intermediate_size),
-        )
-    )
-    saved = (layers + 2) * text.hidden_size + layer if plan.gradient_checkpointing else layers * layer
-    activations = plan.rows * plan.tokens * saved * plan.bytes_per_activation
-    cache = 2 * layers * keys * plan.tokens * plan.episodes * plan.bytes_per_activation
-    gradients, optimizer = 4 * trained, 8 * trained
-    inner = f"(6 x {text.hidden_size} + 5 x {heads * width} + 4 x {keys} + 4 x {text.intermediate_size})"
-    per_token = (
-        f"({layers} + 2) x {text.hidden_size} + {inner}" if plan.gradient_checkpointing else f"{layers} x {inner}"
-    )
-    adapters = f" + {own:,} of adapters x 4 bytes" if own else ""
-    copies = f"{plan.copies} x " if plan.copies > 1 else ""
-    return [
-        MemoryItem("weights", weights, f"{copies}{base:,} x {plan.bytes_per_weight:g} bytes{adapters}"),
-        MemoryItem("gradients", gradients, f"{trained:,} trained x 4 bytes"),
-        MemoryItem("optimizer", optimizer, f"{trained:,} trained x 8 bytes (AdamW)"),
-        MemoryItem(
-            "activations",
-            activations,
-            f"{plan.rows} rows x {plan.tokens:,} tokens x ({per_token}) x {plan.bytes_per_activation} bytes",
-        ),
-        MemoryItem(
-            "KV cache",
-            cache,
-            f"2 x {layers} layers x {keys} x {plan.tokens:,} tokens x {plan.episodes} episodes x "
-            f"{plan.bytes_per_activation} bytes",
-        ),
-        MemoryItem(
-            "peak",
-            weights + gradients + optimizer + max(activations, cache),
-            "weights + gradients + optimizer + the larger of activations and KV cache",
-        ),
-    ]
-
-
-def count_parameters(config: PretrainedConfig, peft_config: PeftConfig | None) -> tuple[int, int]:
-    """How many parameters a model has, and how many are trained, from its configuration alone.
+        Weights, gradients, optimizer, activations, logits, KV cache, and the peak. Activations and KV cache are not there at
+        the same time.
 
     Raises:
         ValueError: If ``peft_config`` fits no module of the model.
     """
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-        base = sum(parameter.numel() for parameter in model.parameters())
-        if peft_config is None:
-            return base, base
-        adapted = get_peft_model(model, peft_config)
-    return base, sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    quantized = plan.quantization is not None
+    computes = torch.bfloat16 if quantized and plan.autocast else plan.dtype
+    shape = Shape(plan.rows, plan.tokens, computes, plan.autocast, plan.dropout, plan.peft_config)
+    step = trace_step(config, shape, trust_remote_code=plan.trust_remote_code)
+    per_weight, base = plan.dtype.itemsize, step.linear + step.others
+    trained = step.trained * plan.adapters
+    # TRL keeps adapters on a quantized base in bfloat16; PEFT keeps others in float32, whatever the base.
+    per_trained = (2 if quantized else 4) if plan.peft_config else per_weight
+    own = trained if plan.peft_config else 0
+    per_linear = QUANTIZED[plan.quantization] if plan.quantization else per_weight
+    weights = plan.copies * int(step.linear * per_linear + step.others * per_weight) + per_trained * own
+    states = next((count for name, count in _STATES.items() if plan.optimizer.startswith(name)), 2)
+    per_state = 1 if "8bit" in plan.optimizer else per_trained
+    activations = step.kept(plan.gradient_checkpointing) * plan.adapters
+    positions, vocabulary = plan.rows * plan.tokens, config.get_text_config().vocab_size
+    tile = min(positions, TOKEN_CHUNK_SIZE) * min(vocabulary, _CHUNKED_LOGPROB_CHUNK_SIZE) * 4
+    columns = capacity(plan.decoded, plan.new_tokens)
+    caches = [f"{columns:,} tokens x {step.keys:,} bytes"] if step.keys or not step.windowed else []
+    windows = sum(size * min(columns, window) for size, window in step.windowed)
+    caches += [f"{windows:,} bytes in windows"] if windows else []
+    cache = plan.episodes * (columns * step.keys + windows)
+    sizes = f"{step.linear:,} x {per_linear:g} bytes + {step.others:,}" if quantized else f"{base:,}"
+    copies = f"{plan.copies} x " if plan.copies > 1 else ""
+    adapters = f" + {own:,} of adapters x {per_trained} bytes" if own else ""
+    layers = "each layer's input, and one layer computed again" if plan.gradient_checkpointing else "of all layers"
+    items = [
+        MemoryItem("weights", weights, f"{copies}{sizes} x {per_weight} bytes ({_name(plan)}){adapters}"),
+        MemoryItem("gradients", per_trained * trained, f"{trained:,} trained x {per_trained} bytes"),
+        MemoryItem(
+            "optimizer",
+            states * per_state * trained,
+            f"{trained:,} trained x {states} x {per_state} bytes ({plan.optimizer})",
+        ),
+        MemoryItem("activations", activations, f"{plan.rows} rows x {plan.tokens:,} tokens: {layers}"),
+        MemoryItem("logits", tile, f"one tile, {min(positions, TOKEN_CHUNK_SIZE):,} tokens wide"),
+        MemoryItem("KV cache", cache, f"{plan.episodes} episodes x {' + '.join(caches)}"),
+    ]
+    fixed, (activations, tile, cache) = sum(item.size for item in items[:3]), [item.size for item in items[3:]]
+    peak = fixed + max(activations + tile, 2 * cache)
+    rule = "weights + gradients + optimizer + the larger of activations + logits and twice the KV cache (it is copied)"
+    return [*items, MemoryItem("peak", peak, rule)]
+
+
+def _name(plan: MemoryPlan) -> str:
+    return ", ".join(filter(None, (plan.quantization, str(plan.dtype).removeprefix("torch."))))
 
 
 def readable(size: int) -> str:

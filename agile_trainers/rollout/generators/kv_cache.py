@@ -123,5 +123,13 @@ def _append(buffer: torch.Tensor | None, states: torch.Tensor, start: int) -> to
     return buffer
 
 
+def capacity(tokens: int, new_tokens: int) -> int:
+    """Columns of the buffers that hold episodes of ``tokens`` tokens in the end, whose last answer has ``new_tokens``."""
+    columns = _capacity(max(0, tokens - new_tokens))
+    while columns < tokens:
+        columns = _capacity(columns + 1)
+    return columns
+
+
 def _capacity(columns: int) -> int:
     return columns + max(_SPARE_COLUMNS, columns // 4)

@@ -1,0 +1,175 @@
+"""Counts what a training step keeps for its backward pass, by running it on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftConfig, get_peft_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl.trainer.utils import add_fused_lm_head
+
+from agile_trainers.adapters.fused import fuse
+
+_ATTENTION = "agile_counted"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the size of a step depends on."""
+
+    rows: int
+    """Episodes of a micro-batch."""
+    tokens: int
+    """Of the longest episode, prompt included."""
+    dtype: torch.dtype
+    """Of the base model's weights; of a quantized base, what it computes in."""
+    autocast: torch.dtype | None = None
+    """Of mixed precision."""
+    dropout: bool = False
+    peft_config: PeftConfig | None = None
+    """Adapters that are trained instead of the model."""
+
+
+@dataclass
+class Step:
+    """What a step needs, in bytes unless said otherwise."""
+
+    linear: int
+    """Weights (a number) of linear layers, the head apart: what quantization makes small."""
+    others: int
+    """The base's other weights (a number)."""
+    trained: int
+    """Weights (a number) that are trained."""
+    saved: int = 0
+    """Kept for the backward pass, without gradient checkpointing."""
+    layers: list[int] = field(default_factory=list)
+    """The part of ``saved`` that a layer adds, for each layer that gradient checkpointing would compute again."""
+    inputs: list[int] = field(default_factory=list)
+    """The input of each of these layers, which checkpointing keeps."""
+    keys: int = 0
+    """Keys and values of one token of one row, of all layers."""
+    windowed: list[tuple[int, int]] = field(default_factory=list)
+    """The same for layers that see only so many tokens: (bytes, tokens) each; not in ``keys``."""
+
+    def kept(self, gradient_checkpointing: bool) -> int:
+        """What is kept when the backward pass begins or, with checkpointing, when it has the largest layer again."""
+        if not gradient_checkpointing or not self.layers:
+            return self.saved
+        return self.saved - sum(self.layers) + sum(self.inputs) + max(self.layers)
+
+
+def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: bool = False) -> Step:
+    """Run the forward pass of a training step, as TRL's ``GRPOTrainer`` does, on tensors without data.
+
+    Args:
+        config: The model's. No weights are loaded, and none are made.
+        shape: What else it depends on.
+        trust_remote_code: Whether the model's own code may run.
+
+    Raises:
+        ValueError: If ``peft_config`` fits no module of the model.
+    """
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=shape.dtype, trust_remote_code=trust_remote_code, attn_implementation=_ATTENTION
+        )
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        head = model.get_output_embeddings().weight
+        linear = {
+            id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not head
+        }
+        base = sum(parameter.numel() for parameter in model.parameters())
+        if shape.peft_config is not None:
+            model = get_peft_model(model, shape.peft_config)
+            fuse(model)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    step = Step(sum(linear.values()), base - sum(linear.values()), trained)
+    model.train(shape.dropout)
+    mixed = nullcontext() if shape.autocast is None else torch.autocast("cpu", shape.autocast)
+    with FakeTensorMode():
+        _without_data(model)
+        ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.long)
+        with mixed, _counting(model, step):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
+    return step
+
+
+def _without_data(model: nn.Module) -> None:
+    """Replace parameters and buffers by tensors on the CPU that have no data, where the autocast rules of a device hold."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in made:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    trained = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trained else empty
+                if tensor is not None:
+                    tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+@contextmanager
+def _counting(model: nn.Module, step: Step) -> Iterator[None]:
+    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    seen: dict[int, Any] = {}
+    layer_input: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and storage._cdata not in seen:
+            seen[storage._cdata] = storage  # kept, so that its address is not given to another
+            step.saved += storage.nbytes()
+            if layer_input and storage._cdata != layer_input[0].untyped_storage()._cdata:
+                step.layers[-1] += storage.nbytes()
+        return tensor
+
+    def enter(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        layer_input[:] = [arguments[0]]
+        step.layers.append(0)
+        step.inputs.append(arguments[0].untyped_storage().nbytes())
+
+    def leave(*_: Any) -> None:
+        layer_input.clear()
+
+    hooks = []
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            hooks += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+    _counted.append(step)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        _counted.pop()
+        for hook in hooks:
+            hook.remove()
+
+
+_counted: list[Step] = []
+
+
+def _attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """SDPA, with a note of the keys' and values' size."""
+    rows, _, tokens, _ = key.shape
+    size = (key.nbytes + value.nbytes) // (rows * tokens)
+    window = kwargs.get("sliding_window")
+    if window:
+        _counted[-1].windowed.append((size, int(window)))
+    else:
+        _counted[-1].keys += size
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
