@@ -11,10 +11,13 @@ import hashlib
 import json
 import os
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
+
+from .roles import CRITIC
 
 RECORD, MARKER = "agile_trainers.json", "complete.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
@@ -102,12 +105,45 @@ def check_complete(folder: Path) -> Path:
         if found != expected:
             size = f"{found['size']} bytes" if found["size"] != expected.get("size") else "another content"
             raise CheckpointError(f"{folder} is damaged: {name} has {size}, expected {json.dumps(expected)}.")
+    for what, patterns in _needed(read_json(folder / RECORD)).items():
+        if not any(fnmatch(name, pattern) for name in listed for pattern in patterns):
+            raise CheckpointError(f"{folder} is not whole: it was saved without {what} ({' or '.join(patterns)}).")
     if not any((folder / name).exists() for name in _OPTIMIZER):
         raise CheckpointError(
             f"{folder} has no optimizer state (save_only_model=True), so that a run cannot go on exactly. Start a new "
             f"run with model={str(folder)!r}."
         )
     return folder
+
+
+def _needed(record: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The files that an algorithm cannot go on without, and what each is."""
+    if record.get("lora") is None:
+        return {"the model": ("*model*.safetensors", "pytorch_model*", "global_step*")}
+    needed: dict[str, tuple[str, ...]] = {"the policy": ("adapter_model*",)}
+    if record.get("algorithm") == "Multi-turn PPO":
+        needed["the critic"] = (f"{CRITIC}/adapter_model*",)
+    return needed
+
+
+def set_aside(folders: list[Path], output_dir: Path) -> Path:
+    """Move checkpoints of another branch of a run out of the way, into a new folder below ``output_dir/superseded``.
+
+    Returns:
+        That folder.
+    """
+    parent = output_dir / "superseded"
+    number = 1 + max((int(path.name) for path in parent.glob("*") if path.name.isdigit()), default=0)
+    where = parent / str(number)
+    where.mkdir(parents=True)
+    for folder in folders:
+        folder.rename(where / folder.name)
+    return where
+
+
+def step_of(folder: Path) -> int:
+    """The step in the name of a folder ``checkpoint-<step>``."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def checkpoints(output_dir: Path) -> list[Path]:

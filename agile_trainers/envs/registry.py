@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import importlib
 import inspect
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +82,48 @@ def make_environment_factory(environment: str | Callable[..., Any], **kwargs: An
     """
     if not isinstance(environment, str):
         return _bind(environment, kwargs, repr(environment))
+    made = IdentifiedFactory(_find(environment, kwargs))
+    made.id, made.arguments = environment, kwargs
+    return made
+
+
+class IdentifiedFactory(functools.partial):
+    """A factory that knows the id and the arguments it was made from."""
+
+    id: str
+    arguments: dict[str, Any]
+
+
+def describe_environment(environment: Any) -> dict[str, Any]:
+    """Name an environment so that another one is told apart from it, in JSON.
+
+    Args:
+        environment: An id, a factory of :func:`make_environment_factory`, or any other factory.
+
+    Returns:
+        ``environment``, the id or the name of the class or function, and ``environment_arguments``: what it is made with.
+        For a function these are a digest of its constants and of the variables it closes over.
+    """
+    arguments: dict[str, Any] = {}
+    while isinstance(environment, functools.partial):
+        if isinstance(environment, IdentifiedFactory):
+            return {"environment": environment.id, "environment_arguments": _plain(environment.arguments | arguments)}
+        arguments = {**{str(i): value for i, value in enumerate(environment.args)}, **environment.keywords, **arguments}
+        environment = environment.func
+    if inspect.isfunction(environment):
+        cells = [cell.cell_contents for cell in environment.__closure__ or ()]
+        seen = [environment.__code__.co_consts, environment.__code__.co_names, cells, environment.__defaults__]
+        arguments["code"] = hashlib.sha256(json.dumps(_plain(seen)).encode()).hexdigest()[:16]
+    name = environment if isinstance(environment, str) else getattr(environment, "__qualname__", None)
+    return {"environment": name or type(environment).__qualname__, "environment_arguments": _plain(arguments)}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it, without addresses in memory, which differ between processes."""
+    return json.loads(json.dumps(value, default=lambda it: re.sub(r" at 0x[0-9a-f]+", "", repr(it))))
+
+
+def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
     source, _, name = environment.partition(":")
     if source == "gem":
         from . import gem

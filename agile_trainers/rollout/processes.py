@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import inspect
 import multiprocessing
+import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, cast
 
@@ -126,8 +129,30 @@ def _without_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+def _die_with_parent() -> None:
+    """End with the training process, also inside a call."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    sentinel = parent.sentinel
+    if hasattr(fcntl, "F_SETSIG"):
+        # The kernel kills this process when the other end is closed, whoever holds the interpreter's lock then.
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+        if wait([sentinel], timeout=0):
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _serve(sent: bytes, connection: Connection) -> None:
     """The other process: answer calls until the connection is closed."""
+    _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides what an interrupt means
     loop = asyncio.new_event_loop()
     environment: Any = None

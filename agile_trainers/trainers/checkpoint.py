@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import platform
 import shutil
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import torch
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -31,14 +28,23 @@ from agile_trainers.adapters.checkpoint import (
     mark_complete,
     newest_complete,
     read_json,
+    set_aside,
+    step_of,
     write_json,
 )
+from agile_trainers.envs.registry import describe_environment
 from agile_trainers.rollout.engine import RolloutEngine
 
 from .batching import Batch
+from .nonfinite import StepGuard, check_finite
+from .output_lock import OutputDirInUseError, locked
+from .resumed_options import compare_options, recorded_options
+from .stopping import GracefulStop
 
 logger = logging.get_logger(__name__)
 
+_UNFINISHED = "unfinished"
+"""Subfolder of ``output_dir`` in which a checkpoint is built; it is moved out of it once it is whole."""
 _ROLLOUT, _POSITION = "rollout", "position.json"
 """Subfolder of the rollout buffer (of its own, since loaders of whole models take every safetensors file beside them)."""
 _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
@@ -58,6 +64,10 @@ class Checkpoints(GRPOTrainer):
     _parent: dict[str, Any] | None = None
     """What the policy was started from."""
     _epochs_done = 0
+    _run_id = ""
+    """Of the run, or of its branch if it went on from an older checkpoint."""
+    _building: Path | None = None
+    """Folder below which a checkpoint is being built."""
 
     def _rollout_state(self) -> tuple[int, list[Batch]]:
         """Micro-steps taken, and the micro-batches of the generation batch that they are in."""
@@ -72,8 +82,8 @@ class Checkpoints(GRPOTrainer):
             # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
             vars(self.args)["_setup_devices"] = torch.device("cpu")
         self._parent = parent_of(self._saved, self._base_config()._name_or_path)
-        self._interrupt = _Interrupt(self)
-        self.add_callback(self._interrupt)
+        self._graceful_stop = GracefulStop(self.accelerator)
+        self.add_callback(self._graceful_stop)
 
     @property
     def _generate_every(self) -> int:
@@ -82,52 +92,81 @@ class Checkpoints(GRPOTrainer):
     # ------------------------------------------------------------------------------------------------------- train
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """``Trainer.train``; interrupted by Ctrl-C (SIGINT), it finishes the optimizer step, saves a checkpoint and raises.
-        A second Ctrl-C stops at once.
+        """``Trainer.train``; interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint
+        and stops its caller. A second signal stops at once.
 
         Args:
-            resume_from_checkpoint: True takes the newest whole checkpoint in ``output_dir``; a path that one.
+            resume_from_checkpoint: True takes the newest whole checkpoint in ``output_dir``; ``"auto"`` does if there is
+                one, and starts anew otherwise; a path takes that one.
             *args: See ``Trainer.train``.
             **kwargs: See ``Trainer.train``.
 
         Raises:
             CheckpointError: If there is no whole checkpoint there, or it is one of another run.
+            OutputDirInUseError: If another process of this host trains into ``output_dir``.
+            NonFiniteError: If too many optimizer steps in a row have a gradient that is not finite.
             KeyboardInterrupt: After the checkpoint of an interrupted run was saved.
+            SystemExit: With code 143, after the checkpoint of a run that got SIGTERM was saved.
         """
         if self.engine is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        folder = self._find_checkpoint(resume_from_checkpoint)
-        self._epochs_done, steps = 0, self._rollout_state()[0]
-        # A trainer that trains anew, maybe after an interruption inside a step, begins with a new generation batch.
-        self._restore_rollout(-(-steps // self._generate_every) * self._generate_every, None)
-        if folder is not None:
-            self._epochs_done = int(read_json(Path(folder) / "trainer_state.json")["epoch"])
-            self._parent = read_json(Path(folder) / RECORD)["parent"]
-        try:
-            with self._interrupt.heard():
-                output = super().train(folder, *args, **kwargs)
-        finally:
-            self.engine.pool.close()
-        self._interrupt.pass_on()
+        with ExitStack() as lock:
+            folder = self._find_checkpoint(resume_from_checkpoint, lock)
+            self._epochs_done, steps = 0, self._rollout_state()[0]
+            # A trainer that trains anew, maybe after an interruption inside a step, begins with a new generation batch.
+            self._restore_rollout(-(-steps // self._generate_every) * self._generate_every, None)
+            self._guard = StepGuard()
+            if folder is not None:
+                self._epochs_done = int(read_json(Path(folder) / "trainer_state.json")["epoch"])
+                self._parent = read_json(Path(folder) / RECORD)["parent"]
+            try:
+                with self._graceful_stop.heard():
+                    output = super().train(folder, *args, **kwargs)
+            finally:
+                self.engine.pool.close()
+        self._graceful_stop.pass_on()
         return output
 
-    def _find_checkpoint(self, resume: str | bool | None) -> str | None:
-        """Chosen and checked by the main process; all processes get the same answer, or error."""
-        answer: list[Any] = [None]
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.engine is not None and self.state.global_step >= self.state.max_steps:
+            # `Trainer` looks at this after a step only, and so trains one too many.
+            logger.warning(
+                "Nothing is left to train: the checkpoint is at step %d of %d. Raise max_steps or num_train_epochs.",
+                self.state.global_step, self.state.max_steps,
+            )  # fmt: skip
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.engine is not None:
+            self._guard.inspect(norm, self.model, self.optimizer, self.accelerator, self.state.global_step)
+            self._metrics["train"]["skipped_steps"] = [float(self._guard.skipped)]
+        return norm
+
+    def _find_checkpoint(self, resume: str | bool | None, lock: ExitStack) -> str | None:
+        """The checkpoint to resume from. The main process locks ``output_dir`` and chooses; all get its answer, or error."""
+        answer: list[Any] = [None, ""]
         if self.accelerator.is_main_process:
             try:
-                answer = [self._choose_checkpoint(resume)]
-            except CheckpointError as error:
-                answer = [error]
+                lock.enter_context(locked(Path(self.args.output_dir)))
+                answer = [self._choose_checkpoint(resume), self._run_id]
+            except (CheckpointError, OutputDirInUseError) as error:
+                answer = [error, ""]
         broadcast_object_list(answer)
-        if isinstance(answer[0], CheckpointError):
+        if isinstance(answer[0], Exception):
             raise answer[0]
+        self._run_id = answer[1]
         return answer[0]
 
     def _choose_checkpoint(self, resume: str | bool | None) -> str | None:
         output_dir = Path(self.args.output_dir)
+        if resume == "auto":
+            resume = self._any_whole(output_dir)
         if resume is None or resume is False:
             self._check_output_dir(output_dir)
+            self._begin_branch(output_dir, after=-1)
             return None
         if resume is True:
             folder, skipped = newest_complete(output_dir)
@@ -136,29 +175,60 @@ class Checkpoints(GRPOTrainer):
         else:
             folder = check_complete(Path(resume))
         self._check_fits(folder)
+        record = read_json(folder / RECORD)
+        own = folder.resolve().parent == output_dir.resolve()
+        later = [path for path in checkpoints(output_dir) if step_of(path) > record["global_step"]]
+        if own and not later and record.get("run_id"):
+            self._run_id = record["run_id"]
+        else:
+            self._begin_branch(output_dir, after=record["global_step"] if own else -1)
         return str(folder)
+
+    @staticmethod
+    def _any_whole(output_dir: Path) -> bool:
+        if not checkpoints(output_dir):
+            return False
+        try:
+            newest_complete(output_dir)
+        except CheckpointError as error:
+            logger.warning("Starting anew: %s", error)
+            return False
+        return True
+
+    def _begin_branch(self, output_dir: Path, after: int) -> None:
+        """Give the run a new id, and set aside what later resumes would take for its checkpoints.
+
+        Args:
+            output_dir: Of the run.
+            after: The step it goes on from; checkpoints of later steps are another branch's.
+        """
+        self._run_id = uuid.uuid4().hex[:12]
+        # The policy itself may come from one of them.
+        source = Path(self._base_config()._name_or_path if self._saved is None else self._saved.folder).resolve()
+        others = [path for path in checkpoints(output_dir) if step_of(path) > after and path.resolve() != source]
+        if others:
+            where = set_aside(others, output_dir)
+            logger.warning(
+                "%s held checkpoints of another run or branch (%s), which a later resume would take for this one's. They "
+                "are in %s now.",
+                output_dir, ", ".join(path.name for path in others), where,
+            )  # fmt: skip
 
     def _check_output_dir(self, output_dir: Path) -> None:
         """Nothing that others wrote is to be overwritten."""
-        found = checkpoints(output_dir)
-        foreign = [path for path in found if not (path / RECORD).is_file()]
+        foreign = [path for path in checkpoints(output_dir) if not (path / RECORD).is_file()]
         if foreign:
             raise CheckpointError(
                 f"{foreign[-1]} was not saved by a multi-turn trainer (it has no {RECORD}) and might be overwritten. Choose "
                 "another output_dir."
-            )
-        if found:
-            logger.warning(
-                "%s holds checkpoints of an earlier run, up to %s, which resume_from_checkpoint=True would take for this "
-                "one's. Choose another output_dir, or remove them.",
-                output_dir,
-                found[-1].name,
             )
 
     def _check_fits(self, folder: Path) -> None:
         """Refuse the checkpoint of a run with other settings, naming each that differs."""
         theirs, ours = read_json(folder / RECORD), self._stage_record()
         pairs = {name: (theirs.get(name), ours[name]) for name in ("algorithm", "environment")}
+        if "environment_arguments" in theirs:
+            pairs["environment_arguments"] = theirs["environment_arguments"], ours["environment_arguments"]
         base = theirs.get("base_model") or {}
         pairs |= {f"base_model.{name}": (base.get(name), ours["base_model"][name]) for name in _ARCHITECTURE}
         names = base.get("name"), ours["base_model"]["name"]
@@ -173,10 +243,23 @@ class Checkpoints(GRPOTrainer):
         if position["position"]:
             pairs |= {name: (position["geometry"].get(name), value) for name, value in self._geometry().items()}
         different = [f"{name} is {a!r} there and {b!r} here" for name, (a, b) in pairs.items() if a != b]
+        options = compare_options(theirs.get("options", {}), ours["options"])
+        different += [f"{change} does not fit the saved states" for change in options.refused]
         if different:
             raise CheckpointError(
                 f"{folder} is a checkpoint of another run: {'; '.join(different)}. Give the trainer the settings of then, "
                 f"or start a new run with model={str(folder)!r}."
+            )
+        if options.idle:
+            logger.warning(
+                "These options differ from the checkpoint's and have NO effect, since the optimizer's state holds them: %s. "
+                "To change them, start a new run with model=%r.",
+                "; ".join(options.idle), str(folder),
+            )  # fmt: skip
+        if options.active:
+            logger.warning(
+                "These options differ from the checkpoint's and take effect from here on: %s.",
+                "; ".join(options.active),
             )
 
     # -------------------------------------------------------------------------------------------------------- save
@@ -193,7 +276,7 @@ class Checkpoints(GRPOTrainer):
         packages = ("agile-trainers", "trl", "transformers", "peft", "accelerate", "torch")
         return {
             "algorithm": self._name,
-            "environment": self.environment if isinstance(self.environment, str) else _name_of(self.environment),
+            **describe_environment(self.environment),
             "base_model": {
                 "name": config._name_or_path or None,
                 "commit": getattr(config, "_commit_hash", None),
@@ -202,6 +285,8 @@ class Checkpoints(GRPOTrainer):
             "parent": self._parent,
             "lora": lora_settings(model.peft_config[POLICY]) if isinstance(model, PeftModel) else None,
             "global_step": self.state.global_step,
+            "run_id": self._run_id,
+            "options": recorded_options(self.args),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         }
 
@@ -221,21 +306,30 @@ class Checkpoints(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.engine is None:
             return super()._save_checkpoint(model, trial)
+        check_finite(self.model, self.accelerator, self.state.global_step)
         run, args = Path(self._get_output_dir(trial)), self.args
-        folder = run / f"checkpoint-{self.state.global_step}"
-        if args.should_save and (folder / RECORD).is_file():
-            # Of an earlier run, or interrupted; a mixture of two would be neither.
-            _remove(folder)
+        name = f"checkpoint-{self.state.global_step}"
+        building, folder = run / _UNFINISHED / name, run / name
+        here = self.accelerator.is_local_main_process  # of each machine, which need not share a disk
+        if here:
+            shutil.rmtree(building.parent, ignore_errors=True)  # what a kill left
         self.accelerator.wait_for_everyone()
-        limit, args.save_total_limit = args.save_total_limit, None
+        limit, args.save_total_limit, self._building = args.save_total_limit, None, building.parent
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            args.save_total_limit = limit
-        self._save_rollout(folder)
+            args.save_total_limit, self._building = limit, None
+        self._save_rollout(building)
+        if args.should_save and self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+            self.state.save_to_json(str(building / "trainer_state.json"))
         self.accelerator.wait_for_everyone()
         if args.should_save:
-            mark_complete(folder)
+            mark_complete(building)
+        self.accelerator.wait_for_everyone()
+        if here:
+            _move_into_place(building, folder)
+        self.accelerator.wait_for_everyone()
         if args.push_to_hub:
             super()._push_from_checkpoint(str(folder))
         if args.should_save:
@@ -244,8 +338,11 @@ class Checkpoints(GRPOTrainer):
                 output_dir=str(run),
                 save_total_limit=limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
+                use_mtime=False,  # by step
             )
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._building is None else str(self._building)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not yet, where `Trainer` calls it: the folder is not whole. See :meth:`_save_checkpoint`."""
@@ -266,6 +363,7 @@ class Checkpoints(GRPOTrainer):
                 "generation": generation,
                 "position": position,
                 "idle_batches": self._idle_batches,
+                "skipped_steps": vars(self._guard),
                 "geometry": self._geometry(),
             }
             write_json(folder / _ROLLOUT / _POSITION, state)
@@ -283,6 +381,7 @@ class Checkpoints(GRPOTrainer):
             file = folder / f"rank-{self.accelerator.process_index}.safetensors"
             buffer = _nested(load_file(file, device=str(self.args.device)))
         self._idle_batches = state["idle_batches"]
+        self._guard = StepGuard(**state.get("skipped_steps", {}))
         self._restore_rollout(state["generation"] * self._generate_every + state["position"], buffer)
 
     def _at_epoch(self, sampler: Any) -> Any:
@@ -293,55 +392,19 @@ class Checkpoints(GRPOTrainer):
         return sampler
 
 
-class _Interrupt(TrainerCallback):
-    """Turns the first SIGINT into a checkpoint and a stop at the end of the optimizer step."""
-
-    def __init__(self, trainer: Checkpoints):
-        self._accelerator = trainer.accelerator
-        self._requested, self._stopped = False, ""
-
-    @contextmanager
-    def heard(self) -> Iterator[None]:
-        self._requested, self._stopped = False, ""
-        before = signal.getsignal(signal.SIGINT)
-        if before is None or threading.current_thread() is not threading.main_thread():
-            yield  # Python can change no handler here
-            return
-
-        def request(*_: Any) -> None:
-            signal.signal(signal.SIGINT, before)
-            self._requested = True
-            logger.warning("Interrupted: saving a checkpoint after this step. Interrupt again to stop at once.")
-
-        signal.signal(signal.SIGINT, request)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        requested = torch.tensor(float(self._requested), device=self._accelerator.device)
-        # The signal may reach one process a step later than another.
-        if self._accelerator.reduce(requested, reduction="sum") > 0:
-            control.should_save = control.should_training_stop = True
-            self._stopped = f"stopped at step {state.global_step}; resume_from_checkpoint=True goes on from there"
-
-    def pass_on(self) -> None:
-        """Whoever called ``train`` is to stop too."""
-        if self._requested or self._stopped:
-            raise KeyboardInterrupt(self._stopped)
-
-
-def _name_of(factory: Any) -> str:
-    factory = getattr(factory, "func", factory)  # of a `functools.partial`
-    return getattr(factory, "__qualname__", type(factory).__qualname__)
-
-
-def _remove(folder: Path) -> None:
-    """So that an interruption leaves no half of it under its name."""
-    doomed = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)
-    shutil.rmtree(folder.rename(doomed))
+def _move_into_place(building: Path, folder: Path) -> None:
+    """Rename a finished checkpoint; one of the same step makes room first."""
+    if folder.is_dir() and building.is_dir():
+        doomed = folder.with_name(f"{folder.name}.old")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        building.rename(folder)
+        shutil.rmtree(doomed)
+    else:
+        with suppress(FileNotFoundError):  # another machine with the same disk was first
+            building.rename(folder)
+    with suppress(OSError):
+        building.parent.rmdir()
 
 
 def _flat(micro_batches: list[Batch]) -> dict[str, torch.Tensor]:

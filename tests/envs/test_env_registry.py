@@ -39,7 +39,7 @@ def test_ids_make_what_they_name() -> None:
     assert isinstance(game, GuessNumber) and (game.high, game.max_turns) == (24, 7)
     assert isinstance(make_environment_factory("agile:probe/two_inputs")(), TwoInputs)
     dotted = make_environment_factory("agile_trainers.envs.probes:TwoInputs")
-    assert dotted is TwoInputs
+    assert dotted.func is TwoInputs
     real = make_environment_factory("gem:game:GuessTheNumber-v0-easy", max_number=99)()
     assert isinstance(real, gem.GemEnvironment) and (real.game.max_number, real.game.max_turns) == (99, 4)
 

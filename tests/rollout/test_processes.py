@@ -119,3 +119,44 @@ def _alive(process: int) -> bool:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+ORPHANS = """
+import asyncio, sys
+from elsewhere import Elsewhere
+from agile_trainers.rollout.processes import ProcessEnvironment
+
+async def main():
+    environments = [ProcessEnvironment(Elsewhere) for _ in range(2)]
+    for environment in environments:
+        _, info = await environment.reset(options={"what": "hang"})
+        print(info["process"], flush=True)
+    calls = [asyncio.ensure_future(environment.step("go")) for environment in environments]
+    await asyncio.sleep(0)
+    print("inside", flush=True)
+    await asyncio.gather(*calls)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_killed_trainer_leaves_no_process_behind(tmp_path) -> None:
+    """Not even one that is inside a call."""
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    trainer = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert trainer.stdout is not None
+    lines = [trainer.stdout.readline().strip() for _ in range(3)]
+    assert lines[2] == "inside"
+    trainer.kill()
+    trainer.wait()
+    for process in map(int, lines[:2]):
+        for _ in range(3000):
+            if not _alive(process):
+                break
+            time.sleep(0.02)
+        assert not _alive(process)

@@ -1,0 +1,109 @@
+"""A gradient that is not finite costs its step, never the run; weights that are not finite are never saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_checkpoint import SAVING, assert_same, make, weights
+from transformers import TrainerCallback
+
+from agile_trainers.adapters.checkpoint import newest_complete
+from agile_trainers.trainers.nonfinite import MOST_SKIPPED_IN_A_ROW, NonFiniteError
+
+RUN = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
+    "lr_scheduler_type": "linear", "weight_decay": 0.1, "steps_per_generation": 2, "num_iterations": 1,
+}  # fmt: skip
+
+
+class Poison(TrainerCallback):
+    """Makes one gradient NaN or infinite in chosen steps, and keeps the whole state before and after every step."""
+
+    def __init__(self, steps: tuple[int, ...], value: float = float("nan")):
+        self.steps, self.value, self.step = steps, value, -1
+        self.before: list[Any] = []
+        self.after: list[Any] = []
+
+    def attach(self, trainer: Any) -> Any:
+        self.trainer = trainer
+        parameter = next(p for p in trainer.model.parameters() if p.requires_grad)
+        parameter.register_hook(lambda gradient: gradient * self.value if self.step in self.steps else gradient)
+        trainer.add_callback(self)
+        return trainer
+
+    def state(self) -> Any:
+        optimizer, schedule = self.trainer.optimizer.state_dict(), self.trainer.lr_scheduler.state_dict()
+        return weights(self.trainer), copy.deepcopy(optimizer["state"]), dict(schedule)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+        self.before.append(self.state())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.after.append(self.state())
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("case", "value"), [("grpo", float("nan")), ("ppo", float("inf")), ("whole-model", float("nan"))]
+)
+def test_a_step_without_a_finite_gradient_changes_nothing(embedded_model, tmp_path, case, value, clip):
+    poison = Poison((0, 2), value)
+    trainer = poison.attach(make(case, embedded_model, tmp_path, **{**RUN, "max_steps": 4, "max_grad_norm": clip}))
+    trainer.train()
+    assert trainer.state.global_step == 4
+    for step, (before, after) in enumerate(zip(poison.before, poison.after, strict=True)):
+        skipped = step in poison.steps
+        same = [name for name in before[0] if torch.equal(before[0][name], after[0][name])]
+        assert (len(same) == len(before[0])) == skipped, f"weights of step {step}"
+        assert (before[2] == after[2]) == skipped, f"schedule of step {step}"
+        if skipped:
+            torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
+    counts = [entry["skipped_steps"] for entry in trainer.state.log_history if "skipped_steps" in entry]
+    assert counts == [1, 1, 2, 2]
+
+
+def test_too_many_in_a_row_end_the_run_and_leave_it_whole(embedded_model, tmp_path):
+    """What is saved meanwhile is finite, the count is part of it, and the run goes on from it."""
+    forever = Poison(tuple(range(1, 100)))
+    trainer = forever.attach(make("grpo", embedded_model, tmp_path, **{**RUN, **SAVING, "max_steps": 20}))
+    with pytest.raises(
+        NonFiniteError, match=rf"{MOST_SKIPPED_IN_A_ROW} optimizer steps in a row, up to step 6.*learning_rate"
+    ):
+        trainer.train()
+    newest, skipped = newest_complete(tmp_path)
+    assert newest.name == "checkpoint-5" and skipped == []
+    saved = load_file(newest / "adapter_model.safetensors")
+    assert all(torch.isfinite(value).all() for value in saved.values())
+    assert_same(saved, load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors"))
+
+    again = Poison((5,)).attach(make("grpo", embedded_model, tmp_path, **{**RUN, "max_steps": 20}))
+    with pytest.raises(NonFiniteError, match="up to step 6"):
+        again.train(resume_from_checkpoint=True)
+    healthy = make("grpo", embedded_model, tmp_path, **{**RUN, "max_steps": 6})
+    healthy.train(resume_from_checkpoint=True)
+    assert healthy._guard.skipped == 4 and healthy._guard.in_a_row == 0
+
+
+class Break(TrainerCallback):
+    """Makes a weight NaN after the second step, as an optimizer that overflows does."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            parameter = next(p for p in kwargs["model"].parameters() if p.requires_grad)
+            parameter.data.flatten()[0] = float("nan")
+
+
+@pytest.mark.parametrize("case", ["grpo", "whole-model"])
+def test_weights_that_are_not_finite_are_not_saved(embedded_model, tmp_path, case):
+    settings: dict[str, Any] = {**RUN, **SAVING, "max_steps": 4, "save_total_limit": 1}
+    trainer = make(case, embedded_model, tmp_path, callbacks=[Break()], **settings)
+    with pytest.raises(NonFiniteError, match=r"not finite at step 2 \(first: .*\); no checkpoint of them is saved"):
+        trainer.train()
+    assert newest_complete(tmp_path)[0].name == "checkpoint-1"
+    assert [path.name for path in Path(tmp_path).glob("**/checkpoint-*")] == ["checkpoint-1"]

@@ -1,0 +1,210 @@
+"""What a resumed run takes from its checkpoint, what from its own options, and which checkpoints are its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from games import Chatter
+from test_checkpoint import SAVING, assert_same, make, run_until, saved, warned, weights  # noqa: F401
+
+from agile_trainers.adapters.checkpoint import MARKER, RECORD, CheckpointError, check_complete, mark_complete
+from agile_trainers.envs.registry import describe_environment, make_environment_factory
+from agile_trainers.trainers.output_lock import LOCK, OutputDirInUseError, locked
+from agile_trainers.trainers.resumed_options import compare_options
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / RECORD).read_text())
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_finished_run_trains_no_further(embedded_model, tmp_path, warned, steps):  # noqa: F811
+    """Neither with the same ``max_steps`` nor with a lower one; it still ends with the checkpoint's weights."""
+    done = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 2})
+    done.train()
+    again = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": steps})
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    assert_same(weights(again), weights(done))
+    assert any("at step 2 of" in text and "max_steps" in text for text in warned)
+
+
+def test_auto_starts_or_goes_on(embedded_model, tmp_path, warned):  # noqa: F811
+    whole = make("grpo", embedded_model, tmp_path / "whole", max_steps=3)
+    whole.train()
+    run_until(2, "grpo", embedded_model, tmp_path / "run", resume="auto", max_steps=3)
+    resumed = make("grpo", embedded_model, tmp_path / "run", max_steps=3)
+    resumed.train(resume_from_checkpoint="auto")
+    assert_same(weights(resumed), weights(whole))
+
+    (tmp_path / "run" / "checkpoint-1" / MARKER).unlink()
+    (tmp_path / "run" / "checkpoint-2" / MARKER).unlink()
+    anew = make("grpo", embedded_model, tmp_path / "run", max_steps=1)
+    anew.train(resume_from_checkpoint="auto")
+    assert anew.state.global_step == 1 and any(text.startswith("Starting anew") for text in warned)
+
+
+def test_options_that_changed_are_told_apart():
+    then = {"learning_rate": 1e-3, "optim": "sgd", "gamma": 1.0, "critic_learning_rate": None, "seed": 1, "gone": 1}
+    now = {
+        "learning_rate": 1e-4,
+        "optim": "adamw_torch",
+        "gamma": 0.9,
+        "critic_learning_rate": 1e-3,
+        "seed": 1,
+        "new": 2,
+    }
+    changes = compare_options(then, now)
+    assert changes.refused == ["critic_learning_rate: None -> 0.001", "optim: 'sgd' -> 'adamw_torch'"]
+    assert changes.idle == ["learning_rate: 0.001 -> 0.0001"]
+    assert changes.active == ["gamma: 1.0 -> 0.9"]
+
+
+def test_a_resumed_run_says_which_options_take_effect(embedded_model, tmp_path, warned):  # noqa: F811
+    """And it is so: the rate comes from the checkpoint, the number of turns from the options."""
+    run_until(4, "grpo", embedded_model, tmp_path / "run", max_steps=5)  # the next step begins a generation batch
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    same = make("grpo", embedded_model, tmp_path / "same", max_steps=5)
+    same.train(resume_from_checkpoint=True)
+    assert warned == []
+    resumed = make("grpo", embedded_model, tmp_path / "run", max_steps=5, learning_rate=5.0, max_turns=1)
+    resumed.train(resume_from_checkpoint=True)
+    idle, active = warned
+    assert "learning_rate: 0.01 -> 5.0" in idle and "NO effect" in idle
+    assert "max_turns: 4 -> 1" in active and "take effect" in active
+    rates = [[e["learning_rate"] for e in t.state.log_history if "learning_rate" in e] for t in (same, resumed)]
+    assert rates[0] == rates[1]
+    assert [e["turns/max"] for e in resumed.state.log_history if "turns/max" in e][-1] == 1
+
+
+def test_options_that_do_not_fit_the_saved_states_are_refused(embedded_model, tmp_path, saved):  # noqa: F811
+    trainer = make("grpo", embedded_model, tmp_path, max_steps=2, optim="sgd")
+    with pytest.raises(CheckpointError, match="optim: 'adamw_torch' -> 'sgd' does not fit"):
+        trainer.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
+
+
+# ------------------------------------------------------------------------------------------------------------ environments
+
+
+class Sized(Chatter):
+    def __init__(self, size: int = 1):
+        self.size = size
+
+
+def test_environments_are_told_apart_by_their_arguments():
+    def closing_over(size: int) -> Any:
+        return lambda: Sized(size)
+
+    pairs = [
+        (partial(Sized, 1), partial(Sized, 2)),
+        (partial(Sized, size=1), partial(Sized, size=2)),
+        (closing_over(1), closing_over(2)),
+        (lambda: Sized(1), lambda: Sized(2)),
+        (make_environment_factory("agile:guess_number"), make_environment_factory("agile:guess_number", level="hard")),
+        (partial(make_environment_factory("agile:guess_number"), max_turns=3), "agile:guess_number"),
+        (Sized, Chatter),
+    ]
+    for left, right in pairs:
+        assert describe_environment(left) == describe_environment(left)
+        assert describe_environment(left) != describe_environment(right)
+    assert describe_environment(make_environment_factory("agile:guess_number")) == describe_environment(
+        "agile:guess_number"
+    )
+    assert describe_environment(make_environment_factory("agile:guess_number", level="hard")) == {
+        "environment": "agile:guess_number", "environment_arguments": {"level": "hard"}
+    }  # fmt: skip
+
+
+def test_another_environment_from_the_same_factory_is_refused(embedded_model, tmp_path):
+    run_until(1, "grpo", embedded_model, tmp_path, environment=partial(Sized, size=1))
+    other = make("grpo", embedded_model, tmp_path, environment=partial(Sized, size=2))
+    with pytest.raises(CheckpointError, match=r"environment_arguments is \{'size': 1\} there and \{'size': 2\} here"):
+        other.train(resume_from_checkpoint=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- branches
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_old_branch_aside(embedded_model, tmp_path, warned):  # noqa: F811
+    """A later resume goes on with the new branch, although the old one had got further."""
+    run_until(4, "grpo", embedded_model, tmp_path, max_steps=6)
+    first = record_of(tmp_path / "checkpoint-1")["run_id"]
+    assert {record_of(path)["run_id"] for path in tmp_path.glob("checkpoint-*")} == {first}
+    branch = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 3, "temperature": 0.5})
+    branch.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    aside = tmp_path / "superseded" / "1"
+    assert sorted(path.name for path in aside.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    assert all(check_complete(path) for path in aside.iterdir())
+    assert any("(checkpoint-3, checkpoint-4)" in text for text in warned)
+    second = record_of(tmp_path / "checkpoint-3")["run_id"]
+    assert second != first
+
+    later = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 4, "temperature": 0.5})
+    later.train(resume_from_checkpoint=True)
+    assert record_of(tmp_path / "checkpoint-4")["run_id"] == second
+
+
+def test_the_checkpoint_a_new_run_starts_from_stays_where_it_is(embedded_model, tmp_path):
+    run_until(2, "grpo", embedded_model, tmp_path, max_steps=2)
+    new = make("grpo", tmp_path / "checkpoint-1", tmp_path, max_steps=1, lora=False)
+    new.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_folder_without_what_its_algorithm_needs_is_not_whole(embedded_model, tmp_path):
+    """Even if its marker says so."""
+    make("ppo", embedded_model, tmp_path, **{**SAVING, "max_steps": 1}).train()
+    shutil.rmtree(tmp_path / "checkpoint-1" / "critic")
+    mark_complete(tmp_path / "checkpoint-1")
+    with pytest.raises(CheckpointError, match="without the critic"):
+        check_complete(tmp_path / "checkpoint-1")
+
+
+def test_checkpoints_rotate_by_step_not_by_time(embedded_model, tmp_path):
+    run_until(2, "grpo", embedded_model, tmp_path, max_steps=3)
+    (tmp_path / "checkpoint-1").touch()  # as copying from another disk does
+    run_until(3, "grpo", embedded_model, tmp_path, max_steps=3, resume=True, save_total_limit=2)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+# -------------------------------------------------------------------------------------------------------------------- lock
+
+
+def _hold(folder: Path, held: Any, end: Any) -> None:
+    with locked(folder):
+        held.set()
+        end.wait()
+
+
+def test_two_runs_in_one_folder(embedded_model, tmp_path):
+    """The second one is refused, and told of the first; a killed one blocks nobody."""
+    context = multiprocessing.get_context("spawn")
+    held, end = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(tmp_path, held, end))
+    process.start()
+    held.wait()
+    trainer = make("grpo", embedded_model, tmp_path, max_steps=1)
+    with pytest.raises(OutputDirInUseError, match=f"{process.pid}.*output_dir"):
+        trainer.train()
+    process.kill()
+    process.join()
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_lock_of_another_host_blocks_nobody(tmp_path, warned):  # noqa: F811
+    with locked(tmp_path):
+        (tmp_path / LOCK).write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
+        with locked(tmp_path):
+            assert any("process 7 on elsewhere" in text for text in warned)

@@ -1,0 +1,78 @@
+"""SIGTERM, which clusters and torchrun send, saves and stops a run as Ctrl-C does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_checkpoint import assert_same, make, warned, weights  # noqa: F401
+from transformers import TrainerCallback
+
+from agile_trainers.trainers import stopping
+
+
+class Signal(TrainerCallback):
+    """Sends itself a signal inside the second step."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            signal.raise_signal(self.number)
+
+
+def test_sigterm_saves_and_exits_with_143(embedded_model, tmp_path, warned):  # noqa: F811
+    whole = make("grpo", embedded_model, tmp_path / "whole", max_steps=4)
+    whole.train()
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = make("grpo", embedded_model, tmp_path / "run", max_steps=4, callbacks=[Signal(signal.SIGTERM)])
+    with pytest.raises(SystemExit) as exit_:
+        stopped.train()
+    assert exit_.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert "SIGTERM: saving a checkpoint" in warned[0]
+    resumed = make("grpo", embedded_model, tmp_path / "run", max_steps=4)
+    resumed.train(resume_from_checkpoint="auto")
+    assert_same(weights(resumed), weights(whole))
+
+
+LONELY = """
+import os, signal, sys
+from agile_trainers.trainers import stopping
+
+stopping.GRACE_SECONDS = 0.1
+read, write = os.pipe()  # nothing is ever written: what waits for it waits like a collective whose peer is gone
+with stopping._end_if_a_peer_is_gone():
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    print("waiting", flush=True)
+    while True:
+        os.read(read, 1)
+"""
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_under_torchrun_a_rank_ends_although_its_peer_never_answers(launched):
+    """Elsewhere it waits: whoever sent the signal decides how long."""
+    own = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"} if launched else {"WORLD_SIZE": "2"}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE")
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", LONELY], stdout=subprocess.PIPE, text=True, env={**environment, **own},
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGTERM)
+    if launched:
+        assert process.wait(60) == stopping.TERMINATED == 143
+    else:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.kill()
+        process.wait()
