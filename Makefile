@@ -13,7 +13,7 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm test-launch wheel check mutations probes bench bench-vllm bench-gpu clean
+.PHONY: demo test test-vllm test-launch wheel check mutations faults probes bench bench-vllm bench-gpu clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -37,6 +37,9 @@ wheel: $(VENV)/.installed-dev  ## build the wheel, install it outside the clone 
 
 mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must notice each time
 	$(RUN) tests/mutations.py
+
+faults: $(VENV)/.installed-dev  ## kill runs at random moments; nothing may be lost; resumable
+	$(RUN) tests/faults/run_faults.py
 
 probes: $(VENV)/.installed  ## the probe environments, each to its threshold on three seeds; resumable
 	$(RUN) benchmarks/probes.py

@@ -1,0 +1,341 @@
+# ruff: noqa: E402
+"""Kill training runs at random moments and see that nothing is lost (``make faults``).
+
+Each setting is trained once undisturbed, and once while SIGKILL and SIGTERM hit it at random times, and at random file
+operations inside a save. After every signal the run is started again with ``resume_from_checkpoint="auto"``. Counted are the
+optimizer steps that were finished but not saved (at most one each), processes that outlive the run (none), and weights that
+differ at the end (none for environments stepped inline). The exit code is 1 if a count is too high.
+
+Resumable: finished settings are read from ``runs/faults/results.jsonl``. Everything is seeded, except when a signal arrives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+}  # fmt: skip
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "trainers"), str(ROOT)]
+
+import psutil
+import torch
+from games import Chatter, make_trainer
+from ppo_games import make_ppo
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from agile_trainers.adapters.checkpoint import checkpoints, newest_complete
+from agile_trainers.embedded import make_embedded_model
+
+STEPS = 6
+LEAST_SIGNALS = 100
+"""Over all settings."""
+PATIENCE = 120.0
+"""Seconds in which a signalled run must be gone, with everything it started."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One kind of run."""
+
+    algorithm: str
+    lora: bool
+    environments: str
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}, {'LoRA' if self.lora else 'whole model'}, {self.environments}, {self.ranks} rank(s)"
+
+
+SETTINGS = [
+    Setting(algorithm, lora, environments, ranks)
+    for ranks in (1, 2)
+    for environments in ("inline", "threads", "processes")
+    for algorithm, lora in (("grpo", True), ("grpo", False), ("reinforce", True), ("reinforce", False), ("ppo", True))
+]
+
+
+@dataclass
+class Outcome:
+    """What happened to one setting."""
+
+    setting: str
+    signals: int = 0
+    kills: int = 0
+    inside_saves: int = 0
+    lost_steps: list[int] = field(default_factory=list)
+    left_behind: int = 0
+    equal: bool = False
+    seconds: float = 0.0
+
+
+class Progress(TrainerCallback):
+    """Writes down each finished step before it is saved."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.file.write_text(str(state.global_step))
+
+
+class Slow(Chatter):
+    """Takes a moment, so that signals arrive inside its calls too."""
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.005)
+        return super().step(action)
+
+
+def train(setting: Setting, model: Path, run: Path) -> None:
+    """Train to the end, from the newest checkpoint if there is one."""
+    options: dict[str, Any] = {
+        "environment": Slow,
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "linear",
+        "per_device_train_batch_size": 4 // setting.ranks,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "callbacks": [Progress(run.parent / "progress")],
+    }
+    if setting.environments == "threads":
+        options["environment_workers"] = 4
+    elif setting.environments == "processes":
+        options["environment_processes"] = 2
+    if setting.algorithm == "ppo":
+        trainer: Any = make_ppo(model, run, **options)
+    else:
+        groups = {"num_generations": 1} if setting.algorithm == "reinforce" else {}
+        trainer = make_trainer(model, run, algorithm=setting.algorithm, lora=setting.lora, **options, **groups)
+    trainer.train(resume_from_checkpoint="auto")
+    trainer.save_model(str(run / "final"))
+    trainer.accelerator.end_training()
+
+
+def start(setting: Setting, model: Path, run: Path, die_at: int | None = None) -> list[int]:
+    """Fork one process per rank; return their ids. ``die_at``: the file operation inside a save that kills the first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(setting.ranks):
+        process = os.fork()
+        if process:
+            started.append(process)
+            continue
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            log = os.open(run.parent / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1), os.dup2(log, 2)
+            if setting.ranks > 1:
+                os.environ |= {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(setting.ranks), "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "faults", "ACCELERATE_USE_CPU": "true",
+                }  # fmt: skip
+            if rank == 0 and die_at is not None:
+                _die_inside_save(run, die_at)
+            train(setting, model, run)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return started
+
+
+def _die_inside_save(run: Path, operation: int) -> None:
+    """Kill this process at the n-th time that a file below ``output_dir`` is opened, renamed, made or removed."""
+    left = operation
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir") and str(arguments[0]).startswith(
+            str(run)
+        ):
+            if "rollouts" in str(arguments[0]):
+                return
+            left -= 1
+            if left == 0:
+                (run.parent / "inside").write_text(str(arguments[0]))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def end(processes: list[int], hit: int | None) -> tuple[list[int], int]:
+    """Wait for a run to end; if one of its processes was hit, the others get SIGTERM, as torchrun sends it.
+
+    Returns:
+        The exit codes, and how many of its descendants were still there long after.
+    """
+    codes: dict[int, int] = {}
+    told, deadline = hit is None, time.monotonic() + PATIENCE
+    while len(codes) < len(processes):
+        for process in processes:
+            if process not in codes and os.waitpid(process, os.WNOHANG)[0]:
+                codes[process] = 1
+        if codes and not told:
+            told, deadline = True, time.monotonic() + PATIENCE
+            for process in processes:
+                if process not in codes:
+                    os.kill(process, signal.SIGTERM)
+        if told and hit is not None and time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    left = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(left, timeout=PATIENCE)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive)
+    return list(codes.values()), len(alive)
+
+
+def digest(run: Path) -> str:
+    """Of every weight that was saved at the end."""
+    sha = hashlib.sha256()
+    for file in sorted((run / "final").rglob("*.safetensors")):
+        for name, value in sorted(load_file(file).items()):
+            sha.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def disturb(setting: Setting, model: Path, folder: Path, signals: int, chance: random.Random) -> Outcome:
+    """Train a setting undisturbed and disturbed, and compare."""
+    outcome, started = Outcome(setting.name), time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    whole, run = folder / "whole" / "run", folder / "disturbed" / "run"
+    whole.mkdir(parents=True)
+    run.mkdir(parents=True)
+    begun = time.monotonic()
+    end(start(setting, model, whole), None)
+    duration = time.monotonic() - begun
+    expected = digest(whole)
+    while not (run / "final").is_dir():
+        for name in ("progress", "inside"):
+            (run.parent / name).unlink(missing_ok=True)
+        before = newest_complete(run)[0].name if checkpoints(run) else ""
+        if outcome.signals >= signals:
+            end(start(setting, model, run), None)
+            break
+        inside = chance.random() < 0.4
+        processes = start(setting, model, run, die_at=chance.randint(1, 120) if inside else None)
+        if not inside:
+            time.sleep(chance.uniform(0.1, 0.9) * duration)
+            number = chance.choice([signal.SIGKILL, signal.SIGTERM])
+            victims = processes if chance.random() < 0.5 else [chance.choice(processes)]
+            for victim in victims:
+                os.kill(victim, number)
+            outcome.kills += number == signal.SIGKILL
+        _, left = end(processes, processes[0])
+        outcome.left_behind += left
+        hit = not inside or (run.parent / "inside").is_file()
+        outcome.signals += hit
+        outcome.inside_saves += inside and hit
+        outcome.kills += inside and hit
+        progress = run.parent / "progress"
+        if progress.is_file():
+            saved = int(newest_complete(run)[0].name.rpartition("-")[2]) if checkpoints(run) else 0
+            outcome.lost_steps.append(int(progress.read_text()) - saved)
+        if (
+            not hit
+            and not (run / "final").is_dir()
+            and before == (newest_complete(run)[0].name if checkpoints(run) else "")
+        ):
+            raise RuntimeError(f"{setting.name} failed by itself; see {run.parent}/log-0")
+        if (run / "final").is_dir() and outcome.signals < signals:
+            shutil.rmtree(run)  # it got through: once more from the beginning
+            run.mkdir()
+    outcome.equal = digest(run) == expected
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+def main() -> int:
+    """Run what is not done yet and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "faults", help="where runs and results go")
+    parser.add_argument("--signals", type=int, default=4, help="per setting")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    _become_subreaper()
+    options.output.mkdir(parents=True, exist_ok=True)
+    results = options.output / "results.jsonl"
+    done = [Outcome(**json.loads(line)) for line in results.read_text().splitlines()] if results.is_file() else []
+    model = (
+        make_embedded_model(options.output / "model")
+        if not (options.output / "model").is_dir()
+        else options.output / "model"
+    )
+    for index, setting in enumerate(SETTINGS):
+        if setting.name in {outcome.setting for outcome in done}:
+            continue
+        chance = random.Random(1000 * options.seed + index)
+        outcome = disturb(setting, model, options.output / "work", options.signals, chance)
+        done.append(outcome)
+        with results.open("a") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+        print(_row(outcome), flush=True)
+    return _verdict(done)
+
+
+def _row(outcome: Outcome) -> str:
+    lost = max(outcome.lost_steps, default=0)
+    return (
+        f"{outcome.setting:44} {outcome.signals:3} signals ({outcome.kills} SIGKILL, {outcome.inside_saves} inside a save)  "
+        f"lost at most {lost}  left behind {outcome.left_behind}  {'equal' if outcome.equal else 'differs'}"
+    )
+
+
+def _verdict(done: list[Outcome]) -> int:
+    signals = sum(outcome.signals for outcome in done)
+    lost = max((max(outcome.lost_steps, default=0) for outcome in done), default=0)
+    left = sum(outcome.left_behind for outcome in done)
+    unequal = [outcome.setting for outcome in done if not outcome.equal and "inline" in outcome.setting]
+    kills, inside = (sum(getattr(outcome, name) for outcome in done) for name in ("kills", "inside_saves"))
+    print(
+        f"\n{len(done)} settings, {signals} signals ({kills} SIGKILL, {inside} inside a save): at most {lost} step(s) lost "
+        f"each, {left} processes left behind, {sum(outcome.equal for outcome in done)} of {len(done)} bit-equal at the end"
+    )
+    return int(lost > 1 or left > 0 or bool(unequal) or signals < LEAST_SIGNALS)
+
+
+def _become_subreaper() -> None:
+    """Orphans become children of this process, so that it sees what a killed run leaves behind."""
+    import ctypes
+
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
