@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.models import utils as model_utils
@@ -24,6 +25,7 @@ SIGNATURES = {
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
     "_get_output_dir": ["self", "trial"],
+    "_get_grad_norm": ["self", "model", "grad_norm"],
     "save_model": ["self", "output_dir", "_internal_call"],
     "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
 }
@@ -101,6 +103,15 @@ def test_extra_batch_entries_survive_shuffle_and_split():
     parts = utils.split_tensor_dict(shuffled, 2)
     assert torch.cat([p["turn_ids"] for p in parts])[:, 0].tolist() == (2 * shuffled["a"]).tolist()
     assert all(p["zero_dimensional"] == 7 for p in parts)
+
+
+def test_a_step_is_skipped_by_accelerates_flag():
+    """Read after the gradient's norm and before the schedule moves."""
+    source = inspect.getsource(GRPOTrainer._run_epoch)
+    marks = ["self._get_grad_norm(", "self.optimizer.step()", "optimizer_step_was_skipped", "self.lr_scheduler.step()"]
+    places = [source.index(mark) for mark in marks]
+    assert places == sorted(places)
+    assert "self._is_overflow" in inspect.getsource(AcceleratedOptimizer.step_was_skipped.fget)
 
 
 def test_helpers_exist():
