@@ -287,6 +287,32 @@ MUTATIONS = [
         "each process trains by itself", "trainers/launch.py",
         "if started != accelerator.num_processes:", "if not started:", "tests/trainers/test_launch_checks.py",
     ),
+    Mutation(
+        "what an environment answered ends the run", "rollout/engine.py",
+        "except Exception as unusable:", "except ValueError as unusable:", "tests/rollout/test_misbehaving.py -k inline",
+    ),
+    Mutation(
+        "a row shared by environments", "rollout/engine.py",
+        "deepcopy(episode.spec.options)", "episode.spec.options", "tests/rollout/test_engine.py",
+    ),
+    Mutation(
+        "a reward that float32 cannot hold", "envs/checker.py",
+        "np.finfo(np.float32).max", "np.finfo(np.float64).max", "tests/rollout/test_misbehaving.py -k inline",
+    ),
+    Mutation(
+        "members compared by the first characters of their prompt", "rollout/metrics.py",
+        "blake2b(text.encode()", "blake2b(text[:5].encode()",
+        "tests/trainers/test_misbehaving_environments.py -k differently",
+    ),
+    Mutation(
+        "a false equation that names the right number", "envs/answers.py",
+        " and _agree(others, number))", ")", "tests/envs/test_grading.py -k arithmetic",
+    ),
+    Mutation(
+        "what was thought is taken for the answer", "envs/answers.py",
+        'text = completion.rpartition("</think>")[2]\n    start', "text = completion\n    start",
+        "tests/envs/test_grading.py",
+    ),
 ]  # fmt: skip
 
 

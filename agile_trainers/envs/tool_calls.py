@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from jsonschema import Draft202012Validator, ValidationError, validators
+from jsonschema.exceptions import best_match
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _EXPECTED = '{"name": "<tool>", "arguments": {"<argument>": <value>}}'
 _BETWEEN = re.compile(r"[\s;]*")
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
+_SHOWN = 200
+"""Characters of an error that the model is shown."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,8 @@ def argument_error(schema: dict[str, Any], arguments: dict[str, Any]) -> str | N
     """What is wrong with a call's arguments, None if nothing is.
 
     Args:
-        schema: JSON schema of the tool's parameters, as ``transformers.utils.get_json_schema`` makes it: ``type``,
-            ``enum``, ``items``, ``anyOf`` and ``nullable`` are looked at.
+        schema: JSON schema of the tool's parameters, as ``transformers.utils.get_json_schema`` makes it: with its
+            ``nullable``, and without an integer that is written as ``1.0``.
         arguments: The arguments by name.
     """
     known = schema.get("properties", {})
@@ -69,10 +66,11 @@ def argument_error(schema: dict[str, Any], arguments: dict[str, Any]) -> str | N
     unknown = sorted(set(arguments) - set(known))
     if unknown:
         return f"unknown argument(s): {', '.join(unknown)}; the tool takes: {', '.join(known) or 'none'}"
-    for name, value in arguments.items():
-        if not _fits(known[name], value):
-            return f"argument {name} is {_shown(value)}, expected {_expected(known[name])}"
-    return None
+    error = best_match(_Validator(schema).iter_errors(arguments))
+    if error is None:
+        return None
+    message = error.message if len(error.message) <= _SHOWN else f"...{error.message[-_SHOWN:]}"
+    return f"argument {error.json_path.removeprefix('$.')}: {message}"
 
 
 def _hermes_calls(text: str) -> list[ToolCall | MalformedCall]:
@@ -125,30 +123,22 @@ def _json_error(error: Exception) -> str:
     return f"not valid JSON ({where}); expected {_EXPECTED}"
 
 
-def _fits(schema: dict[str, Any], value: Any) -> bool:
-    if "anyOf" in schema:
-        return any(_fits(choice, value) for choice in schema["anyOf"])
-    if value is None and schema.get("nullable"):
-        return True
-    if "enum" in schema and value not in schema["enum"]:
-        return False
-    names = schema.get("type", list(_TYPES))
-    names = [names] if isinstance(names, str) else names
-    # A bool is an int to Python, but not to JSON.
-    if not any(isinstance(value, _TYPES[name]) and (name == "boolean") == isinstance(value, bool) for name in names):
-        return False
-    return not isinstance(value, list) or all(_fits(schema.get("items", {}), item) for item in value)
+def _unless_null(keyword: str) -> Callable[..., Iterator[ValidationError]]:
+    """A keyword's check that knows ``nullable``, which OpenAPI and transformers write and JSON schema does not."""
+
+    def check(validator: Any, value: Any, instance: Any, schema: dict[str, Any]) -> Iterator[ValidationError]:
+        if instance is not None or not schema.get("nullable"):
+            yield from Draft202012Validator.VALIDATORS[keyword](validator, value, instance, schema)
+
+    return check
 
 
-def _expected(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        return " or ".join(_expected(choice) for choice in schema["anyOf"])
-    if "enum" in schema:
-        return f"one of {', '.join(map(_shown, schema['enum']))}"
-    names = schema.get("type", "any")
-    return names if isinstance(names, str) else " or ".join(names)
+def _is_integer(checker: Any, instance: Any) -> bool:
+    return isinstance(instance, int) and not isinstance(instance, bool)
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+_Validator = validators.extend(
+    Draft202012Validator,
+    {keyword: _unless_null(keyword) for keyword in ("type", "enum")},
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_integer),
+)

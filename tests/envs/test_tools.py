@@ -80,7 +80,7 @@ def test_several_calls_are_answered_in_order_and_failures_are_counted() -> None:
     results = [part.strip() for part in str(observation).split("<tool_response>")[1:]]
     assert [result.removesuffix("</tool_response>").strip() for result in results] == [
         "3",
-        'Error: add: argument a is "x", expected integer',
+        "Error: add: argument a: 'x' is not of type 'integer'",
         "Error: <tool_call> is not closed by </tool_call>",
         "Error: KeyError: 'missing'",
     ]
@@ -228,9 +228,9 @@ def test_malformed_calls_say_what_was_expected(text: str, reason: str) -> None:
         ({"a": 1, "b": -2}, None),
         ({}, "missing argument(s): a"),
         ({"a": 1, "c": 2}, "unknown argument(s): c; the tool takes: a, b"),
-        ({"a": 1.5}, "argument a is 1.5, expected integer"),
-        ({"a": True}, "argument a is true, expected integer"),
-        ({"a": None}, "argument a is null, expected integer"),
+        ({"a": 1.5}, "argument a: 1.5 is not of type 'integer'"),
+        ({"a": True}, "argument a: True is not of type 'integer'"),
+        ({"a": None}, "argument a: None is not of type 'integer'"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], error: str | None) -> None:
@@ -241,11 +241,16 @@ def test_arguments(arguments: dict[str, Any], error: str | None) -> None:
 def test_arguments_of_composite_types() -> None:
     schema = ToolEnvironment([look_up], ROWS).schemas[0]["function"]["parameters"]
     assert argument_error(schema, {"words": ["a"], "unit": None}) is None
-    assert argument_error(schema, {"words": ["a", 1]}) == 'argument words is ["a", 1], expected array'
-    assert argument_error(schema, {"words": [], "unit": "mm"}) == 'argument unit is "mm", expected one of "m", "km"'
+    assert argument_error(schema, {"words": ["a", 1]}) == "argument words[1]: 1 is not of type 'string'"
+    assert argument_error(schema, {"words": [], "unit": "mm"}) == "argument unit: 'mm' is not one of ['m', 'km']"
     union = {"properties": {"x": {"anyOf": [{"type": "string"}, {"type": ["number", "boolean"]}]}}}
     assert all(argument_error(union, {"x": value}) is None for value in ("a", 1, 1.5, True))
-    assert argument_error(union, {"x": []}) == "argument x is [], expected string or number or boolean"
+    assert argument_error(union, {"x": []}) == "argument x: [] is not valid under any of the given schemas"
+    nested = {"properties": {"at": {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1}}}}}
+    assert argument_error(nested, {"at": {"n": 0}}) == "argument at.n: 0 is less than the minimum of 1"
+    assert argument_error(nested, {"at": {"n": 1.0}}) == "argument at.n: 1.0 is not of type 'integer'"
+    long = argument_error(nested, {"at": "x" * 10_000})
+    assert long is not None and len(long) < 250 and long.endswith("is not of type 'object'")
 
 
 def test_unknown_tools_and_bad_options() -> None:

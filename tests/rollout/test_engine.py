@@ -187,6 +187,22 @@ def test_a_first_observation_without_a_token_is_an_error() -> None:
     assert sound.stop_reason is StopReason.TERMINATED
 
 
+def test_what_an_environment_does_to_its_row_is_no_concern_of_the_next_one() -> None:
+    class Emptying(Scripted):
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            assert options is not None
+            start = super().reset(seed, options)
+            options["answers"].clear()
+            options.clear()
+            return start
+
+    row = {"answers": [go_on("up"), end(1.0)]}
+    shared = [EpisodeSpec(seed, (seed,), row) for seed in range(3)]
+    trajectories = make_engine(Emptying, max_environments=1).run(shared, Player())
+    assert [trajectory.rewards for trajectory in trajectories] == [[0.0, 1.0]] * 3
+    assert row == {"answers": [go_on("up"), end(1.0)]}
+
+
 def test_failures_cost_only_their_own_episode() -> None:
     good: dict[str, Any] = {"answers": [go_on("up"), end(1.0)]}
     bad: dict[str, Any] = {"answers": [RuntimeError("broken")]}

@@ -133,7 +133,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def test_a_run_survives_every_kind(embedded_model: Path, tmp_path: Path) -> None:
     """Two generation batches; the first one, where policies are equal, beside sound environments alone."""
     kinds = [name for name, kind in KINDS.items() if "inline" in kind.where]
-    rows = [name for kind in kinds for name in (None, kind)]
+    rows = [name for n, kind in enumerate(kinds) for name in ([None, kind] if n % 4 == 0 else [kind])]
     sound: dict[str, list[dict[str, Any]]] = {}
     for name, steps, column in (("alone", 1, [""] * len(rows)), ("among others", 2, rows)):
         table = Dataset.from_dict({"prompt": ["x"] * len(rows), "kind": column, "list": [[1]] * len(rows)})
