@@ -66,6 +66,17 @@ MUTATIONS = [
         "args.epsilon_high = CISPO_BOUND", "pass", "tests/trainers/test_invariances.py -k cispos_bound",
     ),
     Mutation(
+        "windows that an epoch closes early", "trainers/setup.py",
+        "whole = groups * (accumulation // gcd(accumulation, micro_steps))", "whole = groups",
+        "tests/trainers/test_accumulation.py -k closes_early",
+    ),
+    Mutation(
+        "the value loss of a short update over a whole one's turns", "trainers/ppo.py",
+        "self._count_turns(micro_batches, self.current_gradient_accumulation_steps)",
+        "self._count_turns(micro_batches, self.args.gradient_accumulation_steps)",
+        "tests/trainers/test_accumulation.py -k value_loss",
+    ),
+    Mutation(
         "failed episodes in the statistics", "objectives/advantages.py",
         "valid = turn_mask & ~failed[:, None]", "valid = turn_mask", ADVANTAGES,
     ),

@@ -44,6 +44,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
             ``"final"`` (the turn's last token) and ``"mean"`` (over its tokens) know the action already, which biases the
             gradient.
         advantage_granularity: ``"turn"``, or ``"token"``: every token of a turn has a value and an advantage of its own.
+            ``"auto"``: tokens if every episode of the generation batch has a single turn, else turns.
     """
 
     _groupless: ClassVar[bool] = True
@@ -61,13 +62,13 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         default="auto", metadata={"help": "What the critic starts as: auto, new, policy or saved."}
     )
     turn_value_position: str = field(default="state", metadata={"help": "Where V is read: state, final or mean."})
-    advantage_granularity: str = field(default="turn", metadata={"help": "Unit of the advantage: turn or token."})
+    advantage_granularity: str = field(default="turn", metadata={"help": "Unit of the advantage: turn, token or auto."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _one_of(self, "critic_start", ("auto", "new", "policy", "saved"))
         _one_of(self, "turn_value_position", ("state", "final", "mean"))
-        _one_of(self, "advantage_granularity", ("turn", "token"))
+        _one_of(self, "advantage_granularity", ("turn", "token", "auto"))
         if not 0.0 <= self.gae_lambda <= 1.0:
             raise ValueError(f"gae_lambda must lie in [0, 1], got {self.gae_lambda}.")
         for name in ("vf_coef", "value_clip_range", "critic_learning_rate"):
@@ -92,11 +93,13 @@ class MultiTurnPPOConfig(MultiTurnConfig):
             raise ValueError(
                 "skip_zero_advantage has no effect: every episode trains the critic. Leave skip_zero_advantage unset."
             )
-        if self.advantage_granularity == "token":
+        if self.advantage_granularity != "turn":
             for name, needed in (("importance_sampling_level", "token"), ("turn_value_position", "state")):
                 if getattr(self, name) != needed:
+                    chosen = ", which may choose 'token'," if self.advantage_granularity == "auto" else ""
                     raise ValueError(
-                        f"advantage_granularity='token' needs {name}={needed!r}, got {getattr(self, name)!r}."
+                        f"advantage_granularity={self.advantage_granularity!r}{chosen} needs {name}={needed!r}, got "
+                        f"{getattr(self, name)!r}. Set {name}={needed!r} or advantage_granularity='turn'."
                     )
         return super().with_environment()
 
@@ -108,12 +111,16 @@ class MultiTurnPPOConfig(MultiTurnConfig):
 class Critique:
     """What the critic said about the local episodes of a generation batch. U is K; T where tokens have values."""
 
+    offsets: torch.Tensor
+    """(B, U), where the values are read, in completion coordinates; -1 is the last prompt token."""
     values: torch.Tensor
     """(B, U), of the critic as it was then."""
     turn_values: torch.Tensor
     """(B, K), V(s_k)."""
     final_values: torch.Tensor
     """(B,), V of the final state of an episode cut short, 0 of the others."""
+    by_token: bool
+    """Whether tokens have values and advantages of their own."""
 
 
 @dataclass
@@ -145,6 +152,8 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     _needs_final_observation = True
     _critique: Critique
     _values: torch.Tensor | None
+    _step_ends = 0
+    """The micro-step at which the optimizer step ends that is being accumulated."""
     _targets: torch.Tensor
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -163,7 +172,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         plugin = self.args.deepspeed_plugin
         # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
         zero3 = plugin is not None and plugin.zero_stage == 3
-        self._value_totals = torch.zeros(3, device=self.accelerator.device)
+        self._loss_totals = torch.zeros(4, device=self.accelerator.device)
         start_critic(
             self.model, self._saved, self.args.critic_start, seed=self.args.seed, autocast_adapter_dtype=not zero3
         )
@@ -206,10 +215,17 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     # ------------------------------------------------------------------------------------------------------ credit
 
-    def _value_offsets(self, batch: TurnBatch) -> torch.Tensor:
-        """(B, U) where values are read, in completion coordinates; -1 is the last prompt token."""
+    def _by_token(self, batch: TurnBatch) -> bool:
+        """Whether this generation batch has advantages per token; the same on all ranks."""
+        if self.args.advantage_granularity == "auto":
+            turns = (batch.turn_mask & ~batch.failed[:, None]).sum(dim=1).max()
+            return int(self.accelerator.gather(turns).max()) <= 1
+        return self.args.advantage_granularity == "token"
+
+    def _value_offsets(self, batch: TurnBatch, by_token: bool) -> torch.Tensor:
+        """See :class:`Critique`."""
         tokens = torch.arange(batch.turn_ids.size(1), device=batch.turn_ids.device).expand_as(batch.turn_ids)
-        if self.args.advantage_granularity == "token":
+        if by_token:
             return tokens - 1
         if self.args.turn_value_position == "mean":
             return tokens
@@ -220,8 +236,9 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     def _critic_values(self, batch: TurnBatch) -> Critique:
         """Read values in micro-batches of like length, as log-probabilities are scored."""
+        by_token = self._by_token(batch)
         final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
-        offsets = torch.cat([self._value_offsets(batch), final], dim=1)
+        offsets = torch.cat([self._value_offsets(batch, by_token), final], dim=1)
         read = torch.zeros(offsets.shape, device=offsets.device)
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             for rows, part in like_length(batch, self.args.per_device_train_batch_size):
@@ -232,10 +249,11 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
                 read[rows] = outputs.state_values
         values = self._pooled(read[:, :-1], batch.turn_ids, batch.turn_mask.size(1))
         turn_values = values
-        if self.args.advantage_granularity == "token":
+        if by_token:
             starts = (batch.state_positions[:, :-1] - batch.prompt_ids.size(1) + 1).clamp(max=values.size(1) - 1)
             turn_values = values.gather(1, starts)
-        return Critique(values, turn_values, torch.where(batch.truncated, read[:, -1], 0.0))
+        final_values = torch.where(batch.truncated, read[:, -1], 0.0)
+        return Critique(offsets[:, :-1], values, turn_values, final_values, by_token)
 
     def _pooled(self, values: torch.Tensor, turn_ids: torch.Tensor, num_turns: int) -> torch.Tensor:
         if self.args.turn_value_position != "mean":
@@ -275,13 +293,13 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         targets = self._targets[self._local(size), :num_turns]
         trained = turn_lengths(torch.where(output["tool_mask"] > 0, batch.turn_ids, -1), num_turns)
         weights = (trained > 0).float()
-        if self.args.advantage_granularity == "token":
+        if self._critique.by_token:
             # A turn counts once, whatever its length.
             lengths = spread_to_tokens(trained, batch.turn_ids).clamp(min=1)
             weights, targets = (spread_to_tokens(x, batch.turn_ids) for x in (weights, targets))
             weights = weights / lengths
         output |= {
-            "value_offsets": self._value_offsets(batch),
+            "value_offsets": self._critique.offsets,
             "old_values": self._critique.values,
             "value_targets": targets,
             "value_weights": weights,
@@ -290,7 +308,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     def _token_advantages(self, advantages: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
         """(B, T); those of single tokens are whitened over the tokens of all ranks and clipped, as asked for."""
-        if self.args.advantage_granularity == "turn":
+        if not self._critique.by_token:
             return super()._token_advantages(advantages, batch)
         targets = self._targets[self._local(batch.turn_mask.size(0)), : batch.turn_mask.size(1)]
         advantages = token_gae(targets, self._critique.values, batch.turn_ids)
@@ -311,22 +329,32 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         drawn = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self._buffered_inputs is not drawn:
-            self._count_turns(self._buffered_inputs)
+        step_begins = self._step >= self._step_ends
+        if step_begins:
+            # At the end of an epoch of a data set a step may be shorter than gradient_accumulation_steps.
+            self._step_ends = self._step + self.current_gradient_accumulation_steps
+        if step_begins or self._buffered_inputs is not drawn:
+            generation_ends = (self._step // self._generate_every + 1) * self._generate_every
+            micro_steps = range(self._step, min(self._step_ends, generation_ends))
+            micro_batches = [self._buffered_inputs[step % len(self._buffered_inputs)] for step in micro_steps]
+            self._count_turns(micro_batches, self.current_gradient_accumulation_steps)
         return inputs
 
-    def _count_turns(self, micro_batches: list[Batch]) -> None:
-        """Tell each micro-batch how many turns, over all ranks, its optimizer step trains on."""
-        counts = torch.stack([batch["value_weights"].sum() for batch in micro_batches])
-        counts = self.accelerator.reduce(counts, reduction="sum")
-        accumulation = self.args.gradient_accumulation_steps
-        if len(counts) % accumulation == 0:
-            windows = counts.view(-1, accumulation).sum(dim=1).repeat_interleave(accumulation)
-        else:
-            # The step spans generation batches that are not drawn yet: assume that they are like this one.
-            windows = (counts.mean() * accumulation).expand(len(counts))
-        for batch, turns in zip(micro_batches, windows):
-            batch["turns_in_step"] = turns
+    def _restore_rollout(self, steps: int, buffer: list[Batch] | None) -> None:
+        super()._restore_rollout(steps, buffer)
+        self._step_ends = 0
+
+    def _count_turns(self, micro_batches: list[Batch], in_step: int | None = None) -> None:
+        """Tell micro-batches of one optimizer step how many turns, over all ranks, it trains on.
+
+        Args:
+            micro_batches: Those of the step that are drawn already.
+            in_step: How many the step has; the others, of generation batches to come, are taken to be like these. Default:
+                no others.
+        """
+        turns = self.accelerator.reduce(sum(batch["value_weights"].sum() for batch in micro_batches), reduction="sum")
+        for batch in micro_batches:
+            batch["turns_in_step"] = turns * (in_step or len(micro_batches)) / len(micro_batches)
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         # Right before the forward pass: the reference pass has left only the policy trainable.
@@ -341,19 +369,22 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         errors, clipped = value_errors(values, batch["old_values"], targets, self.args.value_clip_range)
         # A padded entry has weight 0 but may have read anything.
         total = torch.where(weights > 0, errors * weights, 0.0).sum()
-        self._log_value_loss(total.detach(), (clipped * weights).sum(), weights.sum())
+        self._log_losses(policy_loss.detach(), total.detach(), (clipped * weights).sum(), weights.sum())
         # DDP averages over ranks; TRL's loss is divided for accumulation already, as this one must be.
         value_loss = total * self.accelerator.num_processes / batch["turns_in_step"].clamp(min=1.0)
         # Multiplied, not frozen: every parameter has a gradient in every step, as ZeRO-3 demands.
         policy_weight = 0.0 if self.state.global_step < self.args.critic_warmup_steps else 1.0
         return policy_weight * policy_loss + self.args.vf_coef * value_loss
 
-    def _log_value_loss(self, total: torch.Tensor, clipped: torch.Tensor, weight: torch.Tensor) -> None:
-        """Means over all turns of the optimizer step, once its last micro-batch is there."""
-        self._value_totals = self._value_totals + torch.stack([total, clipped, weight])
+    def _log_losses(
+        self, policy: torch.Tensor, total: torch.Tensor, clipped: torch.Tensor, weight: torch.Tensor
+    ) -> None:
+        """Those of the optimizer step, once its last micro-batch is there; the critic's are means over its turns."""
+        self._loss_totals = self._loss_totals + torch.stack([policy, total, clipped, weight])
         if self.accelerator.sync_gradients:
-            total, clipped, weight = self.accelerator.reduce(self._value_totals, reduction="sum")
-            self._value_totals = torch.zeros_like(self._value_totals)
+            policy, total, clipped, weight = self.accelerator.reduce(self._loss_totals, reduction="sum")
+            self._loss_totals = torch.zeros_like(self._loss_totals)
+            self._metrics["train"]["policy/loss"].append((policy / self.accelerator.num_processes).item())
             self._metrics["train"]["value/loss"].append((total / weight.clamp(min=1.0)).item())
             if self.args.value_clip_range is not None:
                 self._metrics["train"]["value/clip_ratio"].append((clipped / weight.clamp(min=1.0)).item())

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from itertools import islice
+from math import gcd
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl.import_utils import is_vllm_available
@@ -233,19 +235,31 @@ def check_vllm(args: MultiTurnConfig) -> None:
 
 
 def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
-    """The data set that paces training: the user's, or as many empty rows as a generation batch has groups.
+    """The data set that paces training: the user's, or empty rows.
+
+    ``Trainer`` ends an optimizer step early where an epoch ends. So there are as many empty rows as it takes until a
+    generation batch and an optimizer step end together, and the rows that a stream has left over after the last of these
+    are not read (``Trainer`` would add their gradient to the next step). Other data sets end their epochs as in ``Trainer``.
+
+    Args:
+        args: The trainer's, for episodes.
+        dataset: The user's, or None.
 
     Raises:
-        ValueError: If nothing says how long to train, or TRL would train no step at all for want of rows.
+        ValueError: If nothing says how long to train, or the rows do not suffice for a single step.
     """
     groups = args.generation_batch_size // args.num_generations
+    micro_steps, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
+    whole = groups * (accumulation // gcd(accumulation, micro_steps))
     if dataset is None:
         if args.max_steps <= 0:
             raise ValueError(
                 f"Without a train_dataset, max_steps must say how long to train; it is {args.max_steps}. Set max_steps "
                 "to a positive number of updates, or pass a train_dataset."
             )
-        return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * groups})
+        return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * whole})
+    if isinstance(dataset, IterableDataset):
+        return _whole_steps(args, dataset, whole)
     if isinstance(dataset, Dataset) and len(dataset) < groups:
         raise ValueError(
             f"train_dataset has {len(dataset)} rows, but a generation batch takes {groups} (generation_batch_size="
@@ -254,6 +268,33 @@ def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
             "steps_per_generation or per_device_train_batch_size."
         )
     return dataset
+
+
+def _whole_steps(args: MultiTurnConfig, dataset: IterableDataset, rows: int) -> IterableDataset:
+    """A stream cut after the last ``rows`` that come together.
+
+    Raises:
+        ValueError: If there are fewer rows, or ``max_steps`` is not set, which alone says how long to train on a stream.
+    """
+    if args.max_steps <= 0:
+        raise ValueError(
+            f"A stream does not say how long it is, so max_steps must say how long to train; it is {args.max_steps}. Set "
+            "max_steps to a positive number of updates."
+        )
+    there = sum(1 for _ in islice(dataset, rows))
+    if there < rows:
+        raise ValueError(
+            f"train_dataset is a stream of {there} rows, but whole updates on whole generation batches take {rows} "
+            f"(generation_batch_size={args.generation_batch_size}, num_generations={args.num_generations}, "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}): not a single step would be trained. Pass "
+            "more rows, raise num_generations, or lower per_device_train_batch_size, steps_per_generation or "
+            "gradient_accumulation_steps."
+        )
+
+    def unless_cut_off(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return columns if all(len(values) == rows for values in columns.values()) else {name: [] for name in columns}
+
+    return dataset.map(unless_cut_off, batched=True, batch_size=rows)
 
 
 def with_return(

@@ -29,6 +29,7 @@ def make_ppo(
     callbacks: list[Any] | None = None,
     lora: dict[str, Any] | None = None,
     quantization_config: Any = None,
+    train_dataset: Any = None,
     **changes: Any,
 ) -> MultiTurnPPOTrainer:
     """A trainer on the embedded model."""
@@ -40,6 +41,7 @@ def make_ppo(
         environment=environment,
         peft_config=LoraConfig(**config),
         quantization_config=quantization_config,
+        train_dataset=train_dataset,
         callbacks=callbacks,
     )
 

@@ -98,7 +98,8 @@ def test_gae_with_the_exact_value_is_the_exact_gradient(
         for k, turn in enumerate(game.trajectory(e).turns):
             for known in range(turn.end - turn.start):
                 by_token[0, turn.start + known] = value(e, k, known)
-        critique = Critique(by_token if granularity == "token" else by_turn, by_turn, torch.zeros(1))
+        values = by_token if granularity == "token" else by_turn
+        critique = Critique(torch.zeros_like(values), values, by_turn, torch.zeros(1), granularity == "token")
         monkeypatch.setattr(trainer, "_critic_values", lambda batch, critique=critique: critique)
         estimated = estimated + p * game.estimate(trainer, [e])
     assert relative_error(estimated, game.exact_gradient(gamma)) < 1e-5

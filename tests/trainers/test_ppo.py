@@ -105,6 +105,40 @@ def test_every_number_of_the_batch_by_hand_for_tokens(embedded_model, tmp_path):
     assert (batch["value_weights"][batch["turn_ids"] < 0] == 0).all()
 
 
+@pytest.mark.parametrize("longest", [1, 2])
+def test_auto_is_token_where_every_episode_has_one_turn(embedded_model, tmp_path, longest):
+    """Bitwise, over two updates. A failed episode of two turns does not count as one."""
+    weights = []
+    for granularity in ("auto", "token" if longest == 1 else "turn"):
+        trainer = make_ppo(
+            embedded_model, tmp_path / granularity, environment=OnlyFailuresGoOn if longest == 1 else Cut,
+            advantage_granularity=granularity, per_device_train_batch_size=16, max_steps=2,
+        )  # fmt: skip
+        wake(trainer)
+        trainer.train()
+        weights.append({name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad})
+        records = episodes(tmp_path / granularity)
+        turns = {bool(r["error"]): len(r["turns"]) for r in sorted(records, key=lambda r: len(r["turns"]))}
+        assert turns == ({False: 1, True: 2} if longest == 1 else {False: 4})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class OnlyFailuresGoOn(Cut):
+    """One turn an episode; every third seed breaks in a second."""
+
+    def reset(self, seed=None, options=None):
+        observation = super().reset(seed, options)
+        self.breaks = (seed or 0) % 3 == 0
+        self.length = 2
+        return observation
+
+    def step(self, action):
+        if self.turn == 1:
+            raise RuntimeError("broken")
+        observation, reward, _, truncated, info = super().step(action)
+        return observation, reward, not self.breaks, truncated, info
+
+
 def test_token_advantages_are_whitened_over_tokens_and_then_clipped(embedded_model, tmp_path):
     batches = []
     for name, changes in {"raw": {}, "white": {"whiten_advantages": True, "advantage_clip_range": 0.7}}.items():
@@ -291,8 +325,8 @@ def test_the_value_loss_divides_by_the_turns_of_its_own_step(embedded_model, tmp
         embedded_model, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, steps_per_generation=4
     )
     batches = [{"value_weights": torch.ones(2, turns)} for turns in (1, 2, 3, 4)]
-    trainer._count_turns(batches)
-    assert [int(batch["turns_in_step"]) for batch in batches] == [6, 6, 14, 14]
+    trainer._count_turns(batches[:2])
+    assert [int(batch.get("turns_in_step", -1)) for batch in batches] == [6, 6, -1, -1]
 
 
 def test_warm_up_trains_the_critic_and_leaves_the_policy_exactly_as_it_was(embedded_model, tmp_path):
@@ -413,6 +447,11 @@ def test_bad_options(tmp_path, changes, message):
         ({"scale_rewards": "batch"}, "scale_rewards='batch' has no effect"),
         ({"importance_sampling_level": "turn", **TOKENS}, "needs importance_sampling_level='token', got 'turn'"),
         ({"turn_value_position": "mean", **TOKENS}, "needs turn_value_position='state', got 'mean'"),
+        (
+            {"importance_sampling_level": "turn", "advantage_granularity": "auto"},
+            "'auto', which may choose 'token', needs",
+        ),
+        ({"turn_value_position": "final", "advantage_granularity": "auto"}, "needs turn_value_position='state'"),
     ],
 )
 def test_options_that_contradict_each_other(embedded_model, tmp_path, changes, message):

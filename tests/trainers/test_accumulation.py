@@ -1,0 +1,114 @@
+"""Every update is made on as many episodes as were asked for, and each of them counts alike."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset, IterableDataset
+from games import make_trainer
+from ppo_games import make_ppo
+from transformers import TrainerCallback
+
+
+class Steps(TrainerCallback):
+    """Notes what every optimizer step was made of."""
+
+    def __init__(self) -> None:
+        self.episodes: list[int] = []
+        self.micro_batches: list[list[dict]] = []
+        self._open: list[dict] = []
+
+    def watch(self, trainer):
+        compute = trainer._compute_loss
+
+        def counted(model, inputs):
+            self._open.append(inputs)
+            return compute(model, inputs)
+
+        trainer._compute_loss = counted
+        trainer.train()
+        return self
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.episodes.append(sum(len(batch["prompt_ids"]) for batch in self._open))
+        self.micro_batches.append(self._open)
+        self._open = []
+
+
+def watched(model, folder, rows=None, make=make_trainer, **changes):
+    steps = Steps()
+    options = {"per_device_train_batch_size": 4, "max_turns": 1, "log_rollouts": False, "callbacks": [steps], **changes}
+    return steps.watch(make(model, folder, train_dataset=rows, **options))
+
+
+def stream(rows: int) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: ({"x": i} for i in range(rows)))
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "per_generation", "iterations"), [(4, 6, 1), (4, 2, 1), (2, 1, 1), (4, 3, 2), (2, 4, 1)]
+)
+def test_no_window_closes_early_without_a_data_set(embedded_model, tmp_path, accumulation, per_generation, iterations):
+    """Where a generation batch and an optimizer step do not end together, too."""
+    steps = watched(
+        embedded_model, tmp_path, gradient_accumulation_steps=accumulation, steps_per_generation=per_generation,
+        num_iterations=iterations, max_steps=3,
+    )  # fmt: skip
+    assert steps.episodes == [4 * accumulation] * 3
+
+
+def test_what_a_stream_has_left_over_is_not_added_to_the_next_update(embedded_model, tmp_path):
+    """Five rows, two of them an update: the fifth does not make one."""
+    steps = watched(
+        embedded_model, tmp_path, stream(5), gradient_accumulation_steps=2, steps_per_generation=1, max_steps=4
+    )
+    assert steps.episodes == [8] * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        (1, {"gradient_accumulation_steps": 2}, "a stream of 1 rows, but whole updates.*take 2.*not a single step"),
+        (
+            2,
+            {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+            "2 rows.*take 4 .*gradient_accumulation_steps=4",
+        ),
+        (0, {}, "a stream of 0 rows"),
+        (9, {"max_steps": -1}, "max_steps must say how long to train; it is -1"),
+    ],
+)
+def test_a_stream_that_would_train_no_step_is_refused(embedded_model, tmp_path, rows, changes, message):
+    with pytest.raises(ValueError, match=message):
+        watched(embedded_model, tmp_path, stream(rows), **changes)
+
+
+def test_a_stream_of_exactly_one_update_trains_on_and_on(embedded_model, tmp_path):
+    assert watched(embedded_model, tmp_path, stream(1), max_steps=2).episodes == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # An epoch of three micro-batches: updates on two and on one.
+        {"steps_per_generation": 3, "rows": Dataset.from_dict({"x": list(range(12))})},
+        # Updates 2 and 3 of four lie in both halves of a generation batch that is used twice.
+        {"steps_per_generation": 3, "num_iterations": 2},
+    ],
+    ids=["short-last-window", "across-iterations"],
+)
+def test_the_value_loss_is_the_mean_over_the_turns_of_its_update(embedded_model, tmp_path, changes):
+    """And the logged loss is the sum of the policy's and the critic's, as logged."""
+    steps = Steps()
+    rows = changes.pop("rows", None)
+    trainer = make_ppo(
+        embedded_model, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4,
+        log_rollouts=False, callbacks=[steps], train_dataset=rows, vf_coef=0.3, **changes,
+    )  # fmt: skip
+    steps.watch(trainer)
+    assert steps.episodes == ([8, 4, 8, 4] if rows else [8] * 4)
+    for micro_batches in steps.micro_batches:
+        turns = sum(batch["value_weights"].sum() for batch in micro_batches)
+        assert all(batch["turns_in_step"] == turns for batch in micro_batches[-1:])
+    for entry in trainer.state.log_history[:4]:
+        assert entry["loss"] == pytest.approx(entry["policy/loss"] + 0.3 * entry["value/loss"], rel=1e-4, abs=1e-6)
+        assert entry["value/loss"] > 0
