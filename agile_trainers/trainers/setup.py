@@ -249,7 +249,7 @@ def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
         ValueError: If nothing says how long to train, or the rows do not suffice for a single step.
     """
     groups = args.generation_batch_size // args.num_generations
-    micro_steps, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
+    micro_steps, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps or 1
     whole = groups * (accumulation // gcd(accumulation, micro_steps))
     if dataset is None:
         if args.max_steps <= 0:
