@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread on tiny tensors costs ten times what it brings
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -13,6 +14,13 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep what `datasets` caches out of the home folder."""
+    folder = tempfile.TemporaryDirectory(prefix="datasets-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["HF_DATASETS_CACHE"] = folder.name
 
 
 class Clock:

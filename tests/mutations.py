@@ -324,12 +324,20 @@ MUTATIONS = [
         'text = completion.rpartition("</think>")[2]\n    start', "text = completion\n    start",
         "tests/envs/test_grading.py",
     ),
+    Mutation(
+        "a launch configuration's own file is looked for in the current folder", "cli/launch_configs.py",
+        'str(FOLDER.parent / named)', "named", "tests/test_cli.py -k launch",
+    ),
+    Mutation(
+        "the check's limit is for all calls together", "envs/checker.py",
+        "self.call, self.since = call, time.monotonic()", "self.call = call", "tests/envs/test_env_checker.py -k slow",
+    ),
 ]  # fmt: skip
 
 
 def copy_project(target: Path) -> None:
     """What the tests need, and nothing that was built."""
-    for name in ("agile_trainers", "environments", "tests", "examples", "benchmarks", "docs"):
+    for name in ("agile_trainers", "environments", "tests", "examples", "benchmarks", "docs", "accelerate_configs"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, target / name)

@@ -208,7 +208,7 @@ class _Watch:
     """Which call is under way, and since when."""
 
     call: str = "the factory"
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: time.monotonic())
 
     def begin(self, call: str) -> None:
         self.call, self.since = call, time.monotonic()

@@ -30,7 +30,7 @@ SETTINGS = {"stop_strings": None, "max_new_tokens": 2, "optim": "adamw_torch", "
 
 def test_the_critic_learns_a_constant(words, tmp_path):
     trainer = make_ppo(
-        words, tmp_path, environment=Always, max_turns=1, max_steps=40, learning_rate=3e-3, **SETTINGS
+        words, tmp_path, environment=Always, max_turns=1, max_steps=48, learning_rate=3e-3, **SETTINGS
     )  # fmt: skip
     trainer.train()
     errors = [row["value/error"] for row in trainer.state.log_history if "value/error" in row]
