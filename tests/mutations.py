@@ -156,7 +156,8 @@ MUTATIONS = [
     ),
     Mutation(
         "value loss not counted over ranks", "trainers/ppo.py",
-        'counts = self.accelerator.reduce(counts, reduction="sum")', "pass",
+        'turns = self.accelerator.reduce(sum(batch["value_weights"].sum() for batch in micro_batches), reduction="sum")',
+        'turns = sum(batch["value_weights"].sum() for batch in micro_batches)',
         "tests/trainers/test_ppo_two_processes.py",
     ),
     Mutation(
@@ -257,7 +258,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the last whole checkpoint goes before the next is whole", "trainers/checkpoint.py",
-        "limit, args.save_total_limit = args.save_total_limit, None", "limit = args.save_total_limit",
+        "limit, args.save_total_limit, self._building = args.save_total_limit, None, building.parent",
+        "limit, self._building = args.save_total_limit, building.parent",
         "tests/trainers/test_checkpoint.py -k while_saving",
     ),
     Mutation(

@@ -9,6 +9,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS, Mutation
 
 import agile_trainers
 from agile_trainers import trainers
@@ -100,6 +101,13 @@ def test_every_trainer_can_be_imported_from_the_package() -> None:
     assert {name for name in vars(trainers) if name.startswith("MultiTurn")} == set(trainers.__all__)
     with pytest.raises(AttributeError, match="no attribute 'MultiTurnGRPO'"):
         agile_trainers.MultiTurnGRPO  # noqa: B018
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_finds_its_line(mutation: Mutation) -> None:
+    source = (ROOT / "agile_trainers" / mutation.file).read_text(encoding="utf-8")
+    assert source.count(mutation.old) == 1 and mutation.new != mutation.old
+    assert all((ROOT / word).exists() for word in mutation.tests.split() if word.endswith(".py"))
 
 
 def test_constraints_pin_every_core_requirement_exactly() -> None:
