@@ -5,6 +5,7 @@ from .reference import add_reference, copy_adapter
 from .roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, thaw
 from .scope import explaining_scope, within_scope
 from .sharding import every_adapter_trainable, gathered_once, write
+from .start import check_repeatable, plain_copies, starts_elsewhere
 from .warm_start import (
     SavedAdapters,
     find_adapters,
@@ -26,6 +27,7 @@ __all__ = [
     "add_reference",
     "add_value_head",
     "belongs_to",
+    "check_repeatable",
     "copy_adapter",
     "every_adapter_trainable",
     "explaining_scope",
@@ -34,8 +36,10 @@ __all__ = [
     "load_policy",
     "load_reference",
     "parent_of",
+    "plain_copies",
     "restore_adapter",
     "start_critic",
+    "starts_elsewhere",
     "thaw",
     "within_scope",
     "write",

@@ -18,6 +18,7 @@ from typing import Any
 from peft import LoraConfig
 
 from .roles import CRITIC
+from .start import changes_base
 
 RECORD, MARKER = "agile_trainers.json", "complete.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
@@ -63,6 +64,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def lora_settings(config: LoraConfig) -> dict[str, Any]:
     """The settings of a LoRA configuration that make a difference, as JSON holds them."""
     settings = {name: value for name, value in config.to_dict().items() if name not in NOT_LORA_SETTINGS and value}
+    if changes_base(config):
+        settings["init_lora_weights"] = config.init_lora_weights  # on another base the weights mean something else
     return json.loads(
         json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
     )

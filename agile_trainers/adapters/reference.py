@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from peft import PeftModel
 
 from .roles import POLICY, REFERENCE, belongs_to
 from .sharding import whole
+from .start import plain
 
 
 def add_reference(model: PeftModel) -> None:
@@ -18,7 +17,7 @@ def add_reference(model: PeftModel) -> None:
         model: With an adapter ``default``, which stays active.
     """
     if REFERENCE not in model.peft_config:
-        model.add_adapter(REFERENCE, copy.deepcopy(model.peft_config[POLICY]))
+        model.add_adapter(REFERENCE, plain(model.peft_config[POLICY]))
         copy_adapter(model, POLICY, REFERENCE)
     model.set_requires_grad(REFERENCE, False)
 

@@ -24,6 +24,7 @@ from .merge import describe, differences, layers, merged_config, padded
 from .reference import copy_adapter
 from .roles import CRITIC, POLICY, REFERENCE, belongs_to
 from .sharding import write
+from .start import REPEATABLE, changes_base
 
 logger = logging.get_logger(__name__)
 
@@ -40,8 +41,6 @@ _BESIDE = [
     "merges.txt",
 ]  # fmt: skip
 """Of a Hub repository: where it comes from, and its tokenizer."""
-_KEPT_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Initializations that leave the base as it is, so that further adapters on it mean what they say."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | No
         folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*wanted, *_BESIDE]))
         commit = folder.name
     folders = {role: folder / name for role, name in layout.items() if (folder / name / CONFIG).is_file()}
-    return SavedAdapters(model, folder, folders, read_config(folders[POLICY]), commit)
+    return SavedAdapters(model, folder, folders, read_config(folders[POLICY], policy=True), commit)
 
 
 def _hub_config(repository: str, revision: str | None) -> str | None:
@@ -135,8 +134,12 @@ def _check_is_model(folder: Path) -> None:
     )
 
 
-def read_config(folder: Path) -> LoraConfig:
+def read_config(folder: Path, policy: bool = False) -> LoraConfig:
     """The configuration of an adapter that can be continued.
+
+    Args:
+        folder: The adapter's.
+        policy: Whether it comes first on its base, which it may then change, if it does so the same way each time.
 
     Raises:
         ValueError: If it cannot.
@@ -148,7 +151,8 @@ def read_config(folder: Path) -> LoraConfig:
     if not isinstance(config, LoraConfig):
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise ValueError(f"{folder} holds a {kind} adapter; only {PeftType.LORA.value} adapters can be continued.")
-    if config.init_lora_weights not in _KEPT_BASE:
+    repeated = REPEATABLE if policy else ()
+    if changes_base(config) and config.init_lora_weights not in repeated:
         raise ValueError(
             f"{folder} was made with init_lora_weights={config.init_lora_weights!r}, which changes the base below every "
             "other adapter. Convert it to a plain one with PEFT's "
@@ -228,6 +232,11 @@ def load_policy(
         raise ValueError(
             f"peft_config differs from the LoRA settings of {saved.source}:\n{describe(different)}\nLeave peft_config unset "
             "to go on with the adapter's settings, or set merge_lora_configs=True to extend it to both."
+        )
+    if different and changes_base(config):
+        raise ValueError(
+            f"{saved.source} was made with init_lora_weights={config.init_lora_weights!r}, whose part of the base depends "
+            f"on the LoRA settings, so that it cannot be extended:\n{describe(different)}\nLeave peft_config unset."
         )
     if different:
         assert isinstance(peft_config, LoraConfig)
@@ -323,7 +332,7 @@ def start_critic(
         model: The policy.
         saved: Where it came from, if from a folder.
         start: ``"new"``; ``"policy"``, a copy of the policy's adapter; ``"saved"``, the folder's critic; ``"auto"``, the
-            folder's if it holds one, else new.
+            folder's if it holds one, else new; a copy where the policy's start changed the base (PiSSA, OLoRA).
         seed: Of weights that are new.
         autocast_adapter_dtype: PEFT's option of that name.
 
@@ -331,8 +340,11 @@ def start_critic(
         ValueError: If there is no saved critic, or it does not fit the model.
     """
     folder = saved.folders.get(CRITIC) if saved is not None else None
-    if start == "auto":
-        start = "new" if folder is None else "saved"
+    if start == "auto" and folder is None:
+        # Where the policy took a part of the base, the rest of it is no model to start from.
+        start = "policy" if changes_base(model.peft_config[POLICY]) else "new"
+    elif start == "auto":
+        start = "saved"
     options: dict[str, Any] = {"seed": seed, "autocast_adapter_dtype": autocast_adapter_dtype}
     if start != "saved":
         add_critic(model, **options)

@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from transformers.utils import logging
 
-from agile_trainers.adapters import explaining_scope, within_scope
+from agile_trainers.adapters import check_repeatable, explaining_scope, plain_copies, within_scope
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.registry import make_environment_factory
@@ -157,6 +157,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             check_vllm(args)
             check_parallelism(args)
             check_kernels(args)
+            check_repeatable(model, peft_config)
             if args.lora_target_scope is not None:
                 peft_config = within_scope(peft_config, args.lora_target_scope)
             factory = make_environment_factory(environment)
@@ -180,7 +181,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             decide_learning_rate(args, adapter=adapter)
             for finding in idle_recipe(args, adapter=adapter and optimizers[0] is None):
                 logger.warning(finding)
-        with explaining_scope(getattr(args, "lora_target_scope", None)):
+        with explaining_scope(getattr(args, "lora_target_scope", None)), plain_copies(start.model):
             super().__init__(
                 model=start.model,
                 reward_funcs=reward_funcs,

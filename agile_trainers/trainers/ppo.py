@@ -39,7 +39,8 @@ class MultiTurnPPOConfig(MultiTurnConfig):
             ``learning_rate``.
         critic_warmup_steps: Optimizer steps at the start that train the critic alone.
         critic_start: What the critic's adapter starts as: ``"new"``, ``"policy"`` (a copy of the policy's; the value head is
-            new), ``"saved"`` (the one in the folder that ``model`` is), or ``"auto"``: saved if there is one, else new.
+            new), ``"saved"`` (the one in the folder that ``model`` is), or ``"auto"``: saved if there is one, else new, or a
+            copy of a policy whose start changed the base (PiSSA, OLoRA).
         turn_value_position: Where V(s_k) is read: ``"state"``, at the token before the turn's first action token.
             ``"final"`` (the turn's last token) and ``"mean"`` (over its tokens) know the action already, which biases the
             gradient.

@@ -19,6 +19,7 @@ from agile_trainers.adapters import (
     copy_adapter,
     load_reference,
     restore_adapter,
+    starts_elsewhere,
     write,
 )
 
@@ -46,11 +47,12 @@ class ReferencePolicy(GRPOTrainer):
                     "reference is a copy of its own already. Pass `peft_config` or leave reference_adapter unset."
                 )
             add_reference(self.model)
-        if self._saved is not None and self.beta != 0.0:
-            if self.args.keep_reference:
-                load_reference(self.model, self._saved.folders[REFERENCE])
-            else:
-                copy_adapter(self.model, POLICY, REFERENCE)  # TRL's copy leaves out embeddings
+        if self._saved is not None and self.args.keep_reference:
+            load_reference(self.model, self._saved.folders[REFERENCE])
+        elif self.beta != 0.0 and is_peft and (self._saved or starts_elsewhere(self.model.peft_config[POLICY])):
+            # Disabled, such an adapter leaves another policy than the one that training starts from.
+            add_reference(self.model)
+            copy_adapter(self.model, POLICY, REFERENCE)  # TRL's copy leaves out embeddings
         if self.args.reference_update_steps:
             if is_peft and REFERENCE not in self.model.peft_config:
                 raise ValueError(

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, PeftType
 from transformers import PreTrainedModel
 
 from agile_trainers.adapters.checkpoint import NOT_LORA_SETTINGS
+from agile_trainers.adapters.start import changes_base
 
 _SERVER = "it acts on a server of vLLM's, and the engine runs in this process (vllm_mode='colocate')"
 _COLOCATED = "it acts on an engine in this process, and vLLM's server (vllm_mode='server') has options of its own"
@@ -36,8 +37,6 @@ _SERVED = NOT_LORA_SETTINGS | {
     "layers_pattern", "ensure_weight_tying", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 """LoRA settings whose meaning is in the weights, in what vLLM reads of the configuration, or in training alone."""
-_LEAVES_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Initializations that change the adapter alone; with the others the base is no longer what its folder holds."""
 
 
 def check_options(args: Any, defaults: dict[str, Any]) -> None:
@@ -165,7 +164,7 @@ def lora_rank(config: LoraConfig) -> int:
     odd = [
         f.name for f in fields(default) if f.name not in _SERVED and getattr(config, f.name) != getattr(default, f.name)
     ]
-    if config.init_lora_weights not in _LEAVES_THE_BASE:
+    if changes_base(config):
         odd.append("init_lora_weights")
     if odd:
         shown = ", ".join(f"{name}={getattr(config, name)!r}" for name in odd)

@@ -19,6 +19,7 @@ from agile_trainers.trainers import (
 )
 from agile_trainers.trainers.multi_turn import MultiTurnTrainer
 
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
 ALGORITHMS: dict[str, tuple[type[MultiTurnTrainer], Any]] = {
     "grpo": (MultiTurnGRPOTrainer, MultiTurnGRPOConfig),
     "reinforce": (MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig),
@@ -82,7 +83,7 @@ def make_trainer(
     output_dir: Path | str,
     *,
     environment: Callable[[], Any] | str | None = Chatter,
-    lora: bool = True,
+    lora: bool | dict[str, Any] = True,
     algorithm: str = "grpo",
     callbacks: list[TrainerCallback] | None = None,
     reward_funcs: Any = None,
@@ -92,7 +93,7 @@ def make_trainer(
     **changes: Any,
 ) -> MultiTurnTrainer:
     """A trainer on the embedded model."""
-    peft_config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights="gaussian")
+    peft_config = LoraConfig(**{**LORA, **(lora if isinstance(lora, dict) else {})})
     trainer, config = ALGORITHMS[algorithm]
     return trainer(
         model=str(model),
