@@ -38,6 +38,9 @@ STOPPING = "tests/trainers/test_enumeration_stopping.py"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
+GAP = "tests/trainers/test_gap.py"
+CORRECTION = "tests/trainers/test_correction.py"
+STARTS = "tests/trainers/test_adapter_starts.py"
 
 MUTATIONS = [
     Mutation(
@@ -79,6 +82,43 @@ MUTATIONS = [
     Mutation(
         "failed episodes in the statistics", "objectives/advantages.py",
         "valid = turn_mask & ~failed[:, None]", "valid = turn_mask", ADVANTAGES,
+    ),
+    Mutation(
+        "sampler and trainer compared after pooling", "trainers/multi_turn.py",
+        "batch is not None and self._gap_meter.is_open", "False", f"{GAP} -k stops_before",
+    ),
+    Mutation(
+        "the first of two batches not compared", "trainers/multi_turn.py",
+        "== self.args.steps_per_generation - 1", "== -1", f"{GAP} -k two-batches",
+    ),
+    Mutation(
+        "the gap of one rank", "trainers/gap.py",
+        "self._accelerator.gather(torch.cat([self._sums, self._highest[None]])[None])",
+        "torch.cat([self._sums, self._highest[None]])[None]", "tests/trainers/test_gap_two_processes.py",
+    ),
+    Mutation(
+        "rows that are not scored counted in the gap", "trainers/generation.py",
+        "counted, padded = trained & scores", "counted, padded = trained | scores", f"{GAP} -k not_read",
+    ),
+    Mutation(
+        "a penalty taken for exact sampling", "trainers/gap.py",
+        "or any(reshaping(self.settings)))", ")", f"{GAP} -k only_warns",
+    ),
+    Mutation(
+        "weights that TRL's loss does not read", "trainers/multi_turn.py",
+        "self.use_vllm = self._corrects_mismatch", "self.use_vllm = use_vllm", CORRECTION,
+    ),
+    Mutation(
+        "the disabled adapter as PiSSA's reference", "adapters/start.py",
+        "config.init_lora_weights not in IDLE", "False", f"{STARTS} -k starts",
+    ),
+    Mutation(
+        "a reference that decomposes the base again", "adapters/start.py",
+        "        config.init_lora_weights = True\n    return config", "        pass\n    return config", f"{STARTS} -k starts",
+    ),
+    Mutation(
+        "TRL's reference decomposes the base again", "trainers/multi_turn.py",
+        ", plain_copies(start.model):", ":", f"{STARTS} -k already",
     ),
     Mutation(
         "the sampler's probability over the trainer's", "objectives/mismatch.py",

@@ -260,7 +260,7 @@ def damage(folder, what):
     elif what == "foreign":
         change_config(folder, peft_type="IA3")
     elif what == "pissa":
-        change_config(folder, init_lora_weights="pissa")
+        change_config(folder, init_lora_weights="pissa_niter_4")
     elif what == "nameless":
         change_config(folder, base_model_name_or_path=None)
     elif what == "base gone":
@@ -284,7 +284,7 @@ def damage(folder, what):
         ("shape", r"does not fit the model .*size mismatch.*\[4, 64\].*\[5, 64\].*and 25 more"),
         ("json", "adapter_config.json is no PEFT configuration: JSONDecodeError"),
         ("foreign", "holds a IA3 adapter; only LORA"),
-        ("pissa", "init_lora_weights='pissa', which changes the base"),
+        ("pissa", "init_lora_weights='pissa_niter_4', which changes the base"),
         ("nameless", "does not name its base model"),
         ("base gone", "was trained on 'somewhere/else' .* which cannot be loaded"),
         ("moved", "neither an adapter .* nor a model .*subfolders: checkpoint-3, critic, ref"),
