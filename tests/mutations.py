@@ -114,7 +114,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a reference that decomposes the base again", "adapters/start.py",
-        "        config.init_lora_weights = True\n    return config", "        pass\n    return config", f"{STARTS} -k starts",
+        "        config.init_lora_weights = True\n    return config", "        pass\n    return config",
+        f"{STARTS} -k starts",
     ),
     Mutation(
         "TRL's reference decomposes the base again", "trainers/multi_turn.py",
