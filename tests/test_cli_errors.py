@@ -80,7 +80,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no choice": (["grpo", *MODEL, *GUESS, "--lr_scheduler_type", "cosin"], r"cosin.*cosine"),
     "left over": (["grpo", *MODEL, *GUESS, "--max_steps", "1", "stray"], r"'stray' belongs to no option"),
     "no steps": (["grpo", *MODEL, *GUESS], r"max_steps must say how long"),
-    "batch against group": (["grpo", *MODEL, *GUESS, "--max_steps", "1", "--num_generations", "3"], r"divisible"),
+    "batch against group": (["grpo", *MODEL, *GUESS, "--max_steps", "1", "--num_generations", "3", "--generation_batch_size", "8"], r"divisible"),
     "configuration misspelt": (["grpo", *MODEL, "--config", "god.yaml"], r"no file god.yaml; did you mean good.yaml"),
     "configuration is a folder": (["grpo", *MODEL, "--config", "model"], r"model cannot be read.*YAML file"),
     "configuration without a name": (["grpo", *MODEL, "--config"], r"--config: the name of a YAML file is missing"),

@@ -278,7 +278,10 @@ def results(rows: list[dict[str, Any]]) -> Table:
 def main(argv: Sequence[str]) -> None:
     """Parse the options and run the chain."""
     parser = argparse.ArgumentParser(
-        prog="agile-trainers chain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="agile-trainers chain",
+        description="Runs stage after stage, each from where the one before it ended: SFT and DPO with TRL's trainers, then "
+        "any multi-turn algorithm. What is finished is not done again; an unfinished stage goes on from its last whole "
+        "checkpoint. docs/chaining.md describes the file.",
     )
     parser.add_argument("pipeline", type=Path, help="the YAML file")
     parser.add_argument(

@@ -96,8 +96,14 @@ class Report:
         self.show(Text(f"\n{title}", style="bold"))
 
     def line(self, text: str, label: str = "", style: str = "") -> None:
-        """One finding."""
-        self.show(Text(f"  {label:<12}{text}" if label else f"  {text}", style=style))
+        """One finding. A terminal gets it broken between words, under itself; a file, in one line."""
+        if not self.console.is_terminal:
+            self.show(Text(f"  {label:<12}{text}" if label else f"  {text}", style=style))
+            return
+        row = Table.grid("", "")
+        row.columns[0].width = 14 if label else 2
+        row.add_row(f"  {label}", Text(text, style=style))
+        self.show(row)
 
     def warning(self, text: str) -> None:
         """Something worth a look."""

@@ -206,7 +206,9 @@ def _show(
 def main(argv: Sequence[str]) -> None:
     """Parse the options and run the demo."""
     parser = argparse.ArgumentParser(
-        prog="agile-trainers demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="agile-trainers demo",
+        description="Trains a tiny model from nothing, in minutes on a CPU: it is made in code, learns the format of "
+        "guess-the-number from scripted games, and then learns to play by multi-turn GRPO with LoRA.",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the model, the games and the sampling (default: 0)"

@@ -18,6 +18,7 @@ from agile_trainers.envs import isolation
 
 from .launch_configs import FOLDER
 
+_ABOUT = "Says what is installed, what works on this machine, and what to install for the rest."
 SHOWN = ("agile-trainers", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
 EXTRAS = {"vllm": "vllm", "deepspeed": "deepspeed", "bitsandbytes": "quantization", "liger-kernel": "liger"}
 """Optional packages, and the extra of ours that installs each."""
@@ -147,7 +148,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         argv: Nothing, or ``--json``.
         console: Where to print.
     """
-    parser = argparse.ArgumentParser(prog="agile-trainers env", description=(__doc__ or "").partition(": ")[2])
+    parser = argparse.ArgumentParser(prog="agile-trainers env", description=_ABOUT)
     parser.add_argument("--json", action="store_true", help="print it as JSON, for a bug report or a script")
     as_json, console = parser.parse_args(argv).json, console or Console()
     machine = inspect_machine()

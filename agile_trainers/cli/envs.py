@@ -14,6 +14,7 @@ from rich.text import Text
 from agile_environments import TASKS
 from agile_trainers.envs.registry import list_environments
 
+_ABOUT = "Lists the environments, and what to install for the rest."
 _EXTRA, _NLTK = "pip install 'agile-trainers[envs]'", "python -m nltk.downloader"
 
 
@@ -57,7 +58,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     Returns:
         The exit code: 1 if no id holds the text.
     """
-    parser = argparse.ArgumentParser(prog="agile-trainers envs", description=(__doc__ or "").partition(": ")[2])
+    parser = argparse.ArgumentParser(prog="agile-trainers envs", description=_ABOUT)
     parser.add_argument("text", nargs="?", help="list every id that holds this, for example gem or Sudoku")
     text, console = parser.parse_args(argv).text, console or Console()
     ids = list_environments()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import difflib
 import errno
+import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
@@ -58,7 +60,7 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         if code is None and (debug or not is_mistake(error)):
             raise
         if code is None:
-            print(f"agile-trainers {command}: error: {message(error)}", file=sys.stderr)
+            print(wrapped(f"agile-trainers {command}: error: {message(error)}"), file=sys.stderr)
             print("(--debug shows where it was raised)", file=sys.stderr)
         return code or 2
 
@@ -88,6 +90,15 @@ def message(error: BaseException) -> str:
     if isinstance(error, (TypeError, ImportError)) or not text:
         return f"{type(error).__name__}: {text}".rstrip(": ")
     return text
+
+
+def wrapped(text: str) -> str:
+    """The text, broken between words where a terminal would break it anywhere; as it is where there is no terminal."""
+    if not sys.stderr.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns - 1)
+    lines = [textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines()]
+    return "\n".join(part for line in lines for part in line or [""])
 
 
 def nearest(name: object, names: Iterable[str], *, count: int = 3) -> str:

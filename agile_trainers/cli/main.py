@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -10,17 +11,17 @@ from collections.abc import Sequence
 from agile_trainers.cli.errors import guard, nearest, take_debug
 
 COMMANDS = {
-    "demo": "train a tiny model on guess-the-number, from nothing to a trained agent in minutes",
-    "grpo": "train any model on any environment by multi-turn GRPO",
+    "demo": "trains a tiny model on guess-the-number, in minutes on a CPU",
+    "grpo": "trains any model on any environment by multi-turn GRPO",
     "gspo": "the same with one importance ratio per episode, or per turn",
     "cispo": "the same with clipped importance weights",
-    "reinforce": "the same without groups, by returns normalized over the batch (ReBN)",
+    "reinforce": "the same without groups, returns normalized over the batch (ReBN)",
     "ppo": "the same without groups, with a critic",
-    "chain": "SFT, DPO and any of these in a row, as a YAML file says",
-    "check": "say whether a run on an environment would work, and what its episodes look like",
-    "play": "take the model's seat in the terminal",
-    "envs": "list the environments, and what to install for the rest",
-    "env": "say what will work on this machine, and what to install for the rest",
+    "chain": "runs SFT, DPO and any of these in a row, as a YAML file says",
+    "check": "says whether a run is ready to train, and shows its episodes",
+    "play": "puts you in the model's seat, in the terminal",
+    "envs": "lists the environments, and what to install for the rest",
+    "env": "says what works on this machine, and what to install for the rest",
 }
 """What each command does."""
 OWN_MODULES = ("demo", "chain", "check", "play", "envs", "env")
@@ -39,8 +40,8 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`agile-trainers <command> --help` lists the options of a command; --debug shows the",
-            "traceback of an error.",
+            "`agile-trainers <command> --help` lists the options of a command.",
+            "--debug shows the traceback of an error.",
         ]
     )
 
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # Before TRL is imported: the modules this package builds on call themselves experimental at every import.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    # At every import on a CPU without the package `kernels`, which no command needs.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:Name` may lie here
     debug, arguments = take_debug(arguments)

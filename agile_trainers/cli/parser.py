@@ -6,12 +6,13 @@ import argparse
 import copy
 import inspect
 import re
+import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from agile_trainers.cli.errors import nearest
+from agile_trainers.cli.errors import nearest, wrapped
 from agile_trainers.cli.yaml_files import read_yaml
 
 OFTEN = (
@@ -98,6 +99,11 @@ class Parser(TrlParser):
             elif type(value) in (int, float):
                 values[name] = str(value)  # the action's own conversion then says what is wrong with it
         return super().set_defaults_with_config(**values)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the options, and exit with 2."""
+        print(wrapped(f"usage: {self.usage}\n{self.prog}: error: {message}"), file=sys.stderr)
+        raise SystemExit(2)
 
     def refuse(self, options: Sequence[str], others: Collection[str] = ()) -> None:
         """Refuse options that this parser left over, naming the nearest there are.

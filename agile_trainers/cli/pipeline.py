@@ -189,7 +189,7 @@ def make_config(config: type, options: Mapping[str, Any], output_dir: Path, wher
         raise ValueError(message)
 
     parser = Parser([config])
-    parser.error = refuse
+    parser.error = refuse  # type: ignore[method-assign]
     try:
         parser.set_defaults_with_config(**options, output_dir=str(output_dir))
         (made,) = parser.parse_args_into_dataclasses(args=[])

@@ -23,10 +23,12 @@ from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.stepping import EnvironmentPool
 from agile_trainers.types import Message, Trajectory
 
+_ABOUT = "Puts you in the model's seat, in the terminal, through the trainers' own rollout engine."
+
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of ``agile-trainers play``. What it shares with training has the same name there."""
-    parser = argparse.ArgumentParser(prog="agile-trainers play", description=(__doc__ or "").partition(": ")[2])
+    parser = argparse.ArgumentParser(prog="agile-trainers play", description=_ABOUT)
     parser.add_argument("--environment", required=True, metavar="ID", help="what to play, or module.path:Name")
     parser.add_argument("--environment_args", type=_mapping, default={}, metavar="JSON", help="its arguments")
     parser.add_argument("--model", help="whose tokenizer and template to use (default: those of the embedded model)")

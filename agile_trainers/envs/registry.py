@@ -212,7 +212,9 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
 
 
 def _unknown(environment: str, reason: str | None = None) -> ValueError:
-    names = difflib.get_close_matches(environment, list_environments(), n=3, cutoff=0.4)
+    ids = list_environments()
+    near = functools.partial(difflib.get_close_matches, environment, ids)
+    names = near(n=3, cutoff=0.7) or near(n=1, cutoff=0.4)
     because = f" ({reason})" if reason else ""
     nearest = f" Nearest: {', '.join(names)}." if names else ""
     return ValueError(
