@@ -1,0 +1,321 @@
+"""Every code block of the README, ``docs/`` and ``environments/`` runs, on the embedded model and local data.
+
+Python blocks of a page run in order, in one namespace, as a reader would run them. ``EXCHANGED`` says what is exchanged, and
+``NOT_RUN`` what is not run and which test does instead. ``EARNED`` plays what a page trains on: right answers are rewarded.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doc_blocks import BLOCKS, PAGES, ROOT, SNIPPET, Block, of
+
+LANGUAGES = ("python", "sh", "yaml", "text")
+
+GSM8K = [
+    {"question": f"Ann has {n} apples and buys 2. How many has she?", "answer": f"{n} + 2 = {n + 2}.\n#### {n + 2}"}
+    for n in range(40)
+]
+"""Rows as openai/gsm8k has them."""
+
+EXCHANGED = (
+    (r"Qwen/Qwen2\.5-[\d.]+B-Instruct", "model"),
+    (r'load_rows\("openai/gsm8k", "main"\)', "load_rows(GSM8K)"),
+    (r'dataset="gsm8k"', 'dataset="gsm8k", path="gsm8k"'),
+    (r"max_steps=200", "max_steps=1"),
+    (r"max_new_tokens=\d+", "max_new_tokens=2"),
+    (r"gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
+    (r"critic_warmup_steps=10", "critic_warmup_steps=0"),
+    (r"(\w+)\(1[02]00\)", r"\1(20)"),
+    (r"\b600\b", "20"),
+    (r"checkpoint-40", "checkpoint-1"),
+    (r"runs/demo/rl/rollouts", "runs/guess/rollouts"),
+    (r"(?=output_dir=)", 'use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, '),
+)
+"""Patterns in Python blocks, and what takes their place: the model, the Hub's data, lengths, the device."""
+
+NOT_RUN = {
+    r"trainer\.push_to_hub\(\)": "pushes to the Hub; tests/trainers/test_hub.py pushes to a server of its own",
+    r"vllm serve .*": "needs vLLM; tests/on_vllm/test_vllm_server.py starts it with these options",
+    r"pip install .*": "installs; that the extras exist is checked here",
+    r"make .*": "that the target exists is checked here",
+}
+
+
+PRELUDES = {
+    "docs/chaining.md": """
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+get_peft_model(AutoModelForCausalLM.from_pretrained("model"), lora).save_pretrained("runs/dpo")
+""",
+    "docs/checkpoints.md": SNIPPET.replace("trainer.train()", "").replace("max_steps=200", "save_steps=1, max_steps=2"),
+    "docs/rollouts.md": SNIPPET,
+}
+"""Code that made what a page goes on with."""
+
+
+def exchanged(text: str) -> str:
+    for pattern in NOT_RUN:
+        text = re.sub(rf"^{pattern}$", "", text, flags=re.M)
+    for pattern, instead in EXCHANGED:
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+@pytest.fixture
+def folder(tmp_path: Path, embedded_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a reader stands, with the model as ``model`` and rows of GSM8K's schema as ``gsm8k``."""
+    from datasets import Dataset, DatasetDict
+
+    (tmp_path / "model").symlink_to(embedded_model)
+    DatasetDict({split: Dataset.from_list(GSM8K) for split in ("train", "test")}).save_to_disk(tmp_path / "gsm8k")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# ------------------------------------------------------------------------------------------------ nothing is left out
+
+
+def test_every_block_says_what_it_is() -> None:
+    assert len(BLOCKS) > 40
+    assert not [str(block) for block in BLOCKS if block.language not in LANGUAGES]
+
+
+@pytest.mark.parametrize("block", of("text"), ids=str)
+def test_a_drawing_hides_no_code(block: Block) -> None:
+    """``text`` is for conversations, files and tables of tokens."""
+    commands = (
+        r"^\s*(\$ |agile-trainers|accelerate|python|pip|make|vllm|import |from \w+ import|def |class |trainer[. ])"
+    )
+    assert not re.search(commands, block.text, flags=re.M)
+
+
+@pytest.mark.parametrize("pattern", [pattern for pattern, _ in EXCHANGED] + list(NOT_RUN))
+def test_no_exchange_is_stale(pattern: str) -> None:
+    assert any(re.search(pattern, block.text) for block in BLOCKS if block.language in ("python", "sh"))
+
+
+def test_commands_in_the_text_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for script in re.findall(r"python ((?:examples|benchmarks|tests)/[\w/]+\.py)", text):
+            assert (ROOT / script).is_file(), f"{page.name}: {script}"
+        for target in re.findall(r"`make ([\w-]+)`", text):
+            assert target in targets, f"{page.name}: make {target}"
+
+
+# ----------------------------------------------------------------------------------------------------------- python
+
+
+def answers_to(environment: Any, *answers: str) -> float:
+    """The return of an episode in which these are the answers."""
+    environment.reset(seed=0)
+    total = 0.0
+    for answer in answers:
+        _, reward, terminated, truncated, _ = environment.step(answer)
+        total += reward
+        if terminated or truncated:
+            break
+    return total
+
+
+def any_number(name: str, form: str = "{}") -> Callable[[dict[str, Any]], list[float]]:
+    """Every number from 1 to 12, each in a game of its own."""
+
+    def returns(namespace: dict[str, Any]) -> list[float]:
+        from agile_trainers.envs import make_environment_factory
+
+        factory = make_environment_factory(name)
+        return [answers_to(factory(), form.format(n)) for n in range(1, 13)]
+
+    return returns
+
+
+def ideal_answers(namespace: dict[str, Any]) -> list[float]:
+    """The right answer to the first question and to the second, both to the first."""
+    factory = namespace["environment"]
+    one, other = factory(), factory()
+    one.reset(seed=0), other.reset(seed=1)
+    players = one.players(), other.players()
+    return [answers_to(one, player["expert"]([], None)) for player in players]
+
+
+def tool_calls(namespace: dict[str, Any]) -> list[float]:
+    call = '<tool_call>{"name": "increment", "arguments": {"by": %d}}</tool_call>'
+    return [answers_to(namespace["trainer"].environment(), call % by, "Done.") for by in (1, 2)]
+
+
+def conversions(namespace: dict[str, Any]) -> list[float]:
+    environment = namespace["trainer"].environment()
+    question = environment.reset(seed=0)[0]
+    miles = int(re.findall(r"are (\d+) miles", str(question))[-1])
+    return [answers_to(environment, answer) for answer in ("0", str(namespace["convert"](miles, "km")))]
+
+
+def searches(namespace: dict[str, Any]) -> list[float]:
+    environment = namespace["trainer"].environment()
+    asked = str(environment.reset(seed=0)[0])
+    (town,) = [town for name, town in namespace["born"].items() if name in asked]
+    return [answers_to(environment, "<search>born</search>", f"<answer>{answer}</answer>") for answer in ("Rome", town)]
+
+
+def calculations(namespace: dict[str, Any]) -> list[float]:
+    from agile_environments.calculator import Calculator
+    from agile_trainers.envs.play import play
+
+    environment = Calculator()
+    environment.reset(seed=0)
+    return [play(environment, player, seed=0).episode_return for player in environment.players().values()]
+
+
+GEM = any_number("gem:game:GuessTheNumber-v0-easy", "\\boxed{{{}}}")
+GUESS = any_number("agile:guess_number")
+EARNED = {
+    "README.md": [GEM],
+    "docs/grpo.md": [GEM],
+    "docs/ppo.md": [GUESS],
+    "docs/reinforce.md": [GUESS],
+    "docs/chaining.md": [GUESS],
+    "docs/launch.md": [GUESS],
+    "docs/reasoning.md": [ideal_answers],
+    "docs/environments.md": [tool_calls],
+    "docs/tools.md": [conversions, searches],
+    "environments/calculator/README.md": [calculations],
+}
+"""For each block that makes a trainer, returns of some episodes: the best must earn something, and more than the worst."""
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
+def test_python_blocks_run_in_order(page: str, folder: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "docs", "GSM8K": GSM8K}
+    exec(exchanged(PRELUDES.get(page, "")), namespace)
+    earned = iter(EARNED.get(page, []))
+    for block in of("python"):
+        if block.page == page:
+            exec(compile("\n" * block.line + exchanged(block.text), page, "exec"), namespace)
+            if "Trainer(" in block.text:
+                returns = next(earned)(namespace)
+                assert min(returns) < max(returns) > 0, f"{block}: {returns}"
+    assert next(earned, None) is None
+
+
+# ------------------------------------------------------------------------------------------------- commands and files
+
+
+def commands(block: Block) -> list[str]:
+    """The commands of a block, each on one line, without comments and without variables of the environment before them."""
+    lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
+    lines = [re.sub(r"\s+#.*|^#.*", "", line).strip() for line in lines]
+    return [re.sub(r"^(\w+=\S+ )+", "", line) for line in lines if line]
+
+
+COMMANDS = [(block, command) for block in of("sh") for command in commands(block)]
+
+
+@pytest.mark.parametrize(("block", "command"), COMMANDS, ids=[f"{block}-{command[:32]}" for block, command in COMMANDS])
+def test_commands_are_understood(
+    block: Block, command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = re.sub(EXCHANGED[0][0], "model", command).replace("accelerate_configs/", f"{ROOT}/accelerate_configs/")
+    command = command.replace("examples/", f"{ROOT}/examples/").replace(
+        "my_script.py", f"{ROOT}/examples/tool_calculator.py"
+    )
+    command = command.replace("--model_name_or_path ...", "--model_name_or_path model")
+    program, *arguments = shlex.split(command.replace("--environment ...", "--environment agile:wordle"))
+    PROGRAMS[program](arguments, monkeypatch)
+    capsys.readouterr()
+
+
+def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As typed, up to where a model would be trained or a person asked."""
+    from agile_trainers.cli import main, train
+
+    if arguments[0] == "chain":
+        Path("pipeline.yaml").write_text(pipeline(of("yaml")[0]), encoding="utf-8")
+        assert main.main([*arguments, *([] if "--dry-run" in arguments else ["--dry-run"])]) == 0
+    elif arguments[0] == "play":
+        monkeypatch.setattr("sys.stdin", io.StringIO("crane\nstale\n"))
+        assert main.main(arguments) == 0
+    elif arguments[0] == "check":
+        assert main.main([*arguments, "--episodes", "2", "--player", "expert"]) == 0
+    else:
+        Path("more.yaml").write_text("use_cpu: true\nbf16: false\n", encoding="utf-8")
+        started = list[Any]()
+        monkeypatch.setattr(train, "train", lambda *given, **_: started.append(given))
+        monkeypatch.setattr("accelerate.commands.launch.launch_command", started.append)
+        assert main.main(arguments) == 0
+        (found,) = started
+        if not isinstance(found, tuple):
+            assert Path(found.config_file).is_file()
+            return
+        _, script, args, model, _ = found
+        given = dict(pairwise(arguments))
+        assert (
+            script.environment == given["--environment"]
+            and model.use_peft
+            and model.lora_target_modules == "all-linear"
+        )
+        for name in ("max_turns", "max_steps", "max_new_tokens", "learning_rate", "gradient_accumulation_steps"):
+            assert getattr(args, name) == float(given[f"--{name}"])
+
+
+def accelerate(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    assert arguments.pop(0) == "launch"
+    options = launch_command_parser().parse_args(arguments)
+    script = Path(options.training_script)
+    assert Path(options.config_file).is_file() and script.is_file()
+    for option in options.training_script_args[::2]:
+        assert f'add_argument("{option}"' in script.read_text(encoding="utf-8")
+
+
+def pip(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for extra in re.findall(r"\[(.*?)\]", " ".join(arguments)):
+        assert re.search(rf"^{extra} = \[", text, flags=re.M)
+
+
+def make(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"\n{arguments[0]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def vllm(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    started = (ROOT / "tests/on_vllm/serving.py").read_text(encoding="utf-8")
+    assert all(argument in started for argument in arguments if argument.startswith("--"))
+
+
+PROGRAMS = {"agile-trainers": agile_trainers, "accelerate": accelerate, "pip": pip, "make": make, "vllm": vllm}
+
+
+def pipeline(block: Block) -> str:
+    """A chain's file, with the model and the rows that are here."""
+    from datasets import Dataset
+
+    from agile_environments.guess_number import preferences
+
+    Path("data").mkdir()
+    Dataset.from_list(preferences(8)).to_json("data/pairs.jsonl")
+    on_cpu = block.text.replace("options: {", "options: {use_cpu: true, bf16: false, ")
+    return re.sub(EXCHANGED[0][0], "model", on_cpu)
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_files_are_read_whole(block: Block, folder: Path) -> None:
+    from agile_trainers.cli.pipeline import read_pipeline
+
+    Path("pipeline.yaml").write_text(pipeline(block), encoding="utf-8")
+    read = read_pipeline(Path("pipeline.yaml"))
+    assert [stage.algorithm for stage in read.stages] == ["sft", "dpo", "grpo"]
+    last = read.stages[-1].config
+    assert (last.learning_rate, last.generation_batch_size // last.num_generations) == (1e-5, 8)
