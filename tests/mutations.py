@@ -41,6 +41,7 @@ MISMATCH = "tests/objectives/test_mismatch.py"
 GAP = "tests/trainers/test_gap.py"
 CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
+RECIPE = "tests/trainers/test_recipe.py"
 
 MUTATIONS = [
     Mutation(
@@ -128,6 +129,17 @@ MUTATIONS = [
     Mutation(
         "the mean of a turn's ratios for their product", "objectives/mismatch.py",
         'max(int(ids.max()) + 1, 1), "sum")', 'max(int(ids.max()) + 1, 1), "mean")', MISMATCH,
+    ),
+    Mutation(
+        "an adapter at the rate of a whole model", "trainers/recipe.py",
+        "LORA_LEARNING_RATE if adapter else TRL_LEARNING_RATE", "TRL_LEARNING_RATE", f"{RECIPE} -k rate_of_its_own",
+    ),
+    Mutation(
+        "an update of one group by default", "trainers/recipe.py", "GROUPS = 8", "GROUPS = 1", f"{RECIPE} -k eight_groups",
+    ),
+    Mutation(
+        "an update that splits a group", "trainers/recipe.py",
+        "whole = unit // math.gcd(unit, together)", "whole = 1", f"{RECIPE} -k eight_groups",
     ),
     Mutation(
         "ratios out of bounds let through", "objectives/mismatch.py",

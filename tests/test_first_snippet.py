@@ -51,7 +51,7 @@ def test_the_printed_rate_and_batch_learn() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_the_first_snippet_learns(tmp_path: Path, seed: int) -> None:
+def test_the_first_snippet_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int) -> None:
     from agile_trainers.embedded import make_embedded_model
 
     text = SNIPPET
@@ -66,5 +66,6 @@ def test_the_first_snippet_learns(tmp_path: Path, seed: int) -> None:
     before = names["trainer"].evaluate()["eval_return"]
     exec(trained, names)
     after = names["trainer"].evaluate()["eval_return"]
-    print(f"\nREADME's first snippet, seed {seed}: mean return of 2 before {before:.3f}, after {after:.3f}")
+    with capsys.disabled():
+        print(f"\nREADME's first snippet, seed {seed}: mean return of 2 before {before:.3f}, after {after:.3f}")
     assert before < 0.5 and after > 1.5
