@@ -50,6 +50,7 @@ def pipeline(embedded_model: Path, tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     steps = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": "1e-2"}
     episodes = {**steps, "max_turns": 2, "max_new_tokens": 3, "per_device_train_batch_size": 4, "beta": 0.1}
+    episodes["gradient_accumulation_steps"] = 1
     return {
         "output_dir": str(tmp_path / "chain"),
         "model": str(embedded_model),

@@ -148,7 +148,14 @@ def test_the_model_plays_if_it_is_named(embedded_model: Path) -> None:
     assert "warning: every episode was cut short" in report and "max_turns 100%" in report
     assert "(max_new_tokens=3)" in report and "16 rows x" in report and "of adapters" in report
     assert "The weights are float32" in report
+    assert "learning_rate" not in report and "An update sees" not in report
     assert run("NeverEnds", *options)[1] == run("NeverEnds", *options)[1], "sampled with the run's seed"
+
+
+def test_a_recipe_that_learns_nothing_is_warned_of() -> None:
+    options = ["--use_peft", "--learning_rate", "1e-6", "--gradient_accumulation_steps", "1", "--player", "random"]
+    _, report = run("TwoTurns", *options)
+    assert "warning: learning_rate=1e-06" in report and "warning: An update sees 8 episodes" in report
 
 
 def test_ppo_counts_two_adapters_and_reads_a_final_state() -> None:

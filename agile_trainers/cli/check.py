@@ -23,6 +23,7 @@ from agile_trainers.cli.preflight import check_model
 from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, check_needed, load_rows, on_cpu, split_of
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.trainers.recipe import idle_recipe
 from agile_trainers.trainers.setup import check_vllm, training_rows
 
 PLAYERS = ("auto", "model", "random", "expert")
@@ -103,6 +104,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         report.line(
             f"Algorithm {algorithm}; {f'model {named}' if named else 'the embedded model, since none was named'}."
         )
+        for finding in idle_recipe(args, adapter=model.use_peft):
+            report.warning(finding)
         check_needed(parser, algorithm, script=script, model=model)
         player = check.player if check.player != "auto" else "model" if named else "random"
         try:
