@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from doc_blocks import SNIPPET
 
-from agile_trainers.envs.probes import DIGITS, PROBE_WORDS, QuestionProbe
+from agile_trainers.envs.probes import PROBE_WORDS
 
 EXCHANGED = {
     r'"Qwen/[^"]+"': "MODEL",
-    r'"gem:[^"]+"': "TwoQuestions",
-    r"max_steps=200": "max_steps=16",
+    r'"gem:[^"]+"': "EvenThenOdd",
+    r"max_steps=200": "max_steps=24",
     r"max_turns=4": "max_turns=2",
     r"max_new_tokens=64": "max_new_tokens=1",
     r"learning_rate=1e-5": "learning_rate=5e-3",
@@ -27,15 +27,17 @@ EXCHANGED = {
 }
 
 
-class TwoQuestions(QuestionProbe):
-    """Two turns, a digit is right in each."""
+class EvenThenOdd:
+    """Two turns: pays 1 for an even digit in the first and 1 for an odd one in the second."""
 
-    starts = 1
-    max_turns = 2
-    vocabulary = DIGITS
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.turn = 0
+        return "first", {}
 
-    def questions(self, start: int) -> list[tuple[str, str | None]]:
-        return [("first", "3"), ("second", "5")]
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        right = action in (*"0246",) if self.turn == 0 else action in (*"135",)
+        self.turn += 1
+        return "second", float(right), self.turn == 2, False, {}
 
 
 def test_the_printed_rate_and_batch_learn() -> None:
@@ -60,7 +62,7 @@ def test_the_first_snippet_learns(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert count == 1, pattern
     made, trained, _ = text.partition("trainer.train()")
     model = make_embedded_model(tmp_path / "model", words=PROBE_WORDS, seed=seed)
-    names: dict[str, Any] = {"MODEL": str(model), "FOLDER": str(tmp_path), "SEED": seed, "TwoQuestions": TwoQuestions}
+    names: dict[str, Any] = {"MODEL": str(model), "FOLDER": str(tmp_path), "SEED": seed, "EvenThenOdd": EvenThenOdd}
     exec(made, names)
     assert names["trainer"].args.generation_batch_size == 64 and names["trainer"].num_generations == 8
     before = names["trainer"].evaluate()["eval_return"]
@@ -68,4 +70,4 @@ def test_the_first_snippet_learns(tmp_path: Path, capsys: pytest.CaptureFixture[
     after = names["trainer"].evaluate()["eval_return"]
     with capsys.disabled():
         print(f"\nREADME's first snippet, seed {seed}: mean return of 2 before {before:.3f}, after {after:.3f}")
-    assert before < 0.5 and after > 1.5
+    assert before < 0.8 and after > 1.5
