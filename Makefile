@@ -19,7 +19,7 @@ demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in mi
 	$(VENV)/bin/agile-trainers demo
 
 test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
-	$(RUN) -m pytest -n 2 -m "not slow and not gpu and not vllm and not launch"
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch"
 
 test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, on CPU, in an environment of their own
 	$(VLLM)/bin/python -m pytest tests/on_vllm -m "not gpu"

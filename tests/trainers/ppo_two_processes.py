@@ -16,7 +16,7 @@ from ppo_games import make_ppo, wake
 
 def play(model: str, output: Path, changes: dict) -> None:
     """One case. ``per_device_train_batch_size`` is divided by the number of processes."""
-    rows = changes.pop("per_device_train_batch_size") // int(os.environ["WORLD_SIZE"])
+    rows = changes.pop("per_device_train_batch_size") // int(os.environ.get("WORLD_SIZE", "1"))
     gradients = Gradients()
     trainer = make_ppo(
         model,

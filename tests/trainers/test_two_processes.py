@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -30,9 +31,13 @@ CASES = {
 
 
 def launch(script: Path, processes: int, model: Path, output: Path, cases: dict[str, dict]) -> Path:
-    """All cases in one go, as ``torchrun`` starts them."""
+    """All cases in one go: several processes as ``torchrun`` starts them, one as it is, in this process."""
     for name in cases:
         (output / name).mkdir(parents=True)
+    if processes == 1:
+        for name, case in cases.items():
+            importlib.import_module(script.stem).play(str(model), output / name, dict(case))
+        return output
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
         [*command, str(script), str(model), str(output), json.dumps(cases)],

@@ -15,7 +15,7 @@ from games import Gradients, make_trainer
 
 def play(model: str, output: Path, changes: dict) -> None:
     """One case. ``per_device_train_batch_size`` is divided by the number of processes."""
-    rows = changes.pop("per_device_train_batch_size") // int(os.environ["WORLD_SIZE"])
+    rows = changes.pop("per_device_train_batch_size") // int(os.environ.get("WORLD_SIZE", "1"))
     gradients = Gradients()
     trainer = make_trainer(
         model, output, callbacks=[gradients], num_eval_episodes=5, per_device_train_batch_size=rows, **changes
