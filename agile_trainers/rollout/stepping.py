@@ -101,6 +101,7 @@ class EnvironmentPool:
             )
         if timeout is not None and not timeout > 0:
             raise ValueError(f"environment_timeout must be a positive number of seconds, got {timeout}.")
+        self.name = getattr(factory, "__name__", "the environment")
         if processes:
             pickled(factory)
             factory = partial(ProcessEnvironment, factory)

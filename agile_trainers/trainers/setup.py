@@ -116,7 +116,7 @@ def probe_environment(pool: EnvironmentPool, seed: int, row: dict[str, Any] | No
     Raises:
         EnvironmentProtocolError: If the environment fails or breaks the protocol.
     """
-    method, name, reusable = "the factory", getattr(pool.factory, "__name__", "the environment"), False
+    method, name, reusable = "the factory", pool.name, False
     try:
         environment = pool.environment(0)
         if not isinstance(environment, ProcessEnvironment):

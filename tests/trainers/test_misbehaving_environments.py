@@ -88,7 +88,7 @@ def test_a_reset_that_hangs_is_given_up(
     embedded_model: Path, tmp_path: Path, where: dict[str, Any], clock: Any
 ) -> None:
     clock.pace = 1e6
-    with pytest.raises(EnvironmentProtocolError, match=r"reset\(.*environment_timeout=0.3 s"):
+    with pytest.raises(EnvironmentProtocolError, match=r"Hanging(?s:.*)reset\(.*environment_timeout=0.3 s"):
         make_trainer(embedded_model, tmp_path, environment=Hanging, environment_timeout=0.3, **where)
 
 
