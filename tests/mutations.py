@@ -292,7 +292,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kept reference is the policy's copy after all", "trainers/reference.py",
-        "if self.args.keep_reference:", "if False:", "tests/trainers/test_warm_start.py -k kept",
+        "if self._saved is not None and self.args.keep_reference:", "if False:", "tests/trainers/test_warm_start.py -k kept",
     ),
     Mutation(
         "the reference lacks the policy's embeddings", "trainers/reference.py",
