@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .base import ResetResult, StepResult, read_options
+from .gem_isolation import isolate, isolate_code_runner
 from .global_random import OwnRandomState
 from .play import Player
 
@@ -107,19 +108,23 @@ class GemEnvironment:
     ``\\boxed{}`` ends the game with reward -0.1 as in GEM. A game that hits its own turn limit is both terminated and
     truncated, as in GEM; the limit is part of the rules it announces.
 
+    What in GEM evaluates a model's text (its code runner, its mathematical grader, nine data sets of reasoning-gym) does so
+    in isolated processes; see :mod:`~agile_trainers.envs.gem_isolation`.
+
     The games draw from Python's and NumPy's global random state. Here each instance has its own, put in place while GEM
     runs and taken out again afterwards, so that episodes depend on their seed alone.
 
     Args:
         game: GEM's id, for example ``game:GuessTheNumber-v0-easy``.
-        wrappers: GEM's wrappers by its names, inner first, for example ``("python_tool",)``. GEM runs the code that a model
-            writes in a process of this machine, without a sandbox. What a tool pays counts as reward, not as success.
+        wrappers: GEM's wrappers by its names, inner first, for example ``("python_tool",)``. What a tool pays counts as
+            reward, not as success.
         kwargs: Handed to GEM.
 
     Raises:
         ImportError: If GEM is not installed.
         ValueError: If a wrapper is unknown, or one of those that repeat the conversation in every observation.
         RuntimeError: If the game needs NLTK's word list and it is not there.
+        IsolationError: If it evaluates a model's text, this machine offers no isolation, and nobody has allowed that.
     """
 
     def __init__(self, game: str, *, wrappers: Sequence[str] = (), **kwargs: Any):
@@ -129,7 +134,7 @@ class GemEnvironment:
         make = _gem().make
         with self._random.in_place():
             try:
-                self.game = make(game, **kwargs)
+                self.game = isolate(f"gem:{game}", make(game, **kwargs))
             except LookupError as error:
                 raise RuntimeError(
                     f"gem:{game} needs NLTK's word list, which is not installed. Run: python -m nltk.downloader words"
@@ -138,6 +143,8 @@ class GemEnvironment:
         self._tooled = self.game
         self.game.reset, self.game.step = self._seeded(self.game.reset), self._seeded(self.game.step)
         for wrapper in wrappers:
+            if wrapper.startswith("python_tool"):
+                isolate_code_runner(f"gem:{game}")
             self._tooled = _wrapper(wrapper)(self._tooled)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:

@@ -11,13 +11,18 @@ import base64
 import errno
 import functools
 import json
+import math
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 BUBBLEWRAP, NAMESPACES, LANDLOCK, NONE = "bubblewrap", "namespaces", "landlock", "none"
@@ -25,7 +30,8 @@ LEVELS = {
     BUBBLEWRAP: "bubblewrap's namespaces and empty root, and a seccomp filter",
     NAMESPACES: "new user, process, mount and network namespaces, an empty root, and a seccomp filter",
     LANDLOCK: "a Landlock domain, an unprivileged user, and a seccomp filter",
-    NONE: "a process of its own without environment variables, and limits; it can read files and use the network",
+    NONE: "a process of its own with limits and without environment variables; it can read files, and use the network "
+    "unless a seccomp filter can be made",
 }
 """From the strongest to the weakest."""
 OPTION = "AGILE_TRAINERS_ISOLATION"
@@ -72,6 +78,120 @@ def command(
         extra: Further files and folders that may be read.
     """
     return _command(level(), arguments, limits, sites, extra)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How an isolated program went."""
+
+    printed: str
+    """Its standard output, up to the limit."""
+    errors: str
+    """Its standard error, up to the limit."""
+    status: int
+    """Its exit code; minus the number of the signal that ended it."""
+    timed_out: bool
+    cut: bool
+    """Whether it printed more than the limit, and was ended."""
+
+
+def run_program(
+    code: str,
+    *,
+    stdin: str = "",
+    timeout: float,
+    memory: int,
+    max_output: int,
+    sites: bool = False,
+    prologue: str = "",
+) -> Run:
+    """Run a Python program, isolated as well as this machine can.
+
+    Args:
+        code: The program.
+        stdin: Its standard input.
+        timeout: Seconds of wall time, once the interpreter has started, and of CPU time.
+        memory: Megabytes of address space; the interpreter itself takes about 30.
+        max_output: Bytes of standard output, and of standard error.
+        sites: Whether installed packages may be imported.
+        prologue: Trusted code that runs before the clock starts. It may define ``run(code)`` to run the program.
+    """
+    limits = {"RLIMIT_AS": memory << 20, "RLIMIT_CPU": math.ceil(timeout) + 1, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0}
+    program = code.encode("utf-8", "replace")
+    path = [os.path.realpath(entry) for entry in sys.path if os.path.basename(entry) in _SITES] if sites else []
+    with tempfile.TemporaryFile() as given:
+        given.write(program + stdin.encode("utf-8", "replace"))
+        given.seek(0)
+        arguments = ["-u", "-X", "utf8", "-c", _RUNNER, prologue, str(len(program)), json.dumps(path)]
+        process = subprocess.Popen(
+            command(arguments, limits=limits, sites=sites),
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
+        streams = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
+        output, errors = streams
+        try:
+            # The first byte says that the program begins.
+            ended = _read(streams, output, 1, _PROBE_SECONDS) or _read(streams, None, max_output + 2, timeout)
+            if ended:
+                process.wait(_PROBE_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+    printed = streams[output][1:]
+    cut = max(len(printed), len(streams[errors])) > max_output
+    status = exit_code(process.returncode)
+    return Run(
+        printed=printed[:max_output].decode("utf-8", "replace"),
+        errors=streams[errors][:max_output].decode("utf-8", "replace"),
+        status=status,
+        timed_out=not cut and (not ended or status in (-signal.SIGXCPU, -signal.SIGKILL)),
+        cut=cut,
+    )
+
+
+_RUNNER = """
+import json, os, sys
+prologue, left, path = sys.argv[1:]
+sys.argv[1:] = []
+sys.path += json.loads(path)
+left, code = int(left), b""
+while left > len(code):
+    code += os.read(0, left - len(code))
+code = code.decode()
+def run(code):
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+write = os.write
+exec(prologue)
+write(1, b"0")
+run(code)
+"""
+
+
+def _read(streams: dict[int, bytes], stream: int | None, size: int, seconds: float) -> bool:
+    """Read until one stream, or any, has so many bytes or the time is over; whether all of them ended."""
+    deadline, open_streams, poll = time.monotonic() + seconds, set(streams), select.poll()
+    for one in streams:
+        poll.register(one, select.POLLIN)
+    while all(len(streams[one]) < size for one in (streams if stream is None else [stream])):
+        ready = poll.poll(max(deadline - time.monotonic(), 0.0) * 1000)
+        if not ready:
+            return False
+        for one, _ in ready:
+            part = os.read(one, 1 << 16 if stream is None else 1)
+            streams[one] += part
+            if not part:
+                poll.unregister(one)
+                open_streams.discard(one)
+        if not open_streams:
+            return True
+    return False
 
 
 def level() -> str:
@@ -169,7 +289,7 @@ def _command(
         "paths": paths,
         "links": links,
         "parent": os.getpid(),
-        "filter": base64.b64encode(_filter()).decode() if name != NONE else "",
+        "filter": base64.b64encode(_filter() if name != NONE else _filter_if_any()).decode(),
     }
     launch = [interpreter, "-I", "-S", "-B", "-c", _LAUNCHER.read_text(encoding="utf-8"), json.dumps(spec)]
     return [*(_bubblewrap(paths, links) if name == BUBBLEWRAP else []), *launch,
@@ -204,6 +324,18 @@ def _readable(sites: bool, extra: Sequence[Path | str]) -> tuple[list[str], dict
             paths.append(path)
     links = {path: os.readlink(path) for path in ("/lib", "/lib64") if os.path.islink(path)}
     return paths, links
+
+
+def exit_code(status: int) -> int:
+    """The exit status of an isolated program; for a signal, that is negative at every level."""
+    return 128 - status if status > 128 else status
+
+
+def _filter_if_any() -> bytes:
+    try:
+        return _filter()
+    except (ImportError, OSError, RuntimeError):
+        return b""
 
 
 @functools.cache

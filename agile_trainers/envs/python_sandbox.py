@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
-import select
-import signal
-import subprocess
-import tempfile
-import time
-
 from . import isolation
 
 MODULES = (
@@ -19,36 +11,21 @@ MODULES = (
 )  # fmt: skip
 """What the code may import. They are loaded beforehand: once it runs, nothing more can be."""
 
-_STARTING_SECONDS = 60.0
-
 # Runs first in the child, which is isolated by then. The hook cannot be taken out again, and looks nothing up that the code
 # could have replaced: its constants are part of its compiled body, which no event lets through to be changed. What Python
 # does not announce to a hook is cut off beforehand: the system calls of `posix`, and the making of builtin modules
 # (`_posixsubprocess` starts processes). What the allowed modules import lazily is imported early.
-_CHILD = """
+_PROLOGUE = """
 import _imp, _strptime, builtins, linecache, os, posix, resource, sys, tokenize
-import {modules}
+import MODULES
 builtins.exit = builtins.quit = sys.exit
 linecache.checkcache = linecache.updatecache = lambda *arguments: []
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 _imp.create_builtin = None
 for module in (os, posix):
-    for name in set(vars(module)) - {{"fspath", "path", "PathLike", "urandom"}}:
+    for name in set(vars(module)) - {"fspath", "path", "PathLike", "urandom"}:
         if not name.startswith("__"):
             delattr(module, name)
-def run(code, explain):
-    def guard(event, arguments):
-        if event == "object.__setattr__" and arguments[1] != "__code__":
-            return
-        if event not in {{"exec", "compile", "builtins.id", "object.__getattr__", "sys._getframe", "sys.excepthook"}}:
-            raise PermissionError("the sandbox allows no files, network, processes or further modules (" + event + ")")
-    linecache.cache["<code>"] = len(code), None, code.splitlines(True), "<code>"
-    sys.addaudithook(guard)
-    try:
-        exec(compile(code, "<code>", "exec"), {{"__name__": "__main__"}})
-    except BaseException as error:
-        explain(error)
-    sys.stdout.flush()
 def explain(error):
     if isinstance(error, SystemExit):
         if isinstance(error.code, str):
@@ -59,11 +36,21 @@ def explain(error):
         if trace.tb_frame.f_code.co_filename == "<code>":
             line = trace.tb_lineno
         trace = trace.tb_next
-    print(type(error).__name__ + (f" in line {{line}}" if line else "") + f": {{error}}")
-code = sys.stdin.read()
-print(end="\\0", flush=True)
-run(code, explain)
-"""
+    print(type(error).__name__ + (f" in line {line}" if line else "") + f": {error}")
+def run(code, explain=explain):
+    def guard(event, arguments):
+        if event == "object.__setattr__" and arguments[1] != "__code__":
+            return
+        if event not in {"exec", "compile", "builtins.id", "object.__getattr__", "sys._getframe", "sys.excepthook"}:
+            raise PermissionError("the sandbox allows no files, network, processes or further modules (" + event + ")")
+    linecache.cache["<code>"] = len(code), None, code.splitlines(True), "<code>"
+    sys.addaudithook(guard)
+    try:
+        exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+    except BaseException as error:
+        explain(error)
+    sys.stdout.flush()
+""".replace("MODULES", ", ".join(MODULES))
 
 
 def python(code: str) -> str:
@@ -99,56 +86,12 @@ def run_python(code: str, *, timeout: float = 5.0, memory: int = 256, max_output
     if min(timeout, memory, max_output) <= 0:
         raise ValueError(f"limits must be positive, got {timeout=}, {memory=}, {max_output=}.")
     isolation.require("The Python sandbox")
-    limits = {
-        "RLIMIT_AS": memory * 2**20,
-        "RLIMIT_CPU": math.ceil(timeout) + 1,
-        "RLIMIT_FSIZE": 0,
-        "RLIMIT_CORE": 0,
-    }
-    child = _CHILD.format(modules=", ".join(MODULES))
-    with tempfile.TemporaryFile() as program:
-        program.write(code.encode("utf-8", "replace"))
-        program.seek(0)
-        process = subprocess.Popen(
-            isolation.command(["-u", "-X", "utf8", "-c", child], limits=limits),
-            stdin=program,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env={},
-            start_new_session=True,
-        )
-    assert process.stdout is not None
-    with process.stdout as output:
-        try:
-            started = _read(output.fileno(), 1, _STARTING_SECONDS)[0]
-            printed, ended = _read(output.fileno(), max_output + 1, timeout) if started else (b"", True)
-            if ended:
-                process.wait(_STARTING_SECONDS)
-        finally:
-            process.kill()
-            process.wait()
-    text = printed[:max_output].decode("utf-8", "replace").strip()
-    if len(printed) > max_output:
+    ran = isolation.run_program(code, timeout=timeout, memory=memory, max_output=max_output, prologue=_PROLOGUE)
+    text = ran.printed.strip()
+    if ran.cut:
         return f"{text}\n[output cut at {max_output} bytes]"
-    # bubblewrap and the launcher report a signal as shells do.
-    code_or_signal = process.returncode if process.returncode < 128 else 128 - process.returncode
-    if not ended or code_or_signal in (-signal.SIGXCPU, -signal.SIGKILL):
+    if ran.timed_out:
         return f"{text}\nTimeoutError: stopped after {timeout:g} seconds".lstrip()
-    if code_or_signal != 0:
+    if ran.status != 0:
         return f"{text}\nError: the interpreter died; the memory limit is {memory} MB".lstrip()
     return text or "(no output: print the result)"
-
-
-def _read(descriptor: int, size: int, seconds: float) -> tuple[bytes, bool]:
-    """At most so many bytes, and whether that was all there will be; whatever has come when the time is over."""
-    deadline, found = time.monotonic() + seconds, b""
-    while len(found) < size:
-        ready, _, _ = select.select([descriptor], [], [], max(deadline - time.monotonic(), 0.0))
-        if not ready:
-            return found, False
-        part = os.read(descriptor, min(size - len(found), 1 << 16))
-        if not part:
-            return found, True
-        found += part
-    return found, False

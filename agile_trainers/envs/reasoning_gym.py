@@ -7,19 +7,29 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
+import json
 import random
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from agile_trainers.types import Message
 
+from . import isolation, scorers
 from .answers import final_answer
 from .global_random import LOCK, OwnRandomState
+from .isolated import IsolatedDeath, run_isolated
 from .reasoning import ReasoningEnvironment
 from .rows import TRAIN, GeneratedRows, Row
 
 _CACHED_ROWS = 4096
+_SECONDS, _MEMORY = 5.0, 2048
+"""CPU time and megabytes for scoring one answer in a process of its own."""
+_EVALUATOR = re.compile(r"\b(?:eval|exec|parse_expr|sympify|parse_latex)\(")
+_HARMLESS = ("number_sorting", "propositional_logic")
+"""One evaluates the right answer, one has a parser of its own."""
 _made: dict[str, _Items] = {}
 
 
@@ -61,6 +71,9 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
     0 and 1 and often above 0 for a wrong answer; 1 is a success. An answer that its scorer cannot digest scores 0. A
     question is in ``train`` or in ``test`` by its words, so both may be played of one data set.
 
+    Scorers that evaluate an answer do so in an isolated process (see :mod:`~agile_trainers.envs.isolation`), and read only
+    answers in their data set's grammar; see :mod:`~agile_trainers.envs.scorers`.
+
     Args:
         name: The data set, for example ``chain_sum``.
         template: See :class:`~agile_trainers.envs.reasoning.ReasoningEnvironment`, as for the next three; columns are
@@ -77,6 +90,7 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
     Raises:
         ImportError: If reasoning-gym is not installed.
         ValueError: If the data set or a setting is unknown, or its configuration refuses a value.
+        IsolationError: If its scorer evaluates answers, this machine offers no isolation, and nobody has allowed that.
     """
 
     def __init__(
@@ -125,12 +139,16 @@ class _Items:
     """A data set of reasoning-gym, made to depend on nothing but the item's number."""
 
     def __init__(self, name: str, size: int, config: dict[str, Any]):
+        self.name, self._settings = name, json.dumps({"seed": 0, "size": size, **config}, default=list)
         try:
             with _random_state(0):
                 self.data_set = _gym().create_dataset(name, seed=0, size=size, **config)
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(f"reasoning_gym:{name} cannot be made from size={size} and {config}: {error}") from error
         self.item = functools.lru_cache(maxsize=_CACHED_ROWS)(self._item)
+        self.evaluates = evaluates(name, self.data_set)
+        if self.evaluates:
+            isolation.require(f"reasoning_gym:{name}")
 
     def draw(self, rng: random.Random) -> Row:
         """A random item."""
@@ -138,15 +156,26 @@ class _Items:
 
     def score(self, answer: str, item: Row) -> float:
         """Its score of an answer."""
-        with _random_state(0):
-            try:
-                return float(self.data_set.score_answer(answer=answer, entry=item))
-            except Exception:  # some scorers assume the answer's format; a model's answer may have any
-                return 0.0
+        if not self.evaluates:
+            with _random_state(0):
+                return scorers.evaluate(self.data_set, answer, item)
+        arguments = self.name, self._settings, answer, item
+        limits: dict[str, Any] = {"timeout": _SECONDS, "memory": _MEMORY}
+        try:
+            return run_isolated(scorers.score, *arguments, **limits, required_by=f"reasoning_gym:{self.name}")
+        except (TimeoutError, IsolatedDeath):
+            return 0.0
 
     def _item(self, number: int) -> Row:
         with _random_state(number):
             return self.data_set[number]
+
+
+def evaluates(name: str, data_set: Any) -> bool:
+    """Whether the scorer of a data set executes an answer, or may: another release than the one read here may have more."""
+    return name in scorers.EVALUATING or (
+        name not in _HARMLESS and _EVALUATOR.search(inspect.getsource(type(data_set).score_answer)) is not None
+    )
 
 
 def _items(name: str, size: int, config: dict[str, Any]) -> _Items:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 
@@ -13,8 +15,12 @@ def echo(value: Any) -> Any:
     return value
 
 
-def process() -> int:
-    return os.getpid()
+_PROCESS = os.urandom(8).hex()
+
+
+def process() -> str:
+    """Tells one process from another, which a process id does not: each may have a namespace of its own."""
+    return _PROCESS
 
 
 def big_integer() -> int:
@@ -58,3 +64,30 @@ class Unprintable(Exception):
 
 def raise_unprintable() -> None:
     raise Unprintable
+
+
+def prepare() -> None:
+    sys.modules.setdefault("cellpylib", ModuleType("cellpylib"))
+    with suppress(ImportError):
+        import reasoning_gym  # noqa: F401
+
+
+def attack_scorer(name: str, entry: dict[str, Any], programs: list[str]) -> list[str]:
+    """What each program brought as the answer to a question of reasoning-gym, with nothing to look at it beforehand."""
+    import builtins
+
+    import reasoning_gym
+
+    data_set = reasoning_gym.create_dataset(name, seed=0, size=10)
+    brought = []
+    for program in programs:
+        builtins.found = "it was not executed"  # type: ignore[attr-defined]
+        lines = [
+            "import builtins, os",
+            f"try: builtins.found = str(({program}))",
+            "except BaseException as e: builtins.found = repr(e)",
+        ]
+        answer = f"__import__('builtins').exec({chr(10).join(lines)!r}, {{}})"
+        data_set.score_answer(answer=answer, entry=entry)
+        brought.append(builtins.found)  # type: ignore[attr-defined]
+    return brought

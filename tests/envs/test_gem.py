@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -239,3 +240,84 @@ def test_gems_python_tool_runs_code_and_what_it_pays_is_no_success() -> None:
 def test_other_wrappers_are_refused(name: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         GemEnvironment("game:GuessTheNumber-v0-easy", wrappers=(name,))
+
+
+# ------------------------------------------------------------------------------------- what evaluates a model's text
+
+
+def secrets(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("TERM", "hf_secret")  # which GEM hands on
+    folder.chmod(0o777)
+    return folder / "written"
+
+
+def test_gems_code_runner_is_isolated(level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = secrets(monkeypatch, tmp_path)
+    environment = make_environment_factory("gem:game:GuessTheNumber-v0-easy", wrappers=("python_tool",))()
+    environment.reset(seed=5)
+    observation, *_ = environment.step("<python>print(6 * 7, list(range(3)))</python>")  # type: ignore[misc]
+    assert "Code execution result: 42 [0, 1, 2]" in observation
+    for attack in (
+        f"open({str(target)!r}, 'w')",
+        "import _socket; _socket.socket()",
+        "import posix; posix.fork()",
+        f"import posix; posix.kill({os.getpid()}, 0)",
+        f"open('/proc/{os.getpid()}/environ')",
+    ):
+        observation, *_ = environment.step(f"<python>{attack}</python>")  # type: ignore[misc]
+        assert "PermissionError" in observation or "FileNotFoundError" in observation, observation
+        environment.reset(seed=5)
+    observation, *_ = environment.step("<python>import os; print(dict(os.environ))</python>")  # type: ignore[misc]
+    assert "Code execution result: {" in observation and "hf_secret" not in observation
+    observation, *_ = environment.step("<python>import numpy; print(numpy.arange(3).sum())</python>")  # type: ignore[misc]
+    assert "Code execution result: 3" in observation
+    assert not target.exists()
+
+
+def test_gems_code_tasks_are_judged_by_isolated_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    target = secrets(monkeypatch, tmp_path)
+    tests = json.dumps({"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]})
+    data = Dataset.from_list([{"problem": "Add.", "tests": tests}])
+    environment = make_environment_factory("gem:code:Taco8k", dataset=data)()
+    environment.reset(seed=0)
+
+    def reward(code: str) -> float:
+        return environment.step(f"```python\n{code}\n```")[1]  # type: ignore[misc, index]
+
+    assert reward("print(sum(map(int, input().split())))") == 1.0
+    assert reward("import sys; print(sum(map(int, sys.stdin.buffer.read().split())))") == 1.0
+    assert reward("print(3)") == 0.0
+    assert reward(f"open({str(target)!r}, 'w'); print(sum(map(int, input().split())))") == 0.0
+    assert not target.exists()
+
+
+def test_gems_mathematical_grader_is_isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("pylatexenc", reason="GEM's grader needs pylatexenc, which GEM does not install")
+    from datasets import Dataset
+
+    target = secrets(monkeypatch, tmp_path)
+    data = Dataset.from_list([{"problem": "Half of one?", "answer": "\\frac{1}{2}"}])
+    environment = make_environment_factory("gem:math:GSM8K", dataset=data)()
+    environment.reset(seed=0)
+    for answer, paid in {
+        "0.5": 1.0,
+        "1/2": 1.0,
+        "2": 0.0,
+        f"__import__('os').system('echo x > {target}')": 0.0,
+    }.items():
+        assert environment.step(f"So \\boxed{{{answer}}}")[1] == paid, answer  # type: ignore[misc, index]
+    assert not target.exists()
+    environment.close()  # type: ignore[attr-defined]
+
+
+def test_reasoning_gyms_scorers_are_isolated_behind_gem_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = secrets(monkeypatch, tmp_path)
+    environment = GemEnvironment("rg:n_queens")
+    environment.reset(seed=1)
+    assert environment.step(f"\\boxed{{__import__('os').system('echo x > {target}')}}")[1] == 0.0
+    environment.reset(seed=1)
+    assert environment.step(f"\\boxed{{{environment.game.data['answer']}}}")[1] == 1.0
+    assert not target.exists()

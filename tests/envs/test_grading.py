@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,7 @@ def test_an_answer_that_would_take_for_ever_scores_0_in_any_thread(monkeypatch: 
 
 def test_the_process_is_kept_and_replaced_when_it_had_to_be_killed() -> None:
     first = run_isolated(isolated_functions.process)
-    assert first == run_isolated(isolated_functions.process) != os.getpid()
+    assert first == run_isolated(isolated_functions.process) != isolated_functions.process()
     with pytest.raises(TimeoutError):
         run_isolated(isolated_functions.big_integer, timeout=0.2)
     assert run_isolated(isolated_functions.process) != first
@@ -138,7 +137,7 @@ def test_the_process_knows_no_environment_variable_and_writes_no_file(
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     known = run_isolated(isolated_functions.environment)
     assert "HF_TOKEN" not in known and "PATH" not in known
-    with pytest.raises(IsolatedError, match="OSError"):
+    with pytest.raises(IsolatedError, match=r"OSError|PermissionError"):
         run_isolated(isolated_functions.write, str(tmp_path / "file"))
     assert not (tmp_path / "file").exists() or (tmp_path / "file").stat().st_size == 0
 

@@ -9,26 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agile_trainers.envs import isolation
-from agile_trainers.envs.isolation import BUBBLEWRAP, LANDLOCK, LEVELS, NAMESPACES, NONE, OPTION, IsolationError
+from agile_trainers.envs.isolation import BUBBLEWRAP, LANDLOCK, LEVELS, NONE, OPTION, IsolationError
 from agile_trainers.envs.python_sandbox import run_python
-
-ISOLATING = [BUBBLEWRAP, NAMESPACES, LANDLOCK]
-
-
-@pytest.fixture(params=ISOLATING)
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each level in turn; what this machine does not offer is skipped with the reason."""
-    if reason := isolation.why_not(request.param):
-        pytest.skip(f"this machine does not offer {request.param}: {reason}")
-    monkeypatch.setenv(OPTION, request.param)
-    print(f"level of isolation: {isolation.level()}")
-    return request.param
 
 
 def run(program: str, *arguments: str, seconds: float = 60, memory: int = 1024) -> subprocess.CompletedProcess[str]:
@@ -224,14 +211,6 @@ def test_the_best_level_is_taken_and_can_be_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(OPTION, "docker")
     with pytest.raises(ValueError, match=f"{OPTION}='docker'.*{BUBBLEWRAP}"):
         isolation.level()
-
-
-@pytest.fixture
-def nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine whose kernel and programs offer nothing."""
-    monkeypatch.setattr(isolation, "why_not", lambda name: "" if name == NONE else "not here")
-    monkeypatch.delenv(OPTION, raising=False)
-    yield
 
 
 @pytest.mark.usefixtures("nothing_isolates")

@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agile_trainers.envs import isolation
 from agile_trainers.envs.python_sandbox import MODULES, python, run_python
 from agile_trainers.envs.tools import ToolEnvironment
-
-
-@pytest.fixture(autouse=True)
-def allowed_where_nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the interpreter itself refuses holds at every level, so also where the kernel offers none."""
-    if isolation.level() == isolation.NONE:
-        monkeypatch.setenv(isolation.OPTION, isolation.NONE)
 
 
 def test_programs() -> None:
