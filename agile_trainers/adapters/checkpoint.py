@@ -20,6 +20,7 @@ from peft import LoraConfig
 from .roles import CRITIC
 from .start import changes_base
 
+_UNREAD = "training_args.bin"
 RECORD, MARKER = "agile_trainers.json", "complete.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
 """What ``Trainer`` calls the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
@@ -72,8 +73,13 @@ def lora_settings(config: LoraConfig) -> dict[str, Any]:
 
 
 def mark_complete(folder: Path) -> None:
-    """Write the marker: from now on the folder is a checkpoint. Text for people (``*.md``) may still be edited."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
+    """Write the marker: from now on the folder is a checkpoint.
+
+    Text for people (``*.md``) may still be edited, and ``training_args.bin``, a pickle that nothing reads, be deleted.
+    """
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md" and path.name != _UNREAD
+    )
     listed = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in files if path.name != MARKER}
     write_json(folder / MARKER, {"files": listed})
 

@@ -36,6 +36,7 @@ from agile_trainers.adapters.checkpoint import (
 from agile_trainers.cli.pipeline import SUPERVISED, Pipeline, PipelineError, Stage, load_rows, read_pipeline
 from agile_trainers.cli.train import ALGORITHMS
 from agile_trainers.trainers import MultiTurnREINFORCETrainer
+from agile_trainers.trainers.secrets import blanked
 from agile_trainers.trainers.warm_start import load_tokenizer
 
 STATE = "stage.json"
@@ -86,7 +87,7 @@ def made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
     own = {"algorithm": stage.algorithm, "dataset": stage.dataset, "dataset_args": stage.dataset_args or None}
     lora = None if stage.lora is None else {k: str(v) for k, v in stage.lora.to_dict().items()}
     shared = {name: value for name, value in pipeline.source.items() if value is not None}
-    return {**shared, **own, "stage_lora": lora, **stage.options}
+    return blanked({**shared, **own, "stage_lora": lora, **stage.options})  # a token makes no difference
 
 
 def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:

@@ -10,6 +10,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from trl import GRPOConfig
 
+from .secrets import blanked
+
 CURVE = "learning_curve.png"
 _SHARED = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "max_steps",
@@ -32,7 +34,7 @@ def hyperparameters(args: Any) -> dict[str, Any]:
         known = name in _SHARED or (name in trl | own and not name.startswith(_WHERE))
         if known and (name in _ALWAYS or value not in (field.default, None, [], {})):
             found[name] = getattr(value, "value", value)
-    return found
+    return blanked(found)
 
 
 def model_card(

@@ -11,6 +11,7 @@ from agile_trainers.objectives.mismatch import MODES
 from .launch import fill_deepspeed
 from .objective_options import CISPO_BOUND, check_counts, check_objective, check_read
 from .recipe import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
+from .secrets import blanked
 from .vllm_options import check_options
 
 TRL_COMPLETION_LENGTH = 512
@@ -246,12 +247,30 @@ class MultiTurnConfig(GRPOConfig):
 
     def __getstate__(self) -> dict[str, Any]:
         # `Trainer` pickles its arguments into every folder that it saves.
-        return {**self.__dict__, "hub_token": None}
+        return blanked(self.__dict__, instead=None)
 
     def __copy__(self) -> "MultiTurnConfig":
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MultiTurnConfig":
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as reporters get them (W&B, TensorBoard, Trackio, ...), without tokens, keys and passwords."""
+        return blanked(super().to_dict())
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
+
+    __repr__ = __str__
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__repr__ = cls.__str__  # type: ignore[method-assign, assignment]  # `dataclass` would write one that shows tokens
 
     def without_environment(self) -> "MultiTurnConfig":
         """This configuration as TRL's own ``GRPOTrainer`` means it. Fields that need an environment must be unset."""

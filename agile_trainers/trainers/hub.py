@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import upload_folder
 from peft import PeftModel
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 from trl import GRPOTrainer
@@ -136,7 +137,8 @@ class HubModels(GRPOTrainer):
         for path, source in chosen.items():
             (stage / path).parent.mkdir(parents=True, exist_ok=True)
             if (source / path).is_dir():
-                shutil.copytree(source / path, stage / path, dirs_exist_ok=True)
+                leave_out = shutil.ignore_patterns(TRAINING_ARGS_NAME)  # a pickle, which nothing here reads
+                shutil.copytree(source / path, stage / path, dirs_exist_ok=True, ignore=leave_out)
             else:
                 shutil.copy2(source / path, stage / path)
         upload = functools.partial(
