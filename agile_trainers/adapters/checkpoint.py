@@ -19,6 +19,8 @@ from peft import LoraConfig
 
 from .roles import CRITIC
 from .start import changes_base
+from .trust import OPTION as TRUST
+from .trust import is_trusted, pickles, sign
 
 _UNREAD = "training_args.bin"
 RECORD, MARKER = "agile_trainers.json", "complete.json"
@@ -81,15 +83,16 @@ def mark_complete(folder: Path) -> None:
         path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md" and path.name != _UNREAD
     )
     listed = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in files if path.name != MARKER}
-    write_json(folder / MARKER, {"files": listed})
+    signed = {"signature": sign(listed)} if pickles(folder) else {}
+    write_json(folder / MARKER, {"files": listed, **signed})
 
 
 def check_complete(folder: Path) -> Path:
     """Return the folder if it is a whole checkpoint.
 
     Raises:
-        CheckpointError: If it does not exist, nobody of us wrote it, its saving was interrupted, or a file of it was
-            lost, cut off or changed.
+        CheckpointError: If it does not exist, nobody of us wrote it, its saving was interrupted, a file of it was lost,
+            cut off or changed, or reading it could run code that somebody else put there.
     """
     if not folder.is_dir():
         near = ", ".join(path.name for path in checkpoints(folder.parent)) or "no checkpoint"
@@ -121,6 +124,11 @@ def check_complete(folder: Path) -> Path:
         raise CheckpointError(
             f"{folder} has no optimizer state (save_only_model=True), so that a run cannot go on exactly. Start a new "
             f"run with model={str(folder)!r}."
+        )
+    if not is_trusted(folder, listed, read_json(folder / MARKER).get("signature")):
+        raise CheckpointError(
+            f"{folder} is read with Python's full pickle protocol, which can run code ({pickles(folder)[0]}), and was not "
+            f"signed by a run of yours on this machine. If you trust whoever wrote it, set {TRUST}=1."
         )
     return folder
 

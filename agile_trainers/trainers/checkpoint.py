@@ -39,6 +39,7 @@ from .batching import Batch
 from .nonfinite import StepGuard, check_finite
 from .output_lock import OutputDirInUseError, locked
 from .resumed_options import compare_options, recorded_options
+from .secrets import blanked
 from .stopping import GracefulStop
 
 logger = logging.get_logger(__name__)
@@ -274,7 +275,7 @@ class Checkpoints(GRPOTrainer):
         config = self._base_config()
         text = config.get_text_config()
         packages = ("agile-trainers", "trl", "transformers", "peft", "accelerate", "torch")
-        return {
+        record = {
             "algorithm": self._name,
             **describe_environment(self.environment),
             "base_model": {
@@ -289,6 +290,7 @@ class Checkpoints(GRPOTrainer):
             "options": recorded_options(self.args),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         }
+        return blanked(record)  # an environment may take an API's key as an argument
 
     def _geometry(self) -> dict[str, int]:
         sizes = {name: getattr(self.args, name) for name in _GEOMETRY}

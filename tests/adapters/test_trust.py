@@ -1,0 +1,106 @@
+"""Checkpoints whose reading could run code: DeepSpeed's, and sharded FSDP ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agile_trainers.adapters.checkpoint import (
+    MARKER,
+    RECORD,
+    CheckpointError,
+    check_complete,
+    mark_complete,
+    write_json,
+)
+from agile_trainers.adapters.trust import KEY_FILE, OPTION
+
+STATES = {"deepspeed": "global_step4/mp_rank_00_model_states.pt", "fsdp": "optimizer_0/.metadata"}
+
+
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(OPTION, raising=False)
+    monkeypatch.setenv(KEY_FILE, str(tmp_path / "home" / "key"))
+    return tmp_path / "home" / "key"
+
+
+@pytest.fixture(params=STATES)
+def states(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def save(folder: Path, engine: str) -> Path:
+    write_json(folder / RECORD, {"lora": {}, "algorithm": "Multi-turn GRPO"})
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    (folder / STATES[engine]).parent.mkdir(parents=True)
+    (folder / STATES[engine]).write_bytes(b"a pickle")
+    if engine == "deepspeed":
+        (folder / "latest").write_text("global_step4")
+    mark_complete(folder)
+    return folder
+
+
+def test_ones_own_is_read_and_another_users_is_not(
+    tmp_path: Path, key: Path, states: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path / "checkpoint-4", states)
+    assert check_complete(folder) == folder and key.stat().st_mode & 0o777 == 0o600
+    kept = key.read_bytes()
+    save(tmp_path / "checkpoint-5", states)
+    assert key.read_bytes() == kept and check_complete(folder) == folder
+    for other in ("others", "short"):
+        monkeypatch.setenv(KEY_FILE, str(tmp_path / other))
+        if other == "short":
+            (tmp_path / other).write_bytes(b"")
+        with pytest.raises(CheckpointError, match=rf"{STATES[states]}.*{OPTION}=1"):
+            check_complete(folder)
+    monkeypatch.setenv(OPTION, "1")
+    assert check_complete(folder) == folder
+
+
+@pytest.mark.parametrize("forgery", ["changed and marked anew", "a file more", "no signature", "signature of another"])
+def test_forgeries(tmp_path: Path, key: Path, states: str, forgery: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "checkpoint-4", states)
+    marker = json.loads((folder / MARKER).read_text())
+    if forgery == "changed and marked anew":
+        (folder / STATES[states]).write_bytes(b"an evil pickle")
+        monkeypatch.setenv(KEY_FILE, str(tmp_path / "theirs"))
+        mark_complete(folder)
+        monkeypatch.setenv(KEY_FILE, str(key))
+    elif forgery == "a file more":
+        more = folder / STATES[states].replace("rank_00", "rank_01").replace("optimizer_0", "optimizer_1")
+        more.parent.mkdir(exist_ok=True)
+        more.write_bytes(b"an evil pickle")
+    elif forgery == "no signature":
+        del marker["signature"]
+        write_json(folder / MARKER, marker)
+    else:
+        marker["signature"] = json.loads((save(tmp_path / "checkpoint-5", states) / MARKER).read_text())["signature"]
+        marker["files"]["README"] = marker["files"].pop("adapter_model.safetensors")
+        (folder / "adapter_model.safetensors").rename(folder / "README")
+        write_json(folder / MARKER, marker)
+    with pytest.raises(CheckpointError, match=rf"{OPTION}=1|without"):
+        check_complete(folder)
+
+
+def test_other_checkpoints_need_no_key(tmp_path: Path, key: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    write_json(folder / RECORD, {"lora": {}, "algorithm": "Multi-turn GRPO"})
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    (folder / "optimizer.pt").write_bytes(b"states")
+    mark_complete(folder)
+    assert check_complete(folder) == folder and not key.exists()
+    assert "signature" not in json.loads((folder / MARKER).read_text())
+
+
+def test_without_a_place_for_the_key_the_user_is_told(
+    tmp_path: Path, key: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key.parent.write_text("no folder")
+    folder = save(tmp_path / "checkpoint-4", "deepspeed")
+    assert OPTION in caplog.text and KEY_FILE in caplog.text
+    with pytest.raises(CheckpointError, match=OPTION):
+        check_complete(folder)
