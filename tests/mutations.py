@@ -322,7 +322,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the Hub token is pickled beside the model", "trainers/config.py",
-        'return {**self.__dict__, "hub_token": None}', "return dict(self.__dict__)",
+        'return blanked(self.__dict__, instead=None)', "return dict(self.__dict__)",
         "tests/trainers/test_hub.py -k token",
     ),
     Mutation(
@@ -386,6 +386,68 @@ MUTATIONS = [
     Mutation(
         "the check's limit is for all calls together", "envs/checker.py",
         "self.call, self.since = call, time.monotonic()", "self.call = call", "tests/envs/test_env_checker.py -k slow",
+    ),
+    Mutation(
+        "an option's token is reported", "trainers/config.py",
+        "return blanked(super().to_dict())", "return super().to_dict()", "tests/trainers/test_secrets.py",
+    ),
+    Mutation(
+        "secrets inside lists are kept", "trainers/secrets.py",
+        "if type(value) in (dict, list, tuple):", "if type(value) is dict:", "tests/trainers/test_secrets.py",
+    ),
+    Mutation(
+        "the record holds secrets", "trainers/checkpoint.py",
+        "return blanked(record)", "return record", "tests/trainers/test_secrets.py",
+    ),
+    Mutation(
+        "a pickle that was added to a signed checkpoint is read", "adapters/trust.py",
+        " and files.keys() >= set(found)", "", "tests/adapters/test_trust.py",
+    ),
+    Mutation(
+        "any signature will do", "adapters/trust.py",
+        "hmac.compare_digest(signature, expected)", "bool(expected)", "tests/adapters/test_trust.py",
+    ),
+    Mutation(
+        "isolated programs open sockets", "envs/isolation.py",
+        '"access", "alarm",', '"access", "socket", "connect", "alarm",', "tests/envs/test_isolation.py",
+    ),
+    Mutation(
+        "isolated programs open files for writing", "envs/isolation.py",
+        'allow("openat", seccomp.Arg(2, seccomp.MASKED_EQ, _WRITING, 0))', 'allow("openat")',
+        "tests/envs/test_isolation.py",
+    ),
+    Mutation(
+        "a Landlock domain reads every file", "envs/launcher.py",
+        'for path in paths:\n        below', 'for path in ["/"]:\n        below', "tests/envs/test_isolation.py",
+    ),
+    Mutation(
+        "isolation is not required", "envs/isolation.py",
+        "if level() == NONE and os.environ.get(OPTION) != NONE:", "if False:", "tests/envs/test_isolation.py",
+    ),
+    Mutation(
+        "output before a time limit is lost", "envs/isolation.py",
+        '["-u", "-X"', '["-X"', "tests/envs/test_tools_python.py",
+    ),
+    Mutation(
+        "the sandbox's hook can be rewritten", "envs/python_sandbox.py",
+        'event == "object.__setattr__" and arguments[1] != "__code__"', 'event == "object.__setattr__"',
+        "tests/envs/test_tools_python.py",
+    ),
+    Mutation(
+        "whatever a model answers is evaluated", "envs/scorers.py",
+        "and not is_in_grammar(name, answer, entry)", "and False", "tests/envs/test_scorers.py",
+    ),
+    Mutation(
+        "a value that is near solves a puzzle", "envs/scorers.py",
+        "and not _is_exact(str(answer), entry)", "and False", "tests/envs/test_scorers.py",
+    ),
+    Mutation(
+        "a process that ran out of memory is kept", "envs/isolated.py",
+        'if kind == "memory":', 'if kind == "never":', "tests/envs/test_grading.py",
+    ),
+    Mutation(
+        "GEM's code runner runs unprotected", "envs/gem_isolation.py",
+        "sandbox.subprocess_run = functools.partial(_run, name)", "del sandbox", "tests/envs/test_gem.py",
     ),
 ]  # fmt: skip
 

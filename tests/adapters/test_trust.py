@@ -104,3 +104,12 @@ def test_without_a_place_for_the_key_the_user_is_told(
     assert OPTION in caplog.text and KEY_FILE in caplog.text
     with pytest.raises(CheckpointError, match=OPTION):
         check_complete(folder)
+
+
+def test_what_is_not_pushed_may_be_missing(tmp_path: Path, key: Path) -> None:
+    """A checkpoint from the Hub comes without the pickled arguments, and is whole."""
+    folder = save(tmp_path / "checkpoint-4", "deepspeed")
+    (folder / "training_args.bin").write_bytes(b"a pickle")
+    mark_complete(folder)
+    (folder / "training_args.bin").unlink()
+    assert check_complete(folder) == folder

@@ -113,6 +113,10 @@ def test_the_process_is_kept_and_replaced_when_it_had_to_be_killed() -> None:
     assert run_isolated(isolated_functions.process) != first
     with pytest.raises(TimeoutError):
         run_isolated(isolated_functions.sleep, timeout=0.01)
+    first = run_isolated(isolated_functions.process)
+    with pytest.raises(IsolatedError, match="MemoryError"):
+        run_isolated(isolated_functions.much_memory)
+    assert run_isolated(isolated_functions.process) != first, "what took the memory may still hold it"
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,22 @@ def test_no_way_out(level: str) -> None:
     assert attempts(program) == ["[]"]
 
 
+def test_what_the_kernel_says_of_it(level: str) -> None:
+    """No capability is left, none can be gained, and a filter is in place; the user is root to nobody but itself."""
+    command = isolation.command(["-c", "import os; print(os.getuid(), flush=True); input()"], limits={})
+    with subprocess.Popen(
+        command, env={}, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        user = int(process.stdout.readline())
+        innermost = max(_descendants(process.pid))
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{innermost}/status").read_text().splitlines())
+    assert {status[name].strip() for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {"0" * 16}
+    assert status["NoNewPrivs"].strip() == "1" and status["Seccomp"].strip() == "2"
+    assert user == os.getuid() if level == LANDLOCK and os.getuid() else user in (0, 65534)
+    assert user == 65534 or level == LANDLOCK
+
+
 def test_it_ends_with_whoever_started_it(level: str, tmp_path: Path) -> None:
     """Also when that is killed, while the program computes."""
     command = isolation._command(level, ["-c", "while True: pass"], {}, False, ())
