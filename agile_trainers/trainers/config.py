@@ -8,7 +8,8 @@ from trl import GRPOConfig
 
 from agile_trainers.objectives.mismatch import MODES
 
-from .launch import fill_deepspeed
+from .build_locks import remove_abandoned_locks
+from .launch import fill_deepspeed, uses_deepspeed
 from .objective_options import CISPO_BOUND, check_counts, check_objective, check_read
 from .recipe import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
 from .secrets import blanked
@@ -197,6 +198,8 @@ class MultiTurnConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         check_counts(self)
+        if uses_deepspeed(self):
+            remove_abandoned_locks()  # before `TrainingArguments` starts it
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
         # left to `without_environment`.
         group, eval_group = vars(self)["num_generations"], vars(self)["num_generations_eval"]

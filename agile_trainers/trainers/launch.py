@@ -37,6 +37,11 @@ def check_parallelism(args: Any) -> None:
             )
 
 
+def uses_deepspeed(args: Any) -> bool:
+    """Whether ``args.deepspeed`` or the launch configuration names DeepSpeed."""
+    return bool(args.deepspeed) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
 def fill_deepspeed(args: Any) -> None:
     """Fill the ``"auto"`` entries of ``args.deepspeed`` again, after a default was decided that they follow.
 

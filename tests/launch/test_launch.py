@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from launching import run
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_cli_chain import lineage, pipeline  # noqa: F401
@@ -29,10 +30,8 @@ STAGES = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
 def launch(config: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """As a user would, from the repository's root."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-    return subprocess.run(
+    return run(
         [*command, "--main_process_port", "0", *map(str, arguments)],
-        capture_output=True,
-        text=True,
         timeout=900,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("tests", "tests/trainers"))},
@@ -189,10 +188,8 @@ def test_the_command_line_launches_too(embedded_model, tmp_path, algorithm):
         --lora_target_modules all-linear --environment agile:guess_number --max_turns 2 --max_new_tokens 2 --max_steps 1
         --per_device_train_batch_size 4 --dtype bfloat16 --report_to none --model_name_or_path {embedded_model}
         --output_dir {tmp_path} {"--num_generations 8" if algorithm == "grpo" else ""}"""
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-m", "agile_trainers.cli.main", *options.split()],
-        capture_output=True,
-        text=True,
         timeout=900,
         cwd=ROOT,
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import run
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -25,10 +25,8 @@ def runs(embedded_model, tmp_path_factory) -> list[Path]:
     for processes in (1, 2):
         folders.append(tmp_path_factory.mktemp(f"sharded-{processes}"))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        done = subprocess.run(
+        done = run(
             [*command, str(SCRIPT), str(embedded_model), str(folders[-1])],
-            capture_output=True,
-            text=True,
             timeout=300,  # processes that wait for each other in a rollout would wait for ever
             env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "trainers")},
         )

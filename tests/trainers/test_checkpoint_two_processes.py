@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import run
 from safetensors.torch import load_file
 from test_checkpoint import assert_same
 
@@ -20,10 +20,8 @@ SCRIPT = Path(__file__).with_name("checkpoint_two_processes.py")
 def output(embedded_model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    done = subprocess.run(
+    done = run(
         [*command, "--main_process_port", "0", str(SCRIPT), str(embedded_model), str(folder)],
-        capture_output=True,
-        text=True,
         timeout=600,
     )
     assert done.returncode != 0 and (folder / "died").is_dir(), done.stderr[-4000:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 from copy import copy
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 from games import make_trainer
 from hub_push import TOKEN
 from hub_server import Hub, running_hub
+from launching import run as run_to_end
 from transformers import AutoTokenizer
 
 from agile_trainers.trainers import MultiTurnGRPOConfig
@@ -28,11 +28,9 @@ def run(hub: Hub, command: str, model: Path, folder: Path) -> None:
         **os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / f"home-{command}"),
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, str(SCRIPT), command, str(model), str(folder)],
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]

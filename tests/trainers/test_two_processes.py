@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from games import relative_error
+from launching import run
 
 from agile_trainers.rollout.record import read_records
 
@@ -39,10 +39,8 @@ def launch(script: Path, processes: int, model: Path, output: Path, cases: dict[
             importlib.import_module(script.stem).play(str(model), output / name, dict(case))
         return output
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    done = subprocess.run(
+    done = run(
         [*command, str(script), str(model), str(output), json.dumps(cases)],
-        capture_output=True,
-        text=True,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,72 @@
+"""Removes locks that a killed run left where PyTorch builds extensions, and for which every later run would wait for ever.
+
+DeepSpeed builds extensions at first use. PyTorch locks the folder with a file, which only the process that made it removes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+from torch.utils.cpp_extension import get_default_build_root
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+_SHARED_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse", "afs", "9p")
+
+
+def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
+    """Remove the build locks that no process holds, and say so.
+
+    Whoever builds keeps its lock file open, which ``/proc`` shows. Where it cannot be told, on a file system that other
+    hosts share or without ``/proc``, a warning names the file instead.
+
+    Args:
+        root: The folder of all builds. Default: PyTorch's, ``TORCH_EXTENSIONS_DIR`` or below ``~/.cache``.
+
+    Returns:
+        What was removed.
+    """
+    root = root or Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    locks = [path for path in (*root.glob("*/lock"), *root.glob("*/*/lock")) if path.is_file()]
+    if not locks:
+        return []
+    held = _open_files()
+    if held is None or _is_shared(root):
+        for lock in locks:
+            logger.warning(
+                "%s marks an extension as being built. If nothing builds it (a run was killed meanwhile), DeepSpeed waits "
+                "for ever: remove the file.",
+                lock,
+            )
+        return []
+    removed = []
+    for lock in locks:
+        if lock.resolve() not in held:
+            lock.unlink(missing_ok=True)
+            logger.warning("Removed %s: a killed run left it, and DeepSpeed would have waited for it for ever.", lock)
+            removed.append(lock)
+    return removed
+
+
+def _open_files() -> set[Path] | None:
+    """Every file that a process has open, of those that this user may look at; None where the system does not tell."""
+    if not Path("/proc/self/fd").is_dir():
+        return None
+    found = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            found.add(Path(os.readlink(descriptor)))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+def _is_shared(folder: Path) -> bool:
+    """Whether other hosts may see the folder."""
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    path = folder.resolve()
+    where = next((str(parent) for parent in (path, *path.parents) if str(parent) in mounts), "")
+    return mounts.get(where, "").startswith(_SHARED_FILE_SYSTEMS)
