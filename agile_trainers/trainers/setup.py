@@ -267,6 +267,13 @@ def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
             f"trained. Pass more rows, or lower gradient_accumulation_steps={args.gradient_accumulation_steps}, "
             "steps_per_generation or per_device_train_batch_size."
         )
+    if isinstance(dataset, Dataset) and (there := len(dataset) // groups * micro_steps) < accumulation:
+        logger.warning(
+            "An epoch of train_dataset (%d rows) has %d micro-batches, and gradient_accumulation_steps=%d: an update ends "
+            "with the epoch, so each is made on %d micro-batches only. Pass more rows, or lower "
+            "gradient_accumulation_steps.",
+            len(dataset), there, accumulation, there,
+        )  # fmt: skip
     return dataset
 
 

@@ -133,11 +133,18 @@ class Game:
         """The episode as a rollout would hand it over."""
         ids: list[int] = []
         turns = []
-        for tokens, reward in zip(self.episodes[episode], self.rewards[episode]):
+        for k, (tokens, reward) in enumerate(zip(self.episodes[episode], self.rewards[episode])):
             ids += [_OBSERVATION] * bool(ids)
-            turns.append(Turn(len(ids), len(ids) + len(tokens), "", "stop", reward))
+            info = {"anchor": self.state(episode, k + 1)}
+            turns.append(Turn(len(ids), len(ids) + len(tokens), "", "stop", reward, info=info))
             ids += [_TOKENS[token] for token in tokens]
-        return Trajectory([1, 2], ids, [0.0] * len(ids), turns, StopReason.TERMINATED)
+        info = {"anchor": self.state(episode, 0)}
+        return Trajectory([1, 2], ids, [0.0] * len(ids), turns, StopReason.TERMINATED, reset_info=info)
+
+    def state(self, episode: int, turn: int) -> str:
+        """The name of the state that a turn starts from: the last token chosen."""
+        past = self.episodes[episode][:turn]
+        return f"after {past[-1][-1]}" if past else "start"
 
     def batch(self, members: list[int]) -> TurnBatch:
         return collate([self.trajectory(e) for e in members], pad_token_id=0, end_token_id=3)

@@ -56,6 +56,17 @@ def test_no_window_closes_early_without_a_data_set(embedded_model, tmp_path, acc
     assert steps.episodes == [4 * accumulation] * 3
 
 
+def test_an_epoch_shorter_than_an_update_is_warned_of(embedded_model, tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(
+        "agile_trainers.trainers.setup.logger.warning", lambda text, *args: warnings.append(text % args)
+    )
+    rows = Dataset.from_dict({"x": [0, 1, 2]})
+    options = {"gradient_accumulation_steps": 4, "steps_per_generation": 1}
+    assert watched(embedded_model, tmp_path, rows, max_steps=1, **options).episodes == [12]
+    assert any("has 3 micro-batches, and gradient_accumulation_steps=4" in warning for warning in warnings)
+
+
 def test_what_a_stream_has_left_over_is_not_added_to_the_next_update(embedded_model, tmp_path):
     """Five rows, two of them an update: the fifth does not make one."""
     steps = watched(

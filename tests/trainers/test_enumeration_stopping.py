@@ -157,10 +157,56 @@ def test_what_is_no_multiple_of_the_exact_gradient_equals_brute_force(
     assert relative_error(expected * (expected @ exact) / (expected @ expected), exact) > 0.01, "a multiple after all"
 
 
+def _among(value, values):
+    """GRPO's formula."""
+    if len(values) < 2 or statistics.stdev(values) < 1e-6:
+        return 0.0
+    return (value - statistics.fmean(values)) / (statistics.stdev(values) + 1e-4)
+
+
+def test_whole_episodes_and_states_equal_brute_force(embedded_model, tmp_path, game):
+    """GiGPO: the episode among the episodes, plus .7 times each turn among those from a state of the same name."""
+    returns = game.returns(0.5)
+
+    def advantages(members, weight):
+        whole = [sum(game.rewards[e]) for e in members]
+        states: dict[str, list[float]] = {}
+        for e in members:
+            for k, value in enumerate(returns[e]):
+                states.setdefault(game.state(e, k), []).append(value)
+        return [
+            [
+                _among(sum(game.rewards[e]), whole) + weight * _among(v, states[game.state(e, k)])
+                for k, v in enumerate(returns[e])
+            ]
+            for e in members
+        ]
+
+    for granularity, weight in (("trajectory", 0.0), ("anchor", 0.7)):
+        changes = {"anchor_weight": weight, "gamma": 0.5} if weight else {}
+        trainer = grpo(
+            embedded_model, tmp_path / granularity, 3, scale_rewards="group", advantage_granularity=granularity,
+            environment=Anchored, **changes,
+        )  # fmt: skip
+        expected = game.brute_force(3, lambda members, weight=weight: advantages(members, weight))
+        assert relative_error(game.expectation(trainer, 1, 3), expected) < 1e-5
+
+
+class Anchored(Chatter):
+    """Names its states, as the trainer's construction wants to see."""
+
+    def reset(self, seed=None, options=None):
+        return super().reset(seed, options)[0], {"anchor": "start"}
+
+
 @pytest.mark.parametrize("gamma", GAMMAS)
-def test_rebn_equals_brute_force(embedded_model, tmp_path, game, gamma):
+@pytest.mark.parametrize("granularity", ["turn", "token"])
+def test_rebn_equals_brute_force(embedded_model, tmp_path, game, granularity, gamma):
+    """A turn of two tokens counts once, or twice."""
+
     def advantages(members):
-        values = [value for e in members for value in returns[e]]
+        counts = {e: [len(turn) if granularity == "token" else 1 for turn in game.episodes[e]] for e in members}
+        values = [value for e in members for value, count in zip(returns[e], counts[e]) for _ in range(count)]
         mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
         scale = 1 / (spread + 1e-8) if spread > 1e-6 else 0.0
         return [[scale * (value - mean) for value in returns[e]] for e in members]
@@ -168,7 +214,7 @@ def test_rebn_equals_brute_force(embedded_model, tmp_path, game, gamma):
     returns = game.returns(gamma)
     args = MultiTurnREINFORCEConfig(
         **settings(tmp_path, num_generations=1, per_device_train_batch_size=3, loss_type="dr_grpo", gamma=gamma),
-        advantage_granularity="turn",
+        advantage_granularity=granularity,
     )
     trainer = MultiTurnREINFORCETrainer(model=str(embedded_model), args=args, environment=Chatter)
     assert relative_error(game.expectation(trainer, 1, 3), game.brute_force(3, advantages)) < 1e-5
