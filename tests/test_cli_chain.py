@@ -160,6 +160,38 @@ def test_a_stage_that_was_interrupted_ends_where_it_would_have(pipeline: dict, t
     assert adapter(folder) != adapter(folder / "checkpoint-1")
 
 
+def test_a_damaged_checkpoint_does_not_restart_its_stage_without_a_word(pipeline: dict, tmp_path: Path) -> None:
+    """One run, and what a kill or a bad disk may leave of it."""
+    cut = {**pipeline, "stages": pipeline["stages"][:1]}
+    folder = tmp_path / "chain" / "sft"
+    chain.run_pipeline(parse_pipeline(cut), QUIET)
+    state = json.loads((folder / "stage.json").read_text())
+    (folder / "stage.json").write_text(json.dumps({**state, "finished": False}))
+    last = folder / "checkpoint-2" / "adapter_model.safetensors"
+    last.write_bytes(last.read_bytes()[:-1])
+    said = StringIO()
+    assert chain.resume_point(folder, Console(file=said, width=500)) == str(folder / "checkpoint-1")
+    assert "Passed over: " in said.getvalue() and "adapter_model.safetensors has" in said.getvalue()
+    assert f"Going on from {folder / 'checkpoint-1'}." in said.getvalue()
+
+    (folder / "checkpoint-1" / "optimizer.pt").unlink()
+    before = adapter(folder)
+    with pytest.raises(
+        PipelineError, match=r"none that is whole(.|\n)*optimizer.pt is missing(.|\n)*remove the checkpoints"
+    ):
+        chain.run_pipeline(parse_pipeline(cut), QUIET)
+    assert adapter(folder) == before, "nothing was trained"
+
+    # A kill while the first checkpoint is saved leaves no marker: there is nothing to go on from, and it is said.
+    shutil.rmtree(folder / "checkpoint-2")
+    (folder / "checkpoint-1" / "complete.json").unlink()
+    assert chain.resume_point(folder, Console(file=said, width=500)) is None
+    assert "its first checkpoint was not finished; the stage begins again" in said.getvalue()
+    shutil.rmtree(folder / "checkpoint-1")
+    said = StringIO()
+    assert chain.resume_point(folder, Console(file=said)) is None and not said.getvalue()
+
+
 def test_what_was_trained_with_other_options_is_not_taken_for_finished(pipeline: dict, tmp_path: Path) -> None:
     del pipeline["stages"][2:]
     chain.run_pipeline(parse_pipeline(pipeline), QUIET)
@@ -235,7 +267,26 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
         ("stages.1.dataset", "no_such_module:pairs", "there is no module 'no_such_module'"),
         ("stages.1.dataset", "gone.jsonl", "stage 'dpo': there is no file gone.jsonl"),
         ("stages.3.name", "grpo", "Two stages are named 'grpo'"),
-        ("stages.3.name", "../grpo", "a stage's name is the name of its folder"),
+        ("stages.3.name", "GRPO", "Two stages are named 'grpo' and 'GRPO'"),
+        *(
+            ("stages.3.name", name, "a stage's name is the name of its folder")
+            for name in (
+                "../grpo",
+                "..",
+                ".",
+                ".hidden",
+                "a/b",
+                "a\\b",
+                "ends.",
+                "line\n",
+                "",
+                "start",
+                "Start",
+                "chain.json",
+                "chain.json.partial",
+                "x" * 101,
+            )
+        ),
         ("stages.3.lora.rank", 8, "stage 'ppo-after', `lora` knows no 'rank'"),
         ("lora.target_module", ["q_proj"], r"`lora` knows no 'target_module' \(did you mean target_modules"),
         ("lora.layers_to_transform", [0], "`lora`: `layers_to_transform` cannot be used"),

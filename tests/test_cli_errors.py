@@ -243,3 +243,34 @@ def test_help_shows_our_options_first_and_all_of_them_on_request(capsys: pytest.
     options = train.make_parser("grpo")._option_string_actions
     assert all(name in whole for name in options if name.startswith("--") and "-" not in name[2:] and "no_" not in name)
     assert len(brief.splitlines()) < 200 and max(map(len, brief.splitlines())) <= 110
+
+
+SMALL_DISK = "mount -t tmpfs -o size={size} tmpfs {disk} && exec {command}"
+
+
+def _can_mount(folder: Path) -> bool:
+    command = SMALL_DISK.format(size="100k", disk=folder, command="true")
+    return (
+        sys.platform == "linux"
+        and subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True).returncode == 0
+    )
+
+
+@pytest.mark.parametrize("size", ["600k", "2m"], ids=["the model", "the optimizer"])
+def test_a_full_disk_is_named_with_the_way_out(size: str, folder: Path, tmp_path: Path) -> None:
+    """On a disk that holds so much, in a mount namespace of the process's own. What safetensors and PyTorch say differs."""
+    if not _can_mount(tmp_path):
+        pytest.skip("nothing can be mounted here")
+    options = {
+        "model_name_or_path": "model", "environment": "agile:guess_number", "max_steps": 1, "max_turns": 1,
+        "max_new_tokens": 2, "save_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2,
+        "generation_batch_size": 2, "report_to": "none", "output_dir": tmp_path / "run",
+    }  # fmt: skip
+    words = " ".join(f"--{name} {value}" for name, value in options.items())
+    command = SMALL_DISK.format(
+        size=size, disk=tmp_path, command=f"{sys.executable} -m agile_trainers.cli.main grpo {words}"
+    )
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"{tmp_path / 'run'}" in done.stderr and "No space left on device. Free some space" in done.stderr
+    assert "--resume_from_checkpoint auto" in done.stderr

@@ -7,15 +7,20 @@ changed later is noticed too.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
+from safetensors import SafetensorError
 
 from .roles import CRITIC
 from .start import changes_base
@@ -26,6 +31,8 @@ _UNREAD = "training_args.bin"
 RECORD, MARKER = "agile_trainers.json", "complete.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
 """What ``Trainer`` calls the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
+_LITTLE = 1 << 20
+"""Bytes: with less left, a disk is full."""
 NOT_LORA_SETTINGS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
@@ -37,11 +44,47 @@ class CheckpointError(ValueError):
     """A folder cannot be resumed from; the message says why and what to do."""
 
 
+@contextmanager
+def naming_full_disk(path: str | Path) -> Iterator[None]:
+    """Turn what a full disk makes of writing into one error that names the path.
+
+    The operating system's own error names none; safetensors and PyTorch raise errors of theirs.
+
+    Args:
+        path: What is written, or the folder that it is written to.
+
+    Raises:
+        OSError: With ``errno.ENOSPC`` and the path as ``filename``, if the disk is full.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not _is_full(error, Path(path)) or getattr(error, "filename", None) is not None:
+            raise
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        full.add_note("Free some space, or choose a folder on another disk. What was whole before still is.")
+        raise full from error
+
+
+def _is_full(error: BaseException, path: Path) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, SafetensorError):
+        return "os error 28" in str(error) or "os error 122" in str(error)
+    # PyTorch says no more than that a file is shorter than what was written to it.
+    there = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+    return "inline_container" in str(error) and there is not None and shutil.disk_usage(there).free < _LITTLE
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file, whole or not at all.
+
+    Raises:
+        OSError: If it cannot be written. A full disk's names the file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with naming_full_disk(path), partial.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2)
         file.write("\n")
         file.flush()

@@ -26,15 +26,18 @@ from trl import DPOTrainer, SFTTrainer
 
 from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
 from agile_trainers.adapters.checkpoint import (
+    MARKER,
     RECORD,
     CheckpointError,
+    checkpoints,
     mark_complete,
+    naming_full_disk,
     newest_complete,
     read_json,
     write_json,
 )
 from agile_trainers.cli.pipeline import SUPERVISED, Pipeline, PipelineError, Stage, load_rows, read_pipeline
-from agile_trainers.cli.train import ALGORITHMS
+from agile_trainers.cli.train import ALGORITHMS, Started
 from agile_trainers.trainers import MultiTurnREINFORCETrainer
 from agile_trainers.trainers.secrets import blanked
 from agile_trainers.trainers.warm_start import load_tokenizer
@@ -72,7 +75,7 @@ def run_pipeline(pipeline: Pipeline, console: Console, *, after_stage: Hook | No
             _write(folder / STATE, state)
         if trained:
             console.rule(f"{stage.name}: {stage.algorithm} on {model}")
-            _train(pipeline, stage, model, folder, after_stage)
+            _train(pipeline, stage, model, folder, resume_point(folder, console), after_stage)
             _write(folder / STATE, {**state, "finished": True})
         parent, model = state["id"], str(folder)
         evaluation = evaluate(pipeline, model, folder, {"id": parent})
@@ -130,15 +133,39 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def _train(pipeline: Pipeline, stage: Stage, model: str, folder: Path, after_stage: Hook | None) -> None:
+def resume_point(folder: Path, console: Console) -> str | None:
+    """The checkpoint that a stage goes on from; None if it begins. What is passed over is said.
+
+    Raises:
+        PipelineError: If checkpoints were whole once, and none is any more.
+    """
+    try:
+        found, skipped = newest_complete(folder)
+    except CheckpointError as error:
+        there = checkpoints(folder)
+        if any((one / MARKER).is_file() for one in there):
+            raise PipelineError(
+                f"{folder}: the stage has checkpoints, but none that is whole. {error}\nBring back what is missing, or "
+                "remove the checkpoints to train the stage from its beginning."
+            ) from error
+        if there:
+            console.print(f"{folder}: its first checkpoint was not finished; the stage begins again.")
+        return None
+    for reason in skipped:
+        console.print(f"Passed over: {reason}", markup=False)
+    console.print(f"Going on from {found}.", markup=False)
+    return str(found)
+
+
+def _train(
+    pipeline: Pipeline, stage: Stage, model: str, folder: Path, checkpoint: str | None, after_stage: Hook | None
+) -> None:
     make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
     trainer = make(pipeline, stage, model)
-    try:
-        checkpoint = str(newest_complete(folder)[0])
-    except CheckpointError:
-        checkpoint = None
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(str(folder))
+    trainer.add_callback(Started())
+    with naming_full_disk(folder):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(str(folder))
     if stage.algorithm in SUPERVISED:
         _write(folder / RECORD, _record(stage, model, trainer.state.global_step))
     if after_stage is not None:

@@ -15,6 +15,10 @@ from collections.abc import Callable, Iterable
 
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
 """Raised before training starts, these say that something that was given cannot be used."""
+_FULL = (
+    "Free some space, or choose a path on another disk; a run then goes on from its last whole checkpoint with "
+    "--resume_from_checkpoint auto"
+)
 _WAYS_OUT = {
     errno.ENOENT: "Check the path",
     errno.EACCES: "Choose a path that you may write to, or change its permissions",
@@ -23,14 +27,14 @@ _WAYS_OUT = {
     errno.ENOTDIR: "A part of this path is a file; choose a folder",
     errno.EEXIST: "A file has this name; choose another path, or remove it",
     errno.EISDIR: "It is a folder; name a file in it",
-    errno.ENOSPC: "Free some space, or choose a path on another disk",
-    errno.EDQUOT: "Free some space, or choose a path on another disk",
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
 }
 """By the operating system's error number."""
 
 
 class Progress:
-    """Whether training has started, after which every error keeps its traceback."""
+    """Whether training runs, in which every error keeps its traceback."""
 
     training = False
 
@@ -47,7 +51,7 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         The command's exit code, 2 after a mistake, 130 after Ctrl-C.
 
     Raises:
-        Exception: What is no mistake of the user: any error once training has started, and types other than ``MISTAKES``.
+        Exception: What is no mistake of the user: any error while training runs, and types other than ``MISTAKES``.
     """
     Progress.training = False
     try:

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ EPISODES = (
     "num_eval_episodes", "eval_greedy",
 )  # fmt: skip
 """What an evaluation takes over from the last multi-turn stage, unless ``evaluation`` says otherwise."""
+RESERVED = ("start", "chain.json", "chain.json.partial")
+"""Names in the chain's folder that no stage can have."""
+_NAME = re.compile(r"\w(?:[\w.+=@-]{0,98}\w)?")
 _STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
 _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -117,9 +121,10 @@ def parse_pipeline(content: Any) -> Pipeline:
     raw = [_raw_stage(stage, number) for number, stage in enumerate(content["stages"], start=1)]
     stages = [_stage(stage, shared, output) for stage in raw]
     names = [stage.name for stage in stages]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    folded = [name.casefold() for name in names]  # some disks take no notice of case
+    twice = [name for name in names if folded.count(name.casefold()) > 1]
     if twice:
-        raise PipelineError(f"Two stages are named {twice[0]!r}; give one of them another `name`.")
+        raise PipelineError(f"Two stages are named {' and '.join(map(repr, twice[:2]))}; give one another `name`.")
     evaluation = _evaluation(content.get("evaluation"), shared, stages)
     return Pipeline(
         output,
@@ -147,8 +152,11 @@ def _raw_stage(stage: Any, number: int) -> dict[str, Any]:
 def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path) -> Stage:
     name, algorithm = str(raw["name"]), raw["algorithm"]
     where = f"stage {name!r}"
-    if not name or Path(name).name != name:
-        raise PipelineError(f"{where}: a stage's name is the name of its folder.")
+    if not _NAME.fullmatch(name) or name.casefold() in RESERVED:
+        raise PipelineError(
+            f"{where}: a stage's name is the name of its folder. Expected letters, digits and any of `._+=@-`, a letter "
+            f"or digit first and last, and none of {', '.join(RESERVED)}."
+        )
     config = CONFIGS[algorithm]
     known = _options_of(config)
     _mapping(raw, {*_STAGE_KEYS, *known}, where)

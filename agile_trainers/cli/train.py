@@ -77,10 +77,13 @@ class OptionsOnly(Parser):
 
 
 class Started(TrainerCallback):
-    """Notes that training has started: from then on an error is a crash, whose traceback is shown."""
+    """Notes when training runs: an error is then a crash, whose traceback is shown."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         Progress.training = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        Progress.training = False
 
 
 def make_parser(algorithm: str, kind: type[Parser] = Parser) -> Parser:

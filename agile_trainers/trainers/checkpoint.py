@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import uuid
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from agile_trainers.adapters.checkpoint import (
     checkpoints,
     lora_settings,
     mark_complete,
+    naming_full_disk,
     newest_complete,
     read_json,
     set_aside,
@@ -121,7 +122,7 @@ class Checkpoints(GRPOTrainer):
                 self._epochs_done = int(read_json(Path(folder) / "trainer_state.json")["epoch"])
                 self._parent = read_json(Path(folder) / RECORD)["parent"]
             try:
-                with self._graceful_stop.heard():
+                with self._graceful_stop.heard(), naming_full_disk(self.args.output_dir):
                     output = super().train(folder, *args, **kwargs)
             finally:
                 self.engine.pool.close()
@@ -298,12 +299,12 @@ class Checkpoints(GRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """``Trainer.save_model``, and a record of where the model comes from (``agile_trainers.json``)."""
+        folder = Path(output_dir or self.args.output_dir)
         if self.engine is not None and self.args.should_save:
-            write_json(Path(output_dir or self.args.output_dir) / RECORD, self._stage_record())
-        if self._dist.is_zero3 and isinstance(self.model, PeftModel):
-            with every_adapter_trainable(self.model):
-                return super().save_model(output_dir, _internal_call)
-        super().save_model(output_dir, _internal_call)
+            write_json(folder / RECORD, self._stage_record())
+        sharded = self._dist.is_zero3 and isinstance(self.model, PeftModel)
+        with naming_full_disk(folder), every_adapter_trainable(self.model) if sharded else nullcontext():
+            super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.engine is None:
