@@ -10,7 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from agile_trainers.envs.base import Observation, as_messages
-from agile_trainers.envs.checker import EnvironmentProtocolError, describe_error, validate_reset, validate_step
+from agile_trainers.envs.checker import (
+    LARGEST_REWARD,
+    EnvironmentProtocolError,
+    describe_error,
+    validate_reset,
+    validate_step,
+)
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
 from .cutting import cut_observation
@@ -214,6 +220,11 @@ class RolloutEngine:
                 raise EnvironmentProtocolError(f"reset() returned {observation!r}, which tokenizes to nothing.")
             return
         observation, reward, terminated, truncated, info = validate_step(answer)
+        total = reward + sum(turn.reward for turn in episode.turns)
+        if abs(total) > LARGEST_REWARD:
+            raise EnvironmentProtocolError(
+                f"the rewards of the episode add up to {total:.3g}; expected at most {LARGEST_REWARD:.3g} (float32)."
+            )
         observation, cut = self.cut(observation)
         episode.observations_cut += cut
         frame = [] if terminated else self.chat.frame(observation, episode.completion_ids[-1])

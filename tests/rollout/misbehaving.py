@@ -361,6 +361,7 @@ KINDS: dict[str, Kind] = {
     "reward 10 ** 5000": Kind("step", step_of(reward=-(10**5000))),
     "reward 1e39": Kind("step", step_of(reward=1e39)),
     "reward 3e38": Kind("step", step_of(reward=3e38), sound=True),
+    "rewards add up to more than float32": Kind("step", step_of(reward=3e38, terminated=False)),
     "reward subnormal": Kind("step", step_of(reward=5e-324), sound=True),
     "reward complex": Kind("step", step_of(reward=1j)),
     "reward an array": Kind("step", step_of(reward=np.ones(2))),
