@@ -164,14 +164,15 @@ class Generation(GRPOTrainer):
         """Log the gap of a generation batch; all ranks agree on it.
 
         Raises:
-            SamplerMismatchError: In the first batch, if it is too wide and rounding cannot be the reason.
+            SamplerMismatchError: In the run's first batch, if it is too wide and rounding cannot be the reason.
         """
         gap = self._gap_meter.read()
         if gap is None:
             return
         for name, value in (("mean", gap.mean), ("max", gap.maximum)):
             self._metrics["train"][f"sampling/sampling_logp_difference/{name}"].append(value)
-        conditions, is_first = self._conditions(), self._gaps is None
+        # A run that is resumed has got past its first batch, and goes on.
+        conditions, is_first = self._conditions(), self._gaps is None and self.state.global_step == 0
         bound = self.args.max_logprob_gap or (EXACT if conditions.exact else ROUNDED)
         first, last = self._gaps or (gap.mean, 0.0)
         self._gaps = first, gap.mean

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.gap import Conditions, Gap, GapMeter, SamplerMismatchError, explain
+from agile_trainers.trainers.generation import _multiplies_in_tf32
 from agile_trainers.trainers.multi_turn import MultiTurnTrainer
 
 MEAN, MAX = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
@@ -232,6 +233,17 @@ def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
     return count
 
 
+def test_a_resumed_run_warns(embedded_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It got past its first batch, and must not be stopped by a gap that only warned before."""
+    changes = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(embedded_model, tmp_path, max_steps=1, **changes).train()
+    trainer = make_trainer(embedded_model, tmp_path, max_steps=2, **changes)
+    be_noisy(trainer)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=True)
+    assert "more than max_logprob_gap=0.001" in caplog.text and trainer.state.global_step == 2
+
+
 @pytest.mark.parametrize("changes", [{}, SCORED], ids=["loss", "scored"])
 def test_rows_that_are_not_read_do_not_count(embedded_model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = {"skip_zero_advantage": True, "zero_advantage_eps": 0.9, "seed": 5, **changes}
@@ -258,6 +270,16 @@ def test_dropout_that_was_asked_for_is_no_error(embedded_model: Path, tmp_path: 
 )
 def test_what_is_compared_exactly(embedded_model: Path, tmp_path: Path, changes: dict[str, Any], exact: bool) -> None:
     assert make_trainer(embedded_model, tmp_path, **changes)._conditions().exact == exact
+
+
+def test_tf32_is_seen() -> None:
+    assert not _multiplies_in_tf32()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert _multiplies_in_tf32()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not _multiplies_in_tf32()
 
 
 def test_max_logprob_gap_must_be_positive(tmp_path: Path) -> None:
