@@ -157,6 +157,20 @@ def test_what_is_no_multiple_of_the_exact_gradient_equals_brute_force(
     assert relative_error(expected * (expected @ exact) / (expected @ expected), exact) > 0.01, "a multiple after all"
 
 
+def test_whitened_advantages_equal_brute_force(embedded_model, tmp_path, game):
+    returns = game.returns(0.5)
+
+    def advantages(members):
+        rows = brute_force_advantages(returns, 3, "none", "leave_one_out", True)(members)
+        values = [value for row in rows for value in row]
+        mean, spread = statistics.fmean(values), statistics.stdev(values)
+        return [[(value - mean) / (spread + 1e-8) if spread > 1e-6 else 0.0 for value in row] for row in rows]
+
+    options = {"advantage_baseline": "leave_one_out", "gamma": 0.5, "whiten_advantages": True}
+    trainer = grpo(embedded_model, tmp_path, 3, **options)
+    assert relative_error(game.expectation(trainer, 1, 3), game.brute_force(3, advantages)) < 1e-5
+
+
 def _among(value, values):
     """GRPO's formula."""
     if len(values) < 2 or statistics.stdev(values) < 1e-6:
