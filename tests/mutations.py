@@ -310,9 +310,9 @@ MUTATIONS = [
         "range(self._epochs_done)", "range(0)", "tests/trainers/test_checkpoint.py::test_killed_at_every_step[reinforce]",
     ),
     Mutation(
-        "the last whole checkpoint goes before the next is whole", "trainers/checkpoint.py",
-        "limit, args.save_total_limit, self._building = args.save_total_limit, None, building.parent",
-        "limit, self._building = args.save_total_limit, building.parent",
+        "a checkpoint is built where the whole ones are", "trainers/checkpoint.py",
+        "self._building = args.save_total_limit, None, building.parent",
+        "building = args.save_total_limit, None, folder",
         "tests/trainers/test_checkpoint.py -k while_saving",
     ),
     Mutation(
