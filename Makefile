@@ -13,7 +13,7 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm test-launch wheel check snippets mutations faults probes bench bench-vllm bench-gpu clean
+.PHONY: demo test test-vllm test-launch wheel check snippets mutations faults architectures probes bench bench-vllm bench-gpu clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -43,6 +43,9 @@ mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must not
 
 faults: $(VENV)/.installed-dev  ## kill runs at random moments; nothing may be lost; resumable
 	$(RUN) tests/faults/run_faults.py
+
+architectures: $(VENV)/.installed  ## sampled, scored and trained log-probs of 90 architectures; writes docs/architectures.md
+	$(RUN) benchmarks/architectures.py
 
 probes: $(VENV)/.installed  ## the probe environments, each to its threshold on three seeds; resumable
 	$(RUN) benchmarks/probes.py

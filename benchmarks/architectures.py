@@ -9,6 +9,8 @@ a run that fails after construction, makes the exit code 1; what the trainer ref
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import sys
 import tempfile
 import warnings
@@ -17,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from agile_trainers.embedded import make_tokenizer
-from agile_trainers.rollout.generators.architecture import keeps_every_key
+from agile_trainers.rollout.generators.architecture import reading
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 BOUND = 1e-3
@@ -77,7 +80,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_MODERN, **_ROUTED, **_LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1},
     "deepseek_v3": {**_MODERN, **_ROUTED, **_LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1},
     "diffllama": _MODERN,
-    "doge": {**_MODERN, "head_dim": 8},
     "dots1": {**_HEAD, **_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "ernie4_5": _HEAD,
     "ernie4_5_moe": {
@@ -95,6 +97,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "alibi": False,
         "max_position_embeddings": 512,
     },
+    "falcon alibi": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
     "falcon_h1": {**_HEAD, **_MAMBA2, "mamba_d_ssm": 64},
     "falcon_mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
     "flex_olmo": {**_MODERN, "num_experts": 4, "num_experts_per_tok": 2},
@@ -149,9 +152,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
     },
     "llama": _MODERN,
+    "llama dynamic": {**_MODERN, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
     "llama4_text": {
         **_HEAD,
         **_LOCAL,
+        **_NO_AUXILIARY_LOSS,
         "intermediate_size_mlp": 48,
         "attention_chunk_size": _WINDOW,
         "num_hidden_layers": 4,
@@ -218,8 +223,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "persimmon": {**_SIZE, "max_position_embeddings": 512},
     "phi": _MODERN,
     "phi3": _MODERN,
+    "phi3 longrope": {
+        **_MODERN,
+        "original_max_position_embeddings": 48,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 48,
+        },
+    },
     "phimoe": {**_MODERN, **_LOCAL, **_NO_AUXILIARY_LOSS},
     "qwen2": _MODERN,
+    "qwen2 sliding": {**_MODERN, **_SLIDING, "use_sliding_window": True},
     "qwen2_moe": {**_MODERN, **_EXPERTS, "shared_expert_intermediate_size": 24},
     "qwen3": _HEAD,
     "qwen3_5_text": {**_HEAD, **_LINEAR},
@@ -257,7 +274,7 @@ def make_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny causal language model with random weights that react to every token and position.
 
     Args:
-        name: Key of ``ARCHITECTURES``.
+        name: Key of ``ARCHITECTURES``: a model type, and a word for what is unusual about it.
         seed: Of the weights.
         changes: Further options of its configuration.
     """
@@ -267,15 +284,20 @@ def make_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.pad_token_id,
     }
-    config = AutoConfig.for_model(name, vocab_size=len(tokenizer), **{**ids, **ARCHITECTURES[name], **changes})
+    config = AutoConfig.for_model(
+        name.split()[0], vocab_size=len(tokenizer), **{**ids, **ARCHITECTURES[name], **changes}
+    )
     config.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         for parameter_name, parameter in model.named_parameters():
-            # Matrices of unit gain, where transformers starts so small that no position matters; state-space decays stay.
+            # Matrices of unit gain, where transformers starts so small that no position matters; biases, norms and
+            # state-space decays differ from element to element, where transformers starts them equal.
             if parameter.ndim >= 2 and "A_log" not in parameter_name and "conv" not in parameter_name:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            else:
+                parameter.data += 0.2 * torch.randn_like(parameter)
     return model.float()
 
 
@@ -326,8 +348,12 @@ class Row:
     scored: float = 0.0
     trained: float = 0.0
     tokens: int = 0
-    rereads: bool = False
+    """Action tokens that were compared."""
+    reads: str = ""
+    """Name of the :class:`Reading`: what the sampler reads again."""
     refused: str = ""
+    failed: str = ""
+    """The error of a run that was accepted and failed."""
 
     @property
     def accepted(self) -> bool:
@@ -338,6 +364,11 @@ class Row:
     def gap(self) -> float:
         """The larger gap."""
         return max(self.scored, self.trained)
+
+    @property
+    def right(self) -> bool:
+        """Refused, or trained on what it sampled."""
+        return not self.accepted or (not self.failed and self.gap <= BOUND)
 
 
 def compare(name: str, folder: Path | str, **changes: Any) -> Row:
@@ -361,32 +392,70 @@ def compare(name: str, folder: Path | str, **changes: Any) -> Row:
     except ValueError as error:
         return Row(name, refused=str(error))
     trainer.train()
-    return Row(name, trainer.scored, trainer.trained, trainer.tokens, not keeps_every_key(model))
+    return Row(name, trainer.scored, trainer.trained, trainer.tokens, reading(model).name)
+
+
+def page(rows: list[Row]) -> str:
+    """The table as Markdown."""
+    accepted = [row for row in rows if row.accepted]
+    lines = [
+        "# Architectures",
+        "",
+        "`make architectures` trains tiny random-weight models of many architectures for one update and compares the",
+        "log-probabilities of every action token three times: as sampled by the transformers generator (ragged episodes",
+        "of several turns, batches of different lengths), as scored before the update, and as computed by the update.",
+        f"The table holds the largest gap in nats, in fp32 on CPU; more than {BOUND:g} fails. It says that sampler and",
+        "trainer agree. It says nothing about real weights, other precisions or GPU kernels.",
+        "",
+        f"{len(accepted)} architectures are accepted, the largest gap is {max(row.gap for row in accepted):.1e}; "
+        f"{len(rows) - len(accepted)} are refused at construction. Made by transformers {transformers.__version__}.",
+        "",
+        "What a model reads when a turn is sampled: *new* tokens only; the whole conversation once a *turn* (windows,",
+        "recurrent layers, positions counted in columns); or the whole conversation for every *token* (models without",
+        "`past_key_values`, or whose decoding differs from reading), which is slow for long answers.",
+        "",
+        "| architecture | sampled - scored | sampled - trained | reads |",
+        "|---|---|---|---|",
+    ]
+    for row in accepted:
+        gaps = f"{row.scored:.1e} | {row.trained:.1e}" if not row.failed else f"fails: {row.failed} | "
+        lines.append(f"| {row.name} | {gaps} | {row.reads.lower()} |")
+    lines += ["", "| refused | why |", "|---|---|"]
+    lines += [f"| {row.name} | {row.refused} |" for row in rows if not row.accepted]
+    return "\n".join(lines) + "\n"
+
+
+def attempt(name: str) -> Row:
+    """Compare an architecture; a run that fails late is a row too."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return compare(name, folder)
+        except Exception as error:
+            return Row(name, failed=f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def main() -> int:
-    """Compare the architectures named on the command line, or all."""
+    """Compare the architectures named on the command line, or all; the exit code is 1 if a row is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("names", nargs="*", help="Architectures. Default: all, and write docs/architectures.md.")
+    parser.add_argument("names", nargs="*", help=f"Architectures. Default: all, and write {PAGE.name}.")
     names = parser.parse_args().names
+    if unknown := set(names) - set(ARCHITECTURES):
+        parser.error(f"unknown architectures {sorted(unknown)}: choose from {', '.join(ARCHITECTURES)}.")
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    rows, broken = [], []
+    rows = []
     for name in names or ARCHITECTURES:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                row = compare(name, folder)
-            except Exception as error:  # a run that fails late is what the table is to find
-                broken.append(name)
-                print(f"{name:20} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
-                continue
-        rows.append(row)
-        print(
-            f"{name:20} {row.refused or f'{row.scored:.1e} {row.trained:.1e} {row.tokens} rereads={row.rereads}'}",
-            flush=True,
+        rows.append(row := attempt(name))
+        result = (
+            row.refused
+            or row.failed
+            or f"{row.scored:.1e} {row.trained:.1e} over {row.tokens} tokens, reads {row.reads}"
         )
-    return 0
+        print(f"{name:20} {'ok   ' if row.right else 'WRONG'} {result}", flush=True)
+    if not names:
+        PAGE.write_text(page(rows))
+    return 0 if all(row.right for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ ENUMERATION = "tests/trainers/test_enumeration.py"
 STOPPING = "tests/trainers/test_enumeration_stopping.py"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
+ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 GAP = "tests/trainers/test_gap.py"
 CORRECTION = "tests/trainers/test_correction.py"
@@ -448,6 +449,30 @@ MUTATIONS = [
     Mutation(
         "GEM's code runner runs unprotected", "envs/gem_isolation.py",
         "sandbox.subprocess_run = functools.partial(_run, name)", "del sandbox", "tests/envs/test_gem.py",
+        "left padding counts as positions", "rollout/generators/architecture.py",
+        "return (mask.long().cumsum(dim=1) - 1).clamp(min=0)", "return torch.ones_like(mask).long().cumsum(dim=1) - 1",
+        f"{ARCHITECTURES}::test_padding_moves_no_position[gpt2]",
+    ),
+    Mutation(
+        "the critic counts left padding", "adapters/critic.py",
+        '"attention_mask", "position_ids")', '"attention_mask")',
+        f"{ARCHITECTURES}::test_padding_moves_no_position_of_the_critic",
+    ),
+    Mutation(
+        "dropout kept as a float stays on", "trainers/noise.py",
+        "_zero(module, _NOISE)", "pass", f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
+    ),
+    Mutation(
+        "the critic's adapter has dropout", "trainers/ppo.py",
+        "        self._switch_off_noise()\n", "", f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
+    ),
+    Mutation(
+        "a longer row turns the others otherwise", "rollout/generators/architecture.py",
+        "return min(lengths, default=None)", "return None", f"{ARCHITECTURES} -k rope",
+    ),
+    Mutation(
+        "a decode step is trusted that differs from reading", "rollout/generators/architecture.py",
+        '("minimax", "nemotron_h", "zamba2")', "()", "tests/rollout/test_generators.py -k minimax",
     ),
 ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from peft import PeftModel
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
@@ -49,9 +50,7 @@ class AdapterRouter:
             return
         before, active = [(layer, layer._active_adapter) for layer in self._layers], self._active
         for layer in self._layers:
-            # A wrapped module that the adapter has no copy of runs as it is in the base.
-            known = isinstance(layer, BaseTunerLayer) or adapter in layer._adapters
-            layer._active_adapter = [adapter] if known else []
+            layer._active_adapter = [adapter] if _knows(layer, adapter) else []
         self._active = adapter
         try:
             yield
@@ -73,6 +72,13 @@ class AdapterRouter:
             return checkpoint(run, *args, **kwargs)
 
         return checkpoint_with_adapter
+
+
+def _knows(layer: BaseTunerLayer | AuxiliaryTrainingWrapper, adapter: str) -> bool:
+    """Whether the adapter has weights for a layer; without, a wrapped module or token runs as it is in the base."""
+    if isinstance(layer, TrainableTokensLayer):
+        return adapter in layer.token_indices
+    return isinstance(layer, BaseTunerLayer) or adapter in layer._adapters
 
 
 def _remember_adapters(base: PreTrainedModel, router: AdapterRouter) -> None:

@@ -78,7 +78,7 @@ class Run:
             environment_pool(args, factory),
             self.tokenizer,
             eos_token_ids=self.eos_token_ids,
-            longest=getattr(self.config.get_text_config(), "max_position_embeddings", None),
+            model_config=self.config,
             append_final_observation=ALGORITHMS[self.algorithm][1]._needs_final_observation,
         )
 

@@ -42,6 +42,7 @@ from .scoring import Scoring
 from .setup import (
     activation_offloading,
     build_engine,
+    check_architecture,
     check_first_prompt,
     check_kernels,
     check_vllm,
@@ -201,6 +202,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         if environment is not None:
             self.use_vllm = self.args.use_vllm = use_vllm
             check_engine(self.accelerator, self.args)
+            check_architecture(self.model, self.aux_loss_enabled)
             keep_differentiable(self.model)
             fuse(self.model)
             self._turn_ratios = args.importance_sampling_level == "turn"
@@ -214,7 +216,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
                 pool,
                 self.processing_class,
                 eos_token_ids=self.eos_token_ids,
-                longest=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
+                model_config=self.model.config,
                 append_final_observation=self._needs_final_observation,
             )
             if args.training_chat_template:

@@ -10,7 +10,8 @@ from math import gcd
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from peft.utils import TrainableTokensWrapper
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
@@ -25,12 +26,13 @@ from agile_trainers.envs.checker import (
 )
 from agile_trainers.rollout.chat import ChatFrames
 from agile_trainers.rollout.engine import Limits, RolloutEngine
+from agile_trainers.rollout.generators.architecture import check_padding, same_up_to
 from agile_trainers.rollout.processes import ProcessEnvironment
 from agile_trainers.rollout.stepping import EnvironmentPool, InlineTimeoutError
 
 from .config import MultiTurnConfig
 from .randomness import TRAINING, environment_seed
-from .vllm_options import check_device
+from .vllm_options import base_model, check_device
 
 logger = logging.get_logger(__name__)
 
@@ -41,7 +43,7 @@ def build_engine(
     tokenizer: Any,
     *,
     eos_token_ids: list[int],
-    longest: int | None,
+    model_config: Any,
     append_final_observation: bool,
 ) -> RolloutEngine:
     """The rollout engine of a trainer.
@@ -51,7 +53,7 @@ def build_engine(
         pool: Where its environments run.
         tokenizer: The trainer's ``processing_class``.
         eos_token_ids: What ends an answer.
-        longest: The model's ``max_position_embeddings``, if it has such a limit.
+        model_config: The model's, for the longest conversation it can read.
         append_final_observation: See :class:`~agile_trainers.rollout.engine.RolloutEngine`.
 
     Raises:
@@ -63,10 +65,7 @@ def build_engine(
             f"Multi-turn episodes are text only, but processing_class is a {type(tokenizer).__name__}. Pass the "
             "processor's tokenizer as `processing_class`."
         )
-    if args.max_model_length is not None and longest is not None and args.max_model_length > longest:
-        raise ValueError(
-            f"max_model_length={args.max_model_length} is more than the model's max_position_embeddings={longest}."
-        )
+    longest = longest_conversation(args, model_config.get_text_config())
     chat = ChatFrames(
         tokenizer,
         eos_token_ids=eos_token_ids,
@@ -79,12 +78,43 @@ def build_engine(
         Limits(
             args.max_turns,
             args.max_new_tokens,
-            args.max_model_length or longest or 1 << 30,
+            longest or 1 << 30,
             args.max_observation_length,
         ),
         system_prompt=args.system_prompt,
         append_final_observation=append_final_observation,
     )
+
+
+def longest_conversation(args: MultiTurnConfig, config: Any) -> int | None:
+    """``max_model_length``, or what the model can read, alike in every batch, if that is limited.
+
+    Args:
+        args: The trainer's.
+        config: The model's text configuration.
+
+    Raises:
+        ValueError: If ``max_model_length`` is more than that.
+    """
+    asked, most = args.max_model_length, getattr(config, "max_position_embeddings", None)
+    if asked is not None and most is not None and asked > most:
+        raise ValueError(f"max_model_length={asked} is more than the model's max_position_embeddings={most}.")
+    alike = same_up_to(config)
+    if alike is None or alike >= (asked or most or alike):
+        return asked or most
+    why = (
+        f"{config.model_type}'s rope_type='longrope' has other factors for every row of a batch with a row of more than "
+        f"original_max_position_embeddings={alike} tokens, so that an episode would be trained with other "
+        "log-probabilities than it was sampled with"
+    )
+    if asked is not None:
+        raise ValueError(
+            f"max_model_length={asked} is too long: {why}. Set max_model_length to at most {alike}, or give the model a "
+            'rope that is the same at every length, for example model_init_kwargs={"rope_parameters": {"rope_type": "yarn", '
+            f'"factor": ..., "original_max_position_embeddings": {alike}, "rope_theta": ...}}}}.'
+        )
+    logger.warning("Conversations end at max_model_length=%d: %s.", alike, why)
+    return alike
 
 
 def environment_pool(args: MultiTurnConfig, factory: EnvironmentFactory) -> EnvironmentPool:
@@ -220,6 +250,39 @@ def keep_differentiable(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def check_architecture(model: Any, aux_loss_enabled: bool) -> None:
+    """Refuse models and adapters that TRL's loss cannot be computed with, and models whose rows depend on each other.
+
+    Args:
+        model: The policy, adapters included.
+        aux_loss_enabled: Whether TRL adds the router's auxiliary loss.
+
+    Raises:
+        ValueError: For such a model.
+    """
+    base = base_model(model)
+    name, config = type(base).__name__, base.config.get_text_config()
+    check_padding(base)
+    if base.base_model is base:
+        # TRL's fused head runs the decoder, which Llama 4's text model does not name.
+        if not isinstance(getattr(base, "model", None), PreTrainedModel):
+            raise ValueError(
+                f"{name} does not say which of its modules is the decoder (base_model_prefix): choose another."
+            )
+        base.base_model_prefix = "model"
+    if isinstance(base.get_output_embeddings(), TrainableTokensWrapper):
+        raise ValueError(
+            f"trainable_token_indices reach the output head of {name}, which is tied to its embeddings, and TRL's loss "
+            "cannot be computed through them. Leave trainable_token_indices unset, or choose a model with "
+            "tie_word_embeddings=False."
+        )
+    if aux_loss_enabled and not hasattr(config, "num_experts"):
+        raise ValueError(
+            f"The router's auxiliary loss of {name} cannot be computed: its configuration has no num_experts, which TRL "
+            "reads. Set router_aux_loss_coef=0.0."
+        )
 
 
 def check_vllm(args: MultiTurnConfig) -> None:

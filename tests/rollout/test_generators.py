@@ -21,10 +21,14 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MptConfig,
@@ -32,6 +36,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import add_fused_lm_head
@@ -116,8 +122,32 @@ def mpt() -> MptForCausalLM:
     return MptForCausalLM(MptConfig(**shape, max_seq_len=256)).eval()
 
 
+def gpt_neo() -> GPTNeoForCausalLM:
+    """Its local layers keep every key, and count columns."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 256}
+    layers = {"attention_types": [[["global", "local"], 1]], "window_size": 8}
+    return GPTNeoForCausalLM(GPTNeoConfig(**shape, **layers, initializer_range=0.4)).eval()
+
+
+def mamba() -> MambaForCausalLM:
+    """No keys and values at all."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    return MambaForCausalLM(MambaConfig(**shape, initializer_range=0.4)).eval()
+
+
+def minimax() -> MiniMaxForCausalLM:
+    """Its linear attention decodes otherwise than it reads."""
+    torch.manual_seed(0)
+    layers = ["linear_attention", "full_attention"]
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    return MiniMaxForCausalLM(MiniMaxConfig(**SHAPE, **experts, layer_types=layers, block_size=8)).eval()
+
+
 KEEPING = {"qwen2": qwen2, "lora": lora, "fused": fused, "gpt2": gpt2}
-REREADING = {"mistral": mistral, "gemma3": gemma3, "lfm2": lfm2, "mpt": mpt}
+REREADING = {"mistral": mistral, "gemma3": gemma3, "lfm2": lfm2, "mpt": mpt, "gpt_neo": gpt_neo}
+EVERY_TOKEN = {"mamba": mamba, "minimax": minimax}
 
 
 @pytest.fixture(scope="module")
@@ -232,10 +262,10 @@ def assert_same(outputs: list[GenerationOutput], expected: list[GenerationOutput
 # ------------------------------------------------------------------------------------------ the same as re-reading
 
 
-@pytest.mark.parametrize("name", [*KEEPING, *REREADING])
+@pytest.mark.parametrize("name", [*KEEPING, *REREADING, *EVERY_TOKEN])
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 def test_equals_rereading_the_whole_conversation(name: str, sample: bool) -> None:
-    model = {**KEEPING, **REREADING}[name]()
+    model = {**KEEPING, **REREADING, **EVERY_TOKEN}[name]()
     settings = SamplingSettings(do_sample=sample)
     generator = make(model, settings)
     assert generator._keeps_cache == (name in KEEPING)
@@ -498,7 +528,7 @@ def test_rereading_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             make(mistral())
         make(qwen2())
     (record,) = caplog.records
-    assert "mistral" in record.getMessage() and "every turn reads the whole conversation" in record.getMessage()
+    assert "mistral" in record.getMessage() and "reads the whole conversation, once a turn" in record.getMessage()
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
@@ -513,8 +543,8 @@ def test_bad_options_are_refused(model: Qwen2ForCausalLM) -> None:
         make(model, eos_token_ids=[1, VOCAB])
     with pytest.raises(ValueError, match="`pad_token_id` has None"):
         make(model, pad_token_id=None)
-    with pytest.raises(ValueError, match="MambaForCausalLM takes no `past_key_values`"):
-        make(MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1)))
+    with pytest.raises(ValueError, match="RwkvForCausalLM runs its recurrence over padding"):
+        make(RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=2)))
     prompt_tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="Prompt-learning"):
         make(get_peft_model(qwen2(), prompt_tuning))

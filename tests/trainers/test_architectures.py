@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -137,3 +138,61 @@ def test_rates_that_forward_passes_read_from_the_configuration_are_zero(tmp_path
         saved("falcon", tmp_path / "kept", attention_dropout=0.1), tmp_path, lora=False, disable_dropout=False
     )
     assert trainer.model.config.attention_dropout == 0.1
+
+
+def test_a_rope_that_depends_on_length_ends_conversations_where_it_changes(tmp_path):
+    """Longer rows would change the factors of their batch mates, and of the keys that are kept already."""
+    row = architectures.compare("phi3 longrope", tmp_path)
+    assert row.tokens > 20 and row.gap < 1e-5
+    model = saved("phi3 longrope", tmp_path)
+    for asked in (None, 48, 40):
+        trainer = make_trainer(model, tmp_path, lora=False, max_model_length=asked)
+        assert trainer.engine.limits.max_model_length == (asked or 48)
+    with pytest.raises(ValueError, match=r"max_model_length=49.*longrope.*original_max_position_embeddings=48"):
+        make_trainer(model, tmp_path, lora=False, max_model_length=49)
+
+
+def test_what_the_way_out_names_works(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48, "rope_theta": 1e4}
+    model = saved("phi3 longrope", tmp_path)
+    trainer = make_trainer(
+        model, tmp_path, lora=False, max_model_length=192, model_init_kwargs={"rope_parameters": rope}
+    )
+    assert trainer.engine.limits.max_model_length == 192
+    assert trainer.model.config.rope_parameters["rope_type"] == "yarn"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("recurrent_gemma", {}, "RecurrentGemmaForCausalLM runs its recurrence over padding"),
+        ("phimoe", {"router_aux_loss_coef": 0.01}, "PhimoeForCausalLM.*num_experts.*router_aux_loss_coef=0.0"),
+    ],
+)
+def test_what_cannot_be_trained_faithfully_is_refused_at_construction(tmp_path, name, changes, message):
+    row = architectures.compare(name, tmp_path, **changes)
+    assert re.search(message, row.refused)
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "mamba2"])
+def test_sampled_scored_and_trained_agree(tmp_path, name):
+    """``make architectures`` compares the others."""
+    row = architectures.compare(name, tmp_path)
+    assert row.accepted and row.gap < 1e-4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_trainable_tokens(tmp_path, tied):
+    """PPO trains them for the policy alone; where they reach a tied head, which TRL cannot score, they are refused."""
+    seen = sorted(set(make_tokenizer()("start again more").input_ids))
+    model, lora = saved("qwen2", tmp_path, tie_word_embeddings=tied), {"trainable_token_indices": seen}
+    if tied:
+        with pytest.raises(ValueError, match="trainable_token_indices reach the output head"):
+            make_ppo(model, tmp_path, lora=lora)
+        return
+    trainer = make_ppo(model, tmp_path, lora=lora, max_new_tokens=2)
+    before = {name: value.clone() for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    moved = [name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])]
+    assert any(name.endswith("trainable_tokens_delta.default") for name in moved)
+    assert all(".default" in name or ".critic" in name for name in moved)

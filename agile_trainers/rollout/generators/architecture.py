@@ -3,27 +3,58 @@
 from __future__ import annotations
 
 import inspect
+from enum import Enum
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+_DECODES_OTHERWISE = ("minimax", "nemotron_h", "zamba2")
+"""Model types whose pass over one token and a state differs from a pass over the whole conversation."""
+_READS_PADDING = ("recurrent_gemma", "rwkv", "xlstm")
+"""Model types whose recurrence runs over padding as over text."""
+
+
+class Reading(Enum):
+    """How much of a conversation a model reads when it samples."""
+
+    NEW = "what was appended since the last turn"
+    TURN = "the whole conversation, once a turn"
+    TOKEN = "the whole conversation, for every token"
+
+
+def reading(base: PreTrainedModel) -> Reading:
+    """The least that a model may read and still sample from the distribution that it is trained on.
+
+    Keys and values are kept between turns, and moved to other columns of another batch, where every layer keeps and reads
+    those of the whole conversation, wherever they lie. Layers with a window, a state or positions counted in columns read
+    the conversation again each turn. Models without ``past_key_values``, or whose decoding differs from their full forward
+    pass, read it again for every token.
+    """
+    if base.config.model_type in _DECODES_OTHERWISE or "past_key_values" not in _accepted(base):
+        return Reading.TOKEN
+    counts_columns = "local" in getattr(
+        base.config, "attention_layers", ()
+    )  # GPT-Neo keeps the keys of its local layers
+    if counts_columns or not takes_position_ids(base):
+        return Reading.TURN
+    plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
+    return Reading.NEW if plain else Reading.TURN
+
 
 def takes_position_ids(base: PreTrainedModel) -> bool:
     """Whether the model's ``forward`` takes ``position_ids``; otherwise it counts positions by itself."""
-    return "position_ids" in inspect.signature(base.forward).parameters
+    return "position_ids" in _accepted(base)
 
 
-def keeps_every_key(base: PreTrainedModel) -> bool:
-    """Whether the keys of a conversation may be kept between its turns, and moved to other columns of another batch.
+def takes_logits_to_keep(base: PreTrainedModel) -> bool:
+    """Whether the model's ``forward`` can be told to compute the logits of the last position only."""
+    return "logits_to_keep" in _accepted(base)
 
-    True if every layer keeps and reads the keys and values of the whole conversation, wherever they lie.
-    """
-    if not takes_position_ids(base):
-        return False  # ALiBi and others count columns
-    if "local" in getattr(base.config, "attention_layers", ()):
-        return False  # GPT-Neo's local layers keep every key, but count columns
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
+
+def _accepted(base: PreTrainedModel) -> Any:
+    return inspect.signature(base.forward).parameters
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
@@ -36,3 +67,37 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
         (B, S) int64; padding gets the position of its nearest token.
     """
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def check_padding(base: PreTrainedModel) -> None:
+    """Refuse a model whose rows change when they are padded.
+
+    Raises:
+        ValueError: For such a model.
+    """
+    if base.config.model_type in _READS_PADDING:
+        raise ValueError(
+            f"{type(base).__name__} runs its recurrence over padding too: in a batch with longer rows, an episode would be "
+            "sampled and trained with other log-probabilities than alone. Choose a model that masks padding, for example "
+            "Mamba-2, Bamba, Jamba, Falcon-H1 or Qwen3-Next."
+        )
+
+
+def same_up_to(config: Any) -> int | None:
+    """Longest batch, in tokens, that the model's rotary embedding rotates as it does shorter ones; None: any.
+
+    With ``rope_type="longrope"`` (Phi-3, 3.5, 4-mini) the factors of *all* rows change once one row of the batch is longer.
+    (Those of ``"dynamic"`` change beyond ``max_position_embeddings`` only.)
+
+    Args:
+        config: The model's text configuration.
+    """
+    ropes = getattr(config, "rope_parameters", None) or {}
+    # One for the model, or one for each type of layer.
+    nested = [rope for rope in ropes.values() if isinstance(rope, dict) and "rope_type" in rope]
+    lengths = [
+        rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        for rope in (nested or [ropes])
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(lengths, default=None)

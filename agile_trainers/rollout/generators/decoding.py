@@ -74,12 +74,16 @@ class DecodingBatch:
         if self.recent is not None:
             self.recent = torch.cat([self.recent[:, 1:], tokens[:, None]], dim=1)
 
-    def feed(self, tokens: torch.Tensor) -> None:
-        """Make the (R,) sampled ``tokens`` what is read next."""
-        self.input_ids = tokens[:, None].to(self.input_ids.device)
-        self.input_mask = self.alive[:, None]
+    def feed(self, tokens: torch.Tensor, after_all: bool = False) -> None:
+        """Make the (R,) sampled ``tokens`` what is read next, alone or ``after_all`` that was read before."""
+        ids, mask = tokens[:, None].to(self.input_ids.device), self.alive[:, None]
         # An idle row stays at its last position, which the model surely has.
-        self.position_ids = self.position_ids[:, -1:] + self.input_mask
+        positions = self.position_ids[:, -1:] + mask
+        if after_all:
+            ids = torch.cat([self.input_ids, ids], dim=1)
+            mask = torch.cat([self.input_mask, mask], dim=1)
+            positions = torch.cat([self.position_ids, positions], dim=1)
+        self.input_ids, self.input_mask, self.position_ids = ids, mask, positions
 
     def drop(self, finished: Collection[Answer]) -> None:
         """Let the rows of ``finished`` idle."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from agile_trainers.rollout.generators.architecture import keeps_every_key, takes_position_ids
+from agile_trainers.rollout.generators.architecture import (
+    Reading,
+    check_padding,
+    reading,
+    takes_logits_to_keep,
+    takes_position_ids,
+)
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import check_request, check_token_ids
 from agile_trainers.rollout.generators.decoding import (
@@ -42,7 +47,8 @@ class TransformersGenerator:
 
     A model with layers other than plain full attention (sliding window, recurrent, hybrid), or without position ids,
     cannot be repacked. It reads the whole conversation again each turn, with its own cache class, and takes new
-    requests only when no row is decoding.
+    requests only when no row is decoding. A model without ``past_key_values``, or one that decodes a token otherwise than
+    it reads it, reads the whole conversation again for every token. See :func:`.architecture.reading`.
 
     The model must be in eval mode while ``step`` runs; training mode is an error. Nothing is kept of gradients.
 
@@ -56,7 +62,7 @@ class TransformersGenerator:
 
     Raises:
         ValueError: Stop strings without a tokenizer, an id outside the vocabulary, ``max_batch_size`` below 1, a
-            prompt-learning adapter, or a model without ``past_key_values``.
+            prompt-learning adapter, or a model whose recurrence runs over padding.
     """
 
     def __init__(
@@ -84,15 +90,13 @@ class TransformersGenerator:
         self._sampler = Sampler(settings, sorted(self._eos_token_ids))
         self._stop = stop_criteria(settings, tokenizer)
         self._max_batch_size = max_batch_size
-        accepted = inspect.signature(base.forward).parameters
-        if "past_key_values" not in accepted:
-            raise ValueError(
-                f"{type(base).__name__} takes no `past_key_values`: pure state-space models are not supported."
-            )
+        check_padding(base)
         self._takes_positions = takes_position_ids(base)
-        self._keeps_cache = keeps_every_key(base)
+        self._options = {"logits_to_keep": 1} if takes_logits_to_keep(base) else {}
+        self._reading = reading(base)
+        self._keeps_cache = self._reading is Reading.NEW
         if not self._keeps_cache:
-            _log_rereading(base.config.model_type)
+            _log_rereading(base.config.model_type, self._reading)
         # MPS has no float64.
         self._sampling_device = torch.device("cpu") if self._device.type == "mps" else self._device
         self._episodes: dict[int, Episode] = {}
@@ -207,15 +211,19 @@ class TransformersGenerator:
 
     def _forward(self, batch: DecodingBatch) -> torch.Tensor:
         """(R, V) logits of the next token; what the batch reads becomes part of its cache."""
+        options: dict[str, Any] = dict(self._options)
+        if self._takes_positions:
+            options["position_ids"] = batch.position_ids
+        if self._reading is Reading.TOKEN:
+            outputs = self.model(input_ids=batch.input_ids, attention_mask=batch.input_mask, use_cache=False, **options)
+            return outputs.logits[:, -1].to(self._sampling_device)
         batch.kv.mask = torch.cat([batch.kv.mask, batch.input_mask], dim=1)
-        positions = {"position_ids": batch.position_ids} if self._takes_positions else {}
         outputs = self.model(
             input_ids=batch.input_ids,
             attention_mask=batch.kv.mask,
             past_key_values=batch.kv.cache,
             use_cache=True,
-            logits_to_keep=1,
-            **positions,
+            **options,
         )
         batch.kv.cache = outputs.past_key_values
         return outputs.logits[:, -1].to(self._sampling_device)
@@ -233,7 +241,7 @@ class TransformersGenerator:
                 outputs.append(GenerationOutput(answer.request.episode, answer.token_ids, answer.logprobs, reason))
         if outputs:
             self._drop([self._under_way.pop(output.episode) for output in outputs])
-        batch.feed(tokens)
+        batch.feed(tokens, after_all=self._reading is Reading.TOKEN)
         return outputs
 
     def _sample(self, batch: DecodingBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,9 +287,11 @@ def _check_eval_mode(model: torch.nn.Module) -> None:
 
 
 @functools.cache
-def _log_rereading(model_type: str) -> None:
+def _log_rereading(model_type: str, how: Reading) -> None:
     logger.warning(
-        "%s has layers that are not plain full attention, or takes no position ids: its cache is not kept between "
-        "turns, every turn reads the whole conversation again.",
+        "%s cannot keep what it has read between turns (layers other than plain full attention, or no position ids): it "
+        "reads %s.%s",
         model_type,
+        how.value,
+        " That is slow for long answers; use_vllm=True is not." if how is Reading.TOKEN else "",
     )
