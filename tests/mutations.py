@@ -449,6 +449,8 @@ MUTATIONS = [
     Mutation(
         "GEM's code runner runs unprotected", "envs/gem_isolation.py",
         "sandbox.subprocess_run = functools.partial(_run, name)", "del sandbox", "tests/envs/test_gem.py",
+    ),
+    Mutation(
         "left padding counts as positions", "rollout/generators/architecture.py",
         "return (mask.long().cumsum(dim=1) - 1).clamp(min=0)", "return torch.ones_like(mask).long().cumsum(dim=1) - 1",
         f"{ARCHITECTURES}::test_padding_moves_no_position[gpt2]",
