@@ -59,7 +59,7 @@ _IOCTL = (0x5401, 0x5450, 0x5451, 0x541B)
 _WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | (getattr(os, "O_TMPFILE", 0) & ~getattr(os, "O_DIRECTORY", 0))
 
 
-class IsolationError(RuntimeError):
+class IsolationError(OSError):
     """This machine does not isolate what is to run; the message says what to install or to set."""
 
 

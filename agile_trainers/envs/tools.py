@@ -11,6 +11,8 @@ from transformers.utils import get_json_schema
 from agile_trainers.types import Message
 
 from .base import Observation, ResetResult, StepResult
+from .isolation import IsolationError, require
+from .python_sandbox import python
 from .reasoning import ReasoningEnvironment
 from .rows import Row
 from .tool_calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
@@ -80,6 +82,9 @@ class ToolEnvironment(ReasoningEnvironment):
         self.tools = {schema["function"]["name"]: tool for schema, tool in zip(self.schemas, tools)}
         if not tools or len(self.tools) < len(tools):
             raise ValueError(f"Tools need different names, and there must be one: got {list(self.tools)}.")
+        for name, tool in self.tools.items():
+            if tool is python:
+                require(f"The tool {name}")
         self._parameters = {s["function"]["name"]: s["function"].get("parameters", {}) for s in self.schemas}
         self.call_format, self.announce, self.result_role = call_format, announce, result_role
         self.invalid_reward, self.max_turns = invalid_reward, max_turns
@@ -130,6 +135,8 @@ class ToolEnvironment(ReasoningEnvironment):
             return f"Error: {error}"
         try:
             result = self.tools[call.name](**call.arguments)
+        except IsolationError:
+            raise  # it is this machine that cannot run the tool, whatever the model writes
         except Exception as exception:
             kind = "" if isinstance(exception, ValueError) else f"{type(exception).__name__}: "
             return f"Error: {kind}{exception}"

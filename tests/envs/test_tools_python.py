@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agile_trainers.envs.isolation import OPTION, IsolationError
 from agile_trainers.envs.python_sandbox import MODULES, python, run_python
 from agile_trainers.envs.tools import ToolEnvironment
 
@@ -145,3 +146,24 @@ def test_as_a_tool() -> None:
     environment.reset(options={"question": "q", "answer": "a"})
     call = '<tool_call>{"name": "python", "arguments": {"code": "print(2 ** 5)"}}</tool_call>'
     assert environment.step(call)[0] == "<tool_response>\n32\n</tool_response>"
+
+
+@pytest.mark.usefixtures("nothing_isolates")
+def test_where_nothing_isolates_the_tool_is_refused_before_training_and_a_wrapper_at_its_call() -> None:
+    """The model is not told: nothing that it writes could help."""
+    rows = [{"question": "q", "answer": "a"}] * 9
+    with pytest.raises(IsolationError, match=rf"The tool python.*{OPTION}"):
+        ToolEnvironment([python], rows)
+
+    def calculate(code: str) -> str:
+        """Run code.
+
+        Args:
+            code: The code.
+        """
+        return run_python(code)
+
+    environment = ToolEnvironment([calculate], rows)
+    environment.reset(seed=0)
+    with pytest.raises(IsolationError):
+        environment.step('<tool_call>{"name": "calculate", "arguments": {"code": "1"}}</tool_call>')
