@@ -43,6 +43,7 @@ GAP = "tests/trainers/test_gap.py"
 CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_recipe.py"
+MEMORY = "tests/test_cli_memory.py"
 
 MUTATIONS = [
     Mutation(
@@ -475,6 +476,36 @@ MUTATIONS = [
     Mutation(
         "a decode step is trusted that differs from reading", "rollout/generators/architecture.py",
         '("minimax", "nemotron_h", "zamba2")', "()", "tests/rollout/test_generators.py -k minimax",
+    ),
+    Mutation(
+        "a layer that is computed again is not planned for", "cli/tracing.py",
+        "+ sum(self.inputs) + max(self.layers)", "+ sum(self.inputs)", f"{MEMORY} -k checkpointing-lora",
+    ),
+    Mutation(
+        "each storage is counted every time it is kept", "cli/tracing.py",
+        "storage._cdata not in own and storage._cdata not in seen", "storage._cdata not in own", f"{MEMORY} -k qwen2-lora",
+    ),
+    Mutation(
+        "the plan leaves out the observations", "cli/memory.py",
+        "+ (args.max_turns - 1) * observation", "", f"{MEMORY} -k limits",
+    ),
+    Mutation(
+        "the players' returns speak for the model", "cli/checks.py",
+        'if run.player == "model" and run.named and len(own) == 1:', "if False:",
+        "tests/test_cli_check.py -k own_episodes",
+    ),
+    Mutation(
+        "the last of two equal keys counts", "cli/yaml_files.py",
+        "if (key.tag, key.value) in lines:", "if False:", "tests/test_cli_errors.py -k equal_keys",
+    ),
+    Mutation(
+        "a crash in training is taken for a mistake", "cli/errors.py",
+        "isinstance(error, MISTAKES) and not Progress.training", "isinstance(error, MISTAKES)",
+        "tests/test_cli_errors.py -k mistakes_and_crashes",
+    ),
+    Mutation(
+        "a stage with damaged checkpoints begins again", "cli/chain.py",
+        "if any((one / MARKER).is_file() for one in there):", "if False:", "tests/test_cli_chain.py -k damaged",
     ),
 ]  # fmt: skip
 

@@ -144,6 +144,15 @@ def test_a_real_process_prints_no_traceback_without_debug(folder: Path) -> None:
     assert "Traceback" in debug.stderr and "make_environment_factory" in debug.stderr
 
 
+@pytest.mark.parametrize("mistake", ["number out of range", "option of check", "pipeline twice", "model of play"])
+def test_debug_raises_what_is_said_otherwise(mistake: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    argv, expected = MISTAKES[mistake]
+    with pytest.raises(SystemExit if mistake == "option of check" else ValueError) as raised:
+        main([*argv, "--debug"])
+    assert raised.type is SystemExit or re.search(expected, str(raised.value))
+
+
 def test_processes_that_accelerate_starts_say_a_mistake_once_each(folder: Path) -> None:
     """What only they find out: here, that nothing says how long to train."""
     command = [sys.executable, "-m", "agile_trainers.cli.main", "grpo", *MODEL, *GUESS, "--num_processes", "1", "--cpu"]

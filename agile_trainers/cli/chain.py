@@ -36,6 +36,7 @@ from agile_trainers.adapters.checkpoint import (
     read_json,
     write_json,
 )
+from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.pipeline import SUPERVISED, Pipeline, PipelineError, Stage, load_rows, read_pipeline
 from agile_trainers.cli.train import ALGORITHMS, Started
 from agile_trainers.trainers import MultiTurnREINFORCETrainer
@@ -327,6 +328,8 @@ def main(argv: Sequence[str]) -> None:
             return
         rows = run_pipeline(pipeline, console)
     except PipelineError as error:
+        if Progress.debug:
+            raise
         parser.error(str(error))
     console.print(results(rows))
     PartialState().destroy_process_group()

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from trl import DatasetMixtureConfig, ModelConfig
 
 from agile_trainers.cli.checks import Report, Run, check_run, model_config
-from agile_trainers.cli.errors import message
+from agile_trainers.cli.errors import Progress, message
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model
 from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, check_needed, load_rows, on_cpu, split_of
@@ -93,6 +93,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             parser.error("--environment is missing: the id of what to check, or module.path:Name.")
         args = args.with_environment()
     except ValueError as error:  # a configuration's own check
+        if Progress.debug:
+            raise
         parser.error(str(error))
     report = Report(console or Console())
     report.console.rule(f"agile-trainers check: {script.environment}", characters="-")

@@ -37,6 +37,8 @@ class Progress:
     """Whether training runs, in which every error keeps its traceback."""
 
     training = False
+    debug = False
+    """Whether mistakes keep it too."""
 
 
 def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
@@ -53,7 +55,7 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
     Raises:
         Exception: What is no mistake of the user: any error while training runs, and types other than ``MISTAKES``.
     """
-    Progress.training = False
+    Progress.training, Progress.debug = False, debug
     try:
         return run() or 0
     except KeyboardInterrupt as stop:

@@ -247,6 +247,8 @@ def parse_checked(algorithm: str, options: Sequence[str]) -> Any:
     try:
         return parser.parse_args_and_config(options, fail_with_unknown_args=False)
     except (ValueError, TypeError) as error:
+        if Progress.debug:
+            raise
         parser.error(str(error))
 
 
