@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
-import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import upload_folder
+from huggingface_hub import auth_check, is_offline_mode, upload_folder
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from peft import PeftModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
-from transformers.utils.hub import PushInProgress
+from transformers.utils import logging
 from trl import GRPOTrainer
 
 from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.adapters.checkpoint import RECORD
 from agile_trainers.rollout.engine import RolloutEngine
 
+from .background_pushes import BackgroundPushes, limit_silence, remove_stages, stage
 from .card import CURVE, curve, hyperparameters, model_card, plot_curve
+
+logger = logging.get_logger(__name__)
 
 _MODEL = (
     "adapter_config.json", "adapter_model*.safetensors", "adapter_model.safetensors.index.json", "config.json",
@@ -58,6 +62,41 @@ class HubModels(GRPOTrainer):
                 "reference_adapter=True (LoRA), or leave it out."
             )
 
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Make the repository and check that it can be written to; ``Trainer`` calls this at construction.
+
+        Offline (``HF_HUB_OFFLINE=1``), nothing is asked and nothing pushed while training; a warning says so.
+
+        Raises:
+            ValueError: If the Hub refuses the repository's name or the token.
+        """
+        if not self.is_world_process_zero():
+            return
+        name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        if is_offline_mode():
+            logger.warning(
+                "HF_HUB_OFFLINE=1: nothing is pushed to %s. Push the run later with trainer.push_to_hub().", name
+            )
+            self.hub_model_id, self.push_in_progress = None, None
+            return
+        limit_silence()
+        token = token or self.args.hub_token
+        try:
+            super().init_hf_repo(token=token)
+            try:
+                auth_check(str(self.hub_model_id), token=token, write=True)
+            except RepositoryNotFoundError as error:
+                if error.response.status_code != 404:  # it was made just now: this Hub does not answer the question
+                    raise
+        except (HfHubHTTPError, HFValidationError) as error:
+            response = getattr(error, "response", None)
+            if response is not None and response.status_code not in (400, 401, 403, 404):
+                raise
+            raise ValueError(
+                f"Cannot push to hub_model_id={name!r}: {str(error).strip().splitlines()[0]} Check the name (user/model) "
+                "and that the token (hub_token, or that of `hf auth login`) may write there, or set push_to_hub=False."
+            ) from error
+
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -92,9 +131,18 @@ class HubModels(GRPOTrainer):
             return None
         self.create_model_card(**kwargs)
         self._finish_current_push()
-        return self._upload(
-            Path(self.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
-        )
+        folder = self._stage(Path(self.args.output_dir), None)
+        upload = self._uploader(commit_message, token=token, revision=revision)
+        if blocking:
+            try:
+                return upload(folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        done = ThreadPoolExecutor(1)
+        pushed = done.submit(upload, folder)
+        pushed.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
+        done.shutdown(wait=False)
+        return pushed
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.engine is None:
@@ -102,62 +150,63 @@ class HubModels(GRPOTrainer):
         args, strategy = self.args, self.args.hub_strategy
         if not self.is_world_process_zero() or strategy == HubStrategy.END:
             return
-        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
-        if busy and not args.hub_always_push:
+        if self.hub_model_id is None:  # offline
+            return
+        if self.push_in_progress is None:
+            self.push_in_progress = BackgroundPushes()
+            remove_stages(Path(args.output_dir))
+        if not self.push_in_progress.is_done() and not args.hub_always_push:
             return
         self.callback_handler.on_push_begin(args, self.state, self.control)
         folder, message = Path(checkpoint_folder), f"Training in progress, step {self.state.global_step}"
-        jobs = [self._upload(folder, message, blocking=False)]
+        self._push_later(folder, message)
         if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else folder.name
-            jobs.append(self._upload(folder, f"{message}, checkpoint", blocking=False, path_in_repo=path))
-        if busy:
-            self.push_in_progress.jobs.extend(jobs)
-        else:
-            self.push_in_progress = PushInProgress(jobs)
+            self._push_later(folder, f"{message}, checkpoint", path_in_repo=path)
 
-    def _upload(
+    def _push_later(self, folder: Path, message: str, path_in_repo: str | None = None) -> None:
+        self.push_in_progress.submit(
+            f"{folder.name} to {self.hub_model_id} ({message!r})",
+            lambda: self._stage(folder, path_in_repo),
+            self._uploader(message, path_in_repo=path_in_repo),
+        )
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        if isinstance(getattr(self, "push_in_progress", None), BackgroundPushes):
+            self.push_in_progress.summarize()
+
+    def _stage(self, folder: Path, path_in_repo: str | None) -> Path:
+        """What is pushed of a folder: the model in it, or all of it under another path."""
+        output_dir = Path(self.args.output_dir)
+        if path_in_repo is not None:
+            # Without the pickle, which nothing here reads.
+            return stage({Path("."): folder}, output_dir, leave_out=(TRAINING_ARGS_NAME,))
+        chosen = dict.fromkeys(self._chosen(folder), folder)
+        chosen |= {Path(name): output_dir for name in ("README.md", CURVE) if (output_dir / name).is_file()}
+        if "rollouts" in self.args.hub_extras:
+            chosen |= {path.relative_to(output_dir): output_dir for path in output_dir.glob(*_EXTRAS["rollouts"])}
+        return stage(chosen, output_dir)
+
+    def _uploader(
         self,
-        folder: Path,
         message: str | None,
         *,
-        blocking: bool,
         token: str | None = None,
         revision: str | None = None,
         path_in_repo: str | None = None,
-    ) -> Any:
-        """Push the model in a folder, or all of it under another path. From a copy: checkpoints are deleted over time."""
-        output_dir = Path(self.args.output_dir)
-        chosen = dict.fromkeys(self._chosen(folder), folder) if path_in_repo is None else {Path("."): folder}
-        if path_in_repo is None:
-            chosen |= {Path(name): output_dir for name in ("README.md", CURVE) if (output_dir / name).is_file()}
-            if "rollouts" in self.args.hub_extras:
-                chosen |= {path.relative_to(output_dir): output_dir for path in output_dir.glob(*_EXTRAS["rollouts"])}
-        stage = Path(tempfile.mkdtemp(prefix="push-"))
-        for path, source in chosen.items():
-            (stage / path).parent.mkdir(parents=True, exist_ok=True)
-            if (source / path).is_dir():
-                leave_out = shutil.ignore_patterns(TRAINING_ARGS_NAME)  # a pickle, which nothing here reads
-                shutil.copytree(source / path, stage / path, dirs_exist_ok=True, ignore=leave_out)
-            else:
-                shutil.copy2(source / path, stage / path)
-        upload = functools.partial(
-            upload_folder,
-            repo_id=str(self.hub_model_id),
-            folder_path=stage,
-            path_in_repo=path_in_repo,
-            commit_message=message,
-            token=token or self.args.hub_token,
-            revision=revision or self.args.hub_revision,
-        )
-        if not blocking:
-            pushed: Any = upload(run_as_future=True)
-            pushed.add_done_callback(lambda _: shutil.rmtree(stage))
-            return pushed
-        try:
-            return upload()
-        finally:
-            shutil.rmtree(stage)
+    ) -> Callable[[Path], Any]:
+        def upload(folder: Path) -> Any:
+            return upload_folder(
+                repo_id=str(self.hub_model_id),
+                folder_path=folder,
+                path_in_repo=path_in_repo,
+                commit_message=message,
+                token=token or self.args.hub_token,
+                revision=revision or self.args.hub_revision,
+            )
+
+        return upload
 
     def _chosen(self, folder: Path) -> list[Path]:
         vocabulary = getattr(self.processing_class, "vocab_files_names", {}).values()

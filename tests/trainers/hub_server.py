@@ -25,6 +25,10 @@ class Hub(ThreadingHTTPServer):
         self.repositories: dict[str, list[dict[str, Any]]] = {}
         self.large: dict[str, bytes] = {}
         self.lock = threading.Lock()
+        self.release = threading.Event()
+        """Set at the end: lets go of requests that hang."""
+        self.fail: dict[str, list[str]] = {}
+        """Beginning of a commit's message to what its next attempts meet: "500", "429", "401", "hang" or "cut"."""
 
     def commit(self, repository: str, message: str, changes: dict[str, bytes], token: str | None) -> str:
         with self.lock:
@@ -44,6 +48,8 @@ class _Handler(BaseHTTPRequestHandler):
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         if path == "/api/validate-yaml":
             self._json({"errors": [], "warnings": []})
+        elif path == "/api/repos/create" and (token is None or "wrong" in token):
+            self._send(401, b"{}", "application/json", {})
         elif path == "/api/repos/create":
             wanted = json.loads(body)
             repository = f"{wanted.get('organization') or USER}/{wanted['name']}"
@@ -62,6 +68,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(r"/api/models/(.+?)/commit/[^/]+", path):
             lines = [json.loads(line) for line in body.splitlines()]
             message = next(line["value"]["summary"] for line in lines if line["key"] == "header")
+            if self._fails(message):
+                return
             files = [line["value"] for line in lines if line["key"] == "file"]
             changes = {file["path"]: base64.b64decode(file["content"]) for file in files}
             large = [line["value"] for line in lines if line["key"] == "lfsFile"]
@@ -71,6 +79,19 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._missing("EntryNotFound")
 
+    def _fails(self, message: str) -> bool:
+        fault = next((faults.pop(0) for name, faults in self.server.fail.items() if faults and message == name), None)
+        if fault is None:
+            return False
+        if fault.isdigit():
+            self._send(int(fault), b"{}", "application/json", {"Retry-After": "0"} if fault == "429" else {})
+        else:
+            if fault == "hang":
+                self.server.release.wait(60)
+            self.close_connection = True
+            self.connection.close()
+        return True
+
     def do_PUT(self) -> None:
         content, oid = self.rfile.read(int(self.headers["Content-Length"])), self._path().removeprefix("/large/")
         assert hashlib.sha256(content).hexdigest() == oid
@@ -79,7 +100,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self, body: bool = True) -> None:
         path = self._path()
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/auth-check.*", path):
+            token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+            self._send(403 if token.startswith("hf_read") else 200, b"{}", "application/json", {})
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
             if commit := self._commit(match[1], match[2]):
                 files = [{"rfilename": name, "size": len(content)} for name, content in commit["files"].items()]
                 self._json({"id": match[1], "modelId": match[1], "sha": commit["sha"], "siblings": files, "tags": []})
@@ -141,6 +165,7 @@ def running_hub() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.release.set()
         hub.shutdown()
         hub.server_close()
         thread.join()

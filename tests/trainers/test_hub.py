@@ -17,21 +17,25 @@ from hub_server import Hub, running_hub
 from launching import run as run_to_end
 from transformers import AutoTokenizer
 
+from agile_trainers.adapters.checkpoint import check_complete
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.card import hyperparameters, model_card
 
 SCRIPT = Path(__file__).with_name("hub_push.py")
 
 
-def run(hub: Hub, command: str, model: Path, folder: Path) -> None:
-    environment = {
-        **os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / f"home-{command}"),
+def environment(hub: Hub, home: Path) -> dict[str, str]:
+    return {
+        **os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home),
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip
+
+
+def run(hub: Hub, command: str, model: Path, folder: Path) -> None:
     done = run_to_end(
         [sys.executable, str(SCRIPT), command, str(model), str(folder)],
-        env=environment,
-        timeout=300,
+        env=environment(hub, folder / f"home-{command}"),
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -99,6 +103,65 @@ def test_the_card_of_a_run(pushed):
         "[Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347)",
     ):  # fmt: skip
         assert text in card, text
+
+
+FAULTS = {
+    "Training in progress, step 1": ["500", "500"],
+    "Training in progress, step 2": ["429"],
+    "Training in progress, step 3": ["cut"],
+    "Training in progress, step 4": ["hang"],
+    "Training in progress, step 5": ["401"],
+    # The disk is full at step 6.
+}
+
+
+def test_a_hub_that_fails_in_six_ways(embedded_model, tmp_path):
+    """What can arrive arrives, in order; the rest is said at once and at the end. No checkpoint is lost."""
+    with running_hub() as hub:
+        hub.fail = {message: list(faults) for message, faults in FAULTS.items()}
+        command = [sys.executable, str(SCRIPT.with_name("hub_faults.py")), str(embedded_model), str(tmp_path)]
+        done = run_to_end(command, env=environment(hub, tmp_path / "home"), timeout=600)
+        assert done.returncode == 0, done.stderr[-4000:]
+        commits = hub.repositories["tester/run"]
+    messages = [commit["message"] for commit in commits[1:]]
+    assert messages == [f"Training in progress, step {step}" for step in (1, 2, 3, 4, 7)] + ["End of training"]
+    final = (tmp_path / "run" / "checkpoint-7" / "adapter_model.safetensors").read_bytes()
+    assert commits[-1]["files"]["adapter_model.safetensors"] == final
+    assert all(check_complete(tmp_path / "run" / f"checkpoint-{step}") for step in range(1, 8))
+    assert not list((tmp_path / "run").glob(".push-*"))
+
+    said = done.stderr + done.stdout
+    for step, attempts in ((1, 2), (2, 1), (3, 1), (4, 1)):
+        assert said.count(f"Pushing checkpoint-{step} to tester/run") == attempts, said[-4000:]
+    assert said.count("Trying again") == 5
+    for step, reason in ((5, "401"), (6, "No space left on device")):
+        lines = [line for line in said.splitlines() if f"checkpoint-{step} to tester/run" in line]
+        assert len(lines) == 2 and all(reason in line for line in lines), "at once, and in the summary"
+    assert "2 of the run's pushes did not arrive" in said
+
+
+@pytest.mark.parametrize(
+    ("token", "name"), [("hf_wrong", "tester/run"), ("hf_read_only", "tester/run"), ("hf_fine", "not//a name")]
+)
+def test_a_wrong_token_or_name_shows_at_construction(embedded_model, tmp_path, token, name):
+    program = (
+        "import sys; from games import make_trainer\n"
+        "make_trainer(sys.argv[1], sys.argv[2], push_to_hub=True, hub_token=sys.argv[3], hub_model_id=sys.argv[4])"
+    )
+    with running_hub() as hub:
+        done = run_to_end(
+            [sys.executable, "-c", program, str(embedded_model), str(tmp_path), token, name],
+            env=environment(hub, tmp_path / "home"), timeout=600, cwd=SCRIPT.parent,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert f"ValueError: Cannot push to hub_model_id={name!r}" in done.stderr and "hub_token" in done.stderr
+    assert token not in done.stderr
+
+
+def test_construction_works_offline(embedded_model, tmp_path):
+    trainer = make_trainer(embedded_model, tmp_path, push_to_hub=True, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert (tmp_path / "checkpoint-1").is_dir()
 
 
 RECORD = {

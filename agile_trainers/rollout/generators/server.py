@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
 from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_client import VLLMClient
+from urllib3.util.retry import Retry
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import check_request, check_room, check_token_ids
@@ -31,10 +33,23 @@ from agile_trainers.rollout.generators.vllm import (
 
 PATIENCE = 0.005
 """Seconds that a step waits for an answer; environments are looked at in between."""
-
+ANSWER_SECONDS = 600.0
+"""How long a request may take. TRL's client waits for ever."""
+RETRIES = Retry(
+    total=3, read=1, status_forcelist=[500, 502, 503], backoff_factor=0.5, allowed_methods=["POST", "GET"]
+)  # fmt: skip
+"""A server that is gone is noticed after three seconds; TRL's client goes on for a minute."""
 
 MOST_STOP_STRINGS = 4
 """That a server takes with a request."""
+
+
+class _PatientAdapter(HTTPAdapter):
+    """Limits every request that names no limit itself to ``ANSWER_SECONDS``."""
+
+    def send(self, request: PreparedRequest, **options: Any) -> Response:  # type: ignore[override]
+        options["timeout"] = options.get("timeout") or ANSWER_SECONDS
+        return super().send(request, **options)
 
 
 class VllmServer:
@@ -57,8 +72,7 @@ class VllmServer:
     ) -> None:
         self.client = VLLMClient(base_url=url, connection_timeout=timeout)
         for prefix in ("http://", "https://"):
-            retries = self.client.session.get_adapter(prefix).max_retries
-            self.client.session.mount(prefix, HTTPAdapter(max_retries=retries, pool_maxsize=max_batch_size))
+            self.client.session.mount(prefix, _PatientAdapter(max_retries=RETRIES, pool_maxsize=max_batch_size))
         self.url, self.max_batch_size, self.vocab_size = self.client.base_url, max_batch_size, vocab_size
         self.info: dict[str, Any] = self.client.get_server_info()
         """How the server was started, as vLLM's ``VllmConfig``."""
@@ -87,10 +101,17 @@ class VllmServer:
             if self._folder is not None:
                 Path(self._folder).mkdir(parents=True, exist_ok=True)
             self._written = tempfile.TemporaryDirectory(prefix="vllm-policy-", dir=self._folder)
+            Path(self._written.name).chmod(0o755)  # the server may run as another user
         name = f"policy-{uuid.uuid4().hex}"
         folder = Path(self._written.name).resolve() / name
-        moved = write_adapter(folder, weights, config)
-        self._lora("load", {"lora_name": name, "lora_path": str(folder)})
+        try:
+            moved = write_adapter(folder, weights, config)
+            for path in (folder, *folder.iterdir()):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+            self._lora("load", {"lora_name": name, "lora_path": str(folder)})
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         if self.adapter is not None:
             self._lora("unload", {"lora_name": self.adapter})
             shutil.rmtree(folder.parent / self.adapter)
@@ -109,7 +130,9 @@ class VllmServer:
         if response.status_code == 200:
             return
         hint = f"It has to see {body.get('lora_path')}: choose an output_dir on a file system that both share."
-        if response.json() == {"detail": "Not Found"}:  # there is no such route
+        if response.status_code in (401, 403):
+            hint = "Something before the server refuses the request: a proxy, or an API key that it asks for."
+        elif response.status_code == 404 and "Not Found" in response.text:  # there is no such route
             hint = "It takes adapters only if it was started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
         raise ValueError(
             f"The vLLM server at {self.url} did not {action} the policy's adapter: {response.status_code} {response.text}. "

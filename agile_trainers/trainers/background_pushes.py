@@ -1,0 +1,170 @@
+"""Uploads to the Hub beside training: one after another, tried again when that can help, and never silently lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+from huggingface_hub import set_client_factory
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils._http import default_client_factory
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+WAITS = (2.0, 10.0, 60.0)
+"""Seconds before each further attempt."""
+SILENCE_SECONDS = 300.0
+"""How long the Hub may say nothing; the client of ``huggingface_hub`` would wait for ever."""
+STAGE = ".push-"
+"""Beginning of the folders below ``output_dir`` that hold what is being uploaded."""
+
+
+def limit_silence() -> None:
+    """Let the process's Hub client give up on a server that hangs."""
+
+    def factory() -> httpx.Client:
+        client = default_client_factory()
+        client.timeout = httpx.Timeout(SILENCE_SECONDS)
+        return client
+
+    set_client_factory(factory)
+
+
+def stage(files: Mapping[Path, Path], output_dir: Path, leave_out: tuple[str, ...] = ()) -> Path:
+    """Collect what is to be uploaded in a folder below ``output_dir``: checkpoints are deleted over time.
+
+    Args:
+        files: Relative path (of a file or folder) to the folder it lies in. From checkpoints, which nobody writes into any
+            more, hard links are made where the file system has them; what lies in ``output_dir`` itself is copied.
+        output_dir: Where the new folder is made.
+        leave_out: Names of files that are not taken.
+
+    Returns:
+        The folder. Whoever uploads it removes it.
+
+    Raises:
+        OSError: If the disk is full, or a file cannot be read. Nothing is left behind then.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=STAGE, dir=output_dir))
+    try:
+        for path, source in files.items():
+            put = shutil.copy2 if source == output_dir else _link
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            if (source / path).is_dir():
+                ignore = shutil.ignore_patterns(*leave_out)
+                shutil.copytree(source / path, folder / path, dirs_exist_ok=True, ignore=ignore, copy_function=put)
+            else:
+                put(source / path, folder / path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def remove_stages(output_dir: Path) -> None:
+    """Remove what killed uploads left."""
+    for folder in output_dir.glob(f"{STAGE}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class BackgroundPushes:
+    """The uploads of a run, in the order they were given. Has what ``Trainer`` asks of its ``push_in_progress``."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Future[Any]] = []
+        self.failures: list[str] = []
+        """What could not be pushed, and why."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hub-push")
+        self._stop = threading.Event()
+
+    def submit(self, what: str, prepare: Callable[[], Path], upload: Callable[[Path], Any]) -> None:
+        """Upload later. Returns at once, but for ``prepare``.
+
+        Args:
+            what: For messages.
+            prepare: Makes the folder to upload, now. If the disk is full, this upload is given up and training goes on.
+            upload: Uploads that folder, which is removed afterwards.
+        """
+        try:
+            folder = prepare()
+        except OSError as error:
+            self._give_up(what, error)
+            return
+        self.jobs.append(self._thread.submit(self._push, what, folder, upload))
+
+    def is_done(self) -> bool:
+        """Whether nothing is under way."""
+        return all(job.done() for job in self.jobs)
+
+    def wait_until_done(self) -> None:
+        """Wait for every upload to succeed or to be given up."""
+        for job in self.jobs:
+            job.result()
+
+    def cancel(self) -> None:
+        """Give up what has not begun, and further attempts."""
+        self._stop.set()
+        self.jobs = [job for job in self.jobs if not job.cancel()]
+
+    def summarize(self) -> None:
+        """Warn of everything that did not arrive, once."""
+        if self.failures:
+            logger.warning(
+                "%d of the run's pushes did not arrive:\n%s\nNothing is lost: the checkpoints are in output_dir. Push them "
+                "with trainer.push_to_hub(), or `hf upload`.",
+                len(self.failures), "\n".join(self.failures),
+            )  # fmt: skip
+            self.failures = []
+
+    def _push(self, what: str, folder: Path, upload: Callable[[Path], Any]) -> None:
+        try:
+            for wait in (*WAITS, None):
+                try:
+                    upload(folder)
+                    return
+                except Exception as error:
+                    wait = _pause(error, wait)
+                    if wait is None or self._stop.is_set():
+                        self._give_up(what, error)
+                        return
+                    logger.warning("Pushing %s failed (%s). Trying again in %.0f s.", what, _reason(error), wait)
+                    self._stop.wait(wait)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        self.failures.append(f"{what}: {_reason(error)}")
+        logger.warning("Pushing %s failed: %s. Training goes on.", what, _reason(error))
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the file system has no links, or not there; a full disk shows when copying
+        shutil.copy2(source, target)
+
+
+def _pause(error: Exception, wait: float | None) -> float | None:
+    """Seconds to wait before another attempt; None if it would fail too, or was the last."""
+    response = getattr(error, "response", None)
+    if wait is None or not isinstance(error, HfHubHTTPError) or response is None:
+        return wait if isinstance(error, (httpx.TransportError, OSError)) else None
+    if response.status_code == 429:
+        after = response.headers.get("Retry-After", "")
+        return max(wait, float(after)) if after.isdigit() else wait
+    return wait if response.status_code >= 500 or response.status_code == 408 else None
+
+
+def _reason(error: Exception) -> str:
+    first = str(error).strip().splitlines()
+    response = getattr(error, "response", None)
+    status = f"{response.status_code} " if response is not None else ""
+    return f"{status}{type(error).__name__}: {first[0] if first else 'no message'}"

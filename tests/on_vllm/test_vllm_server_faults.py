@@ -1,0 +1,116 @@
+"""A server, or a gateway before it, that answers badly: its own error is shown, soon, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import stat
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
+
+import requests
+from peft import get_peft_model_state_dict
+from test_generators import VOCAB
+from test_vllm_generator import policy
+
+from agile_trainers.rollout.generators import server as server_module
+from agile_trainers.rollout.generators.server import VllmServer
+
+
+class Gateway(ThreadingHTTPServer):
+    """Answers as a healthy server does, except where adapters are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.fault = ""
+        self.release = threading.Event()
+        self.modes: list[int] = []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Gateway
+
+    def do_GET(self) -> None:
+        self._send(200, json.dumps({"data": [{"id": "base"}], "vllm_config": {"model_config": {"max_model_len": 64}}}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "lora_path" in body:
+            folder = Path(body["lora_path"])
+            self.server.modes = [
+                stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.iterdir())
+            ]
+        if self.server.fault == "403":
+            self._send(403, "Forbidden by the gateway", "text/plain")
+        elif self.server.fault == "hang":
+            self.server.release.wait(60)
+        else:
+            self._send(200, "{}")
+
+    def _send(self, status: int, text: str, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    made = Gateway()
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.release.set()
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def server(gateway: Gateway, tmp_path: Path) -> VllmServer:
+    return VllmServer(gateway.url, timeout=0, max_batch_size=2, vocab_size=VOCAB, folder=tmp_path)
+
+
+def load(server: VllmServer) -> None:
+    model = policy(1)
+    server.load_adapter(get_peft_model_state_dict(model), model.peft_config["default"])
+
+
+def left_in(folder: Path) -> list[Path]:
+    return list(folder.glob("*/policy-*"))
+
+
+def test_another_user_can_read_the_adapter(gateway, server):
+    load(server)
+    assert gateway.modes[:2] == [0o755, 0o755] and set(gateway.modes[2:]) == {0o644}
+
+
+def test_a_refusal_in_plain_text_is_shown(gateway, server, tmp_path):
+    gateway.fault = "403"
+    with pytest.raises(ValueError, match=r"403 Forbidden by the gateway.*proxy"):
+        load(server)
+    assert left_in(tmp_path) == []
+
+
+def test_a_server_that_hangs_is_given_up(gateway, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "ANSWER_SECONDS", 0.2)
+    gateway.fault = "hang"
+    with pytest.raises(requests.exceptions.ConnectionError):
+        load(server)
+    assert left_in(tmp_path) == []
+
+
+def test_a_dead_server_is_noticed_within_seconds():
+    """By the waits between attempts, not by a clock."""
+    retries = server_module.RETRIES
+    assert sum(retries.backoff_factor * 2**attempt for attempt in range(retries.total)) < 10
