@@ -124,6 +124,8 @@ def test_a_chain_carries_the_adapter_on(pipeline: dict, embedded_model: Path, tm
         assert (load(embedded_model, output / after / "ref") - seen[before]).abs().max() <= 2e-6
     assert json.loads((output / "ppo-after" / "adapter_config.json").read_text())["r"] == 8
     assert (output / "ppo-after" / "critic").is_dir()
+    for stage in ("sft", "dpo"):
+        assert not list((output / stage).rglob("training_args.bin")), "a pickle of TRL's options, tokens included"
     assert lineage(output / "ppo-after") == ["Multi-turn PPO", "Multi-turn GRPO", "DPO", "SFT"]
     assert json.loads((output / "chain.json").read_text())["stages"] == rows
 

@@ -22,6 +22,7 @@ from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer, SFTTrainer
 
 from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
@@ -224,9 +225,15 @@ def _lora_of(pipeline: Pipeline, stage: Stage, model: str) -> Any:
 
 
 class _Resuming:
-    """`Trainer` that finds adapters in subfolders leaves out the one beside them."""
+    """Mends two habits of `Trainer`: it passes over an adapter that has others in subfolders, and pickles tokens."""
 
+    args: Any
     model: Any
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if self.args.should_save:
+            (Path(output_dir or self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]

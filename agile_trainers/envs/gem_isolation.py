@@ -9,6 +9,7 @@ from typing import Any
 
 from . import gem_grader, isolation, scorers
 from .isolated import IsolatedDeath, run_isolated
+from .reasoning_gym import evaluates
 
 _CODE_MEMORY, _CODE_OUTPUT = 1024, 100_000
 _GRADER_MEMORY = 4096
@@ -33,7 +34,7 @@ def isolate(name: str, game: Any) -> Any:
             game.mp_pool.terminate()
         game.use_mp, game.close = False, lambda: None
         game._local_step = functools.partial(_step, name, game)
-    if getattr(game, "name", None) in scorers.EVALUATING and hasattr(game, "reward_fn"):
+    if hasattr(game, "ds") and hasattr(game, "reward_fn") and evaluates(game.name, game.ds):
         isolation.require(name)
         game.reward_fn = functools.partial(score, name, game.name, {"size": game.size, "seed": game.seed})
     return game

@@ -35,6 +35,8 @@ LEVELS = {
 }
 """From the strongest to the weakest."""
 OPTION = "AGILE_TRAINERS_ISOLATION"
+LEAK = "it starts, but "
+"""Begins the reason why a level that can be set up does not count."""
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/nix/store")
@@ -254,7 +256,9 @@ def why_not(name: str) -> str:
             return str(error)
     if probe.stdout.strip() == "sealed":
         return ""
-    return (probe.stdout or probe.stderr).strip().rpartition("\n")[2] or f"exit code {probe.returncode}"
+    if probe.stdout:
+        return f"{LEAK}{probe.stdout.strip()}"
+    return probe.stderr.strip().rpartition("\n")[2] or f"exit code {probe.returncode}"
 
 
 _PROBE = """

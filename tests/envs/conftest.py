@@ -17,7 +17,9 @@ def allowed_where_nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[name for name in isolation.LEVELS if name != isolation.NONE])
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each level in turn; what this machine does not offer is skipped with the reason."""
-    if reason := isolation.why_not(request.param):
+    reason = isolation.why_not(request.param)
+    assert not reason.startswith(isolation.LEAK), f"{request.param}: {reason}"
+    if reason:
         pytest.skip(f"this machine does not offer {request.param}: {reason}")
     monkeypatch.setenv(isolation.OPTION, request.param)
     print(f"level of isolation: {isolation.level()}")
