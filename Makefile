@@ -44,7 +44,7 @@ mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must not
 faults: $(VENV)/.installed-dev  ## kill runs at random moments; nothing may be lost; resumable
 	$(RUN) tests/faults/run_faults.py
 
-architectures: $(VENV)/.installed  ## sampled, scored and trained log-probs of 90 architectures; writes docs/architectures.md
+architectures: $(VENV)/.installed  ## sampled, scored and trained log-probs of almost 90 architectures; writes docs/architectures.md
 	$(RUN) benchmarks/architectures.py
 
 probes: $(VENV)/.installed  ## the probe environments, each to its threshold on three seeds; resumable

@@ -188,12 +188,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "ministral": {**_HEAD, **_SLIDING},
     "mistral": {**_HEAD, "sliding_window": _WINDOW},
     "mixtral": {**_MODERN, **_LOCAL},
-    "modernbert-decoder": {
-        **_SIZE,
-        "max_position_embeddings": 512,
-        "local_attention": _WINDOW,
-        "global_attn_every_n_layers": 2,
-    },
     "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 512},
     "nanochat": _MODERN,
     "nemotron": _MODERN,
