@@ -240,7 +240,8 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         if self.args.disable_dropout:
             for model in (self.model, self.ref_model):
                 if model is not None:
-                    switch_off_noise(model)
+                    # DeepSpeed has wrapped the reference by now.
+                    switch_off_noise(self.accelerator.unwrap_model(model))
 
     # ---------------------------------------------------------------------------------------------------- rollout
 

@@ -89,8 +89,27 @@ def play(case: str, model: Path, output: Path) -> None:
         (output / "result.json").write_text(json.dumps(result))
 
 
+def poison(model: Path, output: Path) -> None:
+    """Train four steps; the loss of one process is NaN in the second, and all moments are saved after each."""
+    trainer = make("grpo", model, output)
+    trainer.args.max_steps, trainer.args.optim, trainer.args.lr_scheduler_type = 4, "adamw_torch", "linear"
+    whole_loss = trainer._compute_loss
+
+    def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        value = whole_loss(*args, **kwargs)
+        last = trainer.accelerator.process_index == trainer.accelerator.num_processes - 1
+        return value * float("nan") if trainer.state.global_step == 1 and last else value
+
+    trainer._compute_loss = loss  # type: ignore[method-assign]
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        (output / "result.json").write_text(json.dumps({"logged": trainer.state.log_history[:4]}))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for name in sys.argv[3:] or CASES:
         play(name, Path(sys.argv[1]), Path(sys.argv[2]) / name)
+    if not sys.argv[3:]:
+        poison(Path(sys.argv[1]), Path(sys.argv[2]) / "poisoned")
     PartialState().destroy_process_group()

@@ -103,6 +103,42 @@ def test_a_checkpoint_goes_on_where_it_was(runs, case):
     assert distance(whole, resumed) == 0.0
 
 
+def moments(checkpoint: Path) -> list[torch.Tensor]:
+    """Every tensor of the optimizer's state, of all processes."""
+    found: list[torch.Tensor] = []
+
+    def collect(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value.float())
+        elif isinstance(value, dict):
+            for part in value.values():
+                collect(part)
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                collect(part)
+
+    files = [checkpoint / "optimizer.pt", *sorted(checkpoint.rglob("*optim_states.pt"))]
+    for file in files:
+        if file.is_file():
+            state = torch.load(file, weights_only=False)
+            collect(state.get("optimizer_state_dict", state))
+    return found
+
+
+def test_a_step_without_a_finite_gradient_is_skipped(runs):
+    """One process had it, all skip it: weights, moments and schedule stay as they were, and the run goes on."""
+    name, folder = runs
+    one, two, three = (folder / "poisoned" / f"checkpoint-{step}" for step in (1, 2, 3))
+    policies = [of(".", weights(checkpoint)) for checkpoint in (one, two, three)]
+    assert distance(*policies[:2]) == 0.0 and distance(*policies[1:]) > 0.0
+    before, after, later = moments(one), moments(two), moments(three)
+    assert len(before) > 2 and all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(after, later, strict=True))
+    logged = json.loads((folder / "poisoned" / "result.json").read_text())["logged"]
+    assert [entry["skipped_steps"] for entry in logged] == [0, 1, 1, 1], name
+    assert logged[2]["learning_rate"] == pytest.approx(logged[1]["learning_rate"])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_engine_is_the_one_that_was_named(runs, case):
     name, folder = runs
