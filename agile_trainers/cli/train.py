@@ -95,9 +95,12 @@ def make_parser(algorithm: str, kind: type[Parser] = Parser) -> Parser:
 
 
 def on_cpu(parser: Parser) -> Parser:
-    """The parser, with defaults that fit the CPU where there is no GPU; TRL's ask for one."""
+    """The parser, with defaults that fit the CPU where there is no GPU; TRL's ask for one.
+
+    The precision that a launch configuration names stays: DeepSpeed would refuse another.
+    """
     if not torch.accelerator.is_available():
-        parser.set_defaults(use_cpu=True, bf16=False)
+        parser.set_defaults(use_cpu=True, bf16=os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16")
     return parser
 
 
@@ -231,7 +234,8 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
     check_found(given)
     if not torch.accelerator.is_available():
         print(
-            "There is no GPU: training runs on the CPU, in float32 unless the options say otherwise.", file=sys.stderr
+            "There is no GPU: training runs on the CPU, in float32 unless options or launch configuration say otherwise.",
+            file=sys.stderr,
         )
     if launch is not None:
         from accelerate.commands.launch import launch_command

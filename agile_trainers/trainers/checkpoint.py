@@ -323,9 +323,10 @@ class Checkpoints(GRPOTrainer):
         finally:
             args.save_total_limit, self._building = limit, None
         self._save_rollout(building)
-        if args.should_save and self.state.best_global_step == self.state.global_step:
+        if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
-            self.state.save_to_json(str(building / "trainer_state.json"))
+            if args.should_save:
+                self.state.save_to_json(str(building / "trainer_state.json"))
         self.accelerator.wait_for_everyone()
         if args.should_save:
             mark_complete(building)

@@ -176,19 +176,32 @@ def test_a_whole_model_loads(runs, single, case):
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("config", ["fsdp2", "ddp"])
-def test_another_engine_than_the_configuration_names_is_refused(embedded_model, tmp_path, config):
-    """Without GPUs, accelerate runs FSDP as DDP; told nothing of the CPU, it runs processes that know nothing of another."""
-    told = [] if config == "ddp" else ["--use_cpu"]
+def by_command(config: str, model: Path, output: Path, *more: str) -> subprocess.CompletedProcess[str]:
     options = ["--environment", "agile:guess_number", "--max_steps", "1", "--bf16", "False", "--report_to", "none"]
-    model = ["--model_name_or_path", embedded_model, "--output_dir", tmp_path]
-    done = launch(config, "--module", "agile_trainers.cli.train", "grpo", *model, *options, *told)
+    where = ["--model_name_or_path", model, "--output_dir", output]
+    return launch(config, "--module", "agile_trainers.cli.train", "grpo", *where, *options, *more)
+
+
+def test_another_engine_than_the_configuration_names_is_refused(embedded_model, tmp_path):
+    """Without GPUs, accelerate runs FSDP as DDP."""
+    done = by_command("fsdp2", embedded_model, tmp_path, "--use_cpu")
     assert done.returncode != 0
-    expected = {
-        "fsdp2": "The launch configuration names FSDP, but accelerate would silently run MULTI_CPU",
-        "ddp": "2 processes were started, but each would train by itself",
-    }
-    assert expected[config] in done.stderr
+    assert "The launch configuration names FSDP, but accelerate would silently run MULTI_CPU" in done.stderr
+
+
+def test_processes_that_know_nothing_of_each_other_are_refused(embedded_model, tmp_path):
+    """So it is where the CPU is neither asked for nor the command's default."""
+    done = by_command("ddp", embedded_model, tmp_path, "--use_cpu", "False")
+    assert done.returncode != 0
+    assert "2 processes were started, but each would train by itself" in done.stderr
+
+
+def test_without_a_gpu_the_command_trains_on_the_cpus(embedded_model, tmp_path):
+    """As one run of two processes, whose batch is as large as both."""
+    done = by_command("ddp", embedded_model, tmp_path, "--max_turns", "2", "--max_new_tokens", "2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    state = json.loads((tmp_path / "agile_trainers.json").read_text())
+    assert state["global_step"] == 1 and state["options"]["gradient_accumulation_steps"] == 4
 
 
 def test_an_example_runs_on_two_processes(tmp_path):
