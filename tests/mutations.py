@@ -506,6 +506,35 @@ MUTATIONS = [
         "a stage with damaged checkpoints begins again", "cli/chain.py",
         "if any((one / MARKER).is_file() for one in there):", "if False:", "tests/test_cli_chain.py -k damaged",
     ),
+    Mutation(
+        "a skipped step moves the schedule", "trainers/nonfinite.py",
+        "optimizer._is_overflow = True", "optimizer._is_overflow = False", "tests/trainers/test_nonfinite.py",
+    ),
+    Mutation(
+        "weights that are not finite are saved", "trainers/nonfinite.py",
+        "if not _agree(broken is None, accelerator):", "if False:", "tests/trainers/test_nonfinite.py",
+    ),
+    Mutation(
+        "a finished run trains one step more", "trainers/checkpoint.py",
+        "self.state.global_step >= self.state.max_steps", "self.state.global_step > self.state.max_steps",
+        "tests/trainers/test_resume.py -k finished",
+    ),
+    Mutation(
+        "an old branch's checkpoints stay in the way", "trainers/checkpoint.py",
+        "if step_of(path) > after and", "if step_of(path) > after + 100 and", "tests/trainers/test_resume.py -k branch",
+    ),
+    Mutation(
+        "SIGTERM ends like a run that is done", "trainers/stopping.py",
+        "raise SystemExit(TERMINATED)", "return", "tests/trainers/test_stopping.py -k saves",
+    ),
+    Mutation(
+        "a killed trainer leaves its environments", "rollout/processes.py",
+        "| os.O_ASYNC)", "| 0)", "tests/rollout/test_processes.py -k behind",
+    ),
+    Mutation(
+        "a push that failed is forgotten", "trainers/background_pushes.py",
+        "self.failures.append(", "str(", "tests/trainers/test_hub.py -k six_ways",
+    ),
 ]  # fmt: skip
 
 
