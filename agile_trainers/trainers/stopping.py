@@ -22,6 +22,7 @@ _SAID = {
     signal.SIGINT: "Interrupted: saving a checkpoint after this step. Interrupt again to stop at once.",
     signal.SIGTERM: "SIGTERM: saving a checkpoint after this step. A second one stops at once.",
 }
+_DEFAULT: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a run that SIGTERM stopped, by convention."""
 GRACE_SECONDS = 25.0
@@ -42,7 +43,7 @@ class GracefulStop(TrainerCallback):
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Handle the signals inside this block; a second signal has the effect it had before."""
+        """Handle the signals inside this block; a second one does what it did before, or ends the process if that is nothing."""
         self._requested, self._stopped = None, ""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         if None in before.values() or threading.current_thread() is not threading.main_thread():
@@ -51,7 +52,8 @@ class GracefulStop(TrainerCallback):
 
         def request(number: int, _: Any) -> None:
             for one, handler in before.items():
-                signal.signal(one, handler)
+                # A shell starts what it runs in the background with SIGINT ignored.
+                signal.signal(one, _DEFAULT[one] if handler == signal.SIG_IGN else handler)
             self._requested = signal.Signals(number)
             logger.warning(_SAID[self._requested])
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from games import make_trainer
+from games import end_process, make_trainer
 from ppo_games import make_ppo, wake
 
 from agile_trainers.trainers.multi_turn import MultiTurnTrainer
@@ -112,4 +111,4 @@ if __name__ == "__main__":
         play(name, Path(sys.argv[1]), Path(sys.argv[2]) / name)
     if not sys.argv[3:]:
         poison(Path(sys.argv[1]), Path(sys.argv[2]) / "poisoned")
-    PartialState().destroy_process_group()
+    end_process()

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from games import make_trainer
+from games import end_process, make_trainer
 from ppo_games import make_ppo, wake
 from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -105,4 +104,4 @@ def check_restoring(trainer: MultiTurnTrainer, folder: Path) -> None:
 if __name__ == "__main__":
     for name in sys.argv[3:] or CASES:
         play(name, Path(sys.argv[1]), Path(sys.argv[2]) / name)
-    PartialState().destroy_process_group()
+    end_process()

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from games import make_trainer
+from games import end_process, make_trainer
 
 from agile_trainers.trainers.gap import SamplerMismatchError
 
@@ -43,4 +42,4 @@ def play(model: str, output: Path, changes: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for name, case in json.loads(sys.argv[3]).items():
         play(sys.argv[1], Path(sys.argv[2]) / name, case)
-    PartialState().destroy_process_group()
+    end_process()

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
-from games import Gradients
+from games import Gradients, end_process
 from ppo_games import make_ppo, wake
 
 
@@ -47,4 +46,4 @@ def play(model: str, output: Path, changes: dict) -> None:
 if __name__ == "__main__":
     for name, case in json.loads(sys.argv[3]).items():
         play(sys.argv[1], Path(sys.argv[2]) / name, case)
-    PartialState().destroy_process_group()
+    end_process()

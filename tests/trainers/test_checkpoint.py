@@ -254,8 +254,17 @@ class Interrupt(TrainerCallback):
             press_ctrl_c()
 
 
-def test_ctrl_c(embedded_model, tmp_path, warned):
-    before = signal.getsignal(signal.SIGINT)
+@pytest.fixture(params=["foreground", "background"])
+def before(request) -> Iterator[Any]:
+    """What an interrupt does before training: a shell starts what runs in the background with interrupts ignored."""
+    own = signal.getsignal(signal.SIGINT)
+    handler = signal.default_int_handler if request.param == "foreground" else signal.SIG_IGN
+    signal.signal(signal.SIGINT, handler)
+    yield handler
+    signal.signal(signal.SIGINT, own)
+
+
+def test_ctrl_c(embedded_model, tmp_path, warned, before):
     whole = make("ppo", embedded_model, tmp_path / "whole")
     whole.train()
     stopped = make("ppo", embedded_model, tmp_path / "once", callbacks=[Interrupt(1)])
