@@ -43,7 +43,7 @@ class GracefulStop(TrainerCallback):
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Handle the signals inside this block; a second one does what it did before, or ends the process if that is nothing."""
+        """Handle the signals inside this block. A second one does what it did before, but is never ignored."""
         self._requested, self._stopped = None, ""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         if None in before.values() or threading.current_thread() is not threading.main_thread():
