@@ -312,8 +312,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint is built where the whole ones are", "trainers/checkpoint.py",
-        "self._building = args.save_total_limit, None, building.parent",
-        "building = args.save_total_limit, None, folder",
+        "self._building = building.parent", "building = folder",
         "tests/trainers/test_checkpoint.py -k while_saving",
     ),
     Mutation(

@@ -164,18 +164,11 @@ class Checkpoints(GRPOTrainer):
 
     def _choose_checkpoint(self, resume: str | bool | None) -> str | None:
         output_dir = Path(self.args.output_dir)
-        if resume == "auto":
-            resume = self._any_whole(output_dir)
-        if resume is None or resume is False:
+        folder = self._named_checkpoint(resume, output_dir)
+        if folder is None:
             self._check_output_dir(output_dir)
             self._begin_branch(output_dir, after=-1)
             return None
-        if resume is True:
-            folder, skipped = newest_complete(output_dir)
-            for reason in skipped:
-                logger.warning("Not resumed from: %s", reason)
-        else:
-            folder = check_complete(Path(resume))
         self._check_fits(folder)
         record = read_json(folder / RECORD)
         own = folder.resolve().parent == output_dir.resolve()
@@ -187,15 +180,22 @@ class Checkpoints(GRPOTrainer):
         return str(folder)
 
     @staticmethod
-    def _any_whole(output_dir: Path) -> bool:
-        if not checkpoints(output_dir):
-            return False
+    def _named_checkpoint(resume: str | bool | None, output_dir: Path) -> Path | None:
+        """The whole checkpoint that ``resume_from_checkpoint`` names, read once; None to start anew."""
+        if resume is None or resume is False or (resume == "auto" and not checkpoints(output_dir)):
+            return None
+        if resume is not True and resume != "auto":
+            return check_complete(Path(resume))
         try:
-            newest_complete(output_dir)
+            folder, skipped = newest_complete(output_dir)
         except CheckpointError as error:
+            if resume is True:
+                raise
             logger.warning("Starting anew: %s", error)
-            return False
-        return True
+            return None
+        for reason in skipped:
+            logger.warning("Not resumed from: %s", reason)
+        return folder
 
     def _begin_branch(self, output_dir: Path, after: int) -> None:
         """Give the run a new id, and set aside what later resumes would take for its checkpoints.
@@ -317,11 +317,11 @@ class Checkpoints(GRPOTrainer):
         if here:
             shutil.rmtree(building.parent, ignore_errors=True)  # what a kill left
         self.accelerator.wait_for_everyone()
-        limit, args.save_total_limit, self._building = args.save_total_limit, None, building.parent
+        self._building = building.parent
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            args.save_total_limit, self._building = limit, None
+            self._building = None
         self._save_rollout(building)
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
@@ -337,10 +337,10 @@ class Checkpoints(GRPOTrainer):
         if args.push_to_hub:
             super()._push_from_checkpoint(str(folder))
         if args.should_save:
-            # `Trainer` would delete the last whole checkpoint before this one is whole.
+            # `Trainer` has looked in the folder of unfinished ones, where there is only this one.
             rotate_checkpoints(
                 output_dir=str(run),
-                save_total_limit=limit,
+                save_total_limit=args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=False,  # by step
             )
