@@ -1,14 +1,15 @@
 """Train every algorithm on every probe environment and write down which ones it solves (``make probes``).
 
 A run is one (algorithm, probe, seed): an untrained model of the probe's words, the probe's budget of episodes, then
-greedy play from every start state. Each finished run is a JSON file under ``benchmarks/results/probes``; a run whose
-file holds the same settings is not repeated. The table goes to ``docs/probes.md``. The exit code is 1 if a run left its
+greedy play from every start state. Each finished run is a line of ``benchmarks/results/probes.jsonl``; a run whose
+line holds the same settings is not repeated. The table goes to ``docs/probes.md``. The exit code is 1 if a run left its
 probe unsolved and did not reach what AgileRL reached there on the same budget either.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import inspect
 import json
 import math
@@ -49,7 +50,7 @@ from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.multi_turn import MultiTurnTrainer
 
 ROOT = Path(__file__).resolve().parent
-RESULTS = ROOT / "results" / "probes"
+RESULTS = ROOT / "results" / "probes.jsonl"
 PAGE = ROOT.parent / "docs" / "probes.md"
 PICTURE = PAGE.parent / "images" / "probes.png"
 BEGIN, END = "<!-- begin: written by benchmarks/probes.py -->", "<!-- end -->"
@@ -61,6 +62,8 @@ PATIENCE = 4
 """Evaluations in a row that end a run early once its probe is solved; lengths are watched for the whole budget."""
 PEER_SCORE = {"two_inputs": 0.836}
 """Greedy success that AgileRL 2.9.1 reached where it left a probe of ours unsolved on the same budget."""
+COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#000000")
+"""A colour per algorithm that colour-blind readers can tell apart (Okabe and Ito)."""
 LENGTH_EPISODES = 2048
 """Sampled episodes behind a mean length."""
 
@@ -129,9 +132,10 @@ def run(algorithm: str, probe: str, seed: int) -> Run:
     """Train once, from an untrained model, for the probe's budget or until it has stayed solved for a quarter of it.
 
     Returns:
-        A dict that JSON can hold: ``settings``; ``curve``, one point per evaluation with ``episodes`` (trained on so far),
-        ``return`` (sampled mean since the last point; None before training) and ``score``; ``score``, the last one (greedy
-        success over all start states, or the mean length as a multiple of that before training); ``solved``;
+        A dict that JSON can hold: ``settings``; ``curve``, a list per column with a value for each evaluation: ``episodes``
+        (trained on so far), ``return`` (sampled mean since the last evaluation; None before training) and ``score``;
+        ``score``, the last one (greedy success over all start states, or the mean length as a multiple of that before
+        training); ``solved``;
         ``episodes_to_solve`` (the first evaluation from which the probe stayed solved, None if it did not);
         ``length_before``, in tokens per answer; ``seconds`` of training and evaluation.
     """
@@ -145,13 +149,14 @@ def run(algorithm: str, probe: str, seed: int) -> Run:
         seconds = time.perf_counter() - started
     length_before = before["eval_tokens_per_turn"]
     curve = _curve([before, *trainer.state.log_history], chosen["options"]["per_device_train_batch_size"], spec)
-    unsolved = [i for i, point in enumerate(curve) if not _solves(point["score"], spec)]
+    scores = curve["score"]
+    unsolved = [i for i, score in enumerate(scores) if not _solves(score, spec)]
     first_solved = unsolved[-1] + 1 if unsolved else 0
     return {
         "settings": chosen,
-        "solved": first_solved < len(curve),
-        "score": curve[-1]["score"],
-        "episodes_to_solve": curve[first_solved]["episodes"] if first_solved < len(curve) else None,
+        "solved": first_solved < len(scores),
+        "score": scores[-1],
+        "episodes_to_solve": curve["episodes"][first_solved] if first_solved < len(scores) else None,
         "length_before": length_before,
         "seconds": round(seconds, 1),
         "curve": curve,
@@ -208,17 +213,18 @@ class StopWhenSolved(TrainerCallback):
             control.should_training_stop = True
 
 
-def _curve(history: Sequence[dict[str, Any]], batch: int, spec: ProbeSpec) -> list[dict[str, Any]]:
-    """A point per evaluation of a trainer's log; the first one is from before training."""
+def _curve(history: Sequence[dict[str, Any]], batch: int, spec: ProbeSpec) -> dict[str, list[Any]]:
+    """Columns with a value per evaluation of a trainer's log; the first evaluation is from before training."""
     evaluations = [entry for entry in history if "eval_return" in entry]
     returns = {entry["step"]: entry["return/mean"] for entry in history if "return/mean" in entry}
     metric = "eval_tokens_per_turn" if spec.criterion == "length" else "eval_success"
     unit = evaluations[0][metric] if spec.criterion == "length" else 1.0
-    return [
-        {"episodes": step * batch, "return": returns.get(step), "score": entry[metric] / unit}
-        for entry in evaluations
-        for step in [entry.get("step", 0)]
-    ]
+    steps = [entry.get("step", 0) for entry in evaluations]
+    return {
+        "episodes": [step * batch for step in steps],
+        "return": [returns.get(step) for step in steps],
+        "score": [entry[metric] / unit for entry in evaluations],
+    }
 
 
 def _solves(score: float, spec: ProbeSpec) -> bool:
@@ -228,25 +234,38 @@ def _solves(score: float, spec: ProbeSpec) -> bool:
 # ------------------------------------------------------------------------------------------------------- saved runs
 
 
-def result_path(chosen: dict[str, Any]) -> Path:
-    """Where a run is kept."""
-    return RESULTS / f"{chosen['algorithm']}-{chosen['probe']}-{chosen['seed']}.json"
+def saved_runs() -> list[Run]:
+    """Every saved run, in the order of the table: by algorithm, probe and seed."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
 def load(chosen: dict[str, Any]) -> Run | None:
     """The saved run with exactly these settings, if there is one."""
-    path = result_path(chosen)
-    saved: Run | None = json.loads(path.read_text()) if path.exists() else None
-    return saved if saved is not None and saved["settings"] == chosen else None
+    return next((result for result in saved_runs() if result["settings"] == chosen), None)
 
 
 def save(result: Run) -> None:
-    """Write a run; all of it or nothing, so that an interrupted program leaves no half file."""
-    path = result_path(result["settings"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(path)
+    """Write a run to its line, in place of an older run of the same algorithm, probe and seed.
+
+    The file is replaced as a whole, so that an interrupted program leaves no half line, and under a lock, so that two
+    programs that run at the same time keep each other's runs.
+    """
+    with open(__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runs = {_key(saved): saved for saved in saved_runs()} | {_key(result): result}
+        partial = RESULTS.with_suffix(".tmp")
+        partial.write_text("".join(f"{json.dumps(runs[key])}\n" for key in sorted(runs, key=_place)))
+        partial.replace(RESULTS)
+
+
+def _key(result: Run) -> tuple[str, str, int]:
+    chosen = result["settings"]
+    return chosen["algorithm"], chosen["probe"], chosen["seed"]
+
+
+def _place(key: tuple[str, str, int]) -> tuple[int, int, int]:
+    algorithm, probe, seed = key
+    return [*ALGORITHMS].index(algorithm), [*PROBES].index(probe), seed
 
 
 def _start_worker() -> None:
@@ -309,10 +328,11 @@ def table(results: Sequence[Run]) -> str:
     for (algorithm, probe), runs in rows.items():
         scores = [result["score"] for result in runs]
         needed = sorted(math.inf if (n := result["episodes_to_solve"]) is None else n for result in runs)
+        middle, most = (f"{n:.0f}" if n < math.inf else "not solved" for n in (needed[len(needed) // 2], needed[-1]))
         lines.append(
             f"| {algorithm} | {probe} | {sum(result['solved'] for result in runs)}/{len(runs)} "
             f"| {_score_name(PROBES[probe])} {fmean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f}) "
-            f"| {needed[len(needed) // 2]:.0f} ({needed[-1]:.0f}) | {PROBES[probe].episodes} "
+            f"| {middle if middle == 'not solved' else f'{middle} ({most})'} | {PROBES[probe].episodes} "
             f"| {fmean(result['seconds'] for result in runs):.0f} |"
         )
     return "\n".join(lines)
@@ -330,38 +350,48 @@ def meanings() -> str:
 
 
 def plot(results: Sequence[Run]) -> None:
-    """Learning curves of everything saved: a panel per probe, a line per algorithm, its range over seeds shaded."""
+    """Learning curves of everything saved: a row per algorithm, a column per probe, one panel for each pair."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     probes = [name for name, spec in PROBES.items() if spec.criterion == "success"]
-    figure, panels = plt.subplots(2, math.ceil(len(probes) / 2), figsize=(14, 6), sharey=True, constrained_layout=True)
-    lines = {}
-    for panel, probe in zip(panels.flat, probes):
-        budget = PROBES[probe].episodes
-        steps = [budget * i // EVALUATIONS for i in range(EVALUATIONS + 1)]
-        panel.set_title(f"{probe} ({budget} episodes)", fontsize=10)
-        for color, algorithm in enumerate(ALGORITHMS):
-            runs = [r for r in results if (r["settings"]["algorithm"], r["settings"]["probe"]) == (algorithm, probe)]
-            if not runs:
-                continue
-            scores = list(zip(*([_score_at(run["curve"], step) for step in steps] for run in runs)))
-            (lines[algorithm],) = panel.plot(steps, [fmean(at) for at in scores], color=f"C{color}", linewidth=1.2)
-            panel.fill_between(steps, *zip(*((min(at), max(at)) for at in scores)), color=f"C{color}", alpha=0.12)
-    for panel in panels.flat[len(probes) :]:
-        panel.axis("off")
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines))
-    figure.supylabel("greedy success over all start states")
+    figure, panels = plt.subplots(
+        len(ALGORITHMS), len(probes), figsize=(14, 9), sharex="col", sharey=True, layout="constrained", squeeze=False
+    )
+    for row, algorithm, color in zip(panels, ALGORITHMS, COLORS, strict=True):
+        for panel, probe in zip(row, probes, strict=True):
+            _draw(panel, [r for r in results if _key(r)[:2] == (algorithm, probe)], probe, color)
+        row[0].annotate(algorithm, (-0.32, 0.5), xycoords="axes fraction", rotation=90, va="center", fontsize=11)
+    for panel, probe in zip(panels[0], probes, strict=True):
+        panel.set_title(f"{probe}\n{PROBES[probe].episodes} episodes", fontsize=10)
+    figure.supxlabel("episodes, in thousands", fontsize=11)
+    figure.supylabel("greedy success over all start states: mean of the seeds, their range shaded", fontsize=11)
     PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
+    figure.savefig(PICTURE, dpi=110, facecolor="white")
     plt.close(figure)
 
 
-def _score_at(curve: Sequence[dict[str, Any]], episodes: int) -> float:
+def _draw(panel: Any, runs: Sequence[Run], probe: str, color: str) -> None:
+    """Draw one algorithm on one probe; an empty panel if it has no run."""
+    if not runs:
+        panel.axis("off")
+        return
+    budget = PROBES[probe].episodes
+    steps = [budget * i // EVALUATIONS for i in range(EVALUATIONS + 1)]
+    thousands = [step / 1000 for step in steps]
+    scores = list(zip(*([_score_at(run["curve"], step) for step in steps] for run in runs)))
+    panel.axhline(PROBES[probe].threshold, color="0.6", linewidth=0.8, linestyle=":")
+    panel.fill_between(thousands, *zip(*((min(at), max(at)) for at in scores)), color=color, alpha=0.25, linewidth=0)
+    panel.plot(thousands, [fmean(at) for at in scores], color=color, linewidth=1.8)
+    panel.set(ylim=(-0.05, 1.08), yticks=(0, 0.5, 1), xlim=(0, budget / 1000))
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _score_at(curve: dict[str, list[Any]], episodes: int) -> float:
     """The last evaluation up to then: a run that ended early, solved, stays where it was."""
-    return [point["score"] for point in curve if point["episodes"] <= episodes][-1]
+    return [score for at, score in zip(curve["episodes"], curve["score"], strict=True) if at <= episodes][-1]
 
 
 def write_page(results: Sequence[Run]) -> None:
@@ -369,7 +399,7 @@ def write_page(results: Sequence[Run]) -> None:
     page = PAGE.read_text()
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    image = f"![Learning curves of every algorithm on every probe]({PICTURE.relative_to(PAGE.parent)})"
+    image = f"![Learning curves: a row per algorithm, a column per probe]({PICTURE.relative_to(PAGE.parent)})"
     PAGE.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{image}\n\n{meanings()}\n\n{END}{tail}")
 
 

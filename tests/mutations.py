@@ -540,7 +540,7 @@ MUTATIONS = [
 def copy_project(target: Path) -> None:
     """What the tests need, and nothing that was built."""
     for name in ("agile_trainers", "environments", "tests", "examples", "benchmarks", "docs", "accelerate_configs"):
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, target / name)
     (target / "agile_environments").symlink_to("environments")
