@@ -274,6 +274,14 @@ MUTATIONS = [
         "tests/envs/test_env_checker.py -k different",
     ),
     Mutation(
+        "a game goes on after its last turn", "envs/task.py",
+        "self.turns == self.max_turns", "self.turns > self.max_turns", "tests/envs/test_task_episodes.py",
+    ),
+    Mutation(
+        "a seed does not decide what a game starts from", "envs/task.py",
+        "if seed is None else seed % count", "if seed is None else 0", "tests/envs/test_task_episodes.py",
+    ),
+    Mutation(
         "a letter is marked more often than the word holds it", "../environments/wordle/__init__.py",
         "left[a] -= 1", "left[a] -= 0", "tests/envs/test_wordle.py -k marks",
     ),

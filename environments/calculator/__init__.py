@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from agile_trainers.envs.calculate import calculate
-from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.envs.rows import GeneratedRows, Row
+from agile_trainers.envs.task import check_level, demonstrations_of, preferences_of
 from agile_trainers.envs.tools import ToolEnvironment
 from agile_trainers.types import Message
 
@@ -38,8 +38,7 @@ class Calculator(ToolEnvironment):
     name = "agile:calculator"
 
     def __init__(self, level: str = "easy", split: str = "train", **options: Any):
-        if level not in LEVELS:
-            raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
+        check_level(level, LEVELS)
         self.level = level
         defaults = {"template": "Compute {question}", "max_turns": 4, "invalid_reward": -0.2}
         super().__init__([calculate], _rows(level), split=split, **{**defaults, **options})
@@ -81,38 +80,10 @@ def call(expression: str) -> str:
     return f'<tool_call> {{"name": "calculate", "arguments": {{"expression": " {expression} "}}}} </tool_call>'
 
 
-def demonstrations(
-    count: int, seed: int = 0, player: Player = careless_player, environment: Calculator | None = None
-) -> list[dict[str, list[Message]]]:
-    """Episodes as training data for TRL's ``SFTTrainer``.
-
-    The default player teaches the format of calls and answers and leaves reinforcement learning to find out that calling
-    pays.
-
-    Args:
-        count: Number of episodes.
-        seed: Their seeds are ``seed`` to ``seed + count - 1``.
-        player: Who plays.
-        environment: What to play. Default: the easy level's ``train`` split.
-
-    Returns:
-        ``count`` rows ``{"messages": [...]}``, each ending with the player's last answer.
-    """
-    return demonstrate(environment or Calculator(), player, range(seed, seed + count))
-
-
-def preferences(count: int, seed: int = 0, environment: Calculator | None = None) -> list[dict[str, list[Message]]]:
-    """Pairs for TRL's ``DPOTrainer``: calling or believing the calculator, against the guess of the careless player.
-
-    Args:
-        count: Number of pairs.
-        seed: Seed of the first episode; episodes in which the careless player was right are passed over.
-        environment: What to play. Default: the easy level's ``train`` split.
-
-    Returns:
-        ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
-    """
-    return compare_until(count, environment or Calculator(), expert_player, careless_player, seed)
+demonstrations = demonstrations_of(Calculator, careless_player)
+"""Careless play teaches the format of calls and answers and leaves reinforcement learning to find out that calling pays."""
+preferences = preferences_of(Calculator, expert_player, careless_player)
+"""Calling or believing the calculator, against a guess."""
 
 
 def _expression(messages: list[Message]) -> str:

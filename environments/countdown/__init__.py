@@ -11,9 +11,9 @@ from typing import Any
 
 from agile_trainers.envs.answers import read_answer
 from agile_trainers.envs.arithmetic import evaluate
-from agile_trainers.envs.play import Player, demonstrate
 from agile_trainers.envs.reasoning import ReasoningEnvironment
 from agile_trainers.envs.rows import TRAIN, GeneratedRows, Row
+from agile_trainers.envs.task import check_level, demonstrations_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (3, 9, 30), "normal": (3, 25, 100), "hard": (4, 50, 100)}
@@ -61,8 +61,7 @@ class Countdown(ReasoningEnvironment):
         system_prompt: str | None = None,
         few_shot: int = 0,
     ):
-        if level not in LEVELS:
-            raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
+        check_level(level, LEVELS)
 
         def generate(rng: random.Random) -> Row:
             return _puzzle(rng, *LEVELS[level])
@@ -136,31 +135,11 @@ def random_player(messages: list[Message], rng: random.Random) -> str:
     return _random_expression(_numbers(messages[-1]["content"])[0], rng)[0]
 
 
-def demonstrations(
-    count: int, seed: int = 0, player: Player = expert_player, environment: Countdown | None = None
-) -> list[dict[str, list[Message]]]:
-    """Puzzles with a player's answers as training data for TRL's ``SFTTrainer``.
-
-    Args:
-        count: Number of puzzles.
-        seed: They are those of the seeds ``seed`` to ``seed + count - 1``.
-        player: Who answers.
-        environment: What to play. Default: the training split of the normal level.
-    """
-    return demonstrate(environment or Countdown(), player, range(seed, seed + count))
+demonstrations = demonstrations_of(Countdown, expert_player)
 
 
 def preferences(count: int, seed: int = 0, environment: Countdown | None = None) -> list[dict[str, list[Message]]]:
-    """Puzzles with a right and a wrong answer as training data for TRL's ``DPOTrainer``.
-
-    Args:
-        count: Number of pairs.
-        seed: They are those of the seeds ``seed`` to ``seed + count - 1``.
-        environment: What to play. Default: the training split of the normal level.
-
-    Returns:
-        ``count`` rows ``{"prompt", "chosen", "rejected"}``.
-    """
+    """A right and a wrong answer to the questions of the seeds from ``seed`` on, for TRL's ``DPOTrainer``."""
     return (environment or Countdown()).preferences(count, seed)
 
 

@@ -6,9 +6,8 @@ import random
 from collections import deque
 from typing import Any
 
-from agile_trainers.envs.answers import read_answer
-from agile_trainers.envs.base import ResetResult, StepResult, read_options
-from agile_trainers.envs.play import Player, compare_until, demonstrate
+from agile_trainers.envs.base import ResetResult
+from agile_trainers.envs.task import GameTask, demonstrations_of, preferences_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (3, 0, 6), "normal": (5, 5, 12), "hard": (7, 14, 24)}
@@ -21,13 +20,12 @@ Cell = tuple[int, int]
 """(row, column), counted from the upper left corner."""
 
 
-class GridNavigation:
+class GridNavigation(GameTask):
     """Walk from A to G.
 
     An answer is one word: ``up``, ``down``, ``left`` or ``right``. Reward: 1 for the move onto the goal, -0.2 for an answer
-    that is none of these words, 0 otherwise; every answer uses up a move, also one into a wall. When the moves are used
-    up the episode is over: that is one of its rules, so it counts as terminated, not truncated. ``info["success"]`` says
-    whether the goal was reached; ``info["anchor"]`` names the cell, ``"row,column"``.
+    that is none of these words, 0 otherwise, also for a move into a wall. ``info["anchor"]`` names the cell,
+    ``"row,column"``.
 
     Args:
         level: ``easy`` (3 x 3 without walls, 6 moves), ``normal`` (5 x 5, 5 walls, 12 moves) or ``hard`` (7 x 7, 14 walls,
@@ -38,16 +36,10 @@ class GridNavigation:
         ValueError: If the level is unknown or ``max_turns`` is not positive.
     """
 
-    def __init__(self, level: str = "normal", max_turns: int | None = None):
-        if level not in LEVELS:
-            raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
-        self.level = level
-        self.max_turns = LEVELS[level][2] if max_turns is None else max_turns
-        if self.max_turns < 1:
-            raise ValueError(f"max_turns must be at least 1, got {max_turns}.")
+    name, levels, options = "agile:grid_navigation", LEVELS, ("map",)
 
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
-        """Start an episode.
+    def start(self, seed: int | None, options: dict[str, Any]) -> ResetResult:
+        """Lay the map out.
 
         Args:
             seed: Makes the map. None draws one.
@@ -55,20 +47,17 @@ class GridNavigation:
                 between them ignored.
 
         Raises:
-            ValueError: If there is another option, or the map is no rectangle with one A, one G and a way between them.
+            ValueError: If the map is no rectangle with one A, one G and a way between them.
         """
-        given = read_options(options, ("map",), "agile:grid_navigation").get("map")
-        self._grid = draw_map(self.level, seed) if given is None else read_map(given)
+        self._grid = read_map(options["map"]) if "map" in options else draw_map(self.level, seed)
         self._agent, self._goal = find(self._grid, AGENT), find(self._grid, GOAL)
-        self._moves = 0
         moves = f"{self.max_turns} moves" if self.max_turns > 1 else "1 move"
         prompt = f"Walk from A to G. # is a wall. You have {moves}. Answer with one word: up, down, left or right."
         return f"{prompt}\n{self._map()}", {"anchor": self._anchor()}
 
-    def step(self, action: str) -> StepResult:
+    def answer(self, text: str) -> tuple[str, float, dict[str, Any]]:
         """Take a move."""
-        direction = read_answer(action).lower()
-        self._moves += 1
+        direction = text.lower()
         reward, said = 0.0, "moved"
         if direction not in DIRECTIONS:
             reward, said = -0.2, "invalid"
@@ -78,8 +67,8 @@ class GridNavigation:
             said = "blocked"
         info = {"success": self._agent == self._goal, "anchor": self._anchor()}
         if info["success"]:
-            return "arrived", 1.0, True, False, info
-        return f"{said}\n{self._map()}", reward, self._moves == self.max_turns, False, info
+            return "arrived", 1.0, info
+        return f"{said}\n{self._map()}", reward, info
 
     def _anchor(self) -> str:
         return f"{self._agent[0]},{self._agent[1]}"
@@ -172,37 +161,9 @@ def expert_player(messages: list[Message], rng: random.Random) -> str:
     return shortest_way(_shown(messages))[0]
 
 
-def demonstrations(
-    count: int, seed: int = 0, player: Player = careless_player, environment: GridNavigation | None = None
-) -> list[dict[str, list[Message]]]:
-    """Walks as training data for TRL's ``SFTTrainer``.
-
-    The default player teaches the words and that moves lead to the goal, and leaves detours to be unlearned.
-
-    Args:
-        count: Number of walks.
-        seed: Their seeds are ``seed`` to ``seed + count - 1``.
-        player: Who walks.
-        environment: What to play. Default: the normal level.
-
-    Returns:
-        ``count`` rows ``{"messages": [...]}``, each ending with the player's last move.
-    """
-    return demonstrate(environment or GridNavigation(), player, range(seed, seed + count))
-
-
-def preferences(count: int, seed: int = 0, environment: GridNavigation | None = None) -> list[dict[str, list[Message]]]:
-    """Pairs for TRL's ``DPOTrainer``: the expert's move, against the first other one of a walk that never arrived.
-
-    Args:
-        count: Number of pairs.
-        seed: Seed of the first walk; seeds with which random legal moves arrived are passed over.
-        environment: What to play. Default: the normal level.
-
-    Returns:
-        ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
-    """
-    return compare_until(count, environment or GridNavigation(), expert_player, random_legal_player, seed)
+demonstrations = demonstrations_of(GridNavigation, careless_player)
+"""Careless play teaches the words and that moves lead to the goal, and leaves detours to be unlearned."""
+preferences = preferences_of(GridNavigation, expert_player, random_legal_player)
 
 
 def _shown(messages: list[Message]) -> list[str]:

@@ -6,22 +6,19 @@ import random
 import re
 from typing import Any
 
-from agile_trainers.envs.answers import read_answer
-from agile_trainers.envs.base import ResetResult, StepResult, read_options
-from agile_trainers.envs.play import Player, compare_until, demonstrate
+from agile_trainers.envs.base import ResetResult
+from agile_trainers.envs.task import GameTask, demonstrations_of, draw, preferences_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (6, 3), "normal": (12, 4), "hard": (24, 5)}
 """Each level's highest number and number of guesses. Halving always wins, with some slack."""
 
 
-class GuessNumber:
+class GuessNumber(GameTask):
     """Guess a number between 1 and ``high``.
 
     An answer is a number and nothing else, such as ``7``. Reward: 1 for the right number, -0.2 for an answer that is
-    not a number between 1 and ``high``, 0 otherwise; every answer uses up a guess. When the guesses are used up the
-    game is over: that is one of its rules, so the episode counts as terminated, not truncated. ``info["success"]`` says
-    whether the number has been found.
+    not a number between 1 and ``high``, 0 otherwise.
 
     Args:
         level: ``easy`` (1 to 6, 3 guesses), ``normal`` (1 to 12, 4 guesses) or ``hard`` (1 to 24, 5 guesses).
@@ -32,45 +29,39 @@ class GuessNumber:
         ValueError: If the level is unknown or a number is not positive.
     """
 
-    def __init__(self, level: str = "normal", high: int | None = None, max_turns: int | None = None):
-        if level not in LEVELS:
-            raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
-        self.high = LEVELS[level][0] if high is None else high
-        self.max_turns = LEVELS[level][1] if max_turns is None else max_turns
-        if self.high < 1 or self.max_turns < 1:
-            raise ValueError(f"high and max_turns must be at least 1, got high={high} and max_turns={max_turns}.")
+    name, levels, options = "agile:guess_number", LEVELS, ("secret",)
 
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
-        """Start a game.
+    def __init__(self, level: str = "normal", high: int | None = None, max_turns: int | None = None):
+        super().__init__(level, max_turns)
+        self.high = LEVELS[level][0] if high is None else high
+        if self.high < 1:
+            raise ValueError(f"high must be at least 1, got {high}.")
+
+    def start(self, seed: int | None, options: dict[str, Any]) -> ResetResult:
+        """Choose the secret.
 
         Args:
-            seed: Chooses the secret, ``seed % high + 1``, so that ``high`` seeds in a row hold every secret once. None
-                draws one.
+            seed: Makes it ``seed % high + 1``, so that ``high`` seeds in a row hold every secret once. None draws one.
             options: ``{"secret": int}`` sets the secret, whatever the seed.
 
         Raises:
-            ValueError: If there is another option, or the secret is out of range.
+            ValueError: If the secret is out of range.
         """
-        drawn = random.SystemRandom().randrange(self.high) if seed is None else seed % self.high
-        self.secret = read_options(options, ("secret",), "agile:guess_number").get("secret", drawn + 1)
+        self.secret = options.get("secret", draw(seed, self.high) + 1)
         if self.secret not in range(1, self.high + 1):
             raise ValueError(f"secret must be an integer from 1 to {self.high}, got {self.secret!r}.")
-        self.guesses = 0
         guesses = f"{self.max_turns} guesses" if self.max_turns > 1 else "1 guess"
         prompt = f"Guess the number between 1 and {self.high}. You have {guesses}. Answer with one number."
         return prompt, {"secret": self.secret}
 
-    def step(self, action: str) -> StepResult:
+    def answer(self, text: str) -> tuple[str, float, dict[str, Any]]:
         """Take a guess."""
-        guess = _number(read_answer(action))
-        self.guesses += 1
+        guess = _number(text)
         if guess == self.secret:
-            return "correct", 1.0, True, False, {"success": True}
+            return "correct", 1.0, {"success": True}
         if not 1 <= guess <= self.high:
-            hint, reward = "invalid", -0.2
-        else:
-            hint, reward = "higher" if self.secret > guess else "lower", 0.0
-        return hint, reward, self.guesses == self.max_turns, False, {"success": False}
+            return "invalid", -0.2, {"success": False}
+        return "higher" if self.secret > guess else "lower", 0.0, {"success": False}
 
 
 def random_player(messages: list[Message], rng: random.Random) -> str:
@@ -92,38 +83,10 @@ expert_player = halving_player
 """The best player, by the name that it has in every task."""
 
 
-def demonstrations(
-    count: int, seed: int = 0, player: Player = random_legal_player, environment: GuessNumber | None = None
-) -> list[dict[str, list[Message]]]:
-    """Games as training data for TRL's ``SFTTrainer``.
-
-    The default player teaches the format and the meaning of the hints and leaves reinforcement learning something to
-    find. :func:`random_player` teaches too little for it to start from, :func:`halving_player` nothing is left after.
-
-    Args:
-        count: Number of games; a multiple of the number of secrets shows each equally often.
-        seed: The games' seeds are ``seed`` to ``seed + count - 1``.
-        player: Who plays.
-        environment: What to play. Default: the normal level.
-
-    Returns:
-        ``count`` rows ``{"messages": [...]}``, each ending with the player's last guess.
-    """
-    return demonstrate(environment or GuessNumber(), player, range(seed, seed + count))
-
-
-def preferences(count: int, seed: int = 0, environment: GuessNumber | None = None) -> list[dict[str, list[Message]]]:
-    """Pairs for TRL's ``DPOTrainer``: the best guess, against the first other one of a lost game.
-
-    Args:
-        count: Number of pairs.
-        seed: Seed of the first game; games that random guesses won are passed over.
-        environment: What to play. Default: the normal level.
-
-    Returns:
-        ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
-    """
-    return compare_until(count, environment or GuessNumber(), halving_player, random_player, seed)
+demonstrations = demonstrations_of(GuessNumber, random_legal_player)
+"""Random-legal play teaches the format and the meaning of the hints and leaves reinforcement learning something to find.
+:func:`random_player` teaches too little for it to start from, :func:`halving_player` nothing is left after."""
+preferences = preferences_of(GuessNumber, halving_player, random_player)
 
 
 def _number(action: str) -> int:

@@ -10,9 +10,9 @@ from math import prod
 from typing import Any
 
 from agile_trainers.envs.answers import exact_match, last_boxed, math_match, require_math_verify
-from agile_trainers.envs.play import Player, demonstrate
 from agile_trainers.envs.reasoning import ReasoningEnvironment, RewardFunction
 from agile_trainers.envs.rows import TRAIN, GeneratedRows, Row, Rows, check_column, load_rows
+from agile_trainers.envs.task import check_level, demonstrations_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (2, 9, "+-"), "normal": (3, 20, "+-*"), "hard": (4, 99, "+-*")}
@@ -167,31 +167,11 @@ def random_player(messages: list[Message], rng: random.Random) -> str:
     return str(rng.randint(-bound, bound))
 
 
-def demonstrations(
-    count: int, seed: int = 0, player: Player = expert_player, environment: Math | None = None
-) -> list[dict[str, list[Message]]]:
-    """Problems with a player's answers as training data for TRL's ``SFTTrainer``.
-
-    Args:
-        count: Number of problems.
-        seed: They are those of the seeds ``seed`` to ``seed + count - 1``.
-        player: Who answers.
-        environment: What to play. Default: the training split of normal arithmetic.
-    """
-    return demonstrate(environment or Math(), player, range(seed, seed + count))
+demonstrations = demonstrations_of(Math, expert_player)
 
 
 def preferences(count: int, seed: int = 0, environment: Math | None = None) -> list[dict[str, list[Message]]]:
-    """Problems with a right and a wrong answer as training data for TRL's ``DPOTrainer``.
-
-    Args:
-        count: Number of pairs.
-        seed: They are those of the seeds ``seed`` to ``seed + count - 1``.
-        environment: What to play. Default: the training split of normal arithmetic.
-
-    Returns:
-        ``count`` rows ``{"prompt", "chosen", "rejected"}``.
-    """
+    """A right and a wrong answer to the questions of the seeds from ``seed`` on, for TRL's ``DPOTrainer``."""
     return (environment or Math()).preferences(count, seed)
 
 
@@ -206,8 +186,7 @@ class _Task:
 
 
 def _arithmetic(level: str, test_fraction: float) -> _Task:
-    if level not in LEVELS:
-        raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
+    check_level(level, LEVELS)
 
     def generate(rng: random.Random) -> Row:
         terms, highest, operators = LEVELS[level]

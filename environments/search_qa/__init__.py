@@ -7,10 +7,10 @@ import re
 from functools import cache
 from typing import Any
 
-from agile_trainers.envs.play import Player, compare_until, demonstrate
 from agile_trainers.envs.rows import Row, TableRows
 from agile_trainers.envs.search import BM25Index
 from agile_trainers.envs.search_environment import SearchEnvironment
+from agile_trainers.envs.task import check_level, demonstrations_of, preferences_of
 from agile_trainers.types import Message
 
 LEVELS = {
@@ -49,8 +49,7 @@ class SearchQA(SearchEnvironment):
     name = "agile:search_qa"
 
     def __init__(self, level: str = "easy", split: str = "train", **options: Any):
-        if level not in LEVELS:
-            raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
+        check_level(level, LEVELS)
         self.level = level
         defaults = {"max_searches": list(LEVELS).index(level) + 2}
         super().__init__(_index(), _rows(level), split=split, **{**defaults, **options})
@@ -129,35 +128,10 @@ def careless_player(messages: list[Message], rng: random.Random) -> str:
     return (expert_player if rng.random() < 0.7 else random_player)(messages, rng)
 
 
-def demonstrations(
-    count: int, seed: int = 0, player: Player = careless_player, environment: SearchQA | None = None
-) -> list[dict[str, list[Message]]]:
-    """Episodes as training data for TRL's ``SFTTrainer``.
-
-    Args:
-        count: Number of episodes.
-        seed: Their seeds are ``seed`` to ``seed + count - 1``.
-        player: Who plays. The default teaches the format and leaves something to find.
-        environment: What to play. Default: the easy level's ``train`` split.
-
-    Returns:
-        ``count`` rows ``{"messages": [...]}``, each ending with the player's last answer.
-    """
-    return demonstrate(environment or SearchQA(), player, range(seed, seed + count))
-
-
-def preferences(count: int, seed: int = 0, environment: SearchQA | None = None) -> list[dict[str, list[Message]]]:
-    """Pairs for TRL's ``DPOTrainer``: looking it up, against the wrong guess of the careless player.
-
-    Args:
-        count: Number of pairs.
-        seed: Seed of the first episode; episodes in which the careless player was right are passed over.
-        environment: What to play. Default: the easy level's ``train`` split.
-
-    Returns:
-        ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
-    """
-    return compare_until(count, environment or SearchQA(), expert_player, careless_player, seed)
+demonstrations = demonstrations_of(SearchQA, careless_player)
+"""Careless play teaches the format and leaves something to find."""
+preferences = preferences_of(SearchQA, expert_player, careless_player)
+"""Looking it up, against a wrong guess."""
 
 
 def _question(messages: list[Message]) -> tuple[int, str]:

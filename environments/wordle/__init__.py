@@ -9,9 +9,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from agile_environments.wordle.words import WORDS
-from agile_trainers.envs.answers import read_answer
-from agile_trainers.envs.base import ResetResult, StepResult, read_options
-from agile_trainers.envs.play import Player, compare_until, demonstrate
+from agile_trainers.envs.base import ResetResult
+from agile_trainers.envs.task import GameTask, demonstrations_of, draw, preferences_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (20, 4), "normal": (len(WORDS), 6), "hard": (len(WORDS), 4)}
@@ -23,14 +22,12 @@ Clues = tuple[tuple[str, str], ...]
 """Guesses, each with its marks."""
 
 
-class Wordle:
+class Wordle(GameTask):
     """Find a word of five letters.
 
     An answer is a word and nothing else; any five letters will do. Each letter of a guess is answered with ``+`` (in its
     place), ``?`` (elsewhere in the word) or ``-`` (not in the word, or not that often). Reward: 1 for the word, -0.2 for an
-    answer that is not five letters, 0 otherwise; every answer uses up a guess. When the guesses are used up the game is
-    over: that is one of its rules, so the episode counts as terminated, not truncated. ``info["success"]`` says whether
-    the word has been found; ``info["anchor"]`` holds the clues so far, in no order.
+    answer that is not five letters, 0 otherwise. ``info["anchor"]`` holds the clues so far, in no order.
 
     Args:
         level: ``easy`` (one of 20 words that the prompt names, 4 guesses), ``normal`` (any word of the list, 6 guesses)
@@ -41,32 +38,27 @@ class Wordle:
         ValueError: If the level is unknown or ``max_turns`` is not positive.
     """
 
-    def __init__(self, level: str = "normal", max_turns: int | None = None):
-        if level not in LEVELS:
-            raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(LEVELS)}.")
-        count, guesses = LEVELS[level]
-        self.words = words(count)
-        self.max_turns = guesses if max_turns is None else max_turns
-        if self.max_turns < 1:
-            raise ValueError(f"max_turns must be at least 1, got {max_turns}.")
+    name, levels, options = "agile:wordle", LEVELS, ("secret",)
 
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
-        """Start a game.
+    def __init__(self, level: str = "normal", max_turns: int | None = None):
+        super().__init__(level, max_turns)
+        self.words = words(LEVELS[level][0])
+
+    def start(self, seed: int | None, options: dict[str, Any]) -> ResetResult:
+        """Choose the word.
 
         Args:
-            seed: Chooses the secret, ``words[seed % len(words)]``, so that as many seeds in a row as there are words hold
-                every one once. None draws one.
+            seed: Makes it ``words[seed % len(words)]``, so that as many seeds in a row as there are words hold every one
+                once. None draws one.
             options: ``{"secret": str}`` sets the secret, whatever the seed: one of the level's words.
 
         Raises:
-            ValueError: If there is another option, or the secret is not a word of the level.
+            ValueError: If the secret is not a word of the level.
         """
-        drawn = random.SystemRandom().choice(self.words) if seed is None else self.words[seed % len(self.words)]
-        self.secret = read_options(options, ("secret",), "agile:wordle").get("secret", drawn)
+        self.secret = options.get("secret", self.words[draw(seed, len(self.words))])
         if self.secret not in self.words:
             raise ValueError(f"secret must be one of the level's {len(self.words)} words, got {self.secret!r}.")
         self._clues: list[str] = []
-        self._guesses = 0
         named = f" It is one of {', '.join(self.words)}." if len(self.words) <= _NAMED else ""
         prompt = (
             f"Find the word of five letters.{named} You have {self.max_turns} guesses. Each letter is answered with + (in "
@@ -74,18 +66,16 @@ class Wordle:
         )
         return prompt, {"secret": self.secret, "anchor": ""}
 
-    def step(self, action: str) -> StepResult:
+    def answer(self, text: str) -> tuple[str, float, dict[str, Any]]:
         """Take a guess."""
-        guess = read_answer(action).lower()
-        self._guesses += 1
-        over = self._guesses == self.max_turns
+        guess = text.lower()
         if guess == self.secret:
-            return "correct", 1.0, True, False, {"success": True, "anchor": self.secret}
+            return "correct", 1.0, {"success": True, "anchor": self.secret}
         if not re.fullmatch("[a-z]{5}", guess):
-            return "invalid", -0.2, over, False, {"success": False, "anchor": self._anchor()}
+            return "invalid", -0.2, {"success": False, "anchor": self._anchor()}
         marks = score(guess, self.secret)
         self._clues.append(guess + marks)
-        return " ".join(marks), 0.0, over, False, {"success": False, "anchor": self._anchor()}
+        return " ".join(marks), 0.0, {"success": False, "anchor": self._anchor()}
 
     def _anchor(self) -> str:
         return " ".join(sorted(set(self._clues)))
@@ -147,35 +137,9 @@ def expert_player(messages: list[Message], rng: random.Random) -> str:
     return best_guess(*_read(messages))
 
 
-def demonstrations(
-    count: int, seed: int = 0, player: Player = careless_player, environment: Wordle | None = None
-) -> list[dict[str, list[Message]]]:
-    """Games as training data for TRL's ``SFTTrainer``.
-
-    Args:
-        count: Number of games; a multiple of the number of words shows each equally often.
-        seed: Their seeds are ``seed`` to ``seed + count - 1``.
-        player: Who plays. The default teaches the words and what the marks mean, and leaves ignoring them to be unlearned.
-        environment: What to play. Default: the normal level.
-
-    Returns:
-        ``count`` rows ``{"messages": [...]}``, each ending with the player's last guess.
-    """
-    return demonstrate(environment or Wordle(), player, range(seed, seed + count))
-
-
-def preferences(count: int, seed: int = 0, environment: Wordle | None = None) -> list[dict[str, list[Message]]]:
-    """Pairs for TRL's ``DPOTrainer``: the expert's guess, against the first other one of a lost game.
-
-    Args:
-        count: Number of pairs.
-        seed: Seed of the first game; games that random guesses won, or the expert lost, are passed over.
-        environment: What to play. Default: the normal level.
-
-    Returns:
-        ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
-    """
-    return compare_until(count, environment or Wordle(), expert_player, random_player, seed)
+demonstrations = demonstrations_of(Wordle, careless_player)
+"""Careless play teaches the words and what the marks mean, and leaves ignoring them to be unlearned."""
+preferences = preferences_of(Wordle, expert_player, random_player)
 
 
 def _read(messages: list[Message]) -> tuple[int, Clues]:

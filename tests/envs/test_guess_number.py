@@ -81,7 +81,7 @@ def test_bad_options_and_arguments() -> None:
         environment.reset(options={"number": 3})
     with pytest.raises(ValueError, match="choose one of easy, normal, hard"):
         GuessNumber("heavy")
-    with pytest.raises(ValueError, match="max_turns=0"):
+    with pytest.raises(ValueError, match="max_turns must be at least 1, got 0"):
         GuessNumber(max_turns=0)
 
 

@@ -1,0 +1,138 @@
+"""Base of the ready tasks: levels, games with a limited number of turns, and training data from scripted players."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
+
+from agile_trainers.types import Message
+
+from .answers import read_answer
+from .base import Environment, ResetResult, StepResult, read_options
+from .play import Player, compare_until, demonstrate
+
+TrainingRows = list[dict[str, list[Message]]]
+"""Rows of messages, as TRL's ``SFTTrainer`` and ``DPOTrainer`` take them."""
+
+
+def check_level(level: str, levels: Collection[str]) -> None:
+    """Reject a level that a task does not have.
+
+    Raises:
+        ValueError: If the level is unknown; the message names the known ones.
+    """
+    if level not in levels:
+        raise ValueError(f"Unknown level {level!r}; choose one of {', '.join(levels)}.")
+
+
+def draw(seed: int | None, count: int) -> int:
+    """A number below ``count``: ``seed % count``, so that ``count`` seeds in a row give each once. None draws one."""
+    return random.SystemRandom().randrange(count) if seed is None else seed % count
+
+
+class GameTask(ABC):
+    """A game with a limited number of turns.
+
+    Every answer uses up a turn. When the turns are used up the game is over: that is one of its rules, so the episode counts
+    as terminated, not truncated. ``info["success"]`` of every step says whether it was won, which ends it too.
+
+    A subclass sets ``name``, ``levels`` and ``options`` and defines :meth:`start` and :meth:`answer`.
+
+    Args:
+        level: A key of ``levels``.
+        max_turns: Number of turns, instead of the level's.
+
+    Raises:
+        ValueError: If the level is unknown or ``max_turns`` is not positive.
+    """
+
+    name: ClassVar[str]
+    """The id, for errors."""
+    levels: ClassVar[Mapping[str, tuple[int, ...]]]
+    """What each level is made of; the last number is its number of turns."""
+    options: ClassVar[tuple[str, ...]]
+    """Columns of a dataset row that :meth:`start` reads."""
+
+    def __init__(self, level: str = "normal", max_turns: int | None = None):
+        check_level(level, self.levels)
+        self.level = level
+        self.max_turns = self.levels[level][-1] if max_turns is None else max_turns
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1, got {max_turns}.")
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        """Start a game; see :meth:`start` for what seed and options mean.
+
+        Raises:
+            ValueError: If there is an option that the game does not read, or one has a wrong value.
+        """
+        self.turns = 0
+        return self.start(seed, read_options(options, self.options, self.name))
+
+    def step(self, action: str) -> StepResult:
+        """Take a turn."""
+        self.turns += 1
+        observation, reward, info = self.answer(read_answer(action))
+        return observation, reward, info["success"] or self.turns == self.max_turns, False, info
+
+    @abstractmethod
+    def start(self, seed: int | None, options: dict[str, Any]) -> ResetResult:
+        """Set the game up and return its first observation and info."""
+
+    @abstractmethod
+    def answer(self, text: str) -> tuple[str, float, dict[str, Any]]:
+        """Play an answer (without tags) and return observation, reward and info, which holds ``success``."""
+
+
+def demonstrations_of(task: Callable[[], Environment], default: Player) -> Callable[..., TrainingRows]:
+    """The function ``demonstrations`` of a task.
+
+    Args:
+        task: Makes the environment that is played when none is given.
+        default: Who plays when no player is given.
+    """
+
+    def demonstrations(
+        count: int, seed: int = 0, player: Player = default, environment: Environment | None = None
+    ) -> TrainingRows:
+        """Make episodes as training data for TRL's ``SFTTrainer``.
+
+        Args:
+            count: Number of episodes.
+            seed: Their seeds are ``seed`` to ``seed + count - 1``.
+            player: Who plays. Default: the task's choice.
+            environment: What to play. Default: the task as it is made without arguments.
+
+        Returns:
+            ``count`` rows ``{"messages": [...]}``, each ending with the player's last answer.
+        """
+        return demonstrate(environment or task(), player, range(seed, seed + count))
+
+    return demonstrations
+
+
+def preferences_of(task: Callable[[], Environment], better: Player, worse: Player) -> Callable[..., TrainingRows]:
+    """The function ``preferences`` of a task: pairs of :func:`~agile_trainers.envs.play.compare`.
+
+    Args:
+        task: Makes the environment that is played when none is given.
+        better: The player whose answers are chosen.
+        worse: The player whose answers are rejected.
+    """
+
+    def preferences(count: int, seed: int = 0, environment: Environment | None = None) -> TrainingRows:
+        """Make pairs of a better and a worse answer for TRL's ``DPOTrainer``.
+
+        Args:
+            count: Number of pairs.
+            seed: Seed of the first episode; those in which the better player got no higher return are passed over.
+            environment: What to play. Default: the task as it is made without arguments.
+
+        Returns:
+            ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.
+        """
+        return compare_until(count, environment or task(), better, worse, seed)
+
+    return preferences
