@@ -269,6 +269,11 @@ MUTATIONS = [
         "tests/test_cli_check.py -k layout",
     ),
     Mutation(
+        "a dataset row is dropped where reset has no place for it", "envs/base.py",
+        "if options is None and not reads_rows", "if not reads_rows",
+        "tests/rollout/test_processes.py -k left_out",
+    ),
+    Mutation(
         "the checker compares an instance with itself", "envs/checker.py",
         "_compare(first, second, seed, report)", "_compare(first, first, seed, report)",
         "tests/envs/test_env_checker.py -k different",

@@ -43,6 +43,19 @@ class Broken:
         raise RuntimeError("no more")
 
 
+class Toy:
+    def reset(self, seed: int | None = None) -> Any:
+        return "What is 2+2?", {}
+
+    def step(self, text: str) -> Any:
+        return "Done.", float("4" in text), True, False, {}
+
+
+def test_an_environment_without_options_is_played() -> None:
+    code, screen = played("--environment", f"{__name__}:Toy", answers=("4",))
+    assert code == 0 and "Over: terminated after 1 turns, return +1." in screen
+
+
 def test_a_person_plays_a_game() -> None:
     options = ["--environment", "agile:guess_number", "--environment_args", '{"level": "easy"}', "--seed", "4"]
     code, screen = played(*options, "--tokens", answers=("3", "x", "5"))

@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import wraps
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -40,15 +41,15 @@ class Overheard:
         self.close = getattr(environment, "close", lambda: None)
         self._hear = hear
 
-    def _on_reset(self, arguments: dict[str, Any], result: Any) -> None:
+    def _on_reset(self, result: Any, **_: Any) -> None:
         observation, _ = validate_reset(result)
         self.messages = as_messages(observation)
         self._hear(None, observation, None)
 
-    def _on_step(self, arguments: dict[str, Any], result: Any) -> None:
+    def _on_step(self, result: Any, action: str) -> None:
         observation, reward, *_ = validate_step(result)
-        self.messages += [{"role": "assistant", "content": arguments["action"]}, *as_messages(observation)]
-        self._hear(arguments["action"], observation, reward)
+        self.messages += [{"role": "assistant", "content": action}, *as_messages(observation)]
+        self._hear(action, observation, reward)
 
 
 def play_in_seat(
@@ -98,22 +99,25 @@ def play_in_seat(
         engine.pool.close()
 
 
-def _tapped(method: Callable[..., Any], tap: Callable[[dict[str, Any], Any], None]) -> Callable[..., Any]:
-    """The method; each result goes to ``tap`` too, unless it breaks the protocol, which is for the engine to say."""
+def _tapped(method: Callable[..., Any], tap: Callable[..., None]) -> Callable[..., Any]:
+    """The method, with its signature; each result and the arguments go to ``tap`` too, unless it breaks the protocol,
+    which is for the engine to say."""
     if inspect.iscoroutinefunction(method):
 
-        async def awaited(**arguments: Any) -> Any:
-            result = await method(**arguments)
+        @wraps(method)
+        async def awaited(*given: Any, **named: Any) -> Any:
+            result = await method(*given, **named)
             with suppress(ValueError):
-                tap(arguments, result)
+                tap(result, *given, **named)
             return result
 
         return awaited
 
-    def called(**arguments: Any) -> Any:
-        result = method(**arguments)
+    @wraps(method)
+    def called(*given: Any, **named: Any) -> Any:
+        result = method(*given, **named)
         with suppress(ValueError):
-            tap(arguments, result)
+            tap(result, *given, **named)
         return result
 
     return called

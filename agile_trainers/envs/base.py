@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import Any, Protocol
 
 from agile_trainers.types import Message
@@ -16,7 +18,8 @@ class Environment(Protocol):
     """A text environment: it speaks, the model answers, it rewards that answer.
 
     One instance plays one episode at a time and is reused (``reset`` again) for the next. Either method may be ``async
-    def``. An instance may also define ``close()``.
+    def``. An instance may also define ``close()``. ``reset`` is called by keyword, ``step`` by position. Without dataset
+    rows ``reset`` may leave out ``options``.
     """
 
     def reset(
@@ -45,6 +48,34 @@ class Environment(Protocol):
 
 EnvironmentFactory = Callable[[], Environment]
 """Makes one environment instance; called once for every episode that runs at the same time."""
+
+
+def bound_reset(environment: Environment, seed: int | None, options: dict[str, Any] | None) -> Callable[[], Any]:
+    """``reset`` with its arguments, ready to be called.
+
+    Args:
+        environment: The instance.
+        seed: Of the episode.
+        options: The dataset row; None is left out where the signature has no place for it.
+    """
+    arguments = (
+        {"seed": seed} if options is None and not reads_rows(environment.reset) else {"seed": seed, "options": options}
+    )
+    return partial(environment.reset, **arguments)
+
+
+def bound_step(environment: Environment, action: str) -> Callable[[], Any]:
+    """``step`` with its argument, whatever that is called, ready to be called."""
+    return partial(environment.step, action)
+
+
+def reads_rows(reset: Callable[..., Any]) -> bool:
+    """Whether a ``reset`` takes ``options``."""
+    try:
+        parameters = inspect.signature(reset).parameters.values()
+    except (TypeError, ValueError):  # of a builtin, which says nothing
+        return True
+    return any(p.name == "options" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def as_messages(observation: Observation) -> list[Message]:

@@ -16,7 +16,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .base import Environment, EnvironmentFactory, Observation, ResetResult, StepResult
+from .base import (
+    Environment,
+    EnvironmentFactory,
+    Observation,
+    ResetResult,
+    StepResult,
+    bound_reset,
+    bound_step,
+    reads_rows,
+)
 
 LONG_OBSERVATION = 100_000
 """Characters from which an observation is reported as too long: the trainers' default ``max_observation_length``."""
@@ -268,7 +277,7 @@ async def _check(
             watch.begin("the factory")
             instances.append(factory())
             report.environment = type(instances[-1]).__name__
-            check_methods(instances[-1])
+            check_methods(instances[-1], with_rows=options is not None)
         for seed in seeds:
             first, second = [await _play(instance, seed, max_turns, actions, options, watch) for instance in instances]
             _compare(first, second, seed, report)
@@ -294,20 +303,38 @@ async def _check(
             report.findings.append(Finding("warning", f"close() raised {describe_error(error)}"))
 
 
-def check_methods(environment: Any) -> None:
-    """Raise ``EnvironmentProtocolError`` if ``reset`` or ``step`` is missing or cannot be called as the protocol does."""
-    for name, arguments in (("reset", {"seed": 0, "options": None}), ("step", {"action": ""})):
-        method = getattr(environment, name, None)
-        signature = f"{name}({', '.join(arguments)})"
-        if not callable(method):
-            raise EnvironmentProtocolError(f"{type(environment).__name__} has no method {signature}.")
-        try:
-            inspect.signature(method).bind(**arguments)
-        except TypeError as error:
-            raise EnvironmentProtocolError(
-                f"{type(environment).__name__}.{name}{inspect.signature(method)} cannot be called as {signature}: "
-                f"{error}."
-            ) from error
+def check_methods(environment: Any, *, with_rows: bool = False) -> None:
+    """Check that ``reset`` and ``step`` can be called as the protocol does.
+
+    Args:
+        environment: The instance.
+        with_rows: Whether dataset rows are handed to ``reset`` as ``options``, which it may otherwise do without.
+
+    Raises:
+        EnvironmentProtocolError: If a method is missing or its signature does not fit.
+    """
+    name = type(environment).__name__
+    for method, signature in (("reset", "reset(seed, options)"), ("step", "step(action)")):
+        if not callable(getattr(environment, method, None)):
+            raise EnvironmentProtocolError(f"{name} has no method {signature}.")
+    rows = {"options": None} if with_rows or reads_rows(environment.reset) else {}
+    hint = (
+        " Dataset rows reach an environment as options: give its reset the parameter options=None, or pass no rows."
+        if with_rows
+        else ""
+    )
+    _check_call(environment, "reset", f"reset({', '.join(['seed', *rows])})", hint, seed=0, **rows)
+    _check_call(environment, "step", "step(action)", "", "")
+
+
+def _check_call(environment: Any, method: str, call: str, hint: str, *given: Any, **named: Any) -> None:
+    signature = inspect.signature(getattr(environment, method))
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        raise EnvironmentProtocolError(
+            f"{type(environment).__name__}.{method}{signature} cannot be called as {call}: {error}.{hint}"
+        ) from error
 
 
 async def _play(
@@ -320,12 +347,12 @@ async def _play(
 ) -> tuple[Observation, list[StepResult]]:
     """The first observation and the steps of one episode."""
     watch.begin(f"reset(seed={seed})")
-    start, _ = validate_reset(await _call(environment.reset, seed=seed, options=options))
+    start, _ = validate_reset(await _call(bound_reset(environment, seed, options)))
     observation, steps = start, list[StepResult]()
     for turn in range(max_turns):
         action = actions(observation) if callable(actions) else actions[turn % len(actions)]
         watch.begin(f"step() of turn {turn + 1} after reset(seed={seed})")
-        steps.append(validate_step(await _call(environment.step, action=action)))
+        steps.append(validate_step(await _call(bound_step(environment, action))))
         observation, _, terminated, truncated, _ = steps[-1]
         if terminated or truncated:
             break
@@ -389,9 +416,9 @@ def _random_state() -> tuple[Any, ...]:
     return random.getstate(), numpy_state["pos"], numpy_state["key"].tobytes()
 
 
-async def _call(method: Callable[..., Any], **arguments: Any) -> Any:
+async def _call(method: Callable[[], Any]) -> Any:
     """Call as a rollout does: only what is declared ``async def`` is awaited."""
-    value = method(**arguments)
+    value = method()
     return await value if inspect.iscoroutinefunction(method) else value
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from agile_trainers.types import Message
 
-from .base import Environment, Observation, as_messages
+from .base import Environment, Observation, as_messages, bound_reset, bound_step
 from .checker import validate_reset, validate_step
 
 Player = Callable[[list[Message], random.Random], str]
@@ -63,12 +63,12 @@ def play(
         EnvironmentProtocolError: If the environment breaks the protocol.
     """
     rng = random.Random(f"player {seed}")
-    observation, _ = validate_reset(environment.reset(seed=seed, options=options))
+    observation, _ = validate_reset(bound_reset(environment, seed, options)())
     episode = Episode(messages=as_messages(observation))
     while True:
         answer = player(episode.messages, rng)
         episode.messages.append({"role": "assistant", "content": answer})
-        observation, reward, terminated, truncated, episode.info = validate_step(environment.step(answer))
+        observation, reward, terminated, truncated, episode.info = validate_step(bound_step(environment, answer)())
         episode.rewards.append(reward)
         if terminated or truncated or len(episode.rewards) == max_turns:
             episode.final_observation = observation

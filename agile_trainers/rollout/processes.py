@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import cloudpickle
 
-from agile_trainers.envs.base import Environment, EnvironmentFactory, ResetResult, StepResult
+from agile_trainers.envs.base import Environment, EnvironmentFactory, ResetResult, StepResult, bound_reset, bound_step
 from agile_trainers.envs.checker import describe_error
 
 _CLOSING_SECONDS = 5.0
@@ -70,11 +70,11 @@ class ProcessEnvironment:
 
     async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
         """Start an episode over there."""
-        return await self._call("reset", seed=seed, options=options)
+        return await self._call("reset", seed, options)
 
     async def step(self, action: str) -> StepResult:
         """Answer over there."""
-        return await self._call("step", action=action)
+        return await self._call("step", action)
 
     async def close(self) -> None:
         """Let the environment close itself, then end its process."""
@@ -82,7 +82,7 @@ class ProcessEnvironment:
             await asyncio.wait_for(self._call("close"), _CLOSING_SECONDS)
         self._end()
 
-    async def _call(self, method: str, **arguments: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         try:
             self._connection.send((method, arguments))
             await self._readable()
@@ -112,6 +112,9 @@ class ProcessEnvironment:
     def _end(self) -> None:
         self._process.kill()
         self._connection.close()
+
+
+_BOUND: dict[str, Callable[..., Callable[[], Any]]] = {"reset": bound_reset, "step": bound_step}
 
 
 def _module(factory: Any) -> list[str]:
@@ -165,8 +168,11 @@ def _serve(sent: bytes, connection: Connection) -> None:
             if environment is None and method != "close":
                 factory: Callable[[], Environment] = pickle.loads(sent)
                 environment = factory()
-            function = getattr(environment, method) if method != "close" else getattr(environment, method, lambda: None)
-            value = function(**arguments)
+            if method == "close":
+                function = getattr(environment, "close", lambda: None)
+            else:
+                function = _BOUND[method](environment, *arguments)
+            value = function()
             answer: tuple[str | None, Any] = (
                 None,
                 loop.run_until_complete(value) if inspect.isawaitable(value) else value,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from agile_trainers.envs.base import Environment, EnvironmentFactory
+from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_reset, bound_step
 
 from .processes import ProcessEnvironment, pickled
 
@@ -123,12 +123,12 @@ class EnvironmentPool:
 
     def reset(self, episode: int, seed: int, options: dict[str, Any] | None) -> None:
         """Start an episode, as soon as there may be one more; the outcome comes from :meth:`outcomes`."""
-        self._queued.append(partial(self._call, episode, "reset", {"seed": seed, "options": options}))
+        self._queued.append(partial(self._call, episode, "reset", bound_reset, seed, options))
         self._start_queued()
 
     def step(self, episode: int, action: str) -> None:
         """Send an action; the outcome comes from :meth:`outcomes`."""
-        self._call(episode, "step", {"action": action})
+        self._call(episode, "step", bound_step, action)
 
     def outcomes(self, block: bool) -> list[Outcome]:
         """Take what has been answered or has run out of time since the last call.
@@ -196,11 +196,11 @@ class EnvironmentPool:
         while self._queued and len(self._playing) < self.max_environments:
             self._queued.popleft()()
 
-    def _call(self, episode: int, method: str, arguments: dict[str, Any]) -> None:
+    def _call(self, episode: int, method: str, bind: Callable[..., Callable[[], Any]], *arguments: Any) -> None:
         call = _Call(episode, method)
         try:
             call.environment = self.environment(episode)
-            call.function = partial(getattr(call.environment, method), **arguments)
+            call.function = bind(call.environment, *arguments)
         except _FAILURES as error:
             self._running[episode] = call
             self._answers.put((call, Outcome(episode, error=error)))

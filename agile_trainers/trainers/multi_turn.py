@@ -166,7 +166,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             train_dataset = training_rows(args, train_dataset)
             first_row = dict(next(iter(train_dataset))) if self._rows_are_options else None
             pool = environment_pool(args, factory)
-            first_state = probe_environment(pool, args.seed, first_row)
+            first_state = probe_environment(pool, args.seed, first_row, with_rows=eval_dataset is not None)
             reward_funcs, reward_processing_classes = with_return(
                 lambda: self._returns, args, reward_funcs, reward_processing_classes
             )

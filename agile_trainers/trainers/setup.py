@@ -132,13 +132,16 @@ def environment_pool(args: MultiTurnConfig, factory: EnvironmentFactory) -> Envi
     )
 
 
-def probe_environment(pool: EnvironmentPool, seed: int, row: dict[str, Any] | None) -> ResetResult:
+def probe_environment(
+    pool: EnvironmentPool, seed: int, row: dict[str, Any] | None, *, with_rows: bool = False
+) -> ResetResult:
     """Reset and step once, in the pool and from the state that the first episode will have; the instance is kept for it.
 
     Args:
         pool: Where the run's environments will run.
         seed: The run's seed.
         row: The first dataset row, or None without rows.
+        with_rows: Whether there are rows to evaluate on, if there are none to train on.
 
     Returns:
         The first observation and its info.
@@ -151,7 +154,7 @@ def probe_environment(pool: EnvironmentPool, seed: int, row: dict[str, Any] | No
         environment = pool.environment(0)
         if not isinstance(environment, ProcessEnvironment):
             name = type(environment).__name__
-        check_methods(environment)
+        check_methods(environment, with_rows=with_rows or row is not None)
         pool.release(0, reusable=True)
         method = f"reset(options={row!r})"
         pool.reset(0, environment_seed(seed, TRAINING, 0, 0), deepcopy(row))

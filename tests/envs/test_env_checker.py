@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from agile_trainers.envs import EnvironmentProtocolError, check_environment, validate_reset, validate_step
+from agile_trainers.envs.play import play
 from agile_trainers.envs.probes import PROBES
+from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.trainers.setup import probe_environment
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "go"}]
 
@@ -210,17 +213,39 @@ def test_the_methods_must_be_callable_as_the_engine_calls_them() -> None:
         def reset(self) -> Any:  # type: ignore[override]
             return "a", {}
 
-    class OtherName(Echo):
-        def step(self, text: str) -> Any:
-            return text, 0.0, True, False, {}
+    class NoText(Echo):
+        def step(self) -> Any:  # type: ignore[override]
+            return "a", 0.0, True, False, {}
 
     for factory, message in (
         (NoStep, "NoStep has no method step(action)"),
-        (OldReset, "OldReset.reset() -> 'Any' cannot be called as reset(seed, options)"),
-        (OtherName, "OtherName.step(text: 'str') -> 'Any' cannot be called as step(action)"),
+        (OldReset, "OldReset.reset() -> 'Any' cannot be called as reset(seed)"),
+        (NoText, "NoText.step() -> 'Any' cannot be called as step(action)"),
     ):
         broken: Any = factory
         assert message in check_environment(broken).errors[0]
+
+
+class Toy:
+    """As other libraries write an environment: no ``options``, and a name of its own for the action."""
+
+    def reset(self, seed: int | None = None) -> Any:
+        return f"What is 2+2? ({seed})", {}
+
+    def step(self, text: str) -> Any:
+        return "Done.", float("4" in text), True, False, {}
+
+
+def test_options_may_be_left_out_where_there_are_no_rows() -> None:
+    assert not check_environment(Toy).findings
+    assert play(Toy(), lambda messages, rng: "4", 7).rewards == [1.0]
+    (error,) = check_environment(Toy, options={"question": "2+2"}).errors
+    assert "Toy.reset(seed: 'int | None' = None) -> 'Any' cannot be called as reset(seed, options)" in error
+    assert "options=None" in error
+    pool = EnvironmentPool(Toy)
+    assert probe_environment(pool, 0, None)[0].startswith("What is 2+2?")
+    with pytest.raises(EnvironmentProtocolError, match="options=None"):
+        probe_environment(pool, 0, None, with_rows=True)
 
 
 def test_a_factory_that_fails_is_an_error_and_errors_raise() -> None:

@@ -32,3 +32,23 @@ class AsyncElsewhere(Elsewhere):
 
     async def step(self, action: str) -> Any:  # type: ignore[override]
         return super().step(action)
+
+
+class Toy:
+    """No ``options``, and a name of its own for the action."""
+
+    def reset(self, seed: int | None = None) -> Any:
+        return "go", {"seed": seed}
+
+    def step(self, text: str) -> Any:
+        return "up", float(len(text) > 0), True, False, {"process": os.getpid()}
+
+
+class AsyncToy(Toy):
+    """The same, awaited."""
+
+    async def reset(self, seed: int | None = None) -> Any:  # type: ignore[override]
+        return super().reset(seed)
+
+    async def step(self, text: str) -> Any:  # type: ignore[override]
+        return super().step(text)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elsewhere import AsyncElsewhere, Elsewhere
+from elsewhere import AsyncElsewhere, AsyncToy, Elsewhere, Toy
 from episodes import Player, make_engine, specs
 
 from agile_trainers.rollout.engine import RolloutEngine
@@ -38,6 +38,17 @@ def test_episodes_are_the_same_and_somewhere_else(engine: RolloutEngine) -> None
     assert len(processes) == 3 and os.getpid() not in processes
     again = engine.run(specs({}, {}), Player())
     assert {episode.reset_info["process"] for episode in again} <= processes, "instances are played again"
+
+
+@pytest.mark.parametrize(
+    ("environment", "where"), [(Toy, {}), (Toy, {"workers": 1}), (AsyncToy, {}), (Toy, {"processes": 1})]
+)
+def test_options_may_be_left_out_and_the_action_named_otherwise(environment: Any, where: dict[str, int]) -> None:
+    engine = make_engine(environment, **where)
+    (episode, with_row) = engine.run([*specs(None), *specs({"row": 1})], Player())  # type: ignore[arg-type]
+    engine.pool.close()
+    assert (episode.rewards, episode.stop_reason, episode.reset_info) == ([1.0], TERMINATED, {"seed": 0})
+    assert with_row.stop_reason is ERROR and "options" in str(with_row.error), "a row is never dropped"
 
 
 def test_what_goes_wrong_costs_its_own_episode(engine: RolloutEngine) -> None:
