@@ -86,6 +86,8 @@ class Trajectory:
     """What the environment raised, when it failed."""
     observations_cut: int = 0
     """How many observations, the first among them, were cut for their length."""
+    environment: Any = field(default=None, repr=False, compare=False)
+    """The instance that was played, as the episode left it; a later episode may be played on it. None where it failed."""
 
     @property
     def rewards(self) -> list[float]:
@@ -96,6 +98,11 @@ class Trajectory:
     def episode_return(self) -> float:
         """Undiscounted sum of the turn rewards."""
         return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def clipped(self) -> bool:
+        """Whether a limit cut it short: of turns, the conversation, the environment, or the tokens of its last answer."""
+        return self.stop_reason.truncated or any(turn.finish_reason == "length" for turn in self.turns[-1:])
 
     @property
     def success(self) -> bool | None:

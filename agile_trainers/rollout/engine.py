@@ -176,8 +176,10 @@ class RolloutEngine:
                     self._ask(index, episode, generator)
                 if episode.stop_reason is not None:
                     generator.release(index)
-                    self.pool.release(index, reusable=not episode.stop_reason.failed)
                     finished[index] = episode.finished()
+                    if not episode.stop_reason.failed:
+                        finished[index].environment = self.pool.environment(index)
+                    self.pool.release(index, reusable=not episode.stop_reason.failed)
                     if on_finish is not None:
                         on_finish(finished[index])
             for output in generator.step():

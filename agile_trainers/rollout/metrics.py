@@ -25,6 +25,7 @@ def episode_row(trajectory: Trajectory) -> dict[str, Any]:
         "tokens": len(trajectory.prompt_ids) + len(trajectory.completion_ids),
         "answers_cut": sum(turn.finish_reason == "length" for turn in trajectory.turns),
         "observations_cut": trajectory.observations_cut,
+        "clipped": trajectory.clipped,
         "stop_reason": trajectory.stop_reason.value,
     }
 

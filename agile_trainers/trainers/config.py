@@ -215,6 +215,9 @@ class MultiTurnConfig(GRPOConfig):
             self.gradient_accumulation_steps = accumulation(self) if self._batch_is_ours else 1
         if self._groupless:
             self.num_generations = self._episodes_per_generation()
+        # `TrainingArguments` fills both in, with the loss.
+        self.best_metric_is_unset = self.metric_for_best_model is None
+        self.lower_is_better_was_asked = self.greater_is_better is False
         super().__post_init__()
         self.num_generations, self.num_generations_eval = group, eval_group
         if self.importance_sampling_level == "trajectory":

@@ -7,18 +7,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate.utils import gather_object
+from transformers.trainer_utils import PredictionOutput
 from transformers.utils import logging
 
 from agile_trainers.envs.checker import describe_error
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.metrics import episode_row
 from agile_trainers.rollout.record import episode_record, write_records
-from agile_trainers.types import Trajectory
 
+from .evaluation_data import kept_columns, rows_of
+from .evaluation_table import Evaluated, completions_table
 from .generation import Generation
 from .randomness import evaluation_specs, preserved_random_state
 from .reporting import evaluation_summary
+from .reward_functions import drained_columns, drained_metrics, not_scored, reward_summary
 
 logger = logging.get_logger(__name__)
 
@@ -53,8 +57,9 @@ class EpisodeEvaluation(Generation):
         """Play many episodes and report their return; nothing is trained and the training stream does not change.
 
         Args:
-            eval_dataset: Rows handed to ``reset``, repeated in order up to ``num_episodes``. Default: the trainer's
-                ``eval_dataset``; without any, the environment gets seeds only.
+            eval_dataset: Rows handed to ``reset``, repeated in order up to ``num_episodes``; several data sets by name; or
+                the name of one of the trainer's. Default: the trainer's ``eval_dataset``; without any, the environment
+                gets seeds only.
             ignore_keys: Accepted for ``Trainer``'s sake; there are no model outputs to ignore.
             metric_key_prefix: Prefix of the metrics.
             num_episodes: Over all processes. Default: ``args.num_eval_episodes``.
@@ -63,12 +68,13 @@ class EpisodeEvaluation(Generation):
         Returns:
             The metrics of :func:`agile_trainers.rollout.metrics.summarize` under ``eval_``, with ``eval_return`` (the mean
             episode return, for ``metric_for_best_model="return"``), its standard error ``eval_return_sem``, and
-            ``eval_episodes``. Seeds are the same in every evaluation.
+            ``eval_episodes``; under TRL's names ``eval_reward`` (the return and the weighted reward functions), its
+            ``eval_reward_std``, ``eval_rewards/<name>/mean`` and ``.../std``, ``eval_completions/...``, and what reward
+            functions log. Seeds are the same in every evaluation.
         """
         if self.engine is None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if eval_dataset is None:
-            eval_dataset = self._eval_rows
+        eval_dataset = rows_of(self._eval_rows, eval_dataset)
         if isinstance(eval_dataset, dict):
             results: dict[str, float] = {}
             for name, part in eval_dataset.items():
@@ -78,29 +84,68 @@ class EpisodeEvaluation(Generation):
         count = self.args.num_eval_episodes if num_episodes is None else num_episodes
         if count < 1:
             raise ValueError(f"num_episodes must be at least 1, got {count}.")
-        started, training = time.time(), self.model.training
-        with preserved_random_state():
-            trajectories = self._play_evaluation(
-                eval_dataset, count, self.args.eval_greedy if greedy is None else greedy
-            )
-        if not self.is_in_train:
-            self.engine.pool.close()
-        rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
-        metrics = evaluation_summary(rows, metric_key_prefix, started)
+        training = self.model.training
+        played = self._play_evaluation(eval_dataset, count, greedy, metric_key_prefix)
         # TRL's `log` files metrics under the mode of the model.
         self.model.eval()
-        self.log(metrics)
+        with completions_table(self, played, metric_key_prefix):
+            self.log(played.metrics)
         self.model.train(training)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, played.metrics)
         self._record(
-            metric_key_prefix, [episode_record(trajectory, step=self.state.global_step) for trajectory in trajectories]
+            metric_key_prefix,
+            [episode_record(trajectory, step=self.state.global_step) for trajectory in played.trajectories],
         )
-        return metrics
+        return played.metrics
 
-    def _play_evaluation(self, dataset: Any, count: int, greedy: bool) -> list[Trajectory]:
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Play one episode for every row and return what was said; nothing is trained, logged or written.
+
+        Args:
+            test_dataset: Rows handed to ``reset``.
+            ignore_keys: Accepted for ``Trainer``'s sake; there are no model outputs to ignore.
+            metric_key_prefix: Prefix of the metrics.
+
+        Returns:
+            ``predictions``: an object array (rows,) of conversations, each the messages after the prompt, of all processes;
+            ``metrics``: those of :meth:`evaluate`. There are no ``label_ids``.
+        """
+        if self.engine is None:
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        rows = list(kept_columns(self.args, test_dataset, "test_dataset"))
+        played = self._play_evaluation(rows, len(rows), None, metric_key_prefix)
+        said = np.empty(len(rows), dtype=object)
+        for place, messages in gather_object(list(zip(played.places, (t.messages for t in played.trajectories)))):
+            said[place] = messages
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, played.metrics)
+        return PredictionOutput(predictions=said, label_ids=None, metrics=played.metrics)
+
+    def _play_evaluation(self, dataset: Any, count: int, greedy: bool | None, prefix: str) -> Evaluated:
+        """Play and score; the training stream and the random state stay what they are."""
         assert self.engine is not None
+        started = time.time()
         rows = None if dataset is None else list(islice(dataset, count))
+        if rows is not None and not rows:
+            raise ValueError(f"An evaluation data set must have at least one row, got {dataset!r}.")
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         specs = evaluation_specs(self.args.seed, count, rows, rank, world_size)
-        with self._generator(do_sample=not greedy) as generator:
-            return self.engine.run(specs, generator)
+        sample = not (self.args.eval_greedy if greedy is None else greedy)
+        with preserved_random_state():
+            with self._generator(do_sample=sample) as generator:
+                trajectories = self.engine.run(specs, generator)
+            # TRL gathers as many rewards from every process.
+            missing = -(-count // world_size) - len(specs)
+            options = [dict(spec.options or {}) for spec in specs] + [dict(rows[0]) if rows else {}] * missing
+            rewards = self._reward(options, [*trajectories, *(not_scored() for _ in range(missing))])
+        if not self.is_in_train:
+            self.engine.pool.close()
+        scores = reward_summary(rewards, self.reward_weights, self.reward_func_names)
+        scores |= drained_metrics(self._pending_metrics, self.accelerator)
+        metrics = evaluation_summary(
+            gather_object([episode_row(trajectory) for trajectory in trajectories]), scores, prefix, started
+        )
+        local = rewards.view(world_size, -1, rewards.size(1))[rank, : len(specs)]
+        extra = drained_columns(self._pending_extra_logs, len(specs))
+        return Evaluated(trajectories, list(range(rank, count, world_size)), metrics, local.tolist(), extra)

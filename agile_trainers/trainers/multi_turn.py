@@ -31,12 +31,14 @@ from .batching import Batch, drop_silent_rows, sort_by_length, trim_columns
 from .checkpoint import Checkpoints
 from .config import MultiTurnConfig
 from .evaluation import EpisodeEvaluation
+from .evaluation_data import kept_columns, played_columns, with_best_metric
 from .hub import HubModels
 from .launch import check_engine, check_parallelism
 from .noise import switch_off_noise
 from .randomness import training_specs
 from .recipe import decide_learning_rate, idle_recipe
 from .reference import ReferencePolicy
+from .reward_functions import reward_inputs, with_return, without_failed
 from .rollout_log import RolloutLog
 from .scoring import Scoring
 from .setup import (
@@ -51,7 +53,6 @@ from .setup import (
     probe_environment,
     refuse,
     training_rows,
-    with_return,
 )
 from .warm_start import Start, start_from
 
@@ -162,14 +163,18 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             if args.lora_target_scope is not None:
                 peft_config = within_scope(peft_config, args.lora_target_scope)
             factory = make_environment_factory(environment)
+            train_dataset = kept_columns(args, train_dataset, "train_dataset")
+            eval_dataset = kept_columns(args, eval_dataset, "eval_dataset")
+            columns = played_columns(args, train_dataset, eval_dataset)
             self._rows_are_options, self._eval_rows = train_dataset is not None, eval_dataset
             train_dataset = training_rows(args, train_dataset)
             first_row = dict(next(iter(train_dataset))) if self._rows_are_options else None
             pool = environment_pool(args, factory)
             first_state = probe_environment(pool, args.seed, first_row, with_rows=eval_dataset is not None)
             reward_funcs, reward_processing_classes = with_return(
-                lambda: self._returns, args, reward_funcs, reward_processing_classes
+                args, reward_funcs, reward_processing_classes, columns
             )
+            args = with_best_metric(args, by_reward=len(reward_funcs) > 1, eval_dataset=eval_dataset)
             if eval_dataset is None and args.eval_strategy != "no":
                 # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
                 eval_dataset = train_dataset
@@ -281,19 +286,19 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         self, inputs: list[dict[str, Any]], trajectories: list[Trajectory], batch: TurnBatch
     ) -> torch.Tensor:
         """Score with TRL's reward functions, add them to each episode's last turn; return (B, functions) of all ranks."""
-        self._returns = [trajectory.episode_return for trajectory in trajectories]
-        per_function = self._calculate_rewards(
-            inputs=inputs,
-            prompts=[trajectory.prompt or [{"role": "user", "content": ""}] for trajectory in trajectories],
-            completions=[trajectory.messages for trajectory in trajectories],
-            completion_ids_list=[trajectory.completion_ids for trajectory in trajectories],
-        )
+        per_function = self._reward(inputs, trajectories)
         weighted = per_function * self.reward_weights.to(per_function.device)
         extra = weighted[self._local(len(inputs)), 1:].nansum(dim=1)
         rows = torch.arange(len(inputs), device=extra.device)
         last = (batch.turn_mask.sum(dim=1) - 1).clamp(min=0)
         batch.turn_rewards[rows, last] += extra * batch.turn_mask.any(dim=1)
         return per_function
+
+    def _reward(self, rows: list[dict[str, Any]], trajectories: list[Trajectory]) -> torch.Tensor:
+        """(B, functions) of all ranks, NaN for episodes that failed. Every rank must bring as many rows."""
+        return without_failed(
+            self._calculate_rewards(**reward_inputs(rows, trajectories)), trajectories, self.accelerator
+        )
 
     def _local(self, size: int) -> slice:
         return slice(self.accelerator.process_index * size, (self.accelerator.process_index + 1) * size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from transformers.trainer_utils import speed_metrics
@@ -11,39 +11,57 @@ from transformers.trainer_utils import speed_metrics
 from agile_trainers.rollout.metrics import summarize
 
 
-def training_summary(rows: Sequence[dict[str, Any]], seconds: float, rewards: Sequence[float]) -> dict[str, float]:
+def training_summary(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, float]:
     """Metrics of one generation batch.
 
     Args:
         rows: One row per episode, of all ranks.
         seconds: Wall time of the rollout on the slowest rank.
-        rewards: Weighted sum of all reward functions for each episode, of all ranks.
 
     Returns:
-        The metrics of :func:`~agile_trainers.rollout.metrics.summarize`, ``time/rollout``, ``rollout_tokens_per_second``,
-        and under TRL's own names, for callbacks and dashboards made for it: ``reward``, ``reward_std``,
-        ``completions/mean_length`` (action tokens of an episode).
+        The metrics of :func:`~agile_trainers.rollout.metrics.summarize` and of :func:`length_summary`, ``time/rollout``,
+        ``rollout_tokens_per_second``.
     """
     tokens = sum(row["action_tokens"] for row in rows)
     return {
         **summarize(rows),
+        **length_summary(rows),
         "time/rollout": seconds,
         "rollout_tokens_per_second": tokens / seconds,
-        "reward": fmean(rewards),
-        "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
-        "completions/mean_length": tokens / len(rows),
     }
 
 
-def evaluation_summary(rows: Sequence[dict[str, Any]], prefix: str, started: float) -> dict[str, float]:
+def length_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Lengths of episodes in action tokens, under TRL's names.
+
+    Args:
+        rows: One row per episode, of all ranks.
+
+    Returns:
+        ``completions/mean_length|min_length|max_length``; ``completions/clipped_ratio``, the share of episodes that a limit
+        cut short (of turns, of the conversation, of the environment, or of tokens in the last answer); and
+        ``completions/mean_terminated_length|min_terminated_length|max_terminated_length`` of the others, 0 without any.
+    """
+    metrics = {}
+    for kind, counted in (("", rows), ("terminated_", [row for row in rows if not row["clipped"]])):
+        lengths = [float(row["action_tokens"]) for row in counted] or [0.0]
+        for name, value in (("mean", fmean(lengths)), ("min", min(lengths)), ("max", max(lengths))):
+            metrics[f"completions/{name}_{kind}length"] = value
+    return metrics | {"completions/clipped_ratio": sum(row["clipped"] for row in rows) / len(rows)}
+
+
+def evaluation_summary(
+    rows: Sequence[dict[str, Any]], rewards: dict[str, float], prefix: str, started: float
+) -> dict[str, float]:
     """Metrics of one evaluation, as :meth:`MultiTurnTrainer.evaluate` returns them.
 
     Args:
         rows: One row per episode, of all ranks.
+        rewards: Metrics of their rewards.
         prefix: Put before every name.
         started: ``time.time()`` at its start.
     """
-    summary = summarize(rows)
+    summary = summarize(rows) | length_summary(rows) | rewards
     failures = summary["stop/environment_error"] + summary["stop/environment_timeout"]
     sound = len(rows) * (1 - failures)
     summary["return"] = summary.get("return/mean", float("nan"))

@@ -15,6 +15,7 @@ from agile_trainers.types import Trajectory
 
 from .generation import Generation
 from .reporting import degeneracies, training_summary
+from .reward_functions import drained_columns, drained_metrics, reward_summary, share_without_spread, totals
 
 logger = logging.get_logger(__name__)
 
@@ -34,18 +35,23 @@ class RolloutLog(Generation):
     ) -> None:
         rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
         slowest = max(gather_object([self._rollout_seconds]))
-        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        summary = training_summary(rows, slowest, totals.tolist()) | self._sync_metrics()
+        summary = training_summary(rows, slowest) | self._sync_metrics()
+        summary |= reward_summary(rewards, self.reward_weights, self.reward_func_names)
+        summary |= drained_metrics(self._pending_metrics, self.accelerator)
+        grouped = self.num_generations > 1 and self.scale_rewards != "batch"
+        group_size = self.num_generations if grouped else len(rows)
+        summary["frac_reward_zero_std"] = share_without_spread(totals(rewards, self.reward_weights), group_size)
         metrics = self._metrics["train"]
         for name, value in summary.items():
             metrics[name].append(value)
         self.state.num_input_tokens_seen += sum(row["tokens"] for row in rows)
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
         for index, name in enumerate(self.reward_func_names):
-            metrics[f"rewards/{name}/mean"].append(torch.nanmean(rewards[:, index]).item())
             self._logs["rewards"][name].extend(rewards[:, index].tolist())
         self._logs["prompt"].extend(gather_object([trajectory.prompt for trajectory in trajectories]))
         self._logs["completion"].extend(gather_object([trajectory.messages for trajectory in trajectories]))
+        for name, values in drained_columns(self._pending_extra_logs, len(trajectories)).items():
+            self._logs["extra"][name].extend(values)
         per_episode = pool_over_turns(advantages, turn_mask)[:, 0].contiguous()
         self._logs["advantages"].extend(self.accelerator.gather(per_episode).tolist())
         idle = metrics["advantage/mean"][-1] == metrics["advantage/std"][-1] == 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import islice
@@ -368,33 +367,3 @@ def _whole_steps(args: MultiTurnConfig, dataset: IterableDataset, rows: int) -> 
         return columns if all(len(values) == rows for values in columns.values()) else {name: [] for name in columns}
 
     return dataset.map(unless_cut_off, batched=True, batch_size=rows)
-
-
-def with_return(
-    returns: Callable[[], list[float]], args: MultiTurnConfig, reward_funcs: Any, classes: Any
-) -> tuple[list[Any], list[Any]]:
-    """Put the episode return first among the reward functions; TRL demands at least one and logs each.
-
-    Args:
-        returns: The returns of the episodes that are scored.
-        args: Its ``reward_weights``, which weigh the other functions, get a 1 for the return.
-        reward_funcs: The user's, in TRL's form.
-        classes: Their processing classes.
-
-    Raises:
-        ValueError: If there are not as many weights as functions.
-    """
-    own = [] if reward_funcs is None else list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
-    classes = classes if isinstance(classes, list) else [classes] * len(own)
-    if args.reward_weights is not None:
-        if len(args.reward_weights) != len(own):
-            raise ValueError(
-                f"reward_weights has {len(args.reward_weights)} entries for {len(own)} reward_funcs; the environment's "
-                "own reward needs none (its weight is 1)."
-            )
-        args.reward_weights = [1.0, *args.reward_weights]
-
-    def environment(**_: Any) -> list[float]:
-        return returns()
-
-    return [environment, *own], [None, *classes]

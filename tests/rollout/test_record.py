@@ -148,6 +148,7 @@ def test_a_row_by_hand() -> None:
         "tokens": 3 + 8,
         "answers_cut": 1,
         "observations_cut": 0,
+        "clipped": True,
         "stop_reason": "max_turns",
     }
 

@@ -1,0 +1,257 @@
+"""Reward functions of TRL's form over episodes: what they get, which episodes they score, and what is logged of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+from trl.trainer.utils import get_callable_name, is_async_callable, nanstd
+
+from agile_trainers.envs.trl_tools import TRLEnvironment
+from agile_trainers.types import StopReason, Trajectory
+
+EPISODES, ENVIRONMENTS = "trajectories", "environments"
+"""Arguments of a reward function, beside TRL's."""
+_TRLS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+RewardFunction = Callable[..., Any]
+
+
+def with_return(
+    args: Any, reward_funcs: Any, classes: Any, columns: Mapping[str, Sequence[str]]
+) -> tuple[list[Any], list[Any]]:
+    """Put the episode return first among the reward functions; TRL demands at least one and logs each.
+
+    Args:
+        args: A ``MultiTurnConfig`` for episodes. Its ``reward_weights``, which weigh the other functions, get a 1 for the
+            return.
+        reward_funcs: The user's, in TRL's form.
+        classes: Their processing classes.
+        columns: The columns of each data set whose rows are played, by the data set's name.
+
+    Returns:
+        What TRL's trainer takes as ``reward_funcs`` and ``reward_processing_classes``.
+
+    Raises:
+        ValueError: If there are not as many weights as functions, or a function asks for what it cannot get.
+    """
+    own = [] if reward_funcs is None else list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+    classes = classes if isinstance(classes, list) else [classes] * len(own)
+    if args.reward_weights is not None:
+        if len(args.reward_weights) != len(own):
+            raise ValueError(
+                f"reward_weights has {len(args.reward_weights)} entries for {len(own)} reward_funcs; the environment's "
+                "own reward needs none (its weight is 1)."
+            )
+        args.reward_weights = [1.0, *args.reward_weights]
+    apart = args.environment_processes == 0 and args.max_environments is None
+    called = [function for function in own if callable(function) and not isinstance(function, nn.Module)]
+    for function in called:
+        _check_arguments(function, columns, apart)
+
+    def environment(trajectories: list[Trajectory], **_: Any) -> list[float]:
+        return [trajectory.episode_return for trajectory in trajectories]
+
+    return [environment, *(over_sound_episodes(f, apart) if f in called else f for f in own)], [None, *classes]
+
+
+def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardFunction:
+    """A reward function that is called with the episodes that did not fail, if there are any; others get no reward.
+
+    Args:
+        function: The user's.
+        environments: Whether every episode had an instance of its own, which ``function`` may then look at.
+    """
+    takes = _parameters(function)
+
+    def select(given: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        episodes = given[EPISODES]
+        sound = [place for place, episode in enumerate(episodes) if not episode.stop_reason.failed]
+        log = given["log_extra"]
+        if environments:
+            given[ENVIRONMENTS] = [_unwrapped(episode.environment) for episode in episodes]
+        given = {
+            name: [value[place] for place in sound] if isinstance(value, list) else value
+            for name, value in given.items()
+            if name not in (EPISODES, ENVIRONMENTS) or name in takes or _takes_any(takes)
+        }
+        given["log_extra"] = lambda column, values: log(column, spread(values, sound, len(episodes), column))
+        return sound, given
+
+    def spread(values: Any, sound: list[int], count: int, column: str | None = None) -> list[Any]:
+        values = list(values)
+        if len(values) != len(sound):
+            told = "returned" if column is None else f"logged as {column!r}"
+            raise ValueError(
+                f"The reward function {get_callable_name(function)!r} {told} {len(values)} values for {len(sound)} "
+                "completions. Give one value for each."
+            )
+        by_place = dict(zip(sound, values))
+        return [by_place.get(place) for place in range(count)]
+
+    async def score_async(**given: Any) -> list[Any]:
+        count = len(given[EPISODES])
+        sound, given = select(given)
+        return spread(await function(**given) if sound else [], sound, count)
+
+    def score(**given: Any) -> list[Any]:
+        count = len(given[EPISODES])
+        sound, given = select(given)
+        return spread(function(**given) if sound else [], sound, count)
+
+    chosen: Any = score_async if is_async_callable(function) else score
+    chosen.__name__ = get_callable_name(function)
+    chosen.__wrapped__ = function
+    return chosen
+
+
+def _unwrapped(environment: Any) -> Any:
+    """The instance that the user's factory makes."""
+    return environment.object if isinstance(environment, TRLEnvironment) else environment
+
+
+def _parameters(function: RewardFunction) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a callable without a signature: it is told everything
+        return {"anything": inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)}
+
+
+def _takes_any(parameters: dict[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _check_arguments(function: RewardFunction, columns: Mapping[str, Sequence[str]], environments: bool) -> None:
+    """Refuse what a reward function could not be called with.
+
+    Raises:
+        ValueError: If it names ``environments`` where episodes share instances or have them elsewhere, if it requires an
+            argument that is neither TRL's nor ours nor a column of the rows, or if a column has the name of ours.
+    """
+    name, parameters = get_callable_name(function), _parameters(function)
+    if ENVIRONMENTS in parameters and not environments:
+        raise ValueError(
+            f"The reward function {name!r} takes {ENVIRONMENTS}, but an episode has no instance of its own in this process "
+            "with environment_processes or max_environments. Leave both unset, or let the environment put what the function "
+            "needs into info, which the function finds in trajectories."
+        )
+    required = [
+        key
+        for key, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    for dataset, names in columns.items():
+        if taken := {EPISODES, ENVIRONMENTS} & set(names):
+            raise ValueError(
+                f"The column {min(taken)!r} of {dataset} has the name of an argument that reward functions get. Rename the "
+                "column."
+            )
+        given = {*_TRLS, EPISODES, ENVIRONMENTS, *names} - {"prompt"}
+        if missing := [key for key in required if key not in given]:
+            raise ValueError(
+                f"The reward function {name!r} requires the argument {missing[0]!r}, which is no column of {dataset}. Its "
+                f"columns are: {', '.join(names) or 'none'}. Add the column, or give the argument a default."
+            )
+
+
+def not_scored() -> Trajectory:
+    """A place of a batch without an episode, for processes that play fewer than the others."""
+    return Trajectory([], [], [], [], StopReason.ENVIRONMENT_ERROR)
+
+
+def reward_inputs(rows: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """The arguments of TRL's ``_calculate_rewards``."""
+    return {
+        "inputs": [{**row, EPISODES: trajectory} for row, trajectory in zip(rows, trajectories, strict=True)],
+        "prompts": [trajectory.prompt or [{"role": "user", "content": ""}] for trajectory in trajectories],
+        "completions": [trajectory.messages for trajectory in trajectories],
+        "completion_ids_list": [trajectory.completion_ids for trajectory in trajectories],
+    }
+
+
+def without_failed(rewards: torch.Tensor, trajectories: Sequence[Trajectory], accelerator: Accelerator) -> torch.Tensor:
+    """NaN in the rows of failed episodes, also of reward models, which score everything.
+
+    Args:
+        rewards: (B, F), of all processes.
+        trajectories: This process's.
+        accelerator: Gathers which of them failed.
+    """
+    failed = [trajectory.stop_reason.failed for trajectory in trajectories]
+    everywhere: torch.Tensor = accelerator.gather(torch.tensor(failed, device=rewards.device))
+    return rewards.masked_fill(everywhere[:, None], torch.nan)
+
+
+def totals(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """(B,) weighted sums of rewards (B, F), without those a function left out; NaN where all did."""
+    summed = (rewards * weights.to(rewards.device)).nansum(dim=1)
+    return summed.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+
+def reward_summary(rewards: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Metrics of rewards under TRL's names.
+
+    Args:
+        rewards: (B, F), of all processes, NaN where a function gave none.
+        weights: (F,).
+        names: Of the functions.
+
+    Returns:
+        ``reward`` and ``reward_std`` of the weighted sum, ``rewards/<name>/mean`` and ``rewards/<name>/std`` of each
+        function, over the episodes that have one. NaN without any.
+    """
+    columns = {"reward": totals(rewards, weights)}
+    columns |= {f"rewards/{name}": rewards[:, place] for place, name in enumerate(names)}
+    summary = {}
+    for name, column in columns.items():
+        few = int((~column.isnan()).sum()) == 1
+        mean_name, std_name = (name, f"{name}_std") if name == "reward" else (f"{name}/mean", f"{name}/std")
+        summary[mean_name] = torch.nanmean(column).item()
+        summary[std_name] = 0.0 if few else nanstd(column).item()
+    return summary
+
+
+def share_without_spread(rewards: torch.Tensor, group_size: int) -> float:
+    """TRL's ``frac_reward_zero_std``: the share of episodes in groups whose members were all rewarded alike.
+
+    Args:
+        rewards: (B,), of all processes, members of a group side by side; NaN without a reward.
+        group_size: Members of a group.
+    """
+    groups = rewards.view(-1, group_size)
+    missing = groups.isnan()
+    highest = groups.masked_fill(missing, -torch.inf).amax(dim=1)
+    lowest = groups.masked_fill(missing, torch.inf).amin(dim=1)
+    return ((highest - lowest <= 1e-8) & ~missing.all(dim=1)).float().mean().item()
+
+
+def drained_metrics(pending: dict[str, list[float]], accelerator: Accelerator) -> dict[str, float]:
+    """What reward functions logged with ``log_metric``, averaged over all processes; ``pending`` is empty afterwards."""
+    means = {}
+    for name in sorted(set(gather_object(list(pending)))):
+        values = pending.get(name, [])
+        local = torch.tensor([float(sum(values)), float(len(values))], device=accelerator.device)
+        total, count = accelerator.reduce(local, reduction="sum").tolist()
+        means[name] = total / count
+    pending.clear()
+    return means
+
+
+def drained_columns(pending: dict[str, list[Any]], count: int) -> dict[str, list[Any]]:
+    """What reward functions logged with ``log_extra`` for all processes' episodes; ``pending`` is empty afterwards.
+
+    Args:
+        pending: Values for the episodes of this process, in their order, by column.
+        count: Episodes of this process.
+    """
+    columns = {}
+    for name in sorted(set(gather_object(list(pending)))):
+        columns[name] = gather_object(pending.get(name, [None] * count)[:count])
+    pending.clear()
+    return columns

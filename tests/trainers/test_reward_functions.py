@@ -1,0 +1,118 @@
+"""TRL's reward functions over episodes: what they get, when they are called, and what is logged of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from games import Chatter, make_trainer
+from safetensors.torch import load_file
+
+
+class Unrewarded(Chatter):
+    """Chatter that leaves all reward to others."""
+
+    def step(self, action):
+        observation, _, done, truncated, info = super().step(action)
+        return observation, 0.0, done, truncated, info
+
+
+class FailsToReset(Chatter):
+    """Chatter whose reset fails for odd seeds, and whose step fails for some answers, once training has begun."""
+
+    training = False
+
+    def reset(self, seed=None, options=None):
+        if self.training and seed % 2:
+            raise RuntimeError("no state")
+        return super().reset(seed, options)
+
+    def step(self, action):
+        if self.training and len(action) % 3 == 0:
+            raise RuntimeError("no answer")
+        return super().step(action)
+
+
+@pytest.fixture
+def failing():
+    FailsToReset.training = True
+    yield FailsToReset
+    FailsToReset.training = False
+
+
+def letters(completions, **_):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def test_the_best_checkpoint_is_found_where_all_reward_comes_from_reward_functions(embedded_model, tmp_path):
+    """Two functions disagree about the steps; their weights decide for the second of three. A third one trains."""
+
+    def rising(completions, trainer_state, **_):
+        return [float(trainer_state.global_step)] * len(completions)
+
+    def peak(completions, trainer_state, **_):
+        return [[0.0, 0.0, 4.0, 0.0][trainer_state.global_step]] * len(completions)
+
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=Unrewarded, reward_funcs=[rising, peak, letters],
+        reward_weights=[0.5, 2.0, 1e-3], max_steps=3, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+        save_steps=1, num_eval_episodes=3, load_best_model_at_end=True, learning_rate=3.0,
+    )  # fmt: skip
+    assert trainer.args.metric_for_best_model == "reward" and trainer.args.greater_is_better
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert [entry["eval_return"] for entry in logged] == [0.0, 0.0, 0.0]
+    added = [1e-3 * entry["eval_rewards/letters/mean"] for entry in logged]
+    expected = [0.5 + added[0], 9.0 + added[1], 1.5 + added[2]]
+    assert [entry["eval_reward"] for entry in logged] == pytest.approx(expected, rel=1e-6)
+    assert [entry["eval_rewards/rising/mean"] for entry in logged] == [1.0, 2.0, 3.0]
+    assert [entry["eval_rewards/peak/std"] for entry in logged] == [0.0, 0.0, 0.0]
+    assert trainer.state.best_global_step == 2 and trainer.state.best_metric == logged[1]["eval_reward"]
+    best = load_file(tmp_path / "checkpoint-2/adapter_model.safetensors")
+    other = load_file(tmp_path / "checkpoint-3/adapter_model.safetensors")
+    now = {name.replace(".default", ""): value for name, value in trainer.model.state_dict().items()}
+    assert all(torch.equal(now[name], value) for name, value in best.items())
+    assert any(not torch.equal(value, best[name]) for name, value in other.items())
+
+
+def test_the_best_checkpoint_is_by_the_return_without_reward_functions(embedded_model, tmp_path):
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+    args = make_trainer(embedded_model, tmp_path, **options).args
+    assert args.metric_for_best_model == "return" and args.greater_is_better
+    with pytest.raises(ValueError, match="metric_for_best_model='eval_loss'"):
+        make_trainer(embedded_model, tmp_path, metric_for_best_model="eval_loss", **options)
+    with pytest.raises(ValueError, match=r"metric_for_best_model.*'a_return'"):
+        rows = Dataset.from_dict({"secret": [1]})
+        make_trainer(embedded_model, tmp_path, eval_dataset={"a": rows, "b": rows}, **options)
+
+
+def test_failed_episodes_are_not_scored(embedded_model, tmp_path, failing):
+    scored = []
+
+    def judge(completions, trajectories, log_extra, **_):
+        scored.extend(trajectories)
+        log_extra("letters", [completion[0]["content"] for completion in completions])
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    failing.training = False
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=failing, reward_funcs=judge, per_device_train_batch_size=16, seed=5
+    )
+    failing.training = True
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    failed = logged["stop/environment_error"]
+    assert 0 < failed < 1 and not any(trajectory.stop_reason.failed for trajectory in scored)
+    assert len(scored) == round((1 - failed) * 16)
+    values = [float(len(trajectory.turns[0].text)) for trajectory in scored]
+    assert logged["rewards/judge/mean"] == pytest.approx(sum(values) / len(values))
+    assert logged["reward"] == pytest.approx(logged["return/mean"] + logged["rewards/judge/mean"])
+    first = list(trainer._logs["extra"]["letters"])
+    assert len(first) == 16 and first.count(None) == 16 - len(scored)
+    # An evaluation that fails from end to end is no reason to stop either.
+    failing.reset = lambda self, seed=None, options=None: 1 / 0
+    try:
+        metrics = trainer.evaluate(num_episodes=2)
+    finally:
+        del failing.reset
+    assert metrics["eval_stop/environment_error"] == 1.0 and len(scored) == len(values)
