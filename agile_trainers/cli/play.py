@@ -32,9 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--environment", required=True, metavar="ID", help="what to play, or module.path:Name")
     parser.add_argument("--environment_args", type=_mapping, default={}, metavar="JSON", help="its arguments")
     parser.add_argument("--model", help="whose tokenizer and template to use (default: those of the embedded model)")
-    parser.add_argument(
-        "--training_chat_template", action="store_true", help="use TRL's training version of the template"
-    )
+    parser.add_argument("--training_chat_template", action="store_true", help="use a training version of the template")
     parser.add_argument("--system_prompt", help="system message before the first observation")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first episode (default: 0)")
     parser.add_argument("--episodes", type=int, default=1, help="number of episodes (default: 1)")

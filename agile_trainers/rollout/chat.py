@@ -18,10 +18,18 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from agile_trainers.rollout.shield import Shield
-from agile_trainers.rollout.template_check import Render, Rewrite, find_rewrite, trl_training_template
+from agile_trainers.rollout.template_check import Render, Rewrite, find_rewrite, sampled_call
+from agile_trainers.rollout.template_repair import training_templates, trl_name
 from agile_trainers.types import Message
 
 _ANSWER = "agileAnswer"
+_VARIABLES: tuple[dict[str, Any], ...] = (
+    {"preserve_thinking": True},
+    {"truncate_history_thinking": False},
+    {"clear_thinking": False},
+    {"enable_thinking": False},
+)
+"""Template variables with which some templates keep earlier turns."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,11 @@ class ChatFrames:
     """Makes the ids around the answers of one tokenizer's conversations.
 
     A template is accepted if a longer conversation, rendered, *begins with* what was there before: the earlier
-    rendering with its generation prompt, then the answer as sampled. Plain or thinking, whichever the template itself
-    writes; what it would add to the other kind (an empty ``<think>`` block, say) does not count, since the sampled ids
-    stay as they are. Refused are templates that drop the thinking of earlier answers (unless ``enable_thinking`` is
-    False) and generation prompts that the history lacks (Qwen3's empty ``<think>`` block): the model would be trained on
-    contexts that its template never shows it.
+    rendering with its generation prompt, then the answer as the template lets a model write it (plain, and with thinking
+    unless ``enable_thinking`` is False), stored as the message's ``content``. Refused are templates that drop the
+    thinking of earlier answers, write another end of turn later on, or lack in the history what their generation prompt
+    writes: the model would be trained on contexts that its template never shows it. ``docs/chat_templates.md`` lists
+    every template of TRL.
 
     A frame is tokenized on its own. Next to a special token, as in nearly every template, that gives the ids that the
     whole text would give. In plain text, characters across the border might have merged into one token; the ids of the
@@ -73,12 +81,13 @@ class ChatFrames:
             template's own end-of-turn token is added, see the attribute of the same name.
         chat_template: Replaces the tokenizer's template (the template itself, or the name of one of several).
         chat_template_kwargs: Variables of the template, ``{"enable_thinking": False}`` for example.
-        training_chat_template: If the template rewrites earlier turns, use TRL's training version of it.
+        training_chat_template: If the template rewrites earlier turns, use a training version of it: TRL's if that
+            keeps them, otherwise our own.
         plain: Write plain text in this format even if the tokenizer has a template. Default for a tokenizer without
             one: ``PlainFormat()``.
 
     Attributes:
-        chat_template: The template in use (TRL's training version where that was asked for and needed), None for plain
+        chat_template: The template in use (a training version where that was asked for and needed), None for plain
             text.
         eos_token_ids: Every id that ends an answer, sorted: the given ones and the template's end-of-turn token.
 
@@ -115,9 +124,10 @@ class ChatFrames:
             self._plain = plain or PlainFormat()
             self._shield = Shield(tokenizer, self.eos_token_ids)
             return
-        self.chat_template = self._choose_template(tokenizer.get_chat_template(chat_template), training_chat_template)
-        self._render = self._renderer(self.chat_template)
         self._shield = Shield(tokenizer, self.eos_token_ids)
+        self.chat_template = self._choose_template(tokenizer.get_chat_template(chat_template), training_chat_template)
+        self._render = self._renderer(self.chat_template, self._kwargs)
+        self._call = sampled_call(self._render, _as_messages("prompt"), self._shield.texts)
         self._frames: dict[tuple[str, ...], _Frame] = {}
         self._prompts: dict[tuple[str, ...], Counter[int]] = {}
         end_of_turn = self._frame(_as_messages("")).end_of_turn
@@ -187,38 +197,73 @@ class ChatFrames:
         return cast(str, self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _choose_template(self, template: str, training_chat_template: bool) -> str:
-        """``template``, or TRL's training version of it if it needs one and that was asked for."""
-        prompt = _as_messages("prompt")
-        rewrite = self._find_rewrite(template, prompt)
+        """``template``, or a training version of it if it needs one and that was asked for."""
+        rewrite = self._find_rewrite(template, self._kwargs)
         if rewrite is None:
             return template
-        repaired = trl_training_template(self._tokenizer, template)
-        repairable = repaired is not None and self._find_rewrite(repaired, prompt) is None
-        if training_chat_template and repaired and repairable:
+        if training_chat_template and (repaired := self._training_template(template, self._kwargs)):
             return repaired
-        own = (
-            "a chat_template or chat_template_kwargs with which earlier turns stay as they were ({'enable_thinking': "
-            "False} may do for a model that does not think)."
-        )
-        source = "TRL's training version of it (trl.chat_template_utils.get_training_chat_template)"
-        fix = (
-            f"Pass training_chat_template=True for {source}, or {own}"
-            if repairable
-            else f"{source} is no help. Pass {own}"
-        )
-        raise ValueError(rewrite.refusal(_name(self._tokenizer), fix))
+        raise ValueError(self._refusal(rewrite, template, self._ways_out(template)))
 
-    def _find_rewrite(self, template: str, prompt: list[Message]) -> Rewrite | None:
-        return find_rewrite(self._renderer(template), prompt, self._kwargs.get("enable_thinking") is not False)
+    def _find_rewrite(
+        self,
+        template: str,
+        kwargs: dict[str, Any],
+        prompt: list[Message] | None = None,
+        observation: list[Message] | None = None,
+    ) -> Rewrite | None:
+        return find_rewrite(
+            self._renderer(template, kwargs),
+            prompt or _as_messages("prompt"),
+            self._shield.texts,
+            thinking=kwargs.get("enable_thinking") is not False,
+            observation=observation,
+        )
+
+    def _training_template(self, template: str, kwargs: dict[str, Any]) -> str | None:
+        """The first training version of a template that keeps earlier turns."""
+        versions = training_templates(self._tokenizer, template)
+        return next((version for version in versions if self._find_rewrite(version, kwargs) is None), None)
+
+    def _ways_out(self, template: str) -> str:
+        """Options under which the template keeps earlier turns, each tried."""
+        ways = []
+        if self._training_template(template, self._kwargs):
+            ways.append("training_chat_template=True (a version of the template that keeps them; saved with the model)")
+        for variables in _VARIABLES:
+            kwargs = {**self._kwargs, **variables}
+            if kwargs == self._kwargs or not any(name in template for name in variables):
+                continue
+            note = (
+                " (only if the model does not think)" if "enable_thinking" in variables else " (also when serving it)"
+            )
+            if self._find_rewrite(template, kwargs) is None:
+                ways.append(f"chat_template_kwargs={kwargs}{note}")
+            elif not ways and self._training_template(template, kwargs):
+                ways.append(f"training_chat_template=True and chat_template_kwargs={kwargs}{note}")
+        if ways:
+            return "Pass " + ", or ".join(ways) + "."
+        return (
+            "No option keeps them. Edit the template until it renders the turn above as it was, and set it as the "
+            "tokenizer's chat_template."
+        )
+
+    def _refusal(self, rewrite: Rewrite, template: str, fix: str) -> str:
+        known = trl_name(template)
+        return (
+            f"The chat template of {_name(self._tokenizer)}{f' (in TRL: {known!r})' if known else ''} rewrites earlier "
+            "turns as a conversation grows, so the model would be trained on contexts that the template never shows "
+            f"it:\n{rewrite}\n{fix}"
+        )
 
     def _own_specials(self, template: str, messages: list[Message]) -> Counter[int]:
         """The special tokens that the template itself writes around a prompt; per roles, checked for rewriting."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._prompts:
             # A prompt of one user message was tried when the template was chosen.
-            if roles != ("user",) and (rewrite := self._find_rewrite(template, messages)):
+            if roles != ("user",) and (rewrite := self._find_rewrite(template, self._kwargs, prompt=messages)):
                 fix = f"It does so after a prompt of the roles {list(roles)}: use others, or another chat_template."
-                raise ValueError(rewrite.refusal(_name(self._tokenizer), fix))
+                raise ValueError(self._refusal(rewrite, template, fix))
             probes = [{**message, "content": "agileProbe"} for message in messages]
             self._prompts[roles] = self._shield.count(self._render(probes))
         return self._prompts[roles]
@@ -244,19 +289,30 @@ class ChatFrames:
             ends = self._shield.ids.union(self.eos_token_ids)
             ids = self._shield.encode(rendered.partition(probes[0])[0])
             end_of_turn = next((i for i in ids if i in ends), None)
+            self._check_observation([{**message, "content": probe} for message, probe in zip(messages, probes)], roles)
             self._frames[roles] = _Frame(end_of_turn, self._shield.count(rendered))
         return self._frames[roles]
 
-    def _after_answer(self, messages: list[Message]) -> str:
-        """What the template writes after an answer that these messages follow."""
-        dummy = [*_as_messages("prompt"), {"role": "assistant", "content": _ANSWER}]
-        return self._render([*dummy, *messages]).partition(_ANSWER)[2]
+    def _check_observation(self, messages: list[Message], roles: tuple[str, ...]) -> None:
+        """Refuse roles that make the template rewrite earlier turns; those of one user message are known."""
+        assert self.chat_template is not None
+        if roles == ("user",):
+            return
+        if rewrite := self._find_rewrite(self.chat_template, self._kwargs, observation=messages):
+            fix = f"It does so with an observation of the roles {list(roles)}: use others, or another chat_template."
+            raise ValueError(self._refusal(rewrite, self.chat_template, fix))
 
-    def _renderer(self, template: str) -> Render:
-        def render(messages: list[Message]) -> str:
+    def _after_answer(self, messages: list[Message]) -> str:
+        """What the template writes after an answer that these messages follow; tools follow an answer that calls one."""
+        answer = self._call if messages[0]["role"] == "tool" and self._call else _ANSWER
+        dummy = [*_as_messages("prompt"), {"role": "assistant", "content": answer}]
+        return self._render([*dummy, *messages]).partition(answer)[2]
+
+    def _renderer(self, template: str, kwargs: dict[str, Any]) -> Render:
+        def render(messages: list[Message], generation_prompt: bool = True) -> str:
             try:
                 text = self._tokenizer.apply_chat_template(
-                    messages, chat_template=template, tokenize=False, add_generation_prompt=True, **self._kwargs
+                    messages, chat_template=template, tokenize=False, add_generation_prompt=generation_prompt, **kwargs
                 )
             except (TemplateError, TypeError) as error:
                 raise ValueError(
@@ -265,7 +321,10 @@ class ChatFrames:
                 ) from error
             return cast(str, text)
 
-        return render
+        def render_parts(messages: list[Message], generation_prompt: bool = True) -> str:
+            return render([_in_parts(message) for message in messages], generation_prompt)
+
+        return render_parts if _wants_parts(render) else render
 
     def _plain_ids(self, before: str, messages: list[Message], after: str) -> list[int]:
         contents = (message["content"] for message in self._shield.hide(messages))
@@ -279,6 +338,22 @@ class ChatFrames:
 
 def _name(tokenizer: PreTrainedTokenizerBase) -> str:
     return repr(tokenizer.name_or_path or type(tokenizer).__name__)
+
+
+def _wants_parts(render: Render) -> bool:
+    """Whether a template, of a vision model for example, reads a message's content as a list of parts only."""
+    probe = _as_messages(_ANSWER)
+    try:
+        return _ANSWER not in render(probe) and _ANSWER in render([_in_parts(message) for message in probe])
+    except ValueError:
+        try:
+            return _ANSWER in render([_in_parts(message) for message in probe])
+        except ValueError:
+            return False
+
+
+def _in_parts(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _as_messages(observation: str | list[Message]) -> list[Message]:

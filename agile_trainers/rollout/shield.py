@@ -22,6 +22,10 @@ class Shield:
     Args:
         tokenizer: Whose special tokens are meant: those among its added tokens that are flagged special.
         eos_token_ids: Added tokens that count as special whatever their flag.
+
+    Attributes:
+        ids: The special tokens.
+        texts: Their texts, the longest first.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> None:
@@ -29,9 +33,9 @@ class Shield:
         self.ids = frozenset(i for i, token in added.items() if token.special or i in eos_token_ids)
         # The longest first: one token may begin with another.
         self._ids_by_text = {added[i].content: i for i in self.ids}
-        self._texts = sorted(self._ids_by_text, key=lambda text: (-len(text), text))
-        self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
-        self._index = {text: index for index, text in enumerate(self._texts)}
+        self.texts = sorted(self._ids_by_text, key=lambda text: (-len(text), text))
+        self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
+        self._index = {text: index for index, text in enumerate(self.texts)}
         self._mark = f"agile{secrets.token_hex(16)}n"
         self._marks = re.compile(self._mark + r"(\d+)n")
         self._spelled: dict[int, list[int]] = {}
@@ -77,7 +81,7 @@ class Shield:
 
     def _spell(self, index: int) -> list[int]:
         if index not in self._spelled:
-            ids = self._tokenizer.encode(self._texts[index], add_special_tokens=False, split_special_tokens=True)
+            ids = self._tokenizer.encode(self.texts[index], add_special_tokens=False, split_special_tokens=True)
             self._spelled[index] = self.check(ids, Counter())
         return self._spelled[index]
 

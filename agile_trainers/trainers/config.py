@@ -51,8 +51,8 @@ class MultiTurnConfig(GRPOConfig):
         max_observation_length: Characters of one observation; what is longer is cut, with a note.
         stop_strings: An answer ends when it contains one of these; they stay part of the answer.
         system_prompt: System message put before a first observation that brings none.
-        training_chat_template: Use TRL's training variant of the model's chat template, for templates that rewrite
-            earlier turns.
+        training_chat_template: Use a training version of the model's chat template if it rewrites earlier turns: TRL's,
+            or our own where TRL's rewrites them too. It is saved with the model.
         turn_ratio_pooling: How ``importance_sampling_level="turn"`` pools the log-ratios of a turn's tokens: ``"mean"``
             or ``"sum"``.
         gamma: Discount per turn, in [0, 1].
@@ -135,7 +135,7 @@ class MultiTurnConfig(GRPOConfig):
     stop_strings: list[str] | None = field(default=None, metadata={"help": "Strings that end an answer."})
     system_prompt: str | None = field(default=None, metadata={"help": "System message before the first observation."})
     training_chat_template: bool = field(
-        default=False, metadata={"help": "Use TRL's training variant of the model's chat template."}
+        default=False, metadata={"help": "Use a version of the chat template that keeps earlier turns."}
     )
     turn_ratio_pooling: str = field(
         default="mean", metadata={"help": "Pooling of a turn's log-ratios at the turn level: mean or sum."}

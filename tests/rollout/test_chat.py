@@ -292,10 +292,10 @@ def test_qwen3_is_refused_until_trls_training_template_is_used(kwargs: dict[str,
     with pytest.raises(ValueError) as caught:
         ChatFrames(tokenizer, chat_template_kwargs=kwargs)
     text = str(caught.value)
-    assert "'Qwen/Qwen3-0.6B' rewrites earlier turns" in text
+    assert "'Qwen/Qwen3-0.6B' (in TRL: 'qwen3') rewrites earlier turns" in text
     assert "as it was" in text and r"assistant\n<think>\n" in text
     assert "rendered later" in text and r"assistant\nagileAnswerProbe<|im_end|>" in text
-    assert "training_chat_template=True" in text and "get_training_chat_template" in text
+    assert "Pass training_chat_template=True" in text and "chat_template_kwargs" not in text
 
     frames = ChatFrames(tokenizer, chat_template_kwargs=kwargs, training_chat_template=True)
     assert frames.chat_template == trl_template("qwen3_training")
@@ -305,9 +305,10 @@ def test_qwen3_is_refused_until_trls_training_template_is_used(kwargs: dict[str,
 
 
 @pytest.mark.parametrize("training_chat_template", [False, True])
-def test_templates_that_trl_cannot_repair(training_chat_template: bool) -> None:
-    tokenizer = byte_tokenizer(trl_template("glm4moe"), ["<|user|>", "<|assistant|>"])
-    with pytest.raises(ValueError, match=r"(?s)rewrites earlier turns.*is no help\. Pass a chat_template"):
+def test_a_template_that_no_option_repairs(training_chat_template: bool) -> None:
+    template = CHATML_TEMPLATE.replace("BODY", "m.content if loop.last else '...'")
+    tokenizer = byte_tokenizer(template, [*CHATML, "<|im_end|>"])
+    with pytest.raises(ValueError, match=r"(?s)rewrites earlier turns.*No option keeps them"):
         ChatFrames(tokenizer, training_chat_template=training_chat_template)
 
 
@@ -322,9 +323,19 @@ def test_thinking_that_is_dropped_matters_only_to_a_model_that_thinks() -> None:
     assert tokenizer.decode(frames.frame("higher", end)) == "\n<|turn>user\nhigher<turn|>\n<|turn>model\n"
 
 
-def test_thinking_that_the_template_reads_from_its_own_field() -> None:
-    """Qwen3.8 opens the thinking in its generation prompt and writes it from ``reasoning_content`` only."""
-    ChatFrames(byte_tokenizer(trl_template("qwen3_8"), [*CHATML, "<|im_end|>"]))
+def test_thinking_that_the_history_reads_from_a_field_alone_is_refused() -> None:
+    """Qwen3.8 writes an empty block before an answer whose content holds its thinking; our version reads it there."""
+    tokenizer = byte_tokenizer(trl_template("qwen3_8"), [*CHATML, "<|im_end|>"])
+    with pytest.raises(ValueError, match=r"'qwen3_8'(?s:.*)<think>\\n\\n</think>\\n\\n<think>\\nagile"):
+        ChatFrames(tokenizer)
+    kept = ChatFrames(tokenizer, training_chat_template=True).chat_template
+    answer = {"content": "<think>\nthe lower half\n</think>\n\nguess 2"}
+    parsed = {"reasoning_content": "the lower half", "content": "guess 2"}
+    as_text, as_fields = (
+        tokenizer.apply_chat_template([*PROMPT, {"role": "assistant", **m}], chat_template=kept, tokenize=False)
+        for m in (answer, parsed)
+    )
+    assert as_text == as_fields and as_text.endswith(answer["content"] + "<|im_end|>\n")
 
 
 CHATML_TEMPLATE = (
@@ -378,16 +389,18 @@ def test_a_template_given_by_hand_replaces_the_tokenizers() -> None:
     template = trl_template("qwen3_instruct_2507")
     assert ChatFrames(tokenizer, chat_template=template).chat_template == template
     bare = byte_tokenizer(None, [*CHATML, "<|im_end|>"])
-    with pytest.raises(ValueError, match="get_training_chat_template"):
+    with pytest.raises(ValueError, match="training_chat_template=True"):
         ChatFrames(bare, chat_template=trl_template("qwen3"))
     repaired = ChatFrames(bare, chat_template=trl_template("qwen3"), training_chat_template=True)
     assert repaired.chat_template == trl_template("qwen3_training")
     assert bare.chat_template is None
 
 
-def test_templates_that_want_content_parts_are_a_clear_error() -> None:
-    with pytest.raises(ValueError, match="refuses a conversation with the roles"):
-        ChatFrames(byte_tokenizer(trl_template("llava_next"), ["</s>"]))
+def test_templates_that_want_content_parts_get_them() -> None:
+    tokenizer = byte_tokenizer(trl_template("llava_next"), ["</s>"])
+    frames = ChatFrames(tokenizer)
+    assert tokenizer.decode(frames.first("guess")) == "[INST] guess [/INST]"
+    assert tokenizer.decode(frames.frame("higher", 0)) == "</s> [INST] higher [/INST]"
 
 
 @pytest.mark.parametrize(
