@@ -8,6 +8,9 @@ from datasets import Dataset
 from games import Chatter, make_trainer
 from safetensors.torch import load_file
 
+from agile_trainers.trainers.reward_functions import reward_summary, share_without_spread
+from agile_trainers.types import StopReason, Trajectory
+
 
 class Unrewarded(Chatter):
     """Chatter that leaves all reward to others."""
@@ -116,3 +119,127 @@ def test_failed_episodes_are_not_scored(embedded_model, tmp_path, failing):
     finally:
         del failing.reset
     assert metrics["eval_stop/environment_error"] == 1.0 and len(scored) == len(values)
+
+
+def test_reward_functions_get_the_turns_their_environments_and_the_loggers(embedded_model, tmp_path):
+    """And functions that take none of it are called as TRL calls them; what is logged is logged once."""
+    given = {}
+
+    def judge(trajectories, environments, trainer_state, log_metric, log_extra, completions, **_):
+        given.update(trajectories=trajectories, environments=environments, step=trainer_state.global_step)
+        log_metric("judge/longest", max(len(episode.turns) for episode in trajectories))
+        log_metric("judge/longest", 100)
+        log_extra("turns", [len(episode.turns) for episode in trajectories])
+        return [sum(turn.reward for turn in episode.turns) for episode in trajectories]
+
+    class Asynchronous:
+        async def __call__(self, prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
+            return [None] + [1.0] * (len(prompts) - 1)
+
+    trainer = make_trainer(embedded_model, tmp_path, reward_funcs=[judge, Asynchronous()], max_steps=2)
+    trainer.train()
+    episodes, first, second = given["trajectories"], *trainer.state.log_history[:2]
+    assert isinstance(episodes[0], Trajectory) and episodes[0].stop_reason is StopReason.TERMINATED
+    assert len(set(map(id, given["environments"]))) == len(episodes) == 8 and given["step"] == 1
+    for episode, environment in zip(episodes, given["environments"]):
+        assert isinstance(environment, Chatter) and environment.turn == len(episode.turns)
+        assert episode.turns[-1].info["success"] == (episode.turns[-1].reward > 0.5)
+    assert second["rewards/judge/mean"] == pytest.approx(second["return/mean"])
+    assert second["rewards/judge/std"] == pytest.approx(second["return/std"])
+    assert second["rewards/Asynchronous/mean"] == 1.0
+    longest = max(len(episode.turns) for episode in episodes)
+    assert second["judge/longest"] == (longest + 100) / 2 and "judge/longest" in first
+    assert list(trainer._logs["extra"]["turns"]) == [len(episode.turns) for episode in episodes]
+    metrics = trainer.evaluate(num_episodes=5)
+    longest = max(len(episode.turns) for episode in given["trajectories"])
+    assert metrics["eval_judge/longest"] == (longest + 100) / 2 and len(given["trajectories"]) == 5
+    assert not trainer._pending_metrics and not trainer._pending_extra_logs
+    assert len(trainer._logs["extra"]["turns"]) == 8, "the training table is training's"
+
+
+def test_an_object_of_trls_environment_factory_is_what_its_reward_functions_get(embedded_model, tmp_path):
+    from agile_trainers.envs.trl_tools import trl_environment
+
+    class Counter:
+        def reset(self, **_):
+            self.count = 0
+            return "Count."
+
+        def increment(self, by: int) -> int:
+            """Count on.
+
+            Args:
+                by: How far.
+            """
+            self.count += by
+            return self.count
+
+        def get_reward(self):
+            return 0.0
+
+    seen = []
+
+    def counted(environments, **_):
+        seen.extend(environments)
+        return [float(environment.count) for environment in environments]
+
+    make_trainer(embedded_model, tmp_path, environment=trl_environment(Counter), reward_funcs=counted).train()
+    assert len(set(map(id, seen))) == 8 and all(type(environment) is Counter for environment in seen)
+
+
+def by_environment(environments, **_):
+    return [0.0] * len(environments)
+
+
+def by_secret(secret, completions, **_):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"reward_funcs": by_environment, "environment_processes": 2}, r"'by_environment' takes environments"),
+        ({"reward_funcs": by_environment, "max_environments": 2}, r"'by_environment' takes environments"),
+        ({"reward_funcs": by_secret}, r"'by_secret' requires the argument 'secret'.*train_dataset.*none"),
+        (
+            {"reward_funcs": by_secret, "train_dataset": {"secret": [1, 2]}, "eval_strategy": "steps", "eval_steps": 1},
+            r"'by_secret' requires the argument 'secret'.*eval_dataset",
+        ),
+        ({"reward_funcs": by_secret, "train_dataset": {"secret": [1] * 2, "trajectories": [1] * 2}}, r"column 'trajec"),
+    ],
+)
+def test_what_a_reward_function_cannot_get_is_said_at_construction(embedded_model, tmp_path, change, named):
+    if "train_dataset" in change:
+        change = {**change, "train_dataset": Dataset.from_dict(change["train_dataset"])}
+    with pytest.raises(ValueError, match=named):
+        make_trainer(embedded_model, tmp_path, **change)
+
+
+@pytest.mark.parametrize("wrong", ["returned", "logged as 'note'"])
+def test_as_many_values_as_completions(embedded_model, tmp_path, wrong):
+    def short(completions, log_extra, **_):
+        log_extra("note", ["x"] * (len(completions) - (wrong != "returned")))
+        return [0.0] * (len(completions) - (wrong == "returned"))
+
+    with pytest.raises(ValueError, match=rf"'short' {wrong} 7 values for 8"):
+        make_trainer(embedded_model, tmp_path, reward_funcs=short).train()
+
+
+def test_the_share_of_groups_without_spread_by_hand():
+    """Groups of two: alike, apart, one unscored (alike with itself), both unscored."""
+    none = float("nan")
+    rewards = torch.tensor([0.1, 0.1, 0.0, 1.0, 0.5, none, none, none])
+    assert share_without_spread(rewards, 2) == 0.5
+    assert share_without_spread(rewards[:4], 2) == 0.5 and share_without_spread(rewards[:4], 4) == 0.0
+
+
+def test_rewards_of_a_batch_by_hand():
+    none = float("nan")
+    rewards = torch.tensor([[1.0, 2.0], [3.0, none], [none, none]])
+    found = reward_summary(rewards, torch.tensor([1.0, 0.5]), ["a", "b"])
+    assert found == pytest.approx(
+        {
+            "reward": 2.5, "reward_std": 0.5**0.5, "rewards/a/mean": 2.0, "rewards/a/std": 2**0.5, "rewards/b/mean": 2.0,
+            "rewards/b/std": 0.0,
+        }
+    )  # fmt: skip

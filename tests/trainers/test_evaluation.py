@@ -1,0 +1,93 @@
+"""``evaluate`` and ``predict`` as ``Trainer`` documents them, with episodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from datasets import Dataset, IterableDataset
+from games import Chatter, make_trainer
+
+
+class Secret(Chatter):
+    """Chatter of one turn, whose first observation is its row's secret."""
+
+    def reset(self, seed=None, options=None):
+        super().reset(0, options)
+        self.length = 1
+        return f"secret {(options or {}).get('secret')}", {}
+
+
+def rows(*secrets, **columns):
+    return Dataset.from_dict({"secret": list(secrets), **columns})
+
+
+@pytest.fixture(scope="module")
+def trained(embedded_model, tmp_path_factory):
+    """One step with tables, and two evaluation data sets after it."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    trainer = make_trainer(
+        embedded_model, folder, environment=Secret, train_dataset=rows(1, 2), max_steps=1, num_eval_episodes=3,
+        eval_dataset={"easy": rows(10, 11), "hard": rows(20)}, eval_strategy="steps", eval_steps=1, log_completions=True,
+        reward_funcs=lambda secret, **_: [float(value) for value in secret],
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def test_each_data_set_is_played_and_one_is_played_by_its_name(trained, tmp_path):
+    (logged,) = [entry for entry in trained.state.log_history if "eval_easy_return" in entry]
+    (hard,) = [entry for entry in trained.state.log_history if "eval_hard_return" in entry]
+    assert logged["eval_easy_rewards/<lambda>/mean"] == pytest.approx((10 + 11 + 10) / 3)
+    assert hard["eval_hard_rewards/<lambda>/mean"] == 20
+    assert hard["eval_hard_reward"] == pytest.approx(hard["eval_hard_return"] + 20)
+    metrics = trained.evaluate("hard")
+    assert metrics["eval_rewards/<lambda>/mean"] == 20 and metrics["eval_episodes"] == 3
+    with pytest.raises(ValueError, match="'hrad' is the name of no evaluation data set: there are 'easy', 'hard'"):
+        trained.evaluate("hrad")
+    with pytest.raises(ValueError, match="at least one row"):
+        trained.evaluate(rows())
+
+
+def test_the_table_of_completions_holds_the_evaluations_own_episodes(trained):
+    folder = f"{trained.args.output_dir}/completions/completions_00001"
+    training, easy = pd.read_parquet(f"{folder}.parquet"), pd.read_parquet(f"{folder}_eval_easy.parquet")
+    assert len(training) == 8 and set(training["<lambda>"]) <= {1.0, 2.0}
+    assert sorted(easy["<lambda>"]) == [10.0, 10.0, 11.0] and easy["advantage"].isna().all()
+    assert [prompt[0]["content"] for prompt in easy["prompt"]] == ["secret 10", "secret 11", "secret 10"]
+    assert len(trained._logs["prompt"]) == 8
+
+
+def test_predict_plays_every_row_once_and_trains_nothing(trained):
+    before = (trained._step, dict(trained._metrics["train"]), list(trained.state.log_history))
+    folder = Path(trained.args.output_dir, "rollouts")
+    files = len(list(folder.iterdir()))
+    output = trained.predict(rows(*range(30, 35)))
+    assert output.predictions.shape == (5,) and output.label_ids is None
+    assert [messages[0]["role"] for messages in output.predictions] == ["assistant"] * 5
+    assert output.metrics["test_episodes"] == 5 and output.metrics["test_rewards/<lambda>/mean"] == 32
+    assert before == (trained._step, dict(trained._metrics["train"]), list(trained.state.log_history))
+    assert files == len(list(folder.iterdir())), "nothing is written"
+
+
+def test_unused_columns_are_removed_before_they_are_checked(embedded_model, tmp_path):
+    """TRL keeps `prompt` alone; so does every reset: the check's, training's and evaluation's, of data sets and streams."""
+    seen = []
+
+    class Asked(Secret):
+        def reset(self, seed=None, options=None):
+            seen.append(options)
+            return super().reset(seed, options)
+
+    told = rows(1, 2, prompt=["a", "b"])
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=Asked, train_dataset=told, remove_unused_columns=True, num_eval_episodes=2,
+        eval_dataset={"a": IterableDataset.from_generator(lambda: iter([{"secret": 1, "prompt": "c"}]))},
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    trainer.predict(told)
+    assert len(seen) == 1 + 8 + 2 + 2 and all(set(options) == {"prompt"} for options in seen)
+    with pytest.raises(ValueError, match=r"remove_unused_columns=True leaves nothing of train_dataset.*secret"):
+        make_trainer(embedded_model, tmp_path, train_dataset=rows(1, 2), remove_unused_columns=True)
