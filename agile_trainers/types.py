@@ -82,6 +82,8 @@ class Trajectory:
     reset_info: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     """The environment's seed; members of one group share it."""
+    environment_name: str | None = None
+    """The environment's in a run of several; None in a run of one."""
     error: str | None = None
     """What the environment raised, when it failed."""
     observations_cut: int = 0
@@ -160,6 +162,8 @@ class TurnBatch:
     """(B, T) float32, 0 on everything but action tokens."""
     anchors: torch.Tensor
     """(B, K) int64, a hash of the state each turn started from, as the environment names it; 0 where it names none."""
+    environments: torch.Tensor
+    """(B,) int64, a hash of the environment's name; 0 in a run of one."""
 
     @property
     def action_mask(self) -> torch.Tensor:

@@ -20,7 +20,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agile_trainers.imports import import_named
@@ -98,12 +98,19 @@ def describe_environment(environment: Any) -> dict[str, Any]:
     """Name an environment so that another one is told apart from it, in JSON.
 
     Args:
-        environment: An id, a factory of :func:`make_environment_factory`, or any other factory.
+        environment: An id, a factory of :func:`make_environment_factory`, any other factory, or several by name.
 
     Returns:
         ``environment``, the id or the name of the class or function, and ``environment_arguments``: what it is made with.
-        For a function these are a digest of its constants and of the variables it closes over.
+        For a function these are a digest of its constants and of the variables it closes over. Several are written
+        ``"name=environment, ..."``, with the arguments of each by its name.
     """
+    if isinstance(environment, Mapping):
+        each = {name: describe_environment(one) for name, one in environment.items()}
+        return {
+            "environment": ", ".join(f"{name}={one['environment']}" for name, one in each.items()),
+            "environment_arguments": {name: one["environment_arguments"] for name, one in each.items()},
+        }
     arguments: dict[str, Any] = {}
     while isinstance(environment, functools.partial):
         if isinstance(environment, IdentifiedFactory):

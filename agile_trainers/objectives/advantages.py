@@ -182,6 +182,24 @@ def _result(
     return GroupAdvantages(advantages.float(), silent.double().mean().item(), share.item())
 
 
+def whiten_each(
+    advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor | None, sets: torch.Tensor
+) -> torch.Tensor:
+    """:func:`whiten` within each set of episodes.
+
+    Args:
+        advantages: (B, K).
+        mask: (B, K) bool.
+        weights: (B, K), or None.
+        sets: (B,) int64, the set each episode belongs to.
+    """
+    whitened = torch.zeros_like(advantages, dtype=torch.float32)
+    for one in sets.unique():
+        chosen = mask & (sets == one)[:, None]
+        whitened = torch.where(chosen, whiten(advantages, chosen, weights), whitened)
+    return whitened
+
+
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Shift and scale to mean 0 and standard deviation 1 over every (episode, turn) that the mask keeps.
 

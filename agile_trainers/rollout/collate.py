@@ -62,6 +62,7 @@ def collate(
         failed=torch.tensor([trajectory.stop_reason.failed for trajectory in trajectories]),
         sampling_logprobs=torch.zeros(size, length),
         anchors=torch.zeros(size, num_turns, dtype=torch.long),
+        environments=torch.tensor([0 if (name := it.environment_name) is None else _hash(name) for it in trajectories]),
     )
     for row, (trajectory, prompt, completion) in enumerate(zip(trajectories, prompts, completions)):
         batch.prompt_ids[row, width - len(prompt) :] = torch.tensor(prompt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -62,11 +62,14 @@ class EpisodeSpec:
     """Entropy of the sampling noise; unlike the seed it differs between the members of a group."""
     options: dict[str, Any] | None = None
     """The dataset row, handed to ``reset``."""
+    environment: str | None = None
+    """Which environment plays it, in a run of several."""
 
 
 @dataclass
 class _Episode:
     spec: EpisodeSpec
+    limits: Limits
     noise: np.random.Generator
     prompt: list[Message] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
@@ -93,6 +96,7 @@ class _Episode:
             prompt=self.prompt,
             reset_info=self.reset_info,
             seed=self.spec.seed,
+            environment_name=self.spec.environment,
             error=self.error,
             observations_cut=self.observations_cut,
         )
@@ -105,6 +109,7 @@ class RolloutEngine:
         pool: Where the environments run.
         chat: Turns messages into token ids, once.
         limits: When to cut an episode short.
+        environment_limits: The limits of each environment, by name, where ``pool`` has several.
         system_prompt: Put before a first observation that brings no system message of its own.
         append_final_observation: Append the last observation and generation prompt of a *truncated* episode, if they
             fit, so that the value of its final state can be read there. Costs tokens; only a critic needs it.
@@ -116,12 +121,14 @@ class RolloutEngine:
         chat: Chat,
         limits: Limits,
         *,
+        environment_limits: Mapping[str, Limits] | None = None,
         system_prompt: str | None = None,
         append_final_observation: bool = False,
     ):
         self.pool = pool
         self.chat = chat
         self.limits = limits
+        self.environment_limits = environment_limits or {}
         self.system_prompt = system_prompt
         self.append_final_observation = append_final_observation
 
@@ -147,7 +154,7 @@ class RolloutEngine:
             ValueError: If ``environment_timeout`` is set for an environment that is stepped inline.
             RuntimeError: If the generator never answers a request.
         """
-        episodes = [_Episode(spec, _noise(spec.stream)) for spec in specs]
+        episodes = [_Episode(spec, self.limits_of(spec.environment), _noise(spec.stream)) for spec in specs]
         try:
             return self._play(episodes, generator, on_finish)
         except BaseException:
@@ -160,7 +167,7 @@ class RolloutEngine:
     ) -> list[Trajectory]:
         for index, episode in enumerate(episodes):
             # A copy: what one environment does to its row is no concern of the next one.
-            self.pool.reset(index, episode.spec.seed, deepcopy(episode.spec.options))
+            self.pool.reset(index, episode.spec.seed, deepcopy(episode.spec.options), episode.spec.environment)
         finished: dict[int, Trajectory] = {}
         while len(finished) < len(episodes):
             idle = generator.pending == 0
@@ -186,9 +193,13 @@ class RolloutEngine:
                 self._on_action(output, episodes[output.episode])
         return [finished[index] for index in range(len(episodes))]
 
-    def cut(self, observation: Observation) -> tuple[Observation, bool]:
-        """An observation within the limit, and whether it had to be cut; see :func:`cut_observation`."""
-        limit = self.limits.max_observation_length
+    def limits_of(self, environment: str | None) -> Limits:
+        """When an episode of an environment is cut short."""
+        return self.limits if environment is None else self.environment_limits[environment]
+
+    def cut(self, observation: Observation, environment: str | None = None) -> tuple[Observation, bool]:
+        """An observation within its environment's limit, and whether it had to be cut; see :func:`cut_observation`."""
+        limit = self.limits_of(environment).max_observation_length
         return (observation, False) if limit is None else cut_observation(observation, limit)
 
     def render(self, observation: Observation) -> list[Message]:
@@ -214,7 +225,7 @@ class RolloutEngine:
     def _take(self, answer: Any, episode: _Episode) -> None:
         if not episode.turns:
             observation, episode.reset_info = validate_reset(answer)
-            observation, cut = self.cut(observation)
+            observation, cut = self.cut(observation, episode.spec.environment)
             episode.observations_cut += cut
             episode.prompt = self.render(observation)
             episode.prompt_ids = self.chat.first(episode.prompt)
@@ -227,7 +238,7 @@ class RolloutEngine:
             raise EnvironmentProtocolError(
                 f"the rewards of the episode add up to {total:.3g}; expected at most {LARGEST_REWARD:.3g} (float32)."
             )
-        observation, cut = self.cut(observation)
+        observation, cut = self.cut(observation, episode.spec.environment)
         episode.observations_cut += cut
         frame = [] if terminated else self.chat.frame(observation, episode.completion_ids[-1])
         turn = episode.turns[-1]
@@ -238,7 +249,7 @@ class RolloutEngine:
             return
         if truncated:
             episode.stop_reason = StopReason.TRUNCATED
-        elif len(episode.turns) >= self.limits.max_turns:
+        elif len(episode.turns) >= episode.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
         elif room < 1:
             episode.stop_reason = StopReason.CONTEXT_FULL
@@ -246,7 +257,7 @@ class RolloutEngine:
             episode.append(frame)
 
     def _room(self, episode: _Episode) -> int:
-        return self.limits.max_model_length - len(episode.prompt_ids) - len(episode.completion_ids)
+        return episode.limits.max_model_length - len(episode.prompt_ids) - len(episode.completion_ids)
 
     def _ask(self, index: int, episode: _Episode, generator: Generator) -> None:
         room = self._room(episode)
@@ -257,7 +268,7 @@ class RolloutEngine:
             GenerationRequest(
                 episode=index,
                 token_ids=episode.prompt_ids + episode.completion_ids,
-                max_new_tokens=min(self.limits.max_new_tokens, room),
+                max_new_tokens=min(episode.limits.max_new_tokens, room),
                 uniforms=lambda n: episode.noise.random(n).tolist(),
             )
         )

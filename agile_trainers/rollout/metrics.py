@@ -27,6 +27,7 @@ def episode_row(trajectory: Trajectory) -> dict[str, Any]:
         "observations_cut": trajectory.observations_cut,
         "clipped": trajectory.clipped,
         "stop_reason": trajectory.stop_reason.value,
+        "environment": trajectory.environment_name,
     }
 
 

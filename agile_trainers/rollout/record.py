@@ -38,6 +38,7 @@ def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = 
         "success": trajectory.success,
         "stop_reason": trajectory.stop_reason.value,
         "error": trajectory.error,
+        "environment": trajectory.environment_name,
         "seed": trajectory.seed,
         "reset_info": _Plain()(trajectory.reset_info),
         "prompt": _Plain()(trajectory.prompt),

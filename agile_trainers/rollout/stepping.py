@@ -8,8 +8,8 @@ import queue
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -64,7 +64,8 @@ class EnvironmentPool:
     again. An async environment must not block: while it does, no other is awaited.
 
     Args:
-        factory: Makes an instance.
+        factory: Makes an instance; or several factories by name, whose instances share the limits below. An instance that
+            waits for its next episode is kept and does not count.
         workers: 0 steps blocking environments inline, in the caller's thread, in a fixed order (bit-reproducible); more
             steps up to that many at once in threads. Environments with ``async`` methods are always awaited, all at once.
         timeout: Seconds a call may take before its episode is given up, which frees its worker. None waits forever. It
@@ -81,7 +82,7 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        factory: EnvironmentFactory,
+        factory: EnvironmentFactory | Mapping[str, EnvironmentFactory],
         workers: int = 0,
         timeout: float | None = None,
         *,
@@ -101,16 +102,22 @@ class EnvironmentPool:
             )
         if timeout is not None and not timeout > 0:
             raise ValueError(f"environment_timeout must be a positive number of seconds, got {timeout}.")
-        self.name = getattr(factory, "__name__", "the environment")
+        self.factories: dict[str | None, EnvironmentFactory] = (
+            dict(factory.items()) if isinstance(factory, Mapping) else {None: factory}
+        )
+        self.titles = {name: getattr(make, "__name__", "the environment") for name, make in self.factories.items()}
+        """What messages call the environments."""
         if processes:
-            pickled(factory)
-            factory = partial(ProcessEnvironment, factory)
-        self.factory = factory
+            for name, make in self.factories.items():
+                pickled(make)
+                self.factories[name] = partial(ProcessEnvironment, make)
         self.workers = workers
         self.max_environments = processes or max_environments or sys.maxsize
         self.timeout = timeout
         self._free_workers = workers
-        self._idle: list[Environment] = []
+        self._idle: defaultdict[str | None, list[Environment]] = defaultdict(list)
+        self._names: dict[int, str | None] = {}
+        """Which environment each running episode plays."""
         self._playing: dict[int, Environment] = {}
         self._waiting: deque[_Call] = deque()
         self._queued: deque[Callable[[], None]] = deque()
@@ -121,8 +128,9 @@ class EnvironmentPool:
         self._loop: _Loop | None = None
         self._threads = _Threads()
 
-    def reset(self, episode: int, seed: int, options: dict[str, Any] | None) -> None:
-        """Start an episode, as soon as there may be one more; the outcome comes from :meth:`outcomes`."""
+    def reset(self, episode: int, seed: int, options: dict[str, Any] | None, name: str | None = None) -> None:
+        """Start an episode of the environment of that name, as soon as there may be one more; see :meth:`outcomes`."""
+        self._names[episode] = name
         self._queued.append(partial(self._call, episode, "reset", bound_reset, seed, options))
         self._start_queued()
 
@@ -166,7 +174,7 @@ class EnvironmentPool:
             self._end(call)
             call.cancel()
         elif environment is not None and reusable:
-            self._idle.append(environment)
+            self._idle[self._names[episode]].append(environment)
         else:
             self._close(environment)
         self._start_queued()
@@ -181,10 +189,11 @@ class EnvironmentPool:
     def close(self) -> None:
         """Close every idle instance, waiting up to ``timeout`` seconds for each; stop the event loop and idle threads."""
         closed: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for environment in self._idle:
+        idle = [environment for instances in self._idle.values() for environment in instances]
+        for environment in idle:
             self._close(environment, lambda value, error: closed.put(None))
         with suppress(queue.Empty):
-            for _ in self._idle:
+            for _ in idle:
                 closed.get(timeout=self.timeout)
         self._idle.clear()
         if self._loop is not None:
@@ -199,7 +208,7 @@ class EnvironmentPool:
     def _call(self, episode: int, method: str, bind: Callable[..., Callable[[], Any]], *arguments: Any) -> None:
         call = _Call(episode, method)
         try:
-            call.environment = self.environment(episode)
+            call.environment = self.environment(episode, self._names[episode])
             call.function = bind(call.environment, *arguments)
         except _FAILURES as error:
             self._running[episode] = call
@@ -219,10 +228,12 @@ class EnvironmentPool:
         else:
             self._begin(call)
 
-    def environment(self, episode: int) -> Environment:
-        """The instance that plays an episode, made or taken from the idle ones if it has none yet."""
+    def environment(self, episode: int, name: str | None = None) -> Environment:
+        """The instance that plays an episode, made or taken from the idle ones of that name if it has none yet."""
         if episode not in self._playing:
-            self._playing[episode] = self._idle.pop() if self._idle else self.factory()
+            self._names[episode] = name
+            idle = self._idle[name]
+            self._playing[episode] = idle.pop() if idle else self.factories[name]()
         return self._playing[episode]
 
     def _start_waiting(self) -> None:

@@ -1,6 +1,7 @@
 """Options that every multi-turn trainer shares, on top of TRL's ``GRPOConfig``."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ from trl import GRPOConfig
 from agile_trainers.objectives.mismatch import MODES
 
 from .build_locks import remove_abandoned_locks
+from .environment_options import check_environments, check_names, longest_completion
 from .launch import fill_deepspeed, uses_deepspeed
 from .objective_options import CISPO_BOUND, check_counts, check_objective, check_read
 from .recipe import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
@@ -67,6 +69,11 @@ class MultiTurnConfig(GRPOConfig):
         max_environments: Episodes that play at once, for servers that take no more; the others wait. Default: all.
         environment_timeout: Seconds a ``reset`` or ``step`` may take before its episode is given up.
         generation_chunk_size: Episodes that are decoded at once. Default: all; with vLLM those of one generation batch.
+        environment_limits: With several environments: any of ``max_turns``, ``max_new_tokens``, ``max_model_length`` and
+            ``max_observation_length`` for each by its name, ``{"guess": {"max_turns": 4}, "sums": {"max_turns": 1}}``. What
+            it does not name holds for all. ``max_completion_length`` is that of the longest.
+        environment_weights: With several environments and without a data set: how often each is drawn, by its name. Whole
+            groups are drawn; 0 is for one that is only evaluated. Default: all equally often.
         num_eval_episodes: Episodes of one evaluation, over all processes.
         eval_greedy: Evaluate with the likeliest token instead of sampling.
         log_rollouts: Write every episode to ``output_dir/rollouts/`` as JSON lines.
@@ -103,6 +110,9 @@ class MultiTurnConfig(GRPOConfig):
     _groupless: ClassVar[bool] = False
     """Whether the algorithm does without groups (``num_generations=1``)."""
     _has_critic: ClassVar[bool] = False
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *GRPOConfig._VALID_DICT_FIELDS, "environment_limits", "environment_weights",
+    ]  # fmt: skip
 
     learning_rate: float | None = field(
         default=None,
@@ -147,6 +157,12 @@ class MultiTurnConfig(GRPOConfig):
     environment_processes: int = field(default=0, metadata={"help": "Environments at once, a process each; 0: none."})
     max_environments: int | None = field(default=None, metadata={"help": "Episodes that play at once. Default: all."})
     environment_timeout: float | None = field(default=None, metadata={"help": "Seconds an environment may take."})
+    environment_limits: dict[str, dict[str, int]] | str | None = field(
+        default=None, metadata={"help": 'Limits of each of several environments: {"name": {"max_turns": 4}}.'}
+    )
+    environment_weights: dict[str, float] | str | None = field(
+        default=None, metadata={"help": 'How often each of several environments is drawn: {"name": 2.0, ...}.'}
+    )
     generation_chunk_size: int | None = field(default=None, metadata={"help": "Episodes decoded at once."})
     num_eval_episodes: int = field(default=128, metadata={"help": "Episodes of one evaluation."})
     eval_greedy: bool = field(default=False, metadata={"help": "Evaluate greedily instead of sampling."})
@@ -236,6 +252,7 @@ class MultiTurnConfig(GRPOConfig):
             raise ValueError(
                 f"min_new_tokens must lie between 0 and max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}."
             )
+        check_environments(self)
         if not 0.0 <= self.gamma <= 1.0:
             raise ValueError(f"gamma is a discount per turn and must lie in [0, 1], got {self.gamma}.")
         if self.advantage_clip_range is not None and self.advantage_clip_range <= 0:
@@ -307,14 +324,19 @@ class MultiTurnConfig(GRPOConfig):
             )
         return args
 
-    def with_environment(self) -> "MultiTurnConfig":
-        """A copy for episodes: derived fields filled in, everything that would be ignored refused."""
-        length = self.max_turns * self.max_new_tokens
+    def with_environment(self, names: Sequence[str] | None = None) -> "MultiTurnConfig":
+        """A copy for episodes: derived fields filled in, everything that would be ignored refused.
+
+        Args:
+            names: Those of several environments; None for one.
+        """
+        check_names(self, names)
+        length = longest_completion(self, names)
         if self.max_completion_length not in (None, length):
             raise ValueError(
                 f"max_completion_length={self.max_completion_length} cannot be set together with an environment: it is "
-                f"max_turns * max_new_tokens = {length}. Set max_turns, max_new_tokens (per answer) and max_model_length "
-                "(whole conversation) instead."
+                f"max_turns * max_new_tokens = {length}{', that of the longest' if names else ''}. Set max_turns, "
+                "max_new_tokens (per answer) and max_model_length (whole conversation) instead."
             )
         for name, instead in _NO_EFFECT.items():
             if getattr(self, name) != _default(self.__dataclass_fields__[name]):

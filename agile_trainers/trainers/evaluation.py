@@ -20,9 +20,10 @@ from agile_trainers.rollout.record import episode_record, write_records
 from .evaluation_data import kept_columns, rows_of
 from .evaluation_table import Evaluated, completions_table
 from .generation import Generation
+from .mixture import Mixture, with_names
 from .randomness import evaluation_specs, preserved_random_state
-from .reporting import evaluation_summary
-from .reward_functions import drained_columns, drained_metrics, not_scored, reward_summary
+from .reporting import environment_evaluations, evaluation_summary
+from .reward_functions import drained_columns, drained_metrics, not_scored, reward_summary, totals
 
 logger = logging.get_logger(__name__)
 
@@ -35,6 +36,7 @@ class EpisodeEvaluation(Generation):
     control: Any
     engine: RolloutEngine | None
     _eval_rows: Any
+    _mixture: Mixture | None
 
     def _record(self, name: str, records: list[dict[str, Any]]) -> None:
         if self.args.log_rollouts:
@@ -70,7 +72,8 @@ class EpisodeEvaluation(Generation):
             episode return, for ``metric_for_best_model="return"``), its standard error ``eval_return_sem``, and
             ``eval_episodes``; under TRL's names ``eval_reward`` (the return and the weighted reward functions), its
             ``eval_reward_std``, ``eval_rewards/<name>/mean`` and ``.../std``, ``eval_completions/...``, and what reward
-            functions log. Seeds are the same in every evaluation.
+            functions log. Seeds are the same in every evaluation. Of several environments, these are over all of them, and
+            ``eval_<name>_return`` and so on are over one; without rows each plays equally many episodes.
         """
         if self.engine is None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -130,22 +133,24 @@ class EpisodeEvaluation(Generation):
         if rows is not None and not rows:
             raise ValueError(f"An evaluation data set must have at least one row, got {dataset!r}.")
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        specs = evaluation_specs(self.args.seed, count, rows, rank, world_size)
+        specs = evaluation_specs(self.args.seed, count, rows, rank, world_size, self._mixture)
         sample = not (self.args.eval_greedy if greedy is None else greedy)
         with preserved_random_state():
             with self._generator(do_sample=sample) as generator:
                 trajectories = self.engine.run(specs, generator)
             # TRL gathers as many rewards from every process.
             missing = -(-count // world_size) - len(specs)
-            options = [dict(spec.options or {}) for spec in specs] + [dict(rows[0]) if rows else {}] * missing
+            options = with_names([spec.options or {} for spec in specs], specs)
+            options += [dict(rows[0]) if rows else dict(options[0]) if options else {}] * missing
             rewards = self._reward(options, [*trajectories, *(not_scored() for _ in range(missing))])
         if not self.is_in_train:
             self.engine.pool.close()
         scores = reward_summary(rewards, self.reward_weights, self.reward_func_names)
         scores |= drained_metrics(self._pending_metrics, self.accelerator)
-        metrics = evaluation_summary(
-            gather_object([episode_row(trajectory) for trajectory in trajectories]), scores, prefix, started
-        )
         local = rewards.view(world_size, -1, rewards.size(1))[rank, : len(specs)]
+        played = gather_object([episode_row(trajectory) for trajectory in trajectories])
+        rewarded = gather_object(totals(local, self.reward_weights).tolist())
+        metrics = evaluation_summary(played, scores, prefix, started)
+        metrics |= environment_evaluations(played, rewarded, prefix)
         extra = drained_columns(self._pending_extra_logs, len(specs))
         return Evaluated(trajectories, list(range(rank, count, world_size)), metrics, local.tolist(), extra)

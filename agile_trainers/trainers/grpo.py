@@ -1,5 +1,6 @@
 """Multi-turn GRPO: group-relative advantages, per turn or per trajectory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agile_trainers.objectives.advantages import group_advantages
@@ -48,7 +49,7 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
         _one_of(self, "turn_credit", ("return", "reward"))
         _one_of(self, "advantage_baseline", ("mean", "leave_one_out"))
 
-    def with_environment(self) -> "MultiTurnConfig":
+    def with_environment(self, names: Sequence[str] | None = None) -> "MultiTurnConfig":
         granularity = self.advantage_granularity
         for name, acts_on in (
             ("turn_credit", ("turn", "anchor")),
@@ -73,7 +74,7 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
                 f"{self.advantage_granularity!r} with turn_credit={self.turn_credit!r} does not use. Set "
                 "advantage_granularity='turn' and turn_credit='return', or gamma=1.0."
             )
-        return super().with_environment()
+        return super().with_environment(names)
 
 
 class MultiTurnGRPOTrainer(MultiTurnTrainer):

@@ -7,6 +7,7 @@ the optimizer loop, checkpoints, logging and the Hub stay TRL's. Without an envi
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,7 +19,6 @@ from transformers.utils import logging
 from agile_trainers.adapters import check_repeatable, explaining_scope, plain_copies, within_scope
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.envs.base import EnvironmentFactory
-from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.objectives.advantages import pool_over_turns, whiten
 from agile_trainers.objectives.kl import shaping
 from agile_trainers.objectives.ratios import pool_log_probs
@@ -34,6 +34,7 @@ from .evaluation import EpisodeEvaluation
 from .evaluation_data import kept_columns, played_columns, with_best_metric
 from .hub import HubModels
 from .launch import check_engine, check_parallelism
+from .mixture import Mixture, first_rows, made_of, mixture_of, with_column, with_names
 from .noise import switch_off_noise
 from .randomness import training_specs
 from .recipe import decide_learning_rate, idle_recipe
@@ -73,6 +74,8 @@ class Turns:
     """(B, K) int64, action tokens."""
     anchors: torch.Tensor
     """(B, K) int64, the state each turn started from, as the environment names it; 0 where it names none."""
+    environments: torch.Tensor
+    """(B,) int64, which environment each row played; 0 in a run of one."""
 
 
 @dataclass
@@ -92,7 +95,8 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
     Args:
         model: Also a folder or Hub id of a LoRA adapter, which is then continued; see ``docs/chaining.md``.
         environment: An environment id (``"gem:game:GuessTheNumber-v0-easy"``, ``"agile:guess_number"``, ...) or any
-            zero-argument factory of environments. None: this is TRL's ``GRPOTrainer``.
+            zero-argument factory of environments; or several of these by name, chosen by the column ``environment`` of the
+            rows, or by ``environment_weights`` without rows. None: this is TRL's ``GRPOTrainer``.
         reward_funcs: With an environment optional, in TRL's form; their (weighted) values are added to the reward of an
             episode's last turn. ``reward_weights`` weighs these only; the environment's own reward has weight 1.
         train_dataset: With an environment optional: each row is handed to ``reset`` as ``options``. Without rows, set
@@ -110,6 +114,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
     pad_to_multiple_of: int | None
     scale_rewards: Any
     _logs: dict[str, Any]
+    _mixture: Mixture | None
     _buffered_inputs: Any
     _config_class: type[MultiTurnConfig]
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "agile-trainers"]
@@ -136,7 +141,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         rollout_func: Any = None,
         environment_factory: Any = None,
         *,
-        environment: str | EnvironmentFactory | None = None,
+        environment: str | EnvironmentFactory | Mapping[str, str | EnvironmentFactory] | None = None,
     ):
         if args is None:
             args = self._config_class(output_dir=self._name.replace(" ", "-"))
@@ -155,22 +160,26 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             refuse("tools", tools, "the environment answers the model")
             refuse("rollout_func", rollout_func, "the environment makes the rollout")
             refuse("environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both")
-            args = args.with_environment()
+            args = args.with_environment(list(environment) if isinstance(environment, Mapping) else None)
             check_vllm(args)
             check_parallelism(args)
             check_kernels(args)
             check_repeatable(model, peft_config)
             if args.lora_target_scope is not None:
                 peft_config = within_scope(peft_config, args.lora_target_scope)
-            factory = make_environment_factory(environment)
+            made = made_of(environment)
             train_dataset = kept_columns(args, train_dataset, "train_dataset")
             eval_dataset = kept_columns(args, eval_dataset, "eval_dataset")
-            columns = played_columns(args, train_dataset, eval_dataset)
             self._rows_are_options, self._eval_rows = train_dataset is not None, eval_dataset
+            self._mixture = mixture_of(args, environment)
+            probed = first_rows(self._mixture, args, train_dataset, eval_dataset)
+            columns = with_column(self._mixture, played_columns(args, train_dataset, eval_dataset))
             train_dataset = training_rows(args, train_dataset)
-            first_row = dict(next(iter(train_dataset))) if self._rows_are_options else None
-            pool = environment_pool(args, factory)
-            first_state = probe_environment(pool, args.seed, first_row, with_rows=eval_dataset is not None)
+            pool = environment_pool(args, made)
+            first_states = {
+                name: probe_environment(pool, args.seed, row, name, with_rows=eval_dataset is not None)
+                for name, row in probed.items()
+            }
             reward_funcs, reward_processing_classes = with_return(
                 args, reward_funcs, reward_processing_classes, columns
             )
@@ -227,7 +236,8 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             if args.training_chat_template:
                 # Whoever loads the saved tokenizer must render what the policy was trained on.
                 self.processing_class.chat_template = self.engine.chat.chat_template
-            check_first_prompt(self.engine, first_state, needs_anchor=self._needs_anchors)
+            for name, state in first_states.items():
+                check_first_prompt(self.engine, state, name, needs_anchor=self._needs_anchors)
             self._set_up_reference()
             self._switch_off_noise()
             self._set_up_checkpoints()
@@ -257,7 +267,8 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         started = time.perf_counter()
         rows = [dict(row) if self._rows_are_options else None for row in inputs]
         first = self._local(len(inputs)).start
-        specs = training_specs(self.args.seed, generation, rows, first, self.num_generations)
+        specs = training_specs(self.args.seed, generation, rows, first, self.num_generations, self._mixture)
+        inputs = with_names(inputs, specs)
         with self._generator() as generator:
             trajectories = self.engine.run(specs, generator)
         self._rollout_seconds = time.perf_counter() - started
@@ -335,8 +346,8 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             self.accelerator.gather(self.accelerator.pad_across_processes(value, dim=1))
             for value in (batch.turn_rewards, batch.turn_mask.long(), lengths, batch.anchors)
         )
-        failed = self.accelerator.gather(batch.failed)
-        return Turns(rewards, mask.bool() & ~failed[:, None], failed, lengths, anchors)
+        failed, environments = self.accelerator.gather((batch.failed, batch.environments))
+        return Turns(rewards, mask.bool() & ~failed[:, None], failed, lengths, anchors, environments)
 
     def _token_advantages(self, advantages: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
         """(B, T) from (B, K)."""

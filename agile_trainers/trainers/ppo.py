@@ -1,5 +1,6 @@
 """Multi-turn PPO: a critic tells what a state is worth, and a turn is credited with how much better it went."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -84,7 +85,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
                 f"{self.critic_warmup_steps}, in which it is not to change. Set one of them to 0."
             )
 
-    def with_environment(self) -> "MultiTurnConfig":
+    def with_environment(self, names: Sequence[str] | None = None) -> "MultiTurnConfig":
         if self.scale_rewards != "group":
             raise ValueError(
                 f"scale_rewards={self.scale_rewards!r} has no effect: PPO has no groups. Use whiten_advantages=True to "
@@ -102,7 +103,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
                         f"advantage_granularity={self.advantage_granularity!r}{chosen} needs {name}={needed!r}, got "
                         f"{getattr(self, name)!r}. Set {name}={needed!r} or advantage_granularity='turn'."
                     )
-        return super().with_environment()
+        return super().with_environment(names)
 
     def without_environment(self) -> "MultiTurnConfig":
         raise ValueError("MultiTurnPPOTrainer needs an environment. Pass `environment=...`.")

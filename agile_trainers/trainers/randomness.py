@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from agile_trainers.rollout.engine import EpisodeSpec
 
-TRAINING, EVALUATION = 0, 1
-"""First key of every stream: training and evaluation never share one."""
+if TYPE_CHECKING:
+    from .mixture import Mixture
+
+TRAINING, EVALUATION, MIXTURE = 0, 1, 2
+"""First key of every stream: training, evaluation and the choice of environments never share one."""
 
 
 def environment_seed(seed: int, domain: int, generation: int, group: int) -> int:
@@ -22,7 +25,12 @@ def environment_seed(seed: int, domain: int, generation: int, group: int) -> int
 
 
 def training_specs(
-    seed: int, generation: int, rows: Sequence[dict[str, Any] | None], first: int, group_size: int
+    seed: int,
+    generation: int,
+    rows: Sequence[dict[str, Any] | None],
+    first: int,
+    group_size: int,
+    mixture: Mixture | None = None,
 ) -> list[EpisodeSpec]:
     """The episodes of one rank's part of a generation batch.
 
@@ -32,27 +40,41 @@ def training_specs(
         rows: The dataset row of each episode, or None.
         first: Index of the first row in the whole batch, over all ranks.
         group_size: Members of a group.
+        mixture: Of a run of several environments: the row names its own, or it is drawn for the whole group.
     """
-    specs = []
+    specs, drawn = [], mixture.draw(seed, generation) if mixture is not None else []
     for index, row in enumerate(rows, start=first):
         group, member = divmod(index, group_size)
         start = environment_seed(seed, TRAINING, generation, group)
-        specs.append(EpisodeSpec(start, (seed, TRAINING, generation, group, member), row))
+        name: str | None = None
+        if mixture is not None:
+            name, row = (drawn[group], None) if row is None else mixture.of_row(row)
+        specs.append(EpisodeSpec(start, (seed, TRAINING, generation, group, member), row, name))
     return specs
 
 
 def evaluation_specs(
-    seed: int, count: int, rows: Sequence[dict[str, Any]] | None, rank: int, world_size: int
+    seed: int,
+    count: int,
+    rows: Sequence[dict[str, Any]] | None,
+    rank: int,
+    world_size: int,
+    mixture: Mixture | None = None,
 ) -> list[EpisodeSpec]:
-    """One rank's part of ``count`` evaluation episodes, the same in every evaluation of a run; rows repeat in order."""
-    return [
-        EpisodeSpec(
-            environment_seed(seed, EVALUATION, 0, index),
-            (seed, EVALUATION, 0, index, 0),
-            None if rows is None else dict(rows[index % len(rows)]),
-        )
-        for index in range(rank, count, world_size)
-    ]
+    """One rank's part of ``count`` evaluation episodes, the same in every evaluation of a run; rows repeat in order.
+
+    Of several environments without rows, each plays the episodes that it would play alone.
+    """
+    places = mixture.evaluated(count) if mixture is not None and rows is None else [(None, n) for n in range(count)]
+    specs = []
+    for index in range(rank, count, world_size):
+        name, number = places[index]
+        row = None if rows is None else dict(rows[index % len(rows)])
+        if mixture is not None and row is not None:
+            name, row = mixture.of_row(row, "eval_dataset")
+        stream = (seed, EVALUATION, 0, number, 0)
+        specs.append(EpisodeSpec(environment_seed(seed, EVALUATION, 0, number), stream, row, name))
+    return specs
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Multi-turn REINFORCE with return batch normalization (ReBN)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from agile_trainers.objectives.advantages import whiten
+from agile_trainers.objectives.advantages import whiten_each
 from agile_trainers.objectives.returns import discounted_returns
 
 from .config import MultiTurnConfig, _one_of
@@ -37,14 +38,14 @@ class MultiTurnREINFORCEConfig(MultiTurnConfig):
         super().__post_init__()
         _one_of(self, "advantage_granularity", ("turn", "token", "auto"))
 
-    def with_environment(self) -> "MultiTurnConfig":
+    def with_environment(self, names: Sequence[str] | None = None) -> "MultiTurnConfig":
         for name, default in (("scale_rewards", "group"), ("whiten_advantages", False)):
             if getattr(self, name) != default:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} has no effect: REINFORCE normalizes returns over the whole batch. "
                     f"Leave {name} unset."
                 )
-        return super().with_environment()
+        return super().with_environment(names)
 
     def without_environment(self) -> "MultiTurnConfig":
         raise ValueError("MultiTurnREINFORCETrainer needs an environment. Pass `environment=...`.")
@@ -55,7 +56,8 @@ class MultiTurnREINFORCETrainer(MultiTurnTrainer):
 
     The advantage of a turn is its discounted return, z-scored over every turn of every episode of the generation batch,
     on all ranks (return batch normalization, GEM: https://huggingface.co/papers/2510.01051). No groups, no critic: every
-    episode may start from a state of its own. See :class:`MultiTurnTrainer` for the arguments; an environment is required.
+    episode may start from a state of its own. Of several environments each has statistics of its own. See
+    :class:`MultiTurnTrainer` for the arguments; an environment is required.
     """
 
     _name = "Multi-turn REINFORCE"
@@ -67,4 +69,5 @@ class MultiTurnREINFORCETrainer(MultiTurnTrainer):
         returns = discounted_returns(turns.rewards, turns.mask, self.args.gamma)
         granularity = self.args.advantage_granularity
         by_token = granularity == "token" or (granularity == "auto" and turns.mask.sum(dim=1).max() <= 1)
-        return Credit(whiten(returns, turns.mask, turns.lengths if by_token else None), {})
+        weights = turns.lengths if by_token else None
+        return Credit(whiten_each(returns, turns.mask, weights, turns.environments), {})

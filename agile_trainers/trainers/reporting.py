@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from statistics import fmean
 from typing import Any
 
@@ -61,14 +62,62 @@ def evaluation_summary(
         prefix: Put before every name.
         started: ``time.time()`` at its start.
     """
-    summary = summarize(rows) | length_summary(rows) | rewards
+    metrics = _evaluated(rows, rewards | length_summary(rows), prefix)
+    return metrics | speed_metrics(prefix, started, num_samples=len(rows))
+
+
+def _evaluated(rows: Sequence[dict[str, Any]], others: dict[str, float], prefix: str) -> dict[str, float]:
+    summary = summarize(rows) | others
     failures = summary["stop/environment_error"] + summary["stop/environment_timeout"]
     sound = len(rows) * (1 - failures)
     summary["return"] = summary.get("return/mean", float("nan"))
     summary["return_sem"] = summary["return/std"] / sound**0.5 if sound else float("nan")
     summary["episodes"] = float(len(rows))
-    metrics = {f"{prefix}_{name}": value for name, value in summary.items()}
-    return metrics | speed_metrics(prefix, started, num_samples=len(rows))
+    return {f"{prefix}_{name}": value for name, value in summary.items()}
+
+
+def environment_summaries(rows: Sequence[dict[str, Any]], rewards: Sequence[float]) -> dict[str, float]:
+    """Metrics of each of several environments in one generation batch; empty in a run of one.
+
+    Args:
+        rows: One row per episode, of all ranks.
+        rewards: The weighted sum of all reward functions for each of them; NaN without a reward.
+
+    Returns:
+        Under ``environments/<name>/``: the metrics of :func:`~agile_trainers.rollout.metrics.summarize`, ``reward`` and
+        ``share`` (of the batch's episodes).
+    """
+    metrics: dict[str, float] = {}
+    for name, (own, reward) in _by_environment(rows, rewards).items():
+        summary = {**summarize(own), **reward, "share": len(own) / len(rows)}
+        metrics |= {f"environments/{name}/{metric}": value for metric, value in summary.items()}
+    return metrics
+
+
+def environment_evaluations(rows: Sequence[dict[str, Any]], rewards: Sequence[float], prefix: str) -> dict[str, float]:
+    """Metrics of each of several environments in one evaluation, under ``<prefix>_<name>_``; empty in a run of one.
+
+    Args:
+        rows: One row per episode, of all ranks.
+        rewards: As for :func:`environment_summaries`.
+        prefix: That of the evaluation.
+    """
+    metrics: dict[str, float] = {}
+    for name, (own, reward) in _by_environment(rows, rewards).items():
+        metrics |= _evaluated(own, length_summary(own) | reward, f"{prefix}_{name}")
+    return metrics
+
+
+def _by_environment(
+    rows: Sequence[dict[str, Any]], rewards: Sequence[float]
+) -> dict[str, tuple[list[dict[str, Any]], dict[str, float]]]:
+    """The rows of each environment, in order of name, and its mean ``reward``, if an episode of it has one."""
+    found = {}
+    for name in sorted({row["environment"] for row in rows} - {None}):
+        own = [(row, reward) for row, reward in zip(rows, rewards, strict=True) if row["environment"] == name]
+        known = [reward for _, reward in own if not isnan(reward)]
+        found[name] = [row for row, _ in own], {"reward": fmean(known)} if known else {}
+    return found
 
 
 IDLE_BATCHES = 5

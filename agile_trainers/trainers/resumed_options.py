@@ -10,12 +10,12 @@ from .config import MultiTurnConfig
 
 _BOOKKEEPING = (
     "accelerator_config", "batch_eval", "critic_start", "data", "ddp_", "debug", "deepspeed", "disable_tqdm", "do_",
-    "environment_", "eval_", "fsdp", "generation_batch_size", "generation_chunk_size", "greater_is", "hub_",
-    "ignore_data", "include_", "keep_reference", "label_", "load_best", "local_rank", "log_", "logging_",
-    "max_completion_length", "max_environments", "merge_lora", "metric_for", "model_init_kwargs", "num_completions",
-    "num_eval", "output_dir", "parallelism_config", "per_device_eval", "prediction_loss", "project", "push_to_hub",
-    "report_to", "restore_callback", "resume_from", "run_name", "save_", "skip_memory", "torch_empty", "trackio_",
-    "use_cpu", "vllm_gpu", "vllm_group", "vllm_server",
+    "environment_processes", "environment_timeout", "environment_workers", "eval_", "fsdp", "generation_batch_size",
+    "generation_chunk_size", "greater_is", "hub_", "ignore_data", "include_", "keep_reference", "label_", "load_best",
+    "local_rank", "log_", "logging_", "max_completion_length", "max_environments", "merge_lora", "metric_for",
+    "model_init_kwargs", "num_completions", "num_eval", "output_dir", "parallelism_config", "per_device_eval",
+    "prediction_loss", "project", "push_to_hub", "report_to", "restore_callback", "resume_from", "run_name", "save_",
+    "skip_memory", "torch_empty", "trackio_", "use_cpu", "vllm_gpu", "vllm_group", "vllm_server",
 )  # fmt: skip
 """Beginnings of options that change nothing of what is learned, or that are compared elsewhere."""
 _IN_THE_OPTIMIZER = (

@@ -14,7 +14,7 @@ from agile_trainers.rollout.record import episode_record
 from agile_trainers.types import Trajectory
 
 from .generation import Generation
-from .reporting import degeneracies, training_summary
+from .reporting import degeneracies, environment_summaries, training_summary
 from .reward_functions import drained_columns, drained_metrics, reward_summary, share_without_spread, totals
 
 logger = logging.get_logger(__name__)
@@ -35,12 +35,14 @@ class RolloutLog(Generation):
     ) -> None:
         rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
         slowest = max(gather_object([self._rollout_seconds]))
+        per_episode = totals(rewards, self.reward_weights)
         summary = training_summary(rows, slowest) | self._sync_metrics()
         summary |= reward_summary(rewards, self.reward_weights, self.reward_func_names)
         summary |= drained_metrics(self._pending_metrics, self.accelerator)
+        summary |= environment_summaries(rows, per_episode.tolist())
         grouped = self.num_generations > 1 and self.scale_rewards != "batch"
         group_size = self.num_generations if grouped else len(rows)
-        summary["frac_reward_zero_std"] = share_without_spread(totals(rewards, self.reward_weights), group_size)
+        summary["frac_reward_zero_std"] = share_without_spread(per_episode, group_size)
         metrics = self._metrics["train"]
         for name, value in summary.items():
             metrics[name].append(value)
@@ -52,8 +54,8 @@ class RolloutLog(Generation):
         self._logs["completion"].extend(gather_object([trajectory.messages for trajectory in trajectories]))
         for name, values in drained_columns(self._pending_extra_logs, len(trajectories)).items():
             self._logs["extra"][name].extend(values)
-        per_episode = pool_over_turns(advantages, turn_mask)[:, 0].contiguous()
-        self._logs["advantages"].extend(self.accelerator.gather(per_episode).tolist())
+        pooled = pool_over_turns(advantages, turn_mask)[:, 0].contiguous()
+        self._logs["advantages"].extend(self.accelerator.gather(pooled).tolist())
         idle = metrics["advantage/mean"][-1] == metrics["advantage/std"][-1] == 0.0
         self._idle_batches = self._idle_batches + 1 if idle else 0
         if self.num_generations > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import islice
@@ -30,6 +31,7 @@ from agile_trainers.rollout.processes import ProcessEnvironment
 from agile_trainers.rollout.stepping import EnvironmentPool, InlineTimeoutError
 
 from .config import MultiTurnConfig
+from .environment_options import for_environment
 from .randomness import TRAINING, environment_seed
 from .vllm_options import base_model, check_device
 
@@ -64,7 +66,7 @@ def build_engine(
             f"Multi-turn episodes are text only, but processing_class is a {type(tokenizer).__name__}. Pass the "
             "processor's tokenizer as `processing_class`."
         )
-    longest = longest_conversation(args, model_config.get_text_config())
+    longest = longest_conversation(args, model_config.get_text_config()) or 1 << 30
     chat = ChatFrames(
         tokenizer,
         eos_token_ids=eos_token_ids,
@@ -74,14 +76,21 @@ def build_engine(
     return RolloutEngine(
         pool,
         chat,
-        Limits(
-            args.max_turns,
-            args.max_new_tokens,
-            longest or 1 << 30,
-            args.max_observation_length,
-        ),
+        _limits(args, longest),
+        environment_limits={
+            name: _limits(for_environment(args, name), longest) for name in pool.factories if name is not None
+        },
         system_prompt=args.system_prompt,
         append_final_observation=append_final_observation,
+    )
+
+
+def _limits(args: MultiTurnConfig, longest: int) -> Limits:
+    return Limits(
+        args.max_turns,
+        args.max_new_tokens,
+        min(args.max_model_length or longest, longest),
+        args.max_observation_length,
     )
 
 
@@ -116,8 +125,10 @@ def longest_conversation(args: MultiTurnConfig, config: Any) -> int | None:
     return alike
 
 
-def environment_pool(args: MultiTurnConfig, factory: EnvironmentFactory) -> EnvironmentPool:
-    """Where a run's environments run.
+def environment_pool(
+    args: MultiTurnConfig, factory: EnvironmentFactory | Mapping[str, EnvironmentFactory]
+) -> EnvironmentPool:
+    """Where a run's environments run: of one factory, or of several by name.
 
     Raises:
         ValueError: If its limits contradict each other, or the factory cannot be sent to another process.
@@ -132,7 +143,12 @@ def environment_pool(args: MultiTurnConfig, factory: EnvironmentFactory) -> Envi
 
 
 def probe_environment(
-    pool: EnvironmentPool, seed: int, row: dict[str, Any] | None, *, with_rows: bool = False
+    pool: EnvironmentPool,
+    seed: int,
+    row: dict[str, Any] | None,
+    environment: str | None = None,
+    *,
+    with_rows: bool = False,
 ) -> ResetResult:
     """Reset and step once, in the pool and from the state that the first episode will have; the instance is kept for it.
 
@@ -140,6 +156,7 @@ def probe_environment(
         pool: Where the run's environments will run.
         seed: The run's seed.
         row: The first dataset row, or None without rows.
+        environment: Which of several; None where there is one.
         with_rows: Whether there are rows to evaluate on, if there are none to train on.
 
     Returns:
@@ -148,15 +165,17 @@ def probe_environment(
     Raises:
         EnvironmentProtocolError: If the environment fails or breaks the protocol.
     """
-    method, name, reusable = "the factory", pool.name, False
+    method, name, reusable = "the factory", pool.titles[environment], False
     try:
-        environment = pool.environment(0)
-        if not isinstance(environment, ProcessEnvironment):
-            name = type(environment).__name__
-        check_methods(environment, with_rows=with_rows or row is not None)
+        instance = pool.environment(0, environment)
+        if not isinstance(instance, ProcessEnvironment):
+            name = type(instance).__name__
+        if environment is not None:
+            name = f"{environment} ({name})"
+        check_methods(instance, with_rows=with_rows or row is not None)
         pool.release(0, reusable=True)
         method = f"reset(options={row!r})"
-        pool.reset(0, environment_seed(seed, TRAINING, 0, 0), deepcopy(row))
+        pool.reset(0, environment_seed(seed, TRAINING, 0, 0), deepcopy(row), environment)
         start = validate_reset(_outcome(pool))
         method = "step()"
         pool.step(0, "0")
@@ -184,12 +203,15 @@ def _outcome(pool: EnvironmentPool) -> Any:
     return outcome.value
 
 
-def check_first_prompt(engine: RolloutEngine, start: ResetResult, *, needs_anchor: bool = False) -> None:
+def check_first_prompt(
+    engine: RolloutEngine, start: ResetResult, environment: str | None = None, *, needs_anchor: bool = False
+) -> None:
     """Check that a first observation can be written as a prompt and leaves room for an answer.
 
     Args:
         engine: The trainer's engine.
         start: What :func:`probe_environment` returned.
+        environment: Which of several; None where there is one.
         needs_anchor: Whether the algorithm compares turns by the state they started from.
 
     Raises:
@@ -202,10 +224,11 @@ def check_first_prompt(engine: RolloutEngine, start: ResetResult, *, needs_ancho
             f"name it: the info of reset() is {info!r}. Put a string under info['anchor'] in reset() and step(), or "
             "choose advantage_granularity='turn'."
         )
-    length = len(engine.chat.first(engine.render(engine.cut(observation)[0])))
-    if length >= (room := engine.limits.max_model_length):
+    length = len(engine.chat.first(engine.render(engine.cut(observation, environment)[0])))
+    if length >= (room := engine.limits_of(environment).max_model_length):
+        of = "" if environment is None else f" of the environment {environment!r}"
         raise ValueError(
-            f"The first prompt has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
+            f"The first prompt{of} has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
             "max_model_length, or shorten the environment's first observation."
         )
 

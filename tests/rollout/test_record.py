@@ -39,6 +39,7 @@ EXPECTED: dict[str, Any] = {
     "success": True,
     "stop_reason": "terminated",
     "error": None,
+    "environment": None,
     "seed": 7,
     "reset_info": {"goal": "right"},
     "prompt": [{"role": "user", "content": "go"}],
@@ -150,6 +151,7 @@ def test_a_row_by_hand() -> None:
         "observations_cut": 0,
         "clipped": True,
         "stop_reason": "max_turns",
+        "environment": None,
     }
 
 

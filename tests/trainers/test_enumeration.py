@@ -94,7 +94,9 @@ def estimate(trainer, table: Table, episodes: torch.Tensor, advantages=None, spr
     size, mask = len(episodes), torch.ones(len(episodes), 2) > 0
     lengths = torch.tensor([1, 2]).expand(size, 2)
     if advantages is None:
-        turns = Turns(turn_rewards(episodes), mask, torch.zeros(size) > 0, lengths, torch.zeros(size, 2).long())
+        turns = Turns(
+            turn_rewards(episodes), mask, torch.zeros(size) > 0, lengths, torch.zeros(size, 2).long(), torch.zeros(size)
+        )
         advantages = trainer._assign_credit(turns).advantages
     turn_ids = TURN_IDS.expand(size, -1)
     if spread is None:
@@ -294,6 +296,7 @@ def turn_batch(episodes: torch.Tensor) -> TurnBatch:
         failed=turns[:, 0] < 0,
         sampling_logprobs=torch.zeros(size, 4),
         anchors=torch.zeros(size, 2, dtype=torch.long),
+        environments=torch.zeros(size, dtype=torch.long),
     )
 
 

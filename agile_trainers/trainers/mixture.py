@@ -1,0 +1,225 @@
+"""Several environments in one run: their names, which one a group plays, and what each may use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.rollout.engine import EpisodeSpec
+
+from .config import MultiTurnConfig
+from .randomness import MIXTURE
+
+COLUMN = "environment"
+"""The column that names each row's environment, as in TRL. ``reset`` does not get it."""
+_STREAMED = 1000
+"""Rows of a stream that are looked at before training."""
+_NAME = re.compile(r"\w[\w.-]*")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Which environment a group plays.
+
+    Args:
+        names: The environments.
+        weights: How often each is drawn where no row says it, in the order of ``names``.
+        groups: Groups of one generation batch, over all processes.
+    """
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    groups: int
+
+    def draw(self, seed: int, generation: int) -> list[str]:
+        """The environment of every group of a generation batch that is played without rows.
+
+        Each environment gets its share of the batch, rounded up or down at random so that the shares are exact on average
+        (systematic sampling), in random order. The draw depends on the arguments alone, not on rank or world size.
+
+        Args:
+            seed: The run's.
+            generation: Index of the generation batch in the run.
+        """
+        drawn = [(name, weight) for name, weight in zip(self.names, self.weights) if weight > 0]
+        ends = np.cumsum([weight for _, weight in drawn])
+        random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, MIXTURE, generation))))
+        points = (np.arange(self.groups) + random.random()) / self.groups * ends[-1]
+        chosen = random.permutation(np.searchsorted(ends[:-1], points, side="right"))
+        return [drawn[index][0] for index in chosen]
+
+    def evaluated(self, count: int) -> list[tuple[str, int]]:
+        """The environment of every evaluation episode that is played without rows, and its number among those of that one.
+
+        Every environment plays equally many; the first ones play one more where that leaves a rest.
+
+        Raises:
+            ValueError: If there are fewer episodes than environments.
+        """
+        if count < len(self.names):
+            raise ValueError(
+                f"num_eval_episodes={count} leaves some of the {len(self.names)} environments ({', '.join(self.names)}) "
+                f"without an episode. Evaluate on at least {len(self.names)}."
+            )
+        share, rest = divmod(count, len(self.names))
+        return [(name, n) for index, name in enumerate(self.names) for n in range(share + (index < rest))]
+
+    def of_row(self, row: Mapping[str, Any], where: str = "train_dataset") -> tuple[str, dict[str, Any]]:
+        """The environment that a row names, and the row without that column.
+
+        Raises:
+            ValueError: If it names none, or one that is not there.
+        """
+        if COLUMN not in row:
+            raise ValueError(
+                f"{where} has no column {COLUMN!r}, which says which of the environments ({', '.join(self.names)}) each "
+                f"row is for; its columns are {', '.join(row)}. Add it."
+            )
+        name = row[COLUMN]
+        if name not in self.names:
+            raise ValueError(
+                f"{where}: a row is for the environment {name!r}, which is none of {', '.join(self.names)}. Name one of "
+                "them in its column, or pass that environment too."
+            )
+        return name, {column: value for column, value in row.items() if column != COLUMN}
+
+
+def environment_factories(
+    environment: Any, arguments: Mapping[str, Any] | None = None
+) -> dict[str, EnvironmentFactory]:
+    """The factories of a run of several environments, by name.
+
+    Args:
+        environment: Ids or factories by name.
+        arguments: Keyword arguments of each, by name.
+
+    Raises:
+        ValueError: For no environment, a name that cannot be part of a metric's, or what cannot be made.
+        ImportError: If a library that one of them needs is missing.
+    """
+    arguments = arguments or {}
+    if not environment:
+        raise ValueError("environment is an empty mapping. Name at least one environment, or pass an id or a factory.")
+    for name in environment:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"environment: the name {name!r} becomes part of metrics' names. Expected letters, digits and any of "
+                "`_.-`, a letter or digit first."
+            )
+    unknown = [name for name in arguments if name not in environment]
+    if unknown:
+        raise ValueError(
+            f"environment_args names {unknown[0]!r}, which is none of the environments {', '.join(environment)}. With "
+            "several environments it gives the arguments of each by its name."
+        )
+    factories = {}
+    for name, one in environment.items():
+        given = arguments.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"environment_args[{name!r}] must be a mapping of names to values, got {given!r}.")
+        try:
+            factories[name] = make_environment_factory(one, **given)
+        except (ValueError, ImportError) as error:
+            raise type(error)(f"environment {name!r}: {error}") from error
+    return factories
+
+
+def made_of(environment: Any) -> EnvironmentFactory | dict[str, EnvironmentFactory]:
+    """What makes the environments of a trainer's ``environment``: one factory, or several by name."""
+    if isinstance(environment, Mapping):
+        return environment_factories(environment)
+    return make_environment_factory(environment)
+
+
+def mixture_of(args: MultiTurnConfig, environment: Any) -> Mixture | None:
+    """The mixture of a run; None for a single environment.
+
+    Args:
+        args: The trainer's, checked for these names by ``with_environment``.
+        environment: The trainer's argument.
+    """
+    if not isinstance(environment, Mapping):
+        return None
+    weights = args.environment_weights or dict.fromkeys(environment, 1.0)
+    assert isinstance(weights, dict)
+    groups = args.generation_batch_size // args.num_generations
+    return Mixture(tuple(environment), tuple(float(weights[name]) for name in environment), groups)
+
+
+def first_rows(
+    mixture: Mixture | None, args: MultiTurnConfig, train_rows: Any, eval_rows: Any
+) -> dict[str | None, dict[str, Any] | None]:
+    """The row that each environment is probed with, None without rows; the rows are checked on the way.
+
+    Of a stream the first thousand rows are read; an environment that none of them is for is left out.
+
+    Args:
+        mixture: The run's; None for a single environment, whose name is None.
+        args: The trainer's.
+        train_rows: The trainer's ``train_dataset``; None without rows.
+        eval_rows: Its ``eval_dataset``: one, or several by name.
+
+    Raises:
+        ValueError: If weights were given beside rows, a row names no environment or an unknown one, or no row is for one of
+            the environments.
+    """
+    if mixture is None:
+        return {None: None if train_rows is None else dict(next(iter(train_rows)))}
+    parts = eval_rows.items() if isinstance(eval_rows, Mapping) else [(None, eval_rows)]
+    found: dict[str, dict[str, Any]] = {}
+    for name, rows in parts:
+        if rows is not None:
+            found |= _first_of_each(mixture, rows, "eval_dataset" if name is None else f"eval_dataset[{name!r}]")
+    if train_rows is None:
+        return dict.fromkeys(mixture.names)
+    if args.environment_weights is not None:
+        raise ValueError(
+            f"environment_weights={args.environment_weights} has no effect with a train_dataset, whose column {COLUMN!r} "
+            "says how often each environment is played. Leave environment_weights unset."
+        )
+    found |= _first_of_each(mixture, train_rows, "train_dataset")
+    missing = [name for name in mixture.names if name not in found]
+    if missing and isinstance(train_rows, Dataset):
+        raise ValueError(
+            f"No row of train_dataset is for the environment {missing[0]!r}, which would never be played. Add rows with "
+            f"{COLUMN}={missing[0]!r}, or leave the environment out."
+        )
+    return {name: found[name] for name in found}
+
+
+def with_column(mixture: Mixture | None, columns: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """What reward functions get of each data set, by its name: its columns and, of several environments, their column."""
+    own = [] if mixture is None else [COLUMN]
+    return {dataset: [*names, *(name for name in own if name not in names)] for dataset, names in columns.items()}
+
+
+def with_names(rows: Sequence[Mapping[str, Any]], specs: Sequence[EpisodeSpec]) -> list[dict[str, Any]]:
+    """The rows as reward functions get them: of several environments, with the column that names each episode's own."""
+    return [
+        dict(row) if spec.environment is None else {**row, COLUMN: spec.environment}
+        for row, spec in zip(rows, specs, strict=True)
+    ]
+
+
+def _first_of_each(mixture: Mixture, rows: Any, where: str) -> dict[str, dict[str, Any]]:
+    """The first row of each environment, without the column that names it."""
+    found: dict[str, dict[str, Any]] = {}
+    chosen: Iterable[Any]
+    if isinstance(rows, Dataset) and COLUMN in rows.column_names:
+        # Every name is checked, but only one row of each is read.
+        names = rows.with_format(None)[COLUMN][:]
+        chosen = [rows[index] for index in {name: index for index, name in reversed(list(enumerate(names)))}.values()]
+    else:
+        chosen = islice(rows, _STREAMED)
+    for row in chosen:
+        name, options = mixture.of_row(row, where)
+        found.setdefault(name, options)
+    return found

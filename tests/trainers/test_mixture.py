@@ -1,0 +1,360 @@
+"""Several environments in one run: which one a group plays, within which limits, and that each is learned and reported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from games import make_trainer
+from mixtures import BOTH, LIMITS, High, Low, make
+from test_checkpoint import SAVING, KillBefore, Killed, assert_same, weights
+
+from agile_trainers.adapters.checkpoint import RECORD, CheckpointError, read_json
+from agile_trainers.embedded import make_embedded_model
+from agile_trainers.envs.probes import PROBE_WORDS
+from agile_trainers.envs.registry import describe_environment
+from agile_trainers.objectives.advantages import whiten, whiten_each
+from agile_trainers.rollout.record import read_records
+from agile_trainers.trainers import MultiTurnGRPOConfig
+from agile_trainers.trainers.environment_options import for_environment
+from agile_trainers.trainers.mixture import Mixture
+from agile_trainers.trainers.randomness import evaluation_specs, training_specs
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    return make_embedded_model(tmp_path_factory.mktemp("words") / "model", words=PROBE_WORDS)
+
+
+def config(tmp_path: Any, **changes: Any) -> MultiTurnGRPOConfig:
+    return MultiTurnGRPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, **changes)
+
+
+def generations(folder: Any) -> list[dict[str, Any]]:
+    return [r for path in sorted((folder / "rollouts").glob("*generation*")) for r in read_records(path)]
+
+
+# -------------------------------------------------------------------------------------------------------------- choice
+
+
+def test_every_batch_holds_every_share():
+    """8 groups at 1 : 2 : 0.2 (2.5, 5 and .5 groups): rounded up or down, right on average, one with weight 0 never."""
+    mixture = Mixture(("a", "never", "b", "c", "neither"), (1.0, 0.0, 2.0, 0.2, 0.0), 8)
+    batches = [Counter(mixture.draw(3, generation)) for generation in range(2000)]
+    for name, share in (("a", 2.5), ("b", 5.0), ("c", 0.5)):
+        counts = [batch[name] for batch in batches]
+        assert set(counts) == {int(np.floor(share)), int(np.ceil(share))}
+        assert fmean(counts) == pytest.approx(share, abs=0.06)  # 5 standard errors of a fair coin
+    assert {name for batch in batches for name in batch} == {"a", "b", "c"}
+    first = [mixture.draw(3, generation)[0] for generation in range(2000)]
+    assert first.count("b") / 2000 == pytest.approx(5 / 8, abs=0.055), "no place in the batch is anybody's own"
+
+
+def test_the_choice_depends_on_seed_and_generation_alone():
+    mixture = Mixture(("low", "high"), (1.0, 1.0), 4)
+    rows: list[Any] = [None] * 16
+    whole = training_specs(5, 7, rows, 0, 4, mixture)
+    assert training_specs(5, 7, rows[:8], 0, 4, mixture) + training_specs(5, 7, rows[8:], 8, 4, mixture) == whole
+    # A group that two ranks share.
+    assert training_specs(5, 7, rows[:6], 0, 4, mixture) + training_specs(5, 7, rows[6:], 6, 4, mixture) == whole
+    names = [spec.environment for spec in whole]
+    assert all(len(set(names[group : group + 4])) == 1 for group in range(0, 16, 4)) and set(names) == {"low", "high"}
+    assert len({tuple(mixture.draw(seed, n)) for seed in (5, 6) for n in range(8)}) > 1
+    alone = training_specs(5, 7, rows, 0, 4)
+    assert [(s.seed, s.stream) for s in whole] == [(s.seed, s.stream) for s in alone]
+
+
+def test_an_evaluation_plays_of_each_what_it_would_play_alone():
+    mixture = Mixture(("low", "high", "other"), (1.0, 0.0, 5.0), 4)
+    whole = evaluation_specs(3, 8, None, 0, 1, mixture)
+    for name, count in (("low", 3), ("high", 3), ("other", 2)):
+        played = [(s.seed, s.stream) for s in whole if s.environment == name]
+        assert played == [(s.seed, s.stream) for s in evaluation_specs(3, count, None, 0, 1)]
+    parts = [evaluation_specs(3, 8, None, rank, 2, mixture) for rank in (0, 1)]
+    assert parts[0] == whole[0::2] and parts[1] == whole[1::2]
+    rows = [{"environment": "high", "n": 1}, {"environment": "low", "n": 2}]
+    told = evaluation_specs(3, 3, rows, 0, 1, mixture)
+    assert [(s.environment, s.options) for s in told] == [("high", {"n": 1}), ("low", {"n": 2}), ("high", {"n": 1})]
+    with pytest.raises(ValueError, match="num_eval_episodes=2 leaves some of the 3"):
+        evaluation_specs(3, 2, None, 0, 1, mixture)
+
+
+# ------------------------------------------------------------------------------------------------------------ learning
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"max_steps": 18},
+    "reinforce": {"max_steps": 24},
+    "ppo": {"max_steps": 24},
+}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    ["grpo", pytest.param("reinforce", marks=pytest.mark.slow), pytest.param("ppo", marks=pytest.mark.slow)],
+)
+def test_each_environment_is_learned_within_its_limits_and_reported_apart(words, tmp_path, algorithm):
+    trainer = make(words, tmp_path, algorithm, eval_strategy="no", **ALGORITHMS[algorithm])
+    assert trainer.args.max_completion_length == 3 and not trainer.engine.pool.factories.keys() ^ BOTH.keys()
+    trainer.train()
+    log, records = trainer.state.log_history[:-1], generations(tmp_path)
+    for name, best in (("low", 1.0), ("high", 3.0)):
+        course = [row[f"environments/{name}/return/mean"] for row in log]
+        assert course[0] < 0.1 * best and fmean(course[-3:]) > 0.7 * best, (name, course)
+    by_step = [[r for r in records if r["step"] == step] for step in range(len(log))]
+    for row, played in zip(log, by_step, strict=True):
+        size = trainer.num_generations
+        groups = [played[first : first + size] for first in range(0, len(played), size)]
+        assert all(len({r["environment"] for r in group}) == 1 for group in groups), "groups never mix"
+        for name, limits in LIMITS.items():
+            own = [r for r in played if r["environment"] == name]
+            assert {len(r["turns"]) for r in own} == {limits["max_turns"]}
+            lengths = [r["turn_ids"].count(k) for r in own for k in range(limits["max_turns"])]
+            assert max(lengths) == limits["max_new_tokens"]
+            returns = [r["return"] for r in own]
+            assert row[f"environments/{name}/return/mean"] == pytest.approx(fmean(returns))
+            assert row[f"environments/{name}/reward"] == pytest.approx(fmean(returns))
+            assert row[f"environments/{name}/success"] == pytest.approx(fmean(r["success"] for r in own))
+            assert row[f"environments/{name}/turns/max"] == limits["max_turns"]
+            assert row[f"environments/{name}/share"] == len(own) / len(played) == 0.5
+        assert row["return/mean"] == pytest.approx(fmean(r["return"] for r in played))
+
+
+def test_a_killed_run_goes_on_with_the_same_environments(words, tmp_path):
+    """Bit for bit, inside a generation batch too."""
+    changes = {"max_steps": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_generations": 2,
+               "environment_weights": {"low": 1, "high": 2.5}, "entropy_coef": 0.0, **SAVING}  # fmt: skip
+    whole = make(words, tmp_path / "whole", "grpo", **changes)
+    whole.train()
+    for stop in (1, 2):
+        killed = make(words, tmp_path / "run", "grpo", callbacks=[KillBefore(stop)], **changes)
+        with pytest.raises(Killed):
+            killed.train(resume_from_checkpoint=stop > 1 or None)
+    resumed = make(words, tmp_path / "run", "grpo", **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(resumed), weights(whole))
+    one, two = (
+        [(r["environment"], r["completion_ids"]) for r in generations(tmp_path / run)] for run in ("whole", "run")
+    )
+    assert len(one) == 32 and {name for name, _ in one} == BOTH.keys()
+    assert all(record in one for record in two)
+    record = read_json(tmp_path / "run" / "checkpoint-4" / RECORD)
+    assert record["environment"] == "low=Low, high=High" and record["environment_arguments"] == {"low": {}, "high": {}}
+    assert record["options"]["environment_limits"] == LIMITS
+    other = make(words, tmp_path / "run", "grpo", environment={"low": Low, "high": Low}, **changes)
+    with pytest.raises(
+        CheckpointError, match=r"environment is 'low=Low, high=High' there and 'low=Low, high=Low' here"
+    ):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_evaluation_reports_each_environment(words, tmp_path):
+    """What it says of one is what that one says alone."""
+    both = make(words, tmp_path / "both", "grpo", max_steps=1)
+    metrics = both.evaluate(num_episodes=9)
+    assert metrics["eval_episodes"] == 9 and (metrics["eval_low_episodes"], metrics["eval_high_episodes"]) == (5, 4)
+    total = 5 * metrics["eval_low_return"] + 4 * metrics["eval_high_return"]
+    assert metrics["eval_return"] == pytest.approx(total / 9)
+    limits = LIMITS["high"]
+    alone = make(words, tmp_path / "alone", "grpo", environment=High, max_steps=1, environment_limits=None, **limits)
+    expected = alone.evaluate(num_episodes=4)
+    timed = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+    for name in expected.keys() - timed - {"epoch"}:
+        assert metrics[name.replace("eval_", "eval_high_")] == expected[name], name
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_rows_choose_the_environment(embedded_model, tmp_path):
+    """``reset`` does not get the column, as in TRL; reward functions do."""
+    seen: dict[str, list[Any]] = {"low": [], "high": []}
+
+    class Seeing(Low):
+        def __init__(self, name: str):
+            self.name = name
+
+        def reset(self, seed=None, options=None):
+            seen[self.name].append(options)
+            return super().reset(seed, options)
+
+    def bonus(completions, environment, **_):
+        return [1.0 if name == "low" else None for name in environment]
+
+    rows = Dataset.from_dict({"environment": ["high", "low", "high"], "n": [1, 2, 3]})
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment={name: partial(Seeing, name) for name in seen}, train_dataset=rows,
+        eval_dataset=rows, reward_funcs=bonus, per_device_train_batch_size=4, num_generations=2, max_steps=3,
+    )  # fmt: skip
+    trainer.train()
+    expected = {"low": {2}, "high": {1, 3}}
+    for name, numbers in expected.items():
+        assert all(set(row) == {"n"} and row["n"] in numbers for row in seen[name]), seen
+    records = generations(tmp_path)
+    assert len(records) == 12
+    for row in trainer.state.log_history[:-1]:
+        for name, extra in (("low", 1.0), ("high", 0.0)):
+            if f"environments/{name}/reward" in row:
+                assert row[f"environments/{name}/reward"] == row[f"environments/{name}/return/mean"] + extra
+    metrics = trainer.evaluate(num_episodes=6)
+    assert (metrics["eval_low_episodes"], metrics["eval_high_episodes"]) == (2, 4)
+
+
+def test_reward_functions_get_the_drawn_environment(embedded_model, tmp_path):
+    named = []
+
+    def bonus(completions, environment, **_):
+        named.extend(environment)
+        return [0.0] * len(completions)
+
+    make_trainer(embedded_model, tmp_path, environment=BOTH, reward_funcs=bonus).train()
+    assert named == [r["environment"] for r in generations(tmp_path)] and set(named) == BOTH.keys()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"n": 1}] * 2, "no column 'environment'"),
+        ([{"environment": "low"}, {"environment": "hgih"}], "'hgih', which is none of low, high"),
+        ([{"environment": "low"}, {"environment": None}], "None, which is none of"),
+        ([{"environment": "low"}] * 2, "No row of train_dataset is for the environment 'high'"),
+    ],
+)
+def test_rows_that_choose_nothing_are_refused(embedded_model, tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(embedded_model, tmp_path, environment=BOTH, train_dataset=Dataset.from_list(rows))
+
+
+def test_rows_to_evaluate_on_are_checked_too(embedded_model, tmp_path):
+    wrong = {
+        "first": Dataset.from_list([{"environment": "low"}]),
+        "second": Dataset.from_list([{"environment": "hgih"}]),
+    }
+    with pytest.raises(ValueError, match=r"eval_dataset\['second'\]: a row is for the environment 'hgih'"):
+        make_trainer(embedded_model, tmp_path, environment=BOTH, eval_dataset=wrong)
+    rows = Dataset.from_list([{"environment": "low"}, {"environment": "high"}])
+    with pytest.raises(ValueError, match=r"environment_weights=.* has no effect with a train_dataset"):
+        make_trainer(
+            embedded_model, tmp_path, environment=BOTH, train_dataset=rows, environment_weights={"low": 1, "high": 1}
+        )
+
+
+def test_a_stream_chooses_too(embedded_model, tmp_path):
+    rows = Dataset.from_list([{"environment": name} for name in ("high", "low") * 4])
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=BOTH, train_dataset=rows.to_iterable_dataset(), max_steps=2
+    )
+    trainer.train()
+    assert [r["environment"] for r in generations(tmp_path)] == (["high"] * 4 + ["low"] * 4) * 2
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment_limits": {"low": {"turns": 3}}}, r"environment_limits\['low'\] knows no 'turns'.*max_turns"),
+        ({"environment_limits": {"low": {"max_turns": 0}}}, "max_turns must be a whole number of at least 1, got 0"),
+        ({"environment_limits": {"low": {"max_turns": True}}}, "max_turns must be a whole number"),
+        ({"environment_limits": {"low": 3}}, r"environment_limits\['low'\] must be a mapping.*got 3"),
+        ({"environment_limits": "low"}, "environment_limits must be a mapping.*got 'low'"),
+        ({"environment_limits": {"low": {"max_new_tokens": 2}}, "min_new_tokens": 3}, "less than min_new_tokens=3"),
+        (
+            {"environment_limits": {"low": {"max_model_length": 9}}, "max_model_length": 8},
+            "max_model_length=9 is more than max_model_length=8",
+        ),
+        (
+            {"environment_weights": {"low": -1.0}},
+            r"environment_weights\['low'\] must be a number of at least 0, got -1.0",
+        ),
+        ({"environment_weights": {"low": float("nan")}}, "at least 0, got nan"),
+        ({"environment_weights": {"low": 0, "high": 0}}, "all are 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_the_configuration(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "message"),
+    [
+        (
+            {"environment_limits": {"lwo": {"max_turns": 1}}},
+            ["low"],
+            "names 'lwo', which is none of the environments low",
+        ),
+        ({"environment_weights": {"lwo": 1.0}}, ["low"], "environment_weights names 'lwo'"),
+        ({"environment_weights": {"low": 1.0}}, ["low", "high"], "leaves out 'high'"),
+        ({"environment_weights": {"low": 1.0}}, None, "environment_weights=.* is for several environments"),
+        ({"environment_limits": LIMITS, "max_turns": 5}, [*LIMITS], "max_turns=5 has no effect"),
+        ({"environment_limits": LIMITS, "max_completion_length": 9}, [*LIMITS], "= 3, that of the longest"),
+    ],
+)
+def test_options_are_for_the_environments_there_are(tmp_path, changes, names, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **changes).with_environment(names)
+
+
+def test_the_longest_environment_sizes_the_completion(tmp_path):
+    """That of `low` is 2, of `high` 3; another one has the limits that hold for all."""
+    assert config(tmp_path, environment_limits=LIMITS).with_environment([*LIMITS]).max_completion_length == 3
+    args = config(tmp_path, environment_limits=LIMITS, max_turns=5, max_new_tokens=7).with_environment(
+        [*LIMITS, "other"]
+    )
+    assert args.max_completion_length == 35 and args.with_environment([*LIMITS, "other"]) == args
+    assert (for_environment(args, "other").max_turns, for_environment(args, "low").max_turns) == (5, 1)
+
+
+def test_limits_of_the_conversation_are_each_environments_own(embedded_model, tmp_path):
+    limits = {"low": {"max_model_length": 60, "max_observation_length": 4}, "high": {"max_turns": 2}}
+    trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, environment_limits=limits, max_model_length=90)
+    engine = trainer.engine
+    assert (engine.limits_of("low").max_model_length, engine.limits_of("high").max_model_length) == (60, 90)
+    assert engine.cut("right wrong", "low")[1] and not engine.cut("right wrong", "high")[1]
+    with pytest.raises(ValueError, match=r"first prompt of the environment 'high' has .* max_model_length=3"):
+        make_trainer(embedded_model, tmp_path, environment=BOTH, environment_limits={"high": {"max_model_length": 3}})
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "environment is an empty mapping"),
+        ({"lo w": Low}, "the name 'lo w' becomes part"),
+        ({1: Low}, "the name 1 becomes part"),
+        ({"low": Low, "high": "agile:gess_number"}, "environment 'high': Unknown environment 'agile:gess_number'"),
+        ({"low": Low, "high": lambda: object()}, r"high \(object\) cannot be trained on"),
+    ],
+)
+def test_environments_that_cannot_be_are_refused(embedded_model, tmp_path, environment, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(embedded_model, tmp_path, environment=environment)
+
+
+def test_several_environments_are_described():
+    assert describe_environment({"easy": "agile:guess_number", "low": partial(Low, 1)}) == {
+        "environment": "easy=agile:guess_number, low=Low",
+        "environment_arguments": {"easy": {}, "low": {"0": 1}},
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- credit
+
+
+def test_returns_are_normalized_within_each_environment():
+    """Bits of the rows alone; a set of one value and one of equal values have no signal."""
+    returns = torch.tensor([[1.0, 2.0], [100.0, 300.0], [4.0, 0.0], [500.0, 0.0], [7.0, 0.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0], [1, 0], [1, 0]]) > 0
+    sets = torch.tensor([3, 9, 3, 9, 5])
+    found = whiten_each(returns, mask, None, sets)
+    for one in (3, 9):
+        rows = sets == one
+        assert torch.equal(found[rows], whiten(returns[rows], mask[rows]))
+    assert not found[4].any()
+    assert torch.equal(whiten_each(returns, mask, None, torch.zeros(5)), whiten(returns, mask))
