@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .trainers import (
+    from agile_trainers.trainers import (
         MultiTurnCISPOConfig,
         MultiTurnCISPOTrainer,
         MultiTurnGRPOConfig,
@@ -39,7 +39,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import trainers
+    from agile_trainers import trainers
 
     return getattr(trainers, name)
 

@@ -47,7 +47,7 @@ from agile_trainers.trainers import (
     MultiTurnREINFORCETrainer,
 )
 from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "probes.jsonl"
@@ -272,7 +272,7 @@ def _start_worker() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     # An idle batch means a solved probe here.
-    logging.get_logger("agile_trainers.trainers.multi_turn").setLevel("ERROR")
+    logging.get_logger("agile_trainers.trainers.trainer").setLevel("ERROR")
 
 
 def run_all(wanted: Sequence[tuple[str, str, int]], jobs: int, fresh: bool) -> list[Run]:

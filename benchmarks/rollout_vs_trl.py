@@ -341,7 +341,7 @@ def main() -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     # Episodes of a given length each, whatever the seed, are not reproducible on another instance, and need not be.
-    logging.get_logger("agile_trainers.trainers.multi_turn").setLevel("ERROR")
+    logging.get_logger("agile_trainers.trainers.trainer").setLevel("ERROR")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))

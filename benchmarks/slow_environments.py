@@ -17,10 +17,10 @@ from statistics import median
 from sleepers import HANGS, SECONDS, TURNS, AsyncSleeper, Sleeper
 
 from agile_trainers.embedded import make_tokenizer
-from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
-from agile_trainers.rollout.stepping import EnvironmentPool
 from agile_trainers.types import StopReason
 
 EPISODES = 64

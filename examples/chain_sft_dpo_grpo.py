@@ -42,10 +42,10 @@ from agile_environments.guess_number import (
     random_legal_player,
     random_player,
 )
-from agile_trainers.cli.chain import results, run_pipeline
-from agile_trainers.cli.pipeline import Stage, read_pipeline
+from agile_trainers.cli.chain.command import results, run_pipeline
+from agile_trainers.cli.chain.stages import Stage, read_pipeline
 from agile_trainers.embedded import END_OF_TURN, START_OF_TURN, make_embedded_model, sft_trainer, words_of
-from agile_trainers.envs.play import Player, compare
+from agile_trainers.envs.players import Player, compare
 from agile_trainers.types import Message
 
 HIGH, GUESSES = LEVELS["normal"]

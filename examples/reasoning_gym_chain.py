@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread
 
 
 from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
-from agile_trainers.envs.reasoning_gym import ReasoningGymEnvironment
+from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 RANK = os.environ.get("RANK", "0")

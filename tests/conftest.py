@@ -42,7 +42,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What environments are timed by. A limit is still the seconds after which the clock is looked at."""
     made = Clock()
-    for module in ("rollout.stepping", "envs.checker"):
+    for module in ("rollout.environment_pool", "envs.checker"):
         monkeypatch.setattr(f"agile_trainers.{module}.time", made)
     return made
 

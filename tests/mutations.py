@@ -72,7 +72,7 @@ MUTATIONS = [
         "args.epsilon_high = CISPO_BOUND", "pass", "tests/trainers/test_invariances.py -k cispos_bound",
     ),
     Mutation(
-        "windows that an epoch closes early", "trainers/setup.py",
+        "windows that an epoch closes early", "trainers/construction.py",
         "whole = groups * (accumulation // gcd(accumulation, micro_steps))", "whole = groups",
         "tests/trainers/test_accumulation.py -k closes_early",
     ),
@@ -87,40 +87,40 @@ MUTATIONS = [
         "valid = turn_mask & ~failed[:, None]", "valid = turn_mask", ADVANTAGES,
     ),
     Mutation(
-        "sampler and trainer compared after pooling", "trainers/multi_turn.py",
+        "sampler and trainer compared after pooling", "trainers/trainer.py",
         "batch is not None and self._gap_meter.is_open", "False", f"{GAP} -k stops_before",
     ),
     Mutation(
-        "the first of two batches not compared", "trainers/multi_turn.py",
+        "the first of two batches not compared", "trainers/trainer.py",
         "== self.args.steps_per_generation - 1", "== -1", f"{GAP} -k two-batches",
     ),
     Mutation(
-        "the gap of one rank", "trainers/gap.py",
+        "the gap of one rank", "sampling/gap.py",
         "ranks[:, :-1].sum(0)", "ranks[:1, :-1].sum(0)", "tests/trainers/test_gap_two_processes.py",
     ),
     Mutation(
-        "rows that are not scored counted in the gap", "trainers/generation.py",
+        "rows that are not scored counted in the gap", "sampling/sampler.py",
         "counted, padded = trained & scores", "counted, padded = trained | scores", f"{GAP} -k not_read",
     ),
     Mutation(
-        "a penalty taken for exact sampling", "trainers/gap.py",
+        "a penalty taken for exact sampling", "sampling/gap.py",
         "or any(reshaping(self.settings)))", ")", f"{GAP} -k only_warns",
     ),
     Mutation(
-        "weights that TRL's loss does not read", "trainers/multi_turn.py",
+        "weights that TRL's loss does not read", "trainers/trainer.py",
         "self.use_vllm = self._corrects_mismatch", "self.use_vllm = use_vllm", CORRECTION,
     ),
     Mutation(
-        "the disabled adapter as PiSSA's reference", "adapters/start.py",
+        "the disabled adapter as PiSSA's reference", "adapters/initialization.py",
         "config.init_lora_weights not in IDLE", "False", f"{STARTS} -k starts",
     ),
     Mutation(
-        "a reference that decomposes the base again", "adapters/start.py",
+        "a reference that decomposes the base again", "adapters/initialization.py",
         "        config.init_lora_weights = True\n    return config", "        pass\n    return config",
         f"{STARTS} -k starts",
     ),
     Mutation(
-        "TRL's reference decomposes the base again", "trainers/multi_turn.py",
+        "TRL's reference decomposes the base again", "trainers/trainer.py",
         ", plain_copies(start.model):", ":", f"{STARTS} -k already",
     ),
     Mutation(
@@ -199,12 +199,12 @@ MUTATIONS = [
         'return pool_to_turns(log_probs - reference, turn_ids, turns, "mean")', f"{ENUMERATION} -k kl_in_the_reward",
     ),
     Mutation(
-        "KL penalty twice", "trainers/multi_turn.py",
+        "KL penalty twice", "trainers/trainer.py",
         "self.beta = 0.0  # the penalty is in the advantages already", "pass",
         "tests/trainers/test_kl_placement.py -k no_kl_term",
     ),
     Mutation(
-        "ranks not reduced", "trainers/multi_turn.py",
+        "ranks not reduced", "trainers/trainer.py",
         "self.accelerator.gather(self.accelerator.pad_across_processes(value, dim=1))\n            for value in (batch.turn",
         "value\n            for value in (batch.turn", "tests/trainers/test_two_processes.py",
     ),
@@ -230,17 +230,17 @@ MUTATIONS = [
         "turn_ids = turn_ids.clamp(min=0)\n    inside = values", "tests/objectives/test_segments_and_ratios.py",
     ),
     Mutation(
-        "sum pooling not divided by the length", "trainers/multi_turn.py",
+        "sum pooling not divided by the length", "trainers/trainer.py",
         "spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)", "pass",
         "tests/trainers/test_invariances.py -k poolings",
     ),
     Mutation(
-        "observations trained on", "trainers/multi_turn.py",
+        "observations trained on", "trainers/trainer.py",
         '"tool_mask": trained.long()', '"tool_mask": batch.completion_mask',
         "tests/trainers/test_invariances.py -k change_nothing",
     ),
     Mutation(
-        "members of a group start differently", "trainers/randomness.py",
+        "members of a group start differently", "rollout/seeds.py",
         "environment_seed(seed, TRAINING, generation, group)", "environment_seed(seed, TRAINING, generation, index)",
         "tests/trainers/test_invariances.py -k group_shares",
     ),
@@ -250,7 +250,7 @@ MUTATIONS = [
         "std = ((counts * (values - mean) ** 2).sum() / total).sqrt()", f"{ADVANTAGES} tests/trainers/test_reinforce.py",
     ),
     Mutation(
-        "rows without signal change the loss's divisor", "trainers/batching.py",
+        "rows without signal change the loss's divisor", "train_batch.py",
         "return left, share.item()", "return left, 1.0", "tests/trainers/test_skip_zero_advantage.py -k whole_batch",
     ),
     Mutation(
@@ -300,7 +300,7 @@ MUTATIONS = [
         "new.zero_()", "new.fill_(0.01)", "tests/adapters/test_merge.py -k same_function",
     ),
     Mutation(
-        "a weight that is missing goes unnoticed", "adapters/warm_start.py",
+        "a weight that is missing goes unnoticed", "adapters/loading.py",
         "missing = [n for n in result.missing_keys if", "missing = [n for n in () if",
         "tests/trainers/test_warm_start.py -k says_so",
     ),
@@ -314,22 +314,22 @@ MUTATIONS = [
         "tests/trainers/test_warm_start.py -k embeddings",
     ),
     Mutation(
-        "a resumed run loses the rest of its generation batch", "trainers/checkpoint.py",
+        "a resumed run loses the rest of its generation batch", "checkpoints/record.py",
         'state["generation"] * self._generate_every + state["position"], buffer)',
         'state["generation"] * self._generate_every, None)',
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step[ppo]",
     ),
     Mutation(
-        "a resumed run reads the first epoch's rows again", "trainers/checkpoint.py",
+        "a resumed run reads the first epoch's rows again", "checkpoints/record.py",
         "range(self._epochs_done)", "range(0)", "tests/trainers/test_checkpoint.py::test_killed_at_every_step[reinforce]",
     ),
     Mutation(
-        "a checkpoint is built where the whole ones are", "trainers/checkpoint.py",
+        "a checkpoint is built where the whole ones are", "checkpoints/record.py",
         "self._building = building.parent", "building = folder",
         "tests/trainers/test_checkpoint.py -k while_saving",
     ),
     Mutation(
-        "a changed file is not noticed", "adapters/checkpoint.py",
+        "a changed file is not noticed", "adapters/folders.py",
         "if found != expected:", "if found['size'] != expected['size']:",
         "tests/trainers/test_checkpoint.py -k damaged",
     ),
@@ -347,7 +347,7 @@ MUTATIONS = [
         "if self.disable_adapters or self.merged", "if self.merged", "tests/adapters/test_fused.py",
     ),
     Mutation(
-        "no gradient through packed 4-bit weights", "trainers/setup.py",
+        "no gradient through packed 4-bit weights", "trainers/construction.py",
         "module.support_avx512bf16_for_cpu = False", "pass", "tests/trainers/test_quantized.py",
     ),
     Mutation(
@@ -355,7 +355,7 @@ MUTATIONS = [
         "parameter.data.to(dtypes.get(name, parameter.dtype))", "parameter.data", "tests/trainers/test_quantized.py",
     ),
     Mutation(
-        "a rollout on the compiled model", "trainers/generation.py",
+        "a rollout on the compiled model", "sampling/sampler.py",
         "keep_torch_compile=False", "keep_torch_compile=True", "tests/trainers/test_training_options.py",
     ),
     Mutation(
@@ -384,11 +384,11 @@ MUTATIONS = [
         "tests/trainers/test_misbehaving_environments.py -k differently",
     ),
     Mutation(
-        "a false equation that names the right number", "envs/answers.py",
+        "a false equation that names the right number", "envs/questions/answers.py",
         " and _agree(others, number))", ")", "tests/envs/test_grading.py -k arithmetic",
     ),
     Mutation(
-        "what was thought is taken for the answer", "envs/answers.py",
+        "what was thought is taken for the answer", "envs/questions/answers.py",
         'text = completion.rpartition("</think>")[2]\n    start', "text = completion\n    start",
         "tests/envs/test_grading.py",
     ),
@@ -405,11 +405,11 @@ MUTATIONS = [
         "return blanked(super().to_dict())", "return super().to_dict()", "tests/trainers/test_secrets.py",
     ),
     Mutation(
-        "secrets inside lists are kept", "trainers/secrets.py",
+        "secrets inside lists are kept", "checkpoints/secrets.py",
         "if type(value) in (dict, list, tuple):", "if type(value) is dict:", "tests/trainers/test_secrets.py",
     ),
     Mutation(
-        "the record holds secrets", "trainers/checkpoint.py",
+        "the record holds secrets", "checkpoints/record.py",
         "return blanked(record)", "return record", "tests/trainers/test_secrets.py",
     ),
     Mutation(
@@ -421,45 +421,45 @@ MUTATIONS = [
         "hmac.compare_digest(signature, expected)", "bool(expected)", "tests/adapters/test_trust.py",
     ),
     Mutation(
-        "isolated programs open sockets", "envs/isolation.py",
+        "isolated programs open sockets", "envs/isolation/levels.py",
         '"access", "alarm",', '"access", "socket", "connect", "alarm",', "tests/envs/test_isolation.py",
     ),
     Mutation(
-        "isolated programs open files for writing", "envs/isolation.py",
+        "isolated programs open files for writing", "envs/isolation/levels.py",
         'allow("openat", seccomp.Arg(2, seccomp.MASKED_EQ, _WRITING, 0))', 'allow("openat")',
         "tests/envs/test_isolation.py",
     ),
     Mutation(
-        "a Landlock domain reads every file", "envs/launcher.py",
+        "a Landlock domain reads every file", "envs/isolation/launcher.py",
         'for path in paths:\n        below', 'for path in ["/"]:\n        below', "tests/envs/test_isolation.py",
     ),
     Mutation(
-        "isolation is not required", "envs/isolation.py",
+        "isolation is not required", "envs/isolation/levels.py",
         "if level() == NONE and os.environ.get(OPTION) != NONE:", "if False:", "tests/envs/test_isolation.py",
     ),
     Mutation(
-        "output before a time limit is lost", "envs/isolation.py",
+        "output before a time limit is lost", "envs/isolation/levels.py",
         '["-u", "-X"', '["-X"', "tests/envs/test_tools_python.py",
     ),
     Mutation(
-        "the sandbox's hook can be rewritten", "envs/python_sandbox.py",
+        "the sandbox's hook can be rewritten", "envs/tools/python_sandbox.py",
         'event == "object.__setattr__" and arguments[1] != "__code__"', 'event == "object.__setattr__"',
         "tests/envs/test_tools_python.py",
     ),
     Mutation(
-        "whatever a model answers is evaluated", "envs/scorers.py",
+        "whatever a model answers is evaluated", "envs/libraries/scorers.py",
         "and not is_in_grammar(name, answer, entry)", "and False", "tests/envs/test_scorers.py",
     ),
     Mutation(
-        "a value that is near solves a puzzle", "envs/scorers.py",
+        "a value that is near solves a puzzle", "envs/libraries/scorers.py",
         "and not _is_exact(str(answer), entry)", "and False", "tests/envs/test_scorers.py",
     ),
     Mutation(
-        "a process that ran out of memory is kept", "envs/isolated.py",
+        "a process that ran out of memory is kept", "envs/isolation/calls.py",
         'if kind == "memory":', 'if kind == "never":', "tests/envs/test_grading.py",
     ),
     Mutation(
-        "GEM's code runner runs unprotected", "envs/gem_isolation.py",
+        "GEM's code runner runs unprotected", "envs/libraries/gem_isolation.py",
         "sandbox.subprocess_run = functools.partial(_run, name)", "del sandbox", "tests/envs/test_gem.py",
     ),
     Mutation(
@@ -489,19 +489,19 @@ MUTATIONS = [
         '("minimax", "nemotron_h", "zamba2")', "()", "tests/rollout/test_generators.py -k minimax",
     ),
     Mutation(
-        "a layer that is computed again is not planned for", "cli/tracing.py",
+        "a layer that is computed again is not planned for", "cli/check/tracing.py",
         "+ sum(self.inputs) + max(self.layers)", "+ sum(self.inputs)", f"{MEMORY} -k checkpointing-lora",
     ),
     Mutation(
-        "each storage is counted every time it is kept", "cli/tracing.py",
+        "each storage is counted every time it is kept", "cli/check/tracing.py",
         "storage._cdata not in own and storage._cdata not in seen", "storage._cdata not in own", f"{MEMORY} -k qwen2-lora",
     ),
     Mutation(
-        "the plan leaves out the observations", "cli/memory.py",
+        "the plan leaves out the observations", "cli/check/memory_plan.py",
         "+ (args.max_turns - 1) * observation", "", f"{MEMORY} -k limits",
     ),
     Mutation(
-        "the players' returns speak for the model", "cli/checks.py",
+        "the players' returns speak for the model", "cli/check/sections.py",
         'if run.player == "model" and run.named and len(own) == 1:', "if False:",
         "tests/test_cli_check.py -k own_episodes",
     ),
@@ -515,36 +515,36 @@ MUTATIONS = [
         "tests/test_cli_errors.py -k mistakes_and_crashes",
     ),
     Mutation(
-        "a stage with damaged checkpoints begins again", "cli/chain.py",
+        "a stage with damaged checkpoints begins again", "cli/chain/command.py",
         "if any((one / MARKER).is_file() for one in there):", "if False:", "tests/test_cli_chain.py -k damaged",
     ),
     Mutation(
-        "a skipped step moves the schedule", "trainers/nonfinite.py",
+        "a skipped step moves the schedule", "checkpoints/nonfinite.py",
         "optimizer._is_overflow = True", "optimizer._is_overflow = False", "tests/trainers/test_nonfinite.py",
     ),
     Mutation(
-        "weights that are not finite are saved", "trainers/nonfinite.py",
+        "weights that are not finite are saved", "checkpoints/nonfinite.py",
         "if not _agree(broken is None, accelerator):", "if False:", "tests/trainers/test_nonfinite.py",
     ),
     Mutation(
-        "a finished run trains one step more", "trainers/checkpoint.py",
+        "a finished run trains one step more", "checkpoints/record.py",
         "self.state.global_step >= self.state.max_steps", "self.state.global_step > self.state.max_steps",
         "tests/trainers/test_resume.py -k finished",
     ),
     Mutation(
-        "an old branch's checkpoints stay in the way", "trainers/checkpoint.py",
+        "an old branch's checkpoints stay in the way", "checkpoints/record.py",
         "if step_of(path) > after and", "if step_of(path) > after + 100 and", "tests/trainers/test_resume.py -k branch",
     ),
     Mutation(
-        "SIGTERM ends like a run that is done", "trainers/stopping.py",
+        "SIGTERM ends like a run that is done", "checkpoints/stopping.py",
         "raise SystemExit(TERMINATED)", "return", "tests/trainers/test_stopping.py -k saves",
     ),
     Mutation(
-        "a killed trainer leaves its environments", "rollout/processes.py",
+        "a killed trainer leaves its environments", "rollout/process_environment.py",
         "| os.O_ASYNC)", "| 0)", "tests/rollout/test_processes.py -k behind",
     ),
     Mutation(
-        "a push that failed is forgotten", "trainers/background_pushes.py",
+        "a push that failed is forgotten", "checkpoints/background_pushes.py",
         "self.failures.append(", "str(", "tests/trainers/test_hub.py -k six_ways",
     ),
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from trl import GRPOConfig
 
 from agile_trainers.cli.train import ALGORITHMS, make_parser
 from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "agilerl.md").read_text(encoding="utf-8")

@@ -21,10 +21,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from agile_environments.guess_number import GuessNumber, demonstrations, halving_player, random_legal_player
-from agile_trainers.cli import chain
+from agile_trainers.cli.chain.command import command as chain
+from agile_trainers.cli.chain.stages import PipelineError, load_rows, parse_pipeline, read_pipeline
 from agile_trainers.cli.main import main
-from agile_trainers.cli.pipeline import PipelineError, load_rows, parse_pipeline, read_pipeline
-from agile_trainers.envs.play import compare
+from agile_trainers.envs.players import compare
 
 IDS = torch.arange(3, 43).view(2, 20)
 QUIET = Console(file=StringIO())

@@ -16,16 +16,16 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from agile_trainers.cli import check
+from agile_trainers.cli.check.command import command as check
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.cli.main import main
-from agile_trainers.cli.seat import play_in_seat
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory
-from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
-from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.players import play_in_seat
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
 

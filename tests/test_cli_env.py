@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from agile_trainers.cli.env import EXTRAS, SHOWN, Machine, features, inspect_machine
+from agile_trainers.cli.machine import EXTRAS, SHOWN, Machine, features, inspect_machine
 from agile_trainers.cli.main import main
-from agile_trainers.envs import isolation
+from agile_trainers.envs.isolation import levels as isolation
 
 CONFIGS = Path(__file__).resolve().parents[1] / "accelerate_configs"
 GOOD = {"vllm": "0.31.0", "deepspeed": "0.19.8", "bitsandbytes": "0.50.2", "liger-kernel": "0.8.5"}
@@ -91,7 +91,7 @@ def test_this_machine(capsys):
 
 
 def test_the_table_says_the_same():
-    from agile_trainers.cli import env
+    from agile_trainers.cli import machine as env
 
     output = io.StringIO()
     assert env.main([], Console(file=output, width=120)) == 0

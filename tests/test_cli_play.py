@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from agile_environments import TASKS
-from agile_trainers.cli import envs, play
-from agile_trainers.cli.envs import LIBRARIES
+from agile_trainers.cli import environments as envs
+from agile_trainers.cli import play
+from agile_trainers.cli.environments import LIBRARIES
 from agile_trainers.envs import list_environments, registry
 
 

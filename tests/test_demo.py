@@ -12,13 +12,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from agile_environments.guess_number import demonstrations, halving_player, random_player
-from agile_trainers.cli import demo, report
-from agile_trainers.cli.demo import Budget
-from agile_trainers.cli.report import Score
+from agile_trainers.cli.demo import command as demo
+from agile_trainers.cli.demo.command import Budget, report
+from agile_trainers.cli.demo.report import Score
 from agile_trainers.rollout.engine import EpisodeSpec
+from agile_trainers.rollout.episode_files import write_records
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
-from agile_trainers.rollout.record import write_records
 
 TINY = Budget(sft_steps=2, sft_batch=4, rl_steps=2, eval_episodes=36)
 

@@ -171,7 +171,7 @@ def searches(namespace: dict[str, Any]) -> list[float]:
 
 def calculations(namespace: dict[str, Any]) -> list[float]:
     from agile_environments.calculator import Calculator
-    from agile_trainers.envs.play import play
+    from agile_trainers.envs.players import play
 
     environment = Calculator()
     environment.reset(seed=0)
@@ -312,7 +312,7 @@ def pipeline(block: Block) -> str:
 
 @pytest.mark.parametrize("block", of("yaml"), ids=str)
 def test_files_are_read_whole(block: Block, folder: Path) -> None:
-    from agile_trainers.cli.pipeline import read_pipeline
+    from agile_trainers.cli.chain.stages import read_pipeline
 
     Path("pipeline.yaml").write_text(pipeline(block), encoding="utf-8")
     read = read_pipeline(Path("pipeline.yaml"))

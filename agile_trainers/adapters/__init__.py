@@ -1,12 +1,8 @@
 """Several adapters on one frozen base: the policy, its reference, a critic with a value head."""
 
-from .critic import ActorCriticOutput, add_critic, add_value_head
-from .reference import add_reference, copy_adapter
-from .roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, thaw
-from .scope import explaining_scope, within_scope
-from .sharding import every_adapter_trainable, gathered_once, write
-from .start import check_repeatable, plain_copies, starts_elsewhere
-from .warm_start import (
+from agile_trainers.adapters.critic import ActorCriticOutput, add_critic, add_value_head
+from agile_trainers.adapters.initialization import check_repeatable, plain_copies, starts_elsewhere
+from agile_trainers.adapters.loading import (
     SavedAdapters,
     find_adapters,
     load_policy,
@@ -15,6 +11,10 @@ from .warm_start import (
     restore_adapter,
     start_critic,
 )
+from agile_trainers.adapters.reference_adapter import add_reference, copy_adapter
+from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, thaw
+from agile_trainers.adapters.scope import explaining_scope, within_scope
+from agile_trainers.adapters.sharding import every_adapter_trainable, gathered_once, write
 
 __all__ = [
     "CRITIC",

@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
-from .fused import fuse
-from .roles import CRITIC, POLICY, AdapterRouter, belongs_to
+from agile_trainers.adapters.fused import fuse
+from agile_trainers.adapters.roles import CRITIC, POLICY, AdapterRouter, belongs_to
 
 VALUE_HEAD = "value_head"
 """Name of the head on the base model, and in ``modules_to_save`` of the critic's configuration."""

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
-from .checkpoint import NOT_LORA_SETTINGS
+from agile_trainers.adapters.folders import NOT_LORA_SETTINGS
 
 _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 """Fields that choose the adapted modules; compared by what they choose, not by how they say it."""

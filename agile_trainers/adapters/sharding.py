@@ -10,7 +10,7 @@ from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .roles import belongs_to
+from agile_trainers.adapters.roles import belongs_to
 
 
 @contextmanager

@@ -24,8 +24,15 @@ COMMANDS = {
     "env": "says what works on this machine, and what to install for the rest",
 }
 """What each command does."""
-OWN_MODULES = ("demo", "chain", "check", "play", "envs", "env")
-"""Commands with a module of their name; ``agile_trainers.cli.train`` runs the others."""
+OWN_MODULES = {
+    "demo": "demo.command",
+    "chain": "chain.command",
+    "check": "check.command",
+    "play": "play",
+    "envs": "environments",
+    "env": "machine",
+}
+"""Modules of the commands below ``agile_trainers.cli``; ``agile_trainers.cli.train`` runs the others."""
 
 
 def usage() -> str:
@@ -80,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: str, arguments: list[str], debug: bool) -> int | None:
     if command in OWN_MODULES:
-        return importlib.import_module(f"agile_trainers.cli.{command}").main(arguments)
+        return importlib.import_module(f"agile_trainers.cli.{OWN_MODULES[command]}").main(arguments)
     importlib.import_module("agile_trainers.cli.train").main([command, *arguments], debug=debug)
     return None
 

@@ -14,13 +14,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.cli.preflight import check_model
-from agile_trainers.cli.seat import play_in_seat
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory, Observation
 from agile_trainers.envs.registry import make_environment_factory
-from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
-from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.players import play_in_seat
 from agile_trainers.types import Message, Trajectory
 
 _ABOUT = "Puts you in the model's seat, in the terminal, through the trainers' own rollout engine."

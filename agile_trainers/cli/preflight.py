@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers.utils import cached_file
 
 from agile_trainers.adapters import find_adapters
-from agile_trainers.adapters.warm_start import CONFIG
+from agile_trainers.adapters.loading import CONFIG
 from agile_trainers.cli.errors import message, nearest
 
 

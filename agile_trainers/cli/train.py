@@ -25,7 +25,7 @@ from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model, check_output
 from agile_trainers.imports import import_named
 from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 ALGORITHMS: dict[str, tuple[type[MultiTurnConfig], type[MultiTurnTrainer]]] = {
     "grpo": (trainers.MultiTurnGRPOConfig, trainers.MultiTurnGRPOTrainer),
@@ -309,7 +309,7 @@ def launcher_options(
     """
     from accelerate.commands.launch import launch_command_parser
 
-    from .launch_configs import resolve
+    from agile_trainers.cli.launch_configs import resolve
 
     launcher = launch_command_parser()
     launcher.error = parser.error

@@ -1,7 +1,7 @@
 """Environments: the protocol, ids, the checker. Libraries behind an id are imported when it is used."""
 
-from .base import Environment, EnvironmentFactory, Observation, ResetResult, StepResult, read_options
-from .checker import (
+from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation, ResetResult, StepResult, read_options
+from agile_trainers.envs.checker import (
     CheckReport,
     EnvironmentProtocolError,
     Finding,
@@ -9,10 +9,10 @@ from .checker import (
     validate_reset,
     validate_step,
 )
-from .play import Episode, Player, compare, demonstrate, known_players, play
-from .reasoning import ReasoningEnvironment
-from .registry import list_environments, make_environment_factory, register_environment
-from .rows import load_rows
+from agile_trainers.envs.players import Episode, Player, compare, demonstrate, known_players, play
+from agile_trainers.envs.questions.environment import ReasoningEnvironment
+from agile_trainers.envs.questions.rows import load_rows
+from agile_trainers.envs.registry import list_environments, make_environment_factory, register_environment
 
 __all__ = [
     "CheckReport",

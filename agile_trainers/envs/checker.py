@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .base import (
+from agile_trainers.envs.base import (
     Environment,
     EnvironmentFactory,
     Observation,

@@ -11,8 +11,8 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from .base import ResetResult, StepResult, read_options
-from .play import Player
+from agile_trainers.envs.base import ResetResult, StepResult, read_options
+from agile_trainers.envs.players import Player
 
 DIGITS = tuple("0123456")
 PROBE_WORDS = (*DIGITS, "go", "recall", "first", "second", "third", "at", "goal", "left", "right", "end")

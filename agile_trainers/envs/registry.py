@@ -5,7 +5,7 @@ An id is one of
 - ``gem:<game>``: a GEM environment, for example ``gem:game:GuessTheNumber-v0-easy``;
 - ``reasoning_gym:<name>``: a data set of reasoning-gym, for example ``reasoning_gym:chain_sum``;
 - ``textarena:<game>``, ``gymnasium:<id>``, ``openenv:<url>``, ``trl:<module.path:Name>``, ``verifiers:<task set>``: see the
-  modules of those names beside this one, for example ``textarena:GuessTheNumber-v0``;
+  modules of those names in ``libraries``, for example ``textarena:GuessTheNumber-v0``;
 - ``agile:<name>``: a ready task of ``agile_environments``, or a probe, ``agile:probe/<name>``;
 - a name given to :func:`register_environment`;
 - ``module.path:Name``: any importable class or function that makes an environment.
@@ -23,9 +23,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.imports import import_named
-
-from .base import EnvironmentFactory
 
 _registered: dict[str, Callable[..., Any]] = {}
 _LIBRARIES = {
@@ -35,7 +34,7 @@ _LIBRARIES = {
     "trl": "trl_tools",
     "verifiers": "verifiers",
 }
-"""Prefix of an id, and the module beside this one that defines ``is_installed()``, ``listed()`` (names worth listing),
+"""Prefix of an id, and the module of ``libraries`` that defines ``is_installed()``, ``listed()`` (names worth listing),
 ``knows(name)`` and ``make_factory(name, **kwargs)`` for it."""
 
 
@@ -58,7 +57,7 @@ def register_environment(name: str, factory: Callable[..., Any]) -> None:
 
 def list_environments() -> list[str]:
     """Ids of every registered environment, task and probe, and of what the installed libraries offer."""
-    from . import gem, reasoning_gym
+    from agile_trainers.envs.libraries import gem, reasoning_gym
 
     gem_ids = [f"gem:{game}" for game in gem.games()] if gem.is_installed() else []
     gym_ids = [f"reasoning_gym:{name}" for name in reasoning_gym.data_sets()] if reasoning_gym.is_installed() else []
@@ -133,13 +132,13 @@ def _plain(value: Any) -> Any:
 def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
     source, _, name = environment.partition(":")
     if source == "gem":
-        from . import gem
+        from agile_trainers.envs.libraries import gem
 
         if name not in gem.games():
             raise _unknown(environment)
         return functools.partial(gem.GemEnvironment, name, **gem.check_kwargs(name, kwargs))
     if source == "reasoning_gym":
-        from . import reasoning_gym
+        from agile_trainers.envs.libraries import reasoning_gym
 
         if name not in reasoning_gym.data_sets():
             raise _unknown(environment)
@@ -164,13 +163,12 @@ def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
 
 
 def _adapter(prefix: str) -> Any:
-    return importlib.import_module(f"{__package__}.{_LIBRARIES[prefix]}")
+    return importlib.import_module(f"{__package__}.libraries.{_LIBRARIES[prefix]}")
 
 
 def _tasks() -> dict[str, str]:
     from agile_environments import TASKS
-
-    from .probes import PROBES
+    from agile_trainers.envs.probes import PROBES
 
     probes = {f"probe/{name}": f"{__package__}.probes:{probe.factory.__name__}" for name, probe in PROBES.items()}
     return {**TASKS, **probes}

@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
+from agile_trainers.envs.base import Environment, ResetResult, StepResult, read_options
+from agile_trainers.envs.players import Player, compare_until, demonstrate
+from agile_trainers.envs.questions.answers import read_answer
 from agile_trainers.types import Message
-
-from .answers import read_answer
-from .base import Environment, ResetResult, StepResult, read_options
-from .play import Player, compare_until, demonstrate
 
 TrainingRows = list[dict[str, list[Message]]]
 """Rows of messages, as TRL's ``SFTTrainer`` and ``DPOTrainer`` take them."""
@@ -114,7 +113,7 @@ def demonstrations_of(task: Callable[[], Environment], default: Player) -> Calla
 
 
 def preferences_of(task: Callable[[], Environment], better: Player, worse: Player) -> Callable[..., TrainingRows]:
-    """The function ``preferences`` of a task: pairs of :func:`~agile_trainers.envs.play.compare`.
+    """The function ``preferences`` of a task: pairs of :func:`~agile_trainers.envs.players.compare`.
 
     Args:
         task: Makes the environment that is played when none is given.

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from .returns import discounted_returns
+from agile_trainers.objectives.returns import discounted_returns
 
 Granularity = Literal["turn", "trajectory", "anchor"]
 TurnCredit = Literal["return", "reward"]

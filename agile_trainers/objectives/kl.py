@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .segments import pool_to_turns, spread_to_tokens
+from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens
 
 
 def turn_log_ratio(

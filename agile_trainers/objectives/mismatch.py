@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .segments import pool_to_turns, spread_to_tokens
+from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens
 
 UNITS = ("token", "turn", "sequence")
 MODES = tuple(f"{unit}_{bound}" for unit in UNITS for bound in ("truncate", "mask"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .segments import Reduction, pool_to_turns, spread_to_tokens
+from agile_trainers.objectives.segments import Reduction, pool_to_turns, spread_to_tokens
 
 
 def pool_log_probs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .segments import spread_to_tokens
+from agile_trainers.objectives.segments import spread_to_tokens
 
 
 def discounted_returns(turn_rewards: torch.Tensor, turn_mask: torch.Tensor, gamma: float) -> torch.Tensor:

@@ -17,15 +17,14 @@ from agile_trainers.envs.checker import (
     validate_reset,
     validate_step,
 )
+from agile_trainers.rollout.cutting import cut_observation
+from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
-
-from .cutting import cut_observation
-from .generators.base import GenerationOutput, GenerationRequest, Generator
-from .stepping import EnvironmentPool, EnvironmentTimeoutError, Outcome
 
 
 class Chat(Protocol):
-    """What the loop needs of chat frames; see :class:`agile_trainers.rollout.chat.ChatFrames`."""
+    """What the loop needs of chat frames; see :class:`agile_trainers.rollout.chat.frames.ChatFrames`."""
 
     eos_token_ids: list[int]
     """What ends an answer."""

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from .config import _one_of
-from .grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from .objective_options import CISPO_BOUND
+from agile_trainers.trainers.config import _one_of
+from agile_trainers.trainers.config_rules import CISPO_BOUND
+from agile_trainers.trainers.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 
 @dataclass

@@ -7,15 +7,14 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
+from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.objectives.mismatch import MODES
-
-from .build_locks import remove_abandoned_locks
-from .environment_options import check_environments, check_names, longest_completion
-from .launch import fill_deepspeed, uses_deepspeed
-from .objective_options import CISPO_BOUND, check_counts, check_objective, check_read
-from .recipe import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
-from .secrets import blanked
-from .vllm_options import check_options
+from agile_trainers.sampling.vllm_checks import check_options
+from agile_trainers.trainers.build_locks import remove_abandoned_locks
+from agile_trainers.trainers.config_rules import CISPO_BOUND, check_counts, check_objective, check_read
+from agile_trainers.trainers.environment_options import check_environments, check_names, longest_completion
+from agile_trainers.trainers.launch import fill_deepspeed, uses_deepspeed
+from agile_trainers.trainers.recipe import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
 
 TRL_COMPLETION_LENGTH = 512
 """TRL's default for ``max_completion_length``, which applies when there is no environment."""

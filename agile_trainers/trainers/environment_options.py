@@ -8,7 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from .config import MultiTurnConfig
+    from agile_trainers.trainers.config import MultiTurnConfig
 
 LIMITS = ("max_turns", "max_new_tokens", "max_model_length", "max_observation_length")
 """What an environment may have a limit of its own for."""

@@ -14,16 +14,21 @@ from transformers.utils import logging
 
 from agile_trainers.envs.checker import describe_error
 from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.episode_files import episode_record, write_records
 from agile_trainers.rollout.metrics import episode_row
-from agile_trainers.rollout.record import episode_record, write_records
-
-from .evaluation_data import kept_columns, rows_of
-from .evaluation_table import Evaluated, completions_table
-from .generation import Generation
-from .mixture import Mixture, with_names
-from .randomness import evaluation_specs, preserved_random_state
-from .reporting import environment_evaluations, evaluation_summary
-from .reward_functions import drained_columns, drained_metrics, not_scored, reward_summary, totals
+from agile_trainers.rollout.seeds import evaluation_specs, preserved_random_state
+from agile_trainers.sampling.sampler import Generation
+from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
+from agile_trainers.trainers.evaluation_table import Evaluated, completions_table
+from agile_trainers.trainers.mixture import Mixture, with_names
+from agile_trainers.trainers.reporting import environment_evaluations, evaluation_summary
+from agile_trainers.trainers.reward_functions import (
+    drained_columns,
+    drained_metrics,
+    not_scored,
+    reward_summary,
+    totals,
+)
 
 logger = logging.get_logger(__name__)
 

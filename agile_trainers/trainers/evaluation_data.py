@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import SchedulerType
 
-from .config import MultiTurnConfig
+from agile_trainers.trainers.config import MultiTurnConfig
 
 _KEPT = ("prompt", "image", "images")
 """Columns that ``remove_unused_columns`` keeps, in TRL too."""

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agile_trainers.objectives.advantages import group_advantages
-
-from .config import MultiTurnConfig, _default, _one_of
-from .multi_turn import Credit, MultiTurnTrainer, Turns
+from agile_trainers.trainers.config import MultiTurnConfig, _default, _one_of
+from agile_trainers.trainers.trainer import Credit, MultiTurnTrainer, Turns
 
 
 @dataclass

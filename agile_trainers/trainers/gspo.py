@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from .config import _one_of
-from .grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.trainers.config import _one_of
+from agile_trainers.trainers.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 
 @dataclass

@@ -14,9 +14,8 @@ from datasets import Dataset
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.rollout.engine import EpisodeSpec
-
-from .config import MultiTurnConfig
-from .randomness import MIXTURE
+from agile_trainers.rollout.seeds import MIXTURE
+from agile_trainers.trainers.config import MultiTurnConfig
 
 COLUMN = "environment"
 """The column that names each row's environment, as in TRL. ``reset`` does not get it."""

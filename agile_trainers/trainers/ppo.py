@@ -15,11 +15,10 @@ from agile_trainers.objectives.advantages import whiten
 from agile_trainers.objectives.returns import gae, token_gae
 from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, turn_lengths
 from agile_trainers.objectives.value_loss import explained_variance, value_errors
+from agile_trainers.train_batch import Batch, like_length, read_inputs, trim_columns
+from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.trainer import Credit, MultiTurnTrainer, Turns
 from agile_trainers.types import TurnBatch
-
-from .batching import Batch, like_length, read_inputs, trim_columns
-from .config import MultiTurnConfig, _one_of
-from .multi_turn import Credit, MultiTurnTrainer, Turns
 
 logger = logging.get_logger(__name__)
 

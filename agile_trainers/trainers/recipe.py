@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any
 
-from .launch import fill_deepspeed
+from agile_trainers.trainers.launch import fill_deepspeed
 
 TRL_LEARNING_RATE = 1e-6
 """TRL's default for ``learning_rate``, a rate for whole models."""

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 from agile_trainers.objectives.advantages import whiten_each
 from agile_trainers.objectives.returns import discounted_returns
-
-from .config import MultiTurnConfig, _one_of
-from .multi_turn import Credit, MultiTurnTrainer, Turns
+from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.trainer import Credit, MultiTurnTrainer, Turns
 
 
 @dataclass

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable, nanstd
 
-from agile_trainers.envs.trl_tools import TRLEnvironment
+from agile_trainers.envs.libraries.trl_tools import TRLEnvironment
 from agile_trainers.types import StopReason, Trajectory
 
 EPISODES, ENVIRONMENTS = "trajectories", "environments"

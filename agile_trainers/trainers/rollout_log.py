@@ -9,13 +9,18 @@ from accelerate.utils import gather_object
 from transformers.utils import logging
 
 from agile_trainers.objectives.advantages import pool_over_turns
+from agile_trainers.rollout.episode_files import episode_record
 from agile_trainers.rollout.metrics import differing_groups, episode_row, start_of
-from agile_trainers.rollout.record import episode_record
+from agile_trainers.sampling.sampler import Generation
+from agile_trainers.trainers.reporting import degeneracies, environment_summaries, training_summary
+from agile_trainers.trainers.reward_functions import (
+    drained_columns,
+    drained_metrics,
+    reward_summary,
+    share_without_spread,
+    totals,
+)
 from agile_trainers.types import Trajectory
-
-from .generation import Generation
-from .reporting import degeneracies, environment_summaries, training_summary
-from .reward_functions import drained_columns, drained_metrics, reward_summary, share_without_spread, totals
 
 logger = logging.get_logger(__name__)
 

@@ -12,11 +12,10 @@ from trl.trainer.utils import use_adapter
 from agile_trainers.adapters import REFERENCE
 from agile_trainers.objectives.kl import turn_log_ratio
 from agile_trainers.rollout.generators.architecture import positions, takes_position_ids
+from agile_trainers.sampling.sampler import Generation
+from agile_trainers.sampling.vllm_checks import base_model
+from agile_trainers.train_batch import Batch, like_length, read_inputs
 from agile_trainers.types import TurnBatch
-
-from .batching import Batch, like_length, read_inputs
-from .generation import Generation
-from .vllm_options import base_model
 
 
 class Scoring(Generation):

@@ -6,10 +6,10 @@ import random
 import re
 from typing import Any
 
-from agile_trainers.envs.calculate import calculate
-from agile_trainers.envs.rows import GeneratedRows, Row
+from agile_trainers.envs.questions.rows import GeneratedRows, Row
 from agile_trainers.envs.task import check_level, demonstrations_of, preferences_of
-from agile_trainers.envs.tools import ToolEnvironment
+from agile_trainers.envs.tools.calculator import calculate
+from agile_trainers.envs.tools.environment import ToolEnvironment
 from agile_trainers.types import Message
 
 LEVELS = {"easy": ("a ± b", 20), "normal": ("a ± b * c", 99), "hard": ("( a ± b ) * ( c ± d )", 999)}
@@ -29,7 +29,7 @@ class Calculator(ToolEnvironment):
     Args:
         level: ``easy`` (two numbers up to 20), ``normal`` (three up to 99) or ``hard`` (four up to 999, in brackets).
         split: ``train`` or ``test``.
-        options: Whatever else :class:`~agile_trainers.envs.tools.ToolEnvironment` takes: ``call_format``, ``announce``, ...
+        options: Whatever else :class:`~agile_trainers.envs.tools.environment.ToolEnvironment` takes: ``call_format``, ...
 
     Raises:
         ValueError: If the level is unknown or an option is wrong.

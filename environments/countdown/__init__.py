@@ -9,10 +9,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from agile_trainers.envs.answers import read_answer
-from agile_trainers.envs.arithmetic import evaluate
-from agile_trainers.envs.reasoning import ReasoningEnvironment
-from agile_trainers.envs.rows import TRAIN, GeneratedRows, Row
+from agile_trainers.envs.questions.answers import read_answer
+from agile_trainers.envs.questions.arithmetic import evaluate
+from agile_trainers.envs.questions.environment import ReasoningEnvironment
+from agile_trainers.envs.questions.rows import TRAIN, GeneratedRows, Row
 from agile_trainers.envs.task import check_level, demonstrations_of
 from agile_trainers.types import Message
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from agile_trainers.envs.answers import exact_match, last_boxed, math_match, require_math_verify
-from agile_trainers.envs.reasoning import ReasoningEnvironment, RewardFunction
-from agile_trainers.envs.rows import TRAIN, GeneratedRows, Row, Rows, check_column, load_rows
+from agile_trainers.envs.questions.answers import exact_match, last_boxed, math_match, require_math_verify
+from agile_trainers.envs.questions.environment import ReasoningEnvironment, RewardFunction
+from agile_trainers.envs.questions.rows import TRAIN, GeneratedRows, Row, Rows, check_column, load_rows
 from agile_trainers.envs.task import check_level, demonstrations_of
 from agile_trainers.types import Message
 

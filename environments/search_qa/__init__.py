@@ -7,10 +7,10 @@ import re
 from functools import cache
 from typing import Any
 
-from agile_trainers.envs.rows import Row, TableRows
-from agile_trainers.envs.search import BM25Index
-from agile_trainers.envs.search_environment import SearchEnvironment
+from agile_trainers.envs.questions.rows import Row, TableRows
 from agile_trainers.envs.task import check_level, demonstrations_of, preferences_of
+from agile_trainers.envs.tools.search import BM25Index
+from agile_trainers.envs.tools.search_environment import SearchEnvironment
 from agile_trainers.types import Message
 
 LEVELS = {
@@ -35,7 +35,8 @@ class SearchQA(SearchEnvironment):
     """Answer a question about a person of an invented world, by searching its encyclopedia.
 
     Reward: 1 for the right ``<answer>``, and 0.1 if the format was right all along; see
-    :class:`~agile_trainers.envs.search_environment.SearchEnvironment`. A fifth of the people belongs to the split ``test``.
+    :class:`~agile_trainers.envs.tools.search_environment.SearchEnvironment`. A fifth of the people belongs to the split
+    ``test``.
 
     Args:
         level: ``easy`` (one search leads to the answer), ``normal`` (two) or ``hard`` (three).

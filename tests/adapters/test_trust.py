@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agile_trainers.adapters.checkpoint import (
+from agile_trainers.adapters.folders import (
     MARKER,
     RECORD,
     CheckpointError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agile_trainers.envs import isolation
+from agile_trainers.envs.isolation import levels as isolation
 
 
 @pytest.fixture(autouse=True)

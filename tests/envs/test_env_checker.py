@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from agile_trainers.envs import EnvironmentProtocolError, check_environment, validate_reset, validate_step
-from agile_trainers.envs.play import play
+from agile_trainers.envs.players import play
 from agile_trainers.envs.probes import PROBES
-from agile_trainers.rollout.stepping import EnvironmentPool
-from agile_trainers.trainers.setup import probe_environment
+from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.trainers.construction import probe_environment
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "go"}]
 

@@ -12,7 +12,8 @@ import pytest
 
 from agile_environments import TASKS
 from agile_environments.guess_number import GuessNumber
-from agile_trainers.envs import gem, list_environments, make_environment_factory, register_environment, registry
+from agile_trainers.envs import list_environments, make_environment_factory, register_environment, registry
+from agile_trainers.envs.libraries import gem
 from agile_trainers.envs.probes import PROBES, TwoInputs
 
 

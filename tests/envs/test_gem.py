@@ -19,7 +19,7 @@ from agile_environments.guess_number import halving_player
 pytest.importorskip("gem", reason="GEM is not installed: pip install 'agile-trainers[envs]'")
 
 from agile_trainers.envs import Episode, check_environment, demonstrate, make_environment_factory, play
-from agile_trainers.envs.gem import OFFLINE_GAMES, GemEnvironment, games
+from agile_trainers.envs.libraries.gem import OFFLINE_GAMES, GemEnvironment, games
 from agile_trainers.types import Message
 
 SLOW_TO_GENERATE = ("game:Sokoban-v0-hard", "game:Sokoban-v0-random")
@@ -177,7 +177,7 @@ def test_threads_give_the_same_games() -> None:
 def test_games_do_not_depend_on_the_process_and_gem_leaves_its_logging_alone() -> None:
     starts = ("game:Crosswords-v0-easy", "game:Sokoban-v0-easy", "game:Sudoku-v0-easy")
     program = (
-        "import json, logging\nfrom agile_trainers.envs.gem import GemEnvironment\n"
+        "import json, logging\nfrom agile_trainers.envs.libraries.gem import GemEnvironment\n"
         f"print(json.dumps([GemEnvironment(game).reset(seed=4)[0] for game in {starts}]))\n"
         "assert not logging.getLogger().handlers and logging.getLogger().level == logging.WARNING\n"
     )

@@ -12,8 +12,9 @@ import pytest
 from grading_table import GRADERS, Pair, pairs
 
 from agile_environments.countdown import reward
-from agile_trainers.envs import answers
-from agile_trainers.envs.answers import (
+from agile_trainers.envs.isolation.calls import IsolatedError, run_isolated
+from agile_trainers.envs.questions import answers
+from agile_trainers.envs.questions.answers import (
     exact_match,
     final_answer,
     last_boxed,
@@ -22,10 +23,9 @@ from agile_trainers.envs.answers import (
     read_number,
     tagged,
 )
-from agile_trainers.envs.arithmetic import evaluate
-from agile_trainers.envs.isolated import IsolatedError, run_isolated
-from agile_trainers.envs.search_environment import answer_match
-from agile_trainers.envs.tool_calls import MalformedCall, parse_tool_calls
+from agile_trainers.envs.questions.arithmetic import evaluate
+from agile_trainers.envs.tools.calls import MalformedCall, parse_tool_calls
+from agile_trainers.envs.tools.search_environment import answer_match
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: pip install math-verify"

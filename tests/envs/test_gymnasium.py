@@ -14,7 +14,7 @@ pytest.importorskip("gymnasium", reason="Gymnasium is not installed: pip install
 import gymnasium
 
 from agile_trainers.envs import check_environment, list_environments, make_environment_factory, play
-from agile_trainers.envs.gymnasium import GymnasiumEnvironment, _without_colours, listed
+from agile_trainers.envs.libraries.gymnasium import GymnasiumEnvironment, _without_colours, listed
 from agile_trainers.types import Message
 
 

@@ -10,14 +10,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from agile_trainers.embedded import CHAT_TEMPLATE, make_tokenizer, make_word_tokenizer
-from agile_trainers.rollout.chat import ChatFrames, PlainFormat
+from agile_trainers.rollout.chat.frames import ChatFrames, PlainFormat
+from agile_trainers.rollout.chat.special_tokens import Shield
 from agile_trainers.rollout.cutting import cut_observation
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.metrics import episode_row, summarize
-from agile_trainers.rollout.shield import Shield
-from agile_trainers.rollout.stepping import EnvironmentPool
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.types import Message, Trajectory
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from agile_trainers.envs import isolation
-from agile_trainers.envs.isolation import BUBBLEWRAP, LANDLOCK, LEVELS, NONE, OPTION, IsolationError
-from agile_trainers.envs.python_sandbox import run_python
+from agile_trainers.envs.isolation import levels as isolation
+from agile_trainers.envs.isolation.levels import BUBBLEWRAP, LANDLOCK, LEVELS, NONE, OPTION, IsolationError
+from agile_trainers.envs.tools.python_sandbox import run_python
 
 
 def run(program: str, *arguments: str, seconds: float = 60, memory: int = 1024) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 
 from agile_environments.math import LEVELS, Math, _value, demonstrations, expert_player, preferences, random_player
 from agile_trainers.envs import check_environment, make_environment_factory, play
-from agile_trainers.envs.answers import exact_match, final_answer, math_match
+from agile_trainers.envs.questions.answers import exact_match, final_answer, math_match
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: pip install math-verify"

@@ -18,9 +18,9 @@ import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
 from agile_trainers.envs import check_environment, make_environment_factory
-from agile_trainers.envs.openenv import OpenEnvEnvironment, OpenEnvError, OpenEnvUnavailableError
-from agile_trainers.envs.retries import retry
-from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.envs.libraries.openenv import OpenEnvEnvironment, OpenEnvError, OpenEnvUnavailableError
+from agile_trainers.envs.libraries.retries import retry
+from agile_trainers.rollout.environment_pool import EnvironmentPool
 
 
 class Guess(Action):
@@ -303,7 +303,7 @@ def test_pauses_double_and_other_errors_are_not_repeated(monkeypatch: pytest.Mon
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr("agile_trainers.envs.retries.asyncio.sleep", sleep)
+    monkeypatch.setattr("agile_trainers.envs.libraries.retries.asyncio.sleep", sleep)
     errors: list[Exception | None] = [ConnectionError(), ConnectionError(), ConnectionError(), None]
 
     async def attempt() -> str:

@@ -12,8 +12,8 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from trl.rewards import think_format_reward
 
 from agile_trainers.envs import check_environment, play
-from agile_trainers.envs.reasoning import ReasoningEnvironment
-from agile_trainers.envs.rows import GeneratedRows, Row, load_rows, split_of
+from agile_trainers.envs.questions.environment import ReasoningEnvironment
+from agile_trainers.envs.questions.rows import GeneratedRows, Row, load_rows, split_of
 
 CAPITALS = [
     {"question": f"Capital of country {n}?", "answer": f"city {n}", "hint": f"it is near {n}"} for n in range(40)

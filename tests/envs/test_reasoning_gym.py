@@ -14,12 +14,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agile-trainers[envs]'")
 
 from agile_trainers.envs import check_environment, list_environments, make_environment_factory
-from agile_trainers.envs.reasoning_gym import ReasoningGymEnvironment, data_sets
-from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, data_sets
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators import GenerationRequest, ScriptedGenerator
-from agile_trainers.rollout.stepping import EnvironmentPool
 
 EPISODES = 8
 SLOW = ("acre", "futoshiki", "intermediate_integration", "knight_swap", "puzzle24", "quantum_lock")

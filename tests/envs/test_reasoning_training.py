@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trainers"))
 
 from games import make_trainer
 
-from agile_trainers.envs.reasoning import ReasoningEnvironment
-from agile_trainers.envs.rows import load_rows
-from agile_trainers.rollout.record import read_records
+from agile_trainers.envs.questions.environment import ReasoningEnvironment
+from agile_trainers.envs.questions.rows import load_rows
+from agile_trainers.rollout.episode_files import read_records
 
 ROWS = load_rows([{"question": f"What about {n}?", "answer": str(n)} for n in range(60)], test_fraction=0.3)
 Draw = Callable[[], dict[str, Any]]

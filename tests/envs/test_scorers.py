@@ -14,10 +14,11 @@ import pytest
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agile-trainers[envs]'")
 
-from agile_trainers.envs import make_environment_factory, scorers
-from agile_trainers.envs.isolated import run_isolated
-from agile_trainers.envs.isolation import NONE, OPTION, IsolationError
-from agile_trainers.envs.reasoning_gym import ReasoningGymEnvironment, data_sets, evaluates
+from agile_trainers.envs import make_environment_factory
+from agile_trainers.envs.isolation.calls import run_isolated
+from agile_trainers.envs.isolation.levels import NONE, OPTION, IsolationError
+from agile_trainers.envs.libraries import scorers
+from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, data_sets, evaluates
 
 REFUSED = re.compile(r"(PermissionError|OSError|FileNotFoundError|ProcessLookupError|MemoryError)\(")
 
@@ -66,9 +67,9 @@ def test_nothing_gets_through_the_nine_scorers(level: str, tmp_path: Path, monke
 def test_an_answer_without_end_is_ended_and_scores_nothing(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = question("simple_integration")
     assert score("simple_integration", row["answer"], row) == 1.0
-    monkeypatch.setattr("agile_trainers.envs.reasoning_gym._SECONDS", 0.5)
+    monkeypatch.setattr("agile_trainers.envs.libraries.reasoning_gym._SECONDS", 0.5)
     assert score("simple_integration", "9**9**9**9", row) == 0.0
-    monkeypatch.setattr("agile_trainers.envs.reasoning_gym._SECONDS", 60.0)
+    monkeypatch.setattr("agile_trainers.envs.libraries.reasoning_gym._SECONDS", 60.0)
     assert score("simple_integration", row["answer"], row) == 1.0
 
 
@@ -83,7 +84,7 @@ def test_the_shells_answer_of_the_report(name: str, tmp_path: Path, monkeypatch:
 @pytest.mark.usefixtures("nothing_isolates")
 def test_without_isolation_they_refuse_unless_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_environment_factory("reasoning_gym:chain_sum")().reset(seed=0)
-    monkeypatch.setattr("agile_trainers.envs.reasoning_gym._made", {})
+    monkeypatch.setattr("agile_trainers.envs.libraries.reasoning_gym._made", {})
     for name in ("reasoning_gym:n_queens", "gem:rg:n_queens"):
         if name.startswith("gem"):
             pytest.importorskip("gem")

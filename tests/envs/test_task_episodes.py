@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agile_environments import TASKS
-from agile_trainers.envs.play import play
+from agile_trainers.envs.players import play
 from agile_trainers.envs.registry import make_environment_factory
 
 PLAYERS = ("random_player", "random_legal_player", "careless_player", "expert_player")

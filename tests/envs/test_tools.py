@@ -11,10 +11,10 @@ import trl
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs import check_environment
-from agile_trainers.envs.calculate import calculate
-from agile_trainers.envs.tool_calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
-from agile_trainers.envs.tools import ToolEnvironment, describe_tools
-from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.envs.tools.calculator import calculate
+from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
+from agile_trainers.envs.tools.environment import ToolEnvironment, describe_tools
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.types import Message
 
 TOKENIZER = make_tokenizer()

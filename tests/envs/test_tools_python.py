@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agile_trainers.envs.isolation import OPTION, IsolationError
-from agile_trainers.envs.python_sandbox import MODULES, python, run_python
-from agile_trainers.envs.tools import ToolEnvironment
+from agile_trainers.envs.isolation.levels import OPTION, IsolationError
+from agile_trainers.envs.tools.environment import ToolEnvironment
+from agile_trainers.envs.tools.python_sandbox import MODULES, python, run_python
 
 
 def test_programs() -> None:

@@ -11,7 +11,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from agile_trainers.envs import check_environment, make_environment_factory, play
-from agile_trainers.envs.trl_tools import AsyncTRLEnvironment, TRLEnvironment, trl_environment
+from agile_trainers.envs.libraries.trl_tools import AsyncTRLEnvironment, TRLEnvironment, trl_environment
 from agile_trainers.types import Message
 
 

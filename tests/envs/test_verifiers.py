@@ -14,7 +14,7 @@ import reverse_taskset
 import verifiers.v1 as vf
 
 from agile_trainers.envs import check_environment, make_environment_factory
-from agile_trainers.envs.verifiers import VerifiersEnvironment
+from agile_trainers.envs.libraries.verifiers import VerifiersEnvironment
 
 
 def step(environment: Any, answer: str) -> Any:

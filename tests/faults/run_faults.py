@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from agile_trainers.adapters.checkpoint import checkpoints, newest_complete
+from agile_trainers.adapters.folders import checkpoints, newest_complete
 from agile_trainers.embedded import make_embedded_model
 
 STEPS = 6

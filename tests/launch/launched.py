@@ -15,7 +15,7 @@ import torch
 from games import end_process, make_trainer
 from ppo_games import make_ppo, wake
 
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 STEPS, EPISODES = 3, 8
 CASES: dict[str, dict[str, Any]] = {

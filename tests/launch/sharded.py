@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from agile_trainers.adapters import restore_adapter
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 EPISODES, PROCESSES = 8, int(os.environ["WORLD_SIZE"])
 CASES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from test_cli_chain import lineage, pipeline  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.adapters import CRITIC, REFERENCE, add_value_head
-from agile_trainers.rollout.record import read_records
+from agile_trainers.rollout.episode_files import read_records
 
 pytestmark = pytest.mark.launch
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "trainers"))
 
 from games import Chatter, make_trainer
 
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 UPDATES, ENDS_IN = 4, 3
 

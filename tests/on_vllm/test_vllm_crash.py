@@ -16,7 +16,7 @@ import torch
 from killed_run import ENDS_IN, UPDATES, Fatal, middle_of_the_last_rollout, trainer
 from peft import get_peft_model_state_dict
 
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 
 def adapter(run: MultiTurnTrainer) -> dict[str, torch.Tensor]:

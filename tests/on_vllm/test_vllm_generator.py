@@ -21,7 +21,7 @@ from agile_trainers.rollout.generators import (
     TransformersGenerator,
 )
 from agile_trainers.rollout.generators.base import Generator
-from agile_trainers.rollout.generators.vllm import VllmEngine, VllmGenerator
+from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 
 GREEDY = SamplingSettings(do_sample=False)
 SETTINGS = {**SETTINGS, "hot": SamplingSettings(temperature=1.9), "all": replace(SETTINGS["all"], min_p=None)}

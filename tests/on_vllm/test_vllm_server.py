@@ -26,9 +26,9 @@ from test_vllm_generator import GREEDILY, GREEDY, agree, engine, on_transformers
 from test_vllm_generator import make as make_colocated
 
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings
-from agile_trainers.rollout.generators.server import ServerGenerator, VllmServer
-from agile_trainers.rollout.generators.vllm import VllmEngine
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.rollout.generators.vllm.engine import VllmEngine
+from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmServer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 GAP = "sampling/sampling_logp_difference"
 

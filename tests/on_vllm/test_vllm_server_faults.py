@@ -18,8 +18,8 @@ from peft import get_peft_model_state_dict
 from test_generators import VOCAB
 from test_vllm_generator import policy
 
-from agile_trainers.rollout.generators import server as server_module
-from agile_trainers.rollout.generators.server import VllmServer
+from agile_trainers.rollout.generators.vllm.engine import server as server_module
+from agile_trainers.rollout.generators.vllm.server import VllmServer
 
 
 class Gateway(ThreadingHTTPServer):

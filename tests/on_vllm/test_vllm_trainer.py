@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from vllm.lora.request import LoRARequest
 
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings
-from agile_trainers.rollout.generators.vllm import VllmEngine, VllmGenerator
+from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
+from agile_trainers.sampling.gap import SamplerMismatchError
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
-from agile_trainers.trainers.gap import SamplerMismatchError
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 VLLM: dict[str, Any] = {"use_vllm": True, "stop_strings": None}
 GAP = "sampling/sampling_logp_difference"

@@ -9,7 +9,7 @@ import pytest
 from chat_templates import CHATML, FAMILIES, LLAMA, Family, byte_tokenizer, trl_template, word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from agile_trainers.rollout.chat import ChatFrames, PlainFormat
+from agile_trainers.rollout.chat.frames import ChatFrames, PlainFormat
 from agile_trainers.types import Message
 
 PROMPT = [{"role": "user", "content": "guess"}]

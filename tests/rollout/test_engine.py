@@ -12,14 +12,14 @@ import pytest
 from episodes import CHAT, TOKENIZER, Factory, Player, Scripted, end, go_on, ids, make_engine, specs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agile_trainers.rollout.chat import ChatFrames, PlainFormat
+from agile_trainers.rollout.chat.frames import ChatFrames, PlainFormat
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
-from agile_trainers.rollout.generators.transformers import TransformersGenerator
+from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.metrics import episode_row, summarize
-from agile_trainers.rollout.stepping import EnvironmentPool
 from agile_trainers.types import StopReason, Trajectory
 
 PROMPT = "[ user ↵ go ] ↵ [ assistant ↵"

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from agile_trainers.envs.gem import OFFLINE_GAMES, GemEnvironment, is_installed
-from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.envs.libraries.gem import OFFLINE_GAMES, GemEnvironment, is_installed
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators import GenerationRequest, ScriptedGenerator
-from agile_trainers.rollout.stepping import EnvironmentPool
 
 QUICK = ("game:GuessTheNumber-v0-easy", "game:Sudoku-v0-easy", "game:Mastermind-v0-easy", "game:Minesweeper-v0-easy")
 

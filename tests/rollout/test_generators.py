@@ -50,7 +50,7 @@ from agile_trainers.rollout.generators import (
     ScriptedGenerator,
     TransformersGenerator,
 )
-from agile_trainers.rollout.generators import transformers as generator_module
+from agile_trainers.rollout.generators.transformers import generator as generator_module
 
 VOCAB, PAD = 40, 0
 EOS = [1, 7, 19, 31]

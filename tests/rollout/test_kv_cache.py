@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from agile_trainers.rollout.generators.kv_cache import GrowingLayer, KVBatch, pack
+from agile_trainers.rollout.generators.transformers.kv_cache import GrowingLayer, KVBatch, pack
 
 HEADS, DIM = 2, 3
 

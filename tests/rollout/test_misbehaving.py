@@ -11,12 +11,12 @@ import pytest
 from misbehaving import KINDS, Misbehaving, hang
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.episode_files import episode_record, read_records, write_records
 from agile_trainers.rollout.generators import SamplingSettings, TransformersGenerator
-from agile_trainers.rollout.record import episode_record, read_records, write_records
-from agile_trainers.rollout.stepping import EnvironmentPool
 from agile_trainers.types import Trajectory
 
 SOUND = 40

@@ -16,7 +16,7 @@ from elsewhere import AsyncElsewhere, AsyncToy, Elsewhere, Toy
 from episodes import Player, make_engine, specs
 
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.stepping import EnvironmentPool
+from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.types import StopReason
 
 TERMINATED, ERROR, TIMEOUT = StopReason.TERMINATED, StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_TIMEOUT
@@ -135,7 +135,7 @@ def _alive(process: int) -> bool:
 ORPHANS = """
 import asyncio, sys
 from elsewhere import Elsewhere
-from agile_trainers.rollout.processes import ProcessEnvironment
+from agile_trainers.rollout.process_environment import ProcessEnvironment
 
 async def main():
     environments = [ProcessEnvironment(Elsewhere) for _ in range(2)]

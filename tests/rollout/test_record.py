@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from agile_trainers.rollout.episode_files import episode_record, read_records, write_records
 from agile_trainers.rollout.metrics import episode_row, summarize
-from agile_trainers.rollout.record import episode_record, read_records, write_records
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 

@@ -14,7 +14,7 @@ import pytest
 from episodes import Factory, Player, Scripted, end, go_on, make_engine, specs
 
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.stepping import EnvironmentPool, EnvironmentTimeoutError, Outcome
+from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
 from agile_trainers.types import StopReason, Trajectory
 
 LONG = 20.0

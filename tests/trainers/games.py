@@ -20,7 +20,7 @@ from agile_trainers.trainers import (
     MultiTurnREINFORCEConfig,
     MultiTurnREINFORCETrainer,
 )
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
 ALGORITHMS: dict[str, tuple[type[MultiTurnTrainer], Any]] = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from games import end_process, make_trainer
 
-from agile_trainers.trainers.gap import SamplerMismatchError
+from agile_trainers.sampling.gap import SamplerMismatchError
 
 
 def play(model: str, output: Path, changes: dict[str, Any]) -> None:

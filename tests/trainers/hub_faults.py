@@ -14,7 +14,7 @@ from games import make_trainer
 from hub_push import TOKEN
 from test_checkpoint import SAVING
 
-from agile_trainers.trainers import background_pushes
+from agile_trainers.checkpoints import background_pushes
 
 background_pushes.WAITS = (0.01, 0.01, 0.01)
 background_pushes.SILENCE_SECONDS = 2.0

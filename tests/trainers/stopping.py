@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from agile_trainers.rollout.collate import collate
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 from agile_trainers.types import StopReason, Trajectory, Turn, TurnBatch
 
 Actions = tuple[tuple[int, ...], ...]

@@ -14,9 +14,9 @@ from ppo_games import make_ppo
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.adapters import POLICY, REFERENCE
-from agile_trainers.adapters.checkpoint import CheckpointError
+from agile_trainers.adapters.folders import CheckpointError
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 IDS = torch.randint(0, 200, (2, 24), generator=torch.Generator().manual_seed(0))
 LEARNS: dict[str, Any] = {"beta": 0.1, "max_steps": 2, "learning_rate": 1.0}

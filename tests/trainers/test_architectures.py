@@ -13,7 +13,7 @@ from ppo_games import make_ppo, wake
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.embedded import make_tokenizer
-from agile_trainers.rollout.record import read_records
+from agile_trainers.rollout.episode_files import read_records
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import architectures

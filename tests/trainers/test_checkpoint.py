@@ -23,7 +23,7 @@ from ppo_games import make_ppo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from agile_trainers.adapters.checkpoint import (
+from agile_trainers.adapters.folders import (
     MARKER,
     RECORD,
     CheckpointError,
@@ -31,8 +31,8 @@ from agile_trainers.adapters.checkpoint import (
     mark_complete,
     newest_complete,
 )
-from agile_trainers.trainers import checkpoint as checkpoint_module
-from agile_trainers.trainers import nonfinite, output_lock, stopping
+from agile_trainers.checkpoints import nonfinite, output_lock, stopping
+from agile_trainers.checkpoints import record as checkpoint_module
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 

@@ -27,7 +27,7 @@ from test_enumeration import (
 )
 
 from agile_trainers.rollout.generators.base import SamplingSettings
-from agile_trainers.rollout.generators.sampling import Sampler
+from agile_trainers.rollout.generators.transformers.sampling import Sampler
 
 WHOLE: dict[str, Any] = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1e6}
 """The whole episode's ratio, however large."""

@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 
 from agile_trainers.objectives.segments import spread_to_tokens
 from agile_trainers.trainers import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
-from agile_trainers.trainers.multi_turn import Turns
+from agile_trainers.trainers.trainer import Turns
 from agile_trainers.types import TurnBatch
 
 EPISODES = torch.tensor(list(itertools.product((0, 1), repeat=3)))

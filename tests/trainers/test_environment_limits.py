@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from games import Chatter, make_trainer
 
-from agile_trainers.rollout.record import read_records
+from agile_trainers.rollout.episode_files import read_records
 
 
 def completions(folder: Path) -> list[list[int]]:

@@ -15,10 +15,10 @@ from games import make_trainer, settings
 from transformers import TrainerCallback
 
 from agile_trainers.rollout.generators.base import SamplingSettings
+from agile_trainers.sampling.gap import Conditions, Gap, GapMeter, SamplerMismatchError, explain
+from agile_trainers.sampling.sampler import _multiplies_in_tf32
 from agile_trainers.trainers import MultiTurnGRPOConfig
-from agile_trainers.trainers.gap import Conditions, Gap, GapMeter, SamplerMismatchError, explain
-from agile_trainers.trainers.generation import _multiplies_in_tf32
-from agile_trainers.trainers.multi_turn import MultiTurnTrainer
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 MEAN, MAX = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
 SCORED = {"num_iterations": 2, "max_steps": 2}

@@ -17,9 +17,9 @@ from hub_server import Hub, running_hub
 from launching import run as run_to_end
 from transformers import AutoTokenizer
 
-from agile_trainers.adapters.checkpoint import check_complete
+from agile_trainers.adapters.folders import check_complete
+from agile_trainers.checkpoints.model_card import hyperparameters, model_card
 from agile_trainers.trainers import MultiTurnGRPOConfig
-from agile_trainers.trainers.card import hyperparameters, model_card
 
 SCRIPT = Path(__file__).with_name("hub_push.py")
 

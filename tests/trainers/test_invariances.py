@@ -7,7 +7,7 @@ import torch
 from games import Chatter, Gradients, OneTurn, draw_batch, loss_and_gradients, make_trainer, relative_error
 from trl import GRPOTrainer
 
-from agile_trainers.rollout.record import read_records
+from agile_trainers.rollout.episode_files import read_records
 
 
 @pytest.fixture(autouse=True)

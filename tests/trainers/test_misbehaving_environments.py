@@ -15,8 +15,8 @@ from datasets import Dataset
 from games import Chatter, make_trainer
 
 from agile_trainers.envs.checker import EnvironmentProtocolError, check_environment
+from agile_trainers.rollout.episode_files import read_records
 from agile_trainers.rollout.metrics import Start, differing_groups
-from agile_trainers.rollout.record import read_records
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from misbehaving import KINDS, Misbehaving

@@ -15,16 +15,16 @@ from games import make_trainer
 from mixtures import BOTH, LIMITS, High, Low, make
 from test_checkpoint import SAVING, KillBefore, Killed, assert_same, weights
 
-from agile_trainers.adapters.checkpoint import RECORD, CheckpointError, read_json
+from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.objectives.advantages import whiten, whiten_each
-from agile_trainers.rollout.record import read_records
+from agile_trainers.rollout.episode_files import read_records
+from agile_trainers.rollout.seeds import evaluation_specs, training_specs
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.environment_options import for_environment
 from agile_trainers.trainers.mixture import Mixture
-from agile_trainers.trainers.randomness import evaluation_specs, training_specs
 
 
 @pytest.fixture(scope="module")

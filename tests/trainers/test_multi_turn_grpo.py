@@ -13,7 +13,7 @@ from games import Chatter, Gradients, draw_batch, make_trainer, relative_error
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from agile_trainers.rollout.record import read_records
+from agile_trainers.rollout.episode_files import read_records
 from agile_trainers.types import StopReason
 
 

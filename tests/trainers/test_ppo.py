@@ -12,7 +12,7 @@ from ppo_games import Cut, make_ppo, wake
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import use_adapter
 
-from agile_trainers.rollout.record import read_records
+from agile_trainers.rollout.episode_files import read_records
 from agile_trainers.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
 
 READ = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from games import Chatter, OneTurn, draw_batch, make_trainer, settings
 
-from agile_trainers.rollout.record import read_records
+from agile_trainers.rollout.episode_files import read_records
 from agile_trainers.trainers import (
     MultiTurnCISPOConfig,
     MultiTurnCISPOTrainer,

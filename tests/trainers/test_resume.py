@@ -13,10 +13,10 @@ import pytest
 from games import Chatter
 from test_checkpoint import SAVING, assert_same, make, run_until, saved, warned, weights  # noqa: F401
 
-from agile_trainers.adapters.checkpoint import MARKER, RECORD, CheckpointError, check_complete, mark_complete
+from agile_trainers.adapters.folders import MARKER, RECORD, CheckpointError, check_complete, mark_complete
+from agile_trainers.checkpoints.output_lock import LOCK, OutputDirInUseError, locked
+from agile_trainers.checkpoints.resumed_options import compare_options
 from agile_trainers.envs.registry import describe_environment, make_environment_factory
-from agile_trainers.trainers.output_lock import LOCK, OutputDirInUseError, locked
-from agile_trainers.trainers.resumed_options import compare_options
 
 
 def record_of(folder: Path) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def test_reward_functions_get_the_turns_their_environments_and_the_loggers(embed
 
 
 def test_an_object_of_trls_environment_factory_is_what_its_reward_functions_get(embedded_model, tmp_path):
-    from agile_trainers.envs.trl_tools import trl_environment
+    from agile_trainers.envs.libraries.trl_tools import trl_environment
 
     class Counter:
         def reset(self, **_):

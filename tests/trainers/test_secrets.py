@@ -12,9 +12,9 @@ import pytest
 import torch
 from games import make_trainer
 
+from agile_trainers.checkpoints.model_card import hyperparameters
+from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-from agile_trainers.trainers.card import hyperparameters
-from agile_trainers.trainers.secrets import blanked
 
 TOKEN = "hf_" + "secret" * 6
 PLAIN = "plain-passphrase"

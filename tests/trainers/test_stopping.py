@@ -13,7 +13,7 @@ import pytest
 from test_checkpoint import assert_same, make, warned, weights  # noqa: F401
 from transformers import TrainerCallback
 
-from agile_trainers.trainers import stopping
+from agile_trainers.checkpoints import stopping
 
 
 class Signal(TrainerCallback):
@@ -44,7 +44,7 @@ def test_sigterm_saves_and_exits_with_143(embedded_model, tmp_path, warned):  # 
 
 LONELY = """
 import os, signal, sys
-from agile_trainers.trainers import stopping
+from agile_trainers.checkpoints import stopping
 
 stopping.GRACE_SECONDS = 0.1
 read, write = os.pipe()  # nothing is ever written: what waits for it waits like a collective whose peer is gone

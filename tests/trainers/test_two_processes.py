@@ -12,7 +12,7 @@ import torch
 from games import relative_error
 from launching import run
 
-from agile_trainers.rollout.record import read_records
+from agile_trainers.rollout.episode_files import read_records
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
 LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns/mean", "tokens_per_turn", "reward",

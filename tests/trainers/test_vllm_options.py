@@ -13,9 +13,8 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from agile_trainers.rollout.generators.base import SamplingSettings
-from agile_trainers.trainers import MultiTurnGRPOConfig
-from agile_trainers.trainers.generation import sampling_settings
-from agile_trainers.trainers.vllm_options import (
+from agile_trainers.sampling.sampler import sampling_settings
+from agile_trainers.sampling.vllm_checks import (
     base_source,
     check_device,
     check_server,
@@ -23,6 +22,7 @@ from agile_trainers.trainers.vllm_options import (
     lora_rank,
     quantization,
 )
+from agile_trainers.trainers import MultiTurnGRPOConfig
 
 
 def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:

@@ -2,7 +2,7 @@
 
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator, SamplingSettings
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
-from agile_trainers.rollout.generators.transformers import TransformersGenerator
+from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 
 __all__ = [
     "GenerationOutput",

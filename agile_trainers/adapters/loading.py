@@ -1,0 +1,379 @@
+"""Adapters in a folder or on the Hub: finding them, and continuing one as the policy. Only safetensors are ever read."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
+from peft import get_peft_model_state_dict as adapter_weights
+from peft import set_peft_model_state_dict as set_adapter_weights
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+from transformers.utils import cached_file, logging
+from trl.trainer.utils import create_model_from_path
+
+from agile_trainers.adapters.critic import VALUE_HEAD, add_critic
+from agile_trainers.adapters.folders import RECORD, read_json
+from agile_trainers.adapters.initialization import REPEATABLE, changes_base
+from agile_trainers.adapters.merge import describe, differences, layers, merged_config, padded
+from agile_trainers.adapters.reference_adapter import copy_adapter
+from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, belongs_to
+from agile_trainers.adapters.sharding import write
+
+logger = logging.get_logger(__name__)
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+HEAD = "model.safetensors"
+"""AgileRL's value head, beside its adapters."""
+LAYOUTS = (
+    {POLICY: "", REFERENCE: REFERENCE, CRITIC: CRITIC},
+    {POLICY: "actor", REFERENCE: "reference", CRITIC: CRITIC},  # AgileRL's
+)
+"""Where the adapters of a folder are, by role."""
+_BESIDE = [
+    "agile_trainers.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab*",
+    "merges.txt",
+]  # fmt: skip
+"""Of a Hub repository: where it comes from, and its tokenizer."""
+
+
+@dataclass(frozen=True)
+class SavedAdapters:
+    """The adapters of a folder."""
+
+    source: str
+    """The folder or Hub id, as it was given."""
+    folder: Path
+    """Where the files are."""
+    folders: dict[str, Path]
+    """Role to folder; ``default`` always, ``ref`` and ``critic`` if they are there."""
+    config: LoraConfig
+    """The policy's."""
+    commit: str | None = None
+    """On the Hub, the commit."""
+
+
+def parent_of(saved: SavedAdapters | None, model: str) -> dict[str, Any] | None:
+    """What a record says about the folder or Hub repository that a policy was started from, and about its own parents.
+
+    Args:
+        saved: The adapters that it was started from, if any.
+        model: Otherwise the model: one that was trained whole has a record of its own.
+
+    Returns:
+        None if nothing is known of what was done before.
+
+    Raises:
+        CheckpointError: If there is a record that cannot be read.
+    """
+    if saved is None and not (model and (Path(model) / RECORD).is_file()):
+        return None
+    source, folder, commit = (model, Path(model), None) if saved is None else (saved.source, saved.folder, saved.commit)
+    known = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+    passed_on = ("algorithm", "environment", "global_step", "parent")
+    return {"source": source, "commit": commit, **{name: known.get(name) for name in passed_on}}
+
+
+def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | None:
+    """The adapters that a folder (ours, any PEFT adapter's, AgileRL's) or Hub repository holds; None if it holds none.
+
+    Args:
+        model: What a trainer was given as ``model``.
+        revision: Of a Hub repository: branch, tag or commit.
+
+    Raises:
+        ValueError: If there is a folder of that name that holds neither adapter nor model, or an adapter that is damaged,
+            no LoRA adapter, stored as a pickle, or without a base model's name.
+    """
+    folder, commit = Path(model), None
+    if folder.is_dir():
+        layout = next((layout for layout in LAYOUTS if (folder / layout[POLICY] / CONFIG).is_file()), None)
+        if layout is None:
+            _check_is_model(folder)
+            return None
+    else:
+        layout = LAYOUTS[0]
+        if not _hub_config(model, revision):
+            return None
+        wanted = [(Path(name) / file).as_posix() for name in layout.values() for file in (CONFIG, WEIGHTS)]
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*wanted, *_BESIDE]))
+        commit = folder.name
+    folders = {role: folder / name for role, name in layout.items() if (folder / name / CONFIG).is_file()}
+    return SavedAdapters(model, folder, folders, read_config(folders[POLICY], policy=True), commit)
+
+
+def _hub_config(repository: str, revision: str | None) -> str | None:
+    """The adapter's configuration, or None if there is no such repository, file or connection."""
+    try:
+        return cached_file(
+            repository,
+            CONFIG,
+            revision=revision,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:
+        # No repository of that name, or no name of a repository: loading it as a model says so best.
+        return None
+
+
+def _check_is_model(folder: Path) -> None:
+    if (folder / "config.json").is_file():
+        return
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+    raise ValueError(
+        f"{folder} holds neither an adapter ({CONFIG}, or actor/{CONFIG} as AgileRL writes it) nor a model (config.json)."
+        + (f" There are adapters in its subfolders: {', '.join(inside)}." if inside else "")
+    )
+
+
+def read_config(folder: Path, policy: bool = False) -> LoraConfig:
+    """The configuration of an adapter that can be continued.
+
+    Args:
+        folder: The adapter's.
+        policy: Whether it comes first on its base, which it may then change, if it does so the same way each time.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # what PEFT raises depends on what is wrong
+        raise ValueError(f"{folder / CONFIG} is no PEFT configuration: {type(error).__name__}: {error}.") from error
+    if not isinstance(config, LoraConfig):
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise ValueError(f"{folder} holds a {kind} adapter; only {PeftType.LORA.value} adapters can be continued.")
+    repeated = REPEATABLE if policy else ()
+    if changes_base(config) and config.init_lora_weights not in repeated:
+        raise ValueError(
+            f"{folder} was made with init_lora_weights={config.init_lora_weights!r}, which changes the base below every "
+            "other adapter. Convert it to a plain one with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)."
+        )
+    if not (folder / WEIGHTS).is_file():
+        if (folder / PICKLE).is_file():
+            raise ValueError(
+                f"{folder} has its weights in {PICKLE}, a pickle, which can run code when it is loaded; only {WEIGHTS} is "
+                "read. If you trust where it comes from, load it with PEFT and save it again."
+            )
+        raise ValueError(f"{folder} has {CONFIG} but no {WEIGHTS}; it is incomplete.")
+    config.inference_mode = False
+    return config
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """An adapter's weights, by name.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    try:
+        return load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS} is damaged or incomplete: {error}.") from error
+
+
+def load_weights(model: PeftModel, adapter: str, weights: dict[str, torch.Tensor], source: Path) -> None:
+    """Give an adapter of the model weights from a file, all of them.
+
+    Raises:
+        ValueError: If a weight is missing, left over or of another shape.
+    """
+    try:
+        result = set_adapter_weights(model, weights, adapter_name=adapter)
+        missing = [n for n in result.missing_keys if belongs_to(n, adapter)]
+        wrong = [*(f"{n} is missing" for n in missing), *(f"{n} is not in the model" for n in result.unexpected_keys)]
+    except RuntimeError as error:
+        wrong = [line.strip() for line in str(error).splitlines()[1:]]
+    except KeyError as error:
+        wrong = [f"{error.args[0]} is missing"]
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"The adapter in {source} does not fit the model {model.get_base_model().name_or_path!r}: "
+            f"{'; '.join(wrong[:3])}{more}."
+        )
+
+
+def load_policy(
+    saved: SavedAdapters,
+    *,
+    peft_config: PeftConfig | None = None,
+    merge_lora_configs: bool = False,
+    seed: int = 0,
+    autocast_adapter_dtype: bool = True,
+    **model_init_kwargs: Any,
+) -> PeftModel:
+    """The base model with the saved policy as its trainable adapter ``default``.
+
+    Args:
+        saved: See :func:`find_adapters`.
+        peft_config: LoRA settings asked for. Default: those of the adapter.
+        merge_lora_configs: Make an adapter that serves both, see :mod:`agile_trainers.adapters.merge`.
+        seed: Of weights that are new.
+        autocast_adapter_dtype: PEFT's option of that name.
+        **model_init_kwargs: How to load the base.
+
+    Raises:
+        ValueError: If the base cannot be found, the adapter does not fit it, or the settings differ.
+    """
+    base = _load_base(saved, **model_init_kwargs)
+    config, weights = copy.deepcopy(saved.config), read_weights(saved.folders[POLICY])
+    different = {} if peft_config is None else _differences(base, saved, peft_config)
+    if different and not merge_lora_configs:
+        raise ValueError(
+            f"peft_config differs from the LoRA settings of {saved.source}:\n{describe(different)}\nLeave peft_config unset "
+            "to go on with the adapter's settings, or set merge_lora_configs=True to extend it to both."
+        )
+    if different and changes_base(config):
+        raise ValueError(
+            f"{saved.source} was made with init_lora_weights={config.init_lora_weights!r}, whose part of the base depends "
+            f"on the LoRA settings, so that it cannot be extended:\n{describe(different)}\nLeave peft_config unset."
+        )
+    if different:
+        assert isinstance(peft_config, LoraConfig)
+        config = merged_config(base, saved.config, peft_config)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = get_peft_model(base, config, autocast_adapter_dtype=autocast_adapter_dtype)
+    if different:
+        before, after = (layers(model.get_base_model(), each) for each in (saved.config, config))
+        scalings = {name: layer.scaling / after[name].scaling for name, layer in before.items()}
+        fresh = adapter_weights(model, adapter_name=POLICY, save_embedding_layers=False)
+        weights = padded(weights, fresh, scalings)
+        logger.warning(
+            "merge_lora_configs: the adapter of %s now has rank %d (was %d), lora_alpha %s (was %s) and %d modules (was "
+            "%d); it computes the same function. Resolved:\n%s",
+            saved.source, config.r, saved.config.r, config.lora_alpha, saved.config.lora_alpha, len(after), len(before),
+            describe(different),
+        )  # fmt: skip
+    load_weights(model, POLICY, weights, saved.folders[POLICY])
+    return model
+
+
+def _load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedModel:
+    name = saved.config.base_model_name_or_path
+    if not name:
+        raise ValueError(
+            f"{saved.folders[POLICY] / CONFIG} does not name its base model. Write the folder or Hub id of the model that "
+            'the adapter was trained on into it as "base_model_name_or_path".'
+        )
+    try:
+        return create_model_from_path(name, **{**model_init_kwargs, "revision": saved.config.revision})
+    except OSError as error:
+        raise ValueError(
+            f"{saved.source} was trained on {name!r} (base_model_name_or_path in its {CONFIG}), which cannot be loaded: "
+            f"{error}"
+        ) from error
+
+
+def _differences(base: PreTrainedModel, saved: SavedAdapters, peft_config: PeftConfig) -> dict[str, tuple[Any, Any]]:
+    if not isinstance(peft_config, LoraConfig):
+        raise ValueError(
+            f"{saved.source} is a LoRA adapter, but peft_config is a {type(peft_config).__name__}. Pass a LoraConfig, or "
+            "none."
+        )
+    return differences(base, saved.config, peft_config)
+
+
+def load_reference(model: PeftModel, folder: Path) -> None:
+    """Make a saved adapter the model's reference, frozen, in place of the one that is there.
+
+    Raises:
+        ValueError: If it does not fit the model.
+    """
+    config = read_config(folder)
+    config.lora_dropout = 0.0  # it is never trained
+    if REFERENCE in model.peft_config:
+        model.delete_adapter(REFERENCE)
+    model.add_adapter(REFERENCE, config)
+    load_weights(model, REFERENCE, read_weights(folder), folder)
+    model.set_requires_grad(REFERENCE, False)
+
+
+def restore_adapter(model: PeftModel, adapter: str, folder: Path) -> None:
+    """Give an adapter of a model, which may be sharded, the weights that were saved of it.
+
+    Raises:
+        ValueError: If a weight is missing or left over.
+    """
+    own = [(name, p) for name, p in model.named_parameters() if belongs_to(name, adapter)]
+    numbered = {name: torch.tensor(index) for index, (name, _) in enumerate(own)}
+    # PEFT's names of the saved weights.
+    named = adapter_weights(model, numbered, adapter_name=adapter, save_embedding_layers=False)
+    weights = read_weights(folder)
+    if different := sorted(named.keys() ^ weights.keys()):
+        raise ValueError(
+            f"{folder} holds another adapter than {adapter!r}: {', '.join(different[:3])} is in one of them only."
+        )
+    for name, index in named.items():
+        write(own[int(index)][1], weights[name])
+
+
+def start_critic(
+    model: PeftModel,
+    saved: SavedAdapters | None,
+    start: str = "auto",
+    *,
+    seed: int = 0,
+    autocast_adapter_dtype: bool = True,
+) -> None:
+    """Add a critic (:func:`~agile_trainers.adapters.critic.add_critic`) that starts from what there is.
+
+    Args:
+        model: The policy.
+        saved: Where it came from, if from a folder.
+        start: ``"new"``; ``"policy"``, a copy of the policy's adapter; ``"saved"``, the folder's critic; ``"auto"``, the
+            folder's if it holds one, else new; a copy where the policy's start changed the base (PiSSA, OLoRA).
+        seed: Of weights that are new.
+        autocast_adapter_dtype: PEFT's option of that name.
+
+    Raises:
+        ValueError: If there is no saved critic, or it does not fit the model.
+    """
+    folder = saved.folders.get(CRITIC) if saved is not None else None
+    if start == "auto" and folder is None:
+        # Where the policy took a part of the base, the rest of it is no model to start from.
+        start = "policy" if changes_base(model.peft_config[POLICY]) else "new"
+    elif start == "auto":
+        start = "saved"
+    options: dict[str, Any] = {"seed": seed, "autocast_adapter_dtype": autocast_adapter_dtype}
+    if start != "saved":
+        add_critic(model, **options)
+        if start == "policy":
+            copy_adapter(model, POLICY, CRITIC)
+        return
+    if saved is None or folder is None:
+        place = (
+            "the model was not given as a folder or Hub id of adapters" if saved is None else f"{saved.source} has none"
+        )
+        raise ValueError(f"critic_start='saved': {place}. Use critic_start='policy' or 'new'.")
+    add_critic(model, config=read_config(folder), **options)
+    load_weights(model, CRITIC, _critic_weights(saved, model), folder)
+    logger.info("The critic starts from %s.", folder)
+
+
+def _critic_weights(saved: SavedAdapters, model: PeftModel) -> dict[str, torch.Tensor]:
+    """The saved critic with its value head, which AgileRL keeps outside the adapter."""
+    weights = read_weights(saved.folders[CRITIC])
+    if any(f".{VALUE_HEAD}." in name for name in weights):
+        return weights
+    beside = saved.folder / HEAD
+    head = {n.removeprefix("v_head.summary."): w for n, w in (load_file(beside) if beside.is_file() else {}).items()}
+    if not {"weight", "bias"} <= set(head):
+        logger.warning(
+            "%s has no value head as safetensors: the head starts at zero. AgileRL writes it to pytorch_model.bin, a "
+            "pickle, which is not read; if you trust it, store it as model.safetensors beside it (safetensors' save_file of "
+            "torch.load(..., weights_only=True)).",
+            saved.source,
+        )
+        head = dict(model.get_base_model().value_head.original_module.state_dict())
+    return weights | {f"base_model.model.{VALUE_HEAD}.{part}": head[part] for part in ("weight", "bias")}

@@ -1,0 +1,1 @@
+"""Saves, resumes and pushes runs."""

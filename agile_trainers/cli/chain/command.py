@@ -1,0 +1,342 @@
+"""``agile-trainers chain pipeline.yaml``: stage after stage, each from where the one before it ended.
+
+SFT and DPO with TRL's trainers, then any multi-turn algorithm. One folder per stage; what is finished is not done again, an
+unfinished stage goes on from its last whole checkpoint. Ends with the return in the environment after each stage. The file's
+form is in docs/chaining.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from peft import PeftModel
+from rich.console import Console
+from rich.table import Table
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
+from trl import DPOTrainer, SFTTrainer
+
+from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
+from agile_trainers.adapters.folders import (
+    MARKER,
+    RECORD,
+    CheckpointError,
+    checkpoints,
+    mark_complete,
+    naming_full_disk,
+    newest_complete,
+    read_json,
+    write_json,
+)
+from agile_trainers.checkpoints.secrets import blanked
+from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, load_rows, read_pipeline
+from agile_trainers.cli.errors import Progress
+from agile_trainers.cli.train import ALGORITHMS, Started
+from agile_trainers.trainers import MultiTurnREINFORCETrainer
+from agile_trainers.trainers.inputs import load_tokenizer
+
+STATE = "stage.json"
+"""In a stage's folder: what it was made of, which run of the stage before it started from, whether it is finished."""
+Hook = Callable[[Stage, Any], None]
+
+
+def run_pipeline(pipeline: Pipeline, console: Console, *, after_stage: Hook | None = None) -> list[dict[str, Any]]:
+    """Train what is not trained yet.
+
+    Args:
+        pipeline: What to do.
+        console: Where to show what happens.
+        after_stage: Called with each stage that was trained now and its trainer, after its model was saved.
+
+    Returns:
+        One row for the start and one per stage: ``name``, ``algorithm``, ``folder``, ``evaluation``, ``trained`` (now).
+
+    Raises:
+        PipelineError: If a stage's folder was made by another pipeline.
+    """
+    states = _check_folders(pipeline)
+    begin = {name: pipeline.source[name] for name in ("model", "environment", "environment_args")}
+    evaluation = evaluate(pipeline, pipeline.model, pipeline.output_dir / "start", begin)
+    start = {"name": "start", "algorithm": "", "folder": pipeline.model, "trained": False}
+    rows, parent, model = [start | {"evaluation": evaluation}], None, pipeline.model
+    for stage, state in zip(pipeline.stages, states):
+        folder = pipeline.output_dir / stage.name
+        trained = state is None or not state["finished"]
+        if state is None:
+            (identity,) = broadcast_object_list([uuid.uuid4().hex])
+            state = {"id": identity, "parent": parent, "made_of": made_of(pipeline, stage), "finished": False}
+            _write(folder / STATE, state)
+        if trained:
+            console.rule(f"{stage.name}: {stage.algorithm} on {model}")
+            _train(pipeline, stage, model, folder, resume_point(folder, console), after_stage)
+            _write(folder / STATE, {**state, "finished": True})
+        parent, model = state["id"], str(folder)
+        evaluation = evaluate(pipeline, model, folder, {"id": parent})
+        row = {"name": stage.name, "algorithm": stage.algorithm, "folder": model, "trained": trained}
+        rows.append(row | {"evaluation": evaluation})
+    _write(pipeline.output_dir / "chain.json", {"stages": rows})
+    return rows
+
+
+def made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
+    """What a stage's result depends on, apart from the stages before it: as JSON holds it."""
+    own = {"algorithm": stage.algorithm, "dataset": stage.dataset, "dataset_args": stage.dataset_args or None}
+    lora = None if stage.lora is None else {k: str(v) for k, v in stage.lora.to_dict().items()}
+    shared = {name: value for name, value in pipeline.source.items() if value is not None}
+    return blanked({**shared, **own, "stage_lora": lora, **stage.options})  # a token makes no difference
+
+
+def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
+    """Each stage's state, None if it has not begun. Nothing is trained if one of them does not fit."""
+    states: list[dict[str, Any] | None] = []
+    for stage in pipeline.stages:
+        folder = pipeline.output_dir / stage.name
+        if not (folder / STATE).is_file():
+            if folder.is_dir() and any(folder.iterdir()):
+                raise PipelineError(
+                    f"{folder} is not empty and no stage of a chain: it has no {STATE}. Rename the stage."
+                )
+            states.append(None)
+            continue
+        state = read_json(folder / STATE)
+        then, now = state["made_of"], made_of(pipeline, stage)
+        changed = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+        if changed:
+            lines = [f"  {name}: {then.get(name)!r} then, {now.get(name)!r} now" for name in changed]
+            raise PipelineError(
+                f"{folder} was trained with other options:\n" + "\n".join(lines) + "\nPut them back, choose another "
+                "output_dir, or remove the folder to train the stage, and those after it, again."
+            )
+        before = states[-1] if states else None
+        if states and state["parent"] != (before and before["id"]):
+            raise PipelineError(
+                f"{folder} was trained from an earlier run of the stage before it, which is gone. Remove the folder to "
+                "train it again."
+            )
+        states.append(state)
+    return states
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    if PartialState().is_main_process:
+        write_json(path, value)
+    PartialState().wait_for_everyone()
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def resume_point(folder: Path, console: Console) -> str | None:
+    """The checkpoint that a stage goes on from; None if it begins. What is passed over is said.
+
+    Raises:
+        PipelineError: If checkpoints were whole once, and none is any more.
+    """
+    try:
+        found, skipped = newest_complete(folder)
+    except CheckpointError as error:
+        there = checkpoints(folder)
+        if any((one / MARKER).is_file() for one in there):
+            raise PipelineError(
+                f"{folder}: the stage has checkpoints, but none that is whole. {error}\nBring back what is missing, or "
+                "remove the checkpoints to train the stage from its beginning."
+            ) from error
+        if there:
+            console.print(f"{folder}: its first checkpoint was not finished; the stage begins again.")
+        return None
+    for reason in skipped:
+        console.print(f"Passed over: {reason}", markup=False)
+    console.print(f"Going on from {found}.", markup=False)
+    return str(found)
+
+
+def _train(
+    pipeline: Pipeline, stage: Stage, model: str, folder: Path, checkpoint: str | None, after_stage: Hook | None
+) -> None:
+    make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
+    trainer = make(pipeline, stage, model)
+    trainer.add_callback(Started())
+    with naming_full_disk(folder):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(str(folder))
+    if stage.algorithm in SUPERVISED:
+        _write(folder / RECORD, _record(stage, model, trainer.state.global_step))
+    if after_stage is not None:
+        after_stage(stage, trainer)
+    del trainer
+    _forget()
+
+
+def _record(stage: Stage, model: str, steps: int) -> dict[str, Any]:
+    """What a later stage's record says about one of TRL's trainers; the multi-turn trainers write their own."""
+    parent = parent_of(find_adapters(model), model)
+    return {"algorithm": stage.algorithm.upper(), "environment": None, "global_step": steps, "parent": parent}
+
+
+def make_multi_turn(pipeline: Pipeline, stage: Stage, model: str) -> Any:
+    """The trainer of a multi-turn stage."""
+    return ALGORITHMS[stage.algorithm][1](
+        model=model,
+        environment=pipeline.environment,
+        args=stage.config,
+        train_dataset=load_rows(stage.dataset, stage.dataset_args) if stage.dataset else None,
+        peft_config=_lora_of(pipeline, stage, model),
+    )
+
+
+def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
+    """TRL's trainer of a stage; it goes on with the adapter of the stage before, whose copy is DPO's reference."""
+    args, lora = stage.config, _lora_of(pipeline, stage, model)
+    saved, policy, tokenizer = find_adapters(model), model, None
+    if saved is not None:
+        policy = load_policy(
+            saved,
+            peft_config=lora,
+            merge_lora_configs=stage.merge_lora_configs,
+            seed=args.seed,
+            **{"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})},
+        )
+        tokenizer, lora, args.model_init_kwargs = load_tokenizer(saved, args.trust_remote_code), None, None
+    trainer = (_SFT if stage.algorithm == "sft" else _DPO)(
+        model=policy,
+        args=args,
+        train_dataset=load_rows(str(stage.dataset), stage.dataset_args),
+        processing_class=tokenizer,
+        peft_config=lora,
+        callbacks=[_Whole()],
+    )
+    if isinstance(trainer.model, PeftModel) and REFERENCE in trainer.model.peft_config:
+        copy_adapter(trainer.model, POLICY, REFERENCE)  # TRL's copy leaves out embeddings
+    return trainer
+
+
+def _lora_of(pipeline: Pipeline, stage: Stage, model: str) -> Any:
+    """A stage's own settings; else those of the chain, where there is no adapter yet."""
+    return stage.lora or (pipeline.lora if find_adapters(model) is None else None)
+
+
+class _Resuming:
+    """Mends two habits of `Trainer`: it passes over an adapter that has others in subfolders, and pickles tokens."""
+
+    args: Any
+    model: Any
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if self.args.should_save:
+            (Path(output_dir or self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        if isinstance(self.model, PeftModel):
+            self.model.load_adapter(resume_from_checkpoint, POLICY, is_trainable=True)
+
+
+class _SFT(_Resuming, SFTTrainer):
+    pass
+
+
+class _DPO(_Resuming, DPOTrainer):
+    pass
+
+
+class _Whole(TrainerCallback):
+    """Marks the checkpoints of TRL's trainers as whole, as ours are."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        PartialState().wait_for_everyone()
+        if args.should_save:
+            write_json(folder / RECORD, {"global_step": state.global_step})
+            mark_complete(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -> dict[str, float]:
+    """Play a model's episodes, the same seeds after every stage; what was played before is not played again.
+
+    Args:
+        pipeline: How to play.
+        model: Folder or Hub id.
+        folder: Where to keep the result.
+        of: What the result is of, besides the settings.
+
+    Returns:
+        ``return``, ``return_sem``, ``episodes`` and, where the environment reports it, ``success``.
+    """
+    path, of = folder / "evaluation.json", {**of, "settings": pipeline.evaluation_options}
+    if path.is_file() and (known := read_json(path))["of"] == of:
+        return known["metrics"]
+    args = copy.copy(pipeline.evaluation)
+    args.output_dir = str(folder / "evaluation")
+    trainer = MultiTurnREINFORCETrainer(model=model, environment=pipeline.environment, args=args)
+    for printing in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(printing)
+    metrics = trainer.evaluate()
+    names = ("return", "return_sem", "success", "episodes")
+    kept = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
+    del trainer
+    _forget()
+    _write(path, {"of": of, "metrics": kept})
+    return kept
+
+
+def _forget() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def results(rows: list[dict[str, Any]]) -> Table:
+    """The return after each stage."""
+    episodes = rows[-1]["evaluation"].get("episodes", 0)
+    table = Table("stage", "algorithm", "return", "success", "", "folder", title=f"{episodes:.0f} episodes each")
+    for row in rows:
+        scores = row["evaluation"]
+        success = f"{scores['success']:.1%}" if "success" in scores else "-"
+        gained = f"{scores['return']:+.3f} ± {scores.get('return_sem', 0.0):.3f}"
+        note = "" if row["trained"] or row["name"] == "start" else "done before"
+        table.add_row(row["name"], row["algorithm"], gained, success, note, row["folder"])
+    return table
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the options and run the chain."""
+    parser = argparse.ArgumentParser(
+        prog="agile-trainers chain",
+        description="Runs stage after stage, each from where the one before it ended: SFT and DPO with TRL's trainers, then "
+        "any multi-turn algorithm. What is finished is not done again; an unfinished stage goes on from its last whole "
+        "checkpoint. docs/chaining.md describes the file.",
+    )
+    parser.add_argument("pipeline", type=Path, help="the YAML file")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the file and say what would be done; train nothing"
+    )
+    options = parser.parse_args(argv)
+    try:
+        pipeline = read_pipeline(options.pipeline)
+        # Only now: without GPUs the stages' `use_cpu` is what makes one run of several processes.
+        console = Console(quiet=not PartialState().is_main_process)
+        if options.dry_run:
+            for stage, state in zip(pipeline.stages, _check_folders(pipeline)):
+                progress = "not begun" if state is None else "finished" if state["finished"] else "begun"
+                console.print(f"{stage.name}: {stage.algorithm}, {progress}, in {pipeline.output_dir / stage.name}")
+            return
+        rows = run_pipeline(pipeline, console)
+    except PipelineError as error:
+        if Progress.debug:
+            raise
+        parser.error(str(error))
+    console.print(results(rows))
+    PartialState().destroy_process_group()

@@ -1,0 +1,158 @@
+"""``agile-trainers check``: says whether a run is ready to train. A report, and exit code 1 if not.
+
+The options are those of ``agile-trainers grpo`` (or of another algorithm, named first: ``agile-trainers check ppo ...``), so
+that a command or configuration file can be checked as it is, and those of :class:`CheckArguments`. ``--model`` is short for
+``--model_name_or_path``; without one, the embedded model stands in.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from rich.console import Console
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
+from trl import DatasetMixtureConfig, ModelConfig
+
+from agile_trainers.cli.check.sections import Report, Run, check_run, model_config
+from agile_trainers.cli.errors import Progress, message
+from agile_trainers.cli.parser import Parser
+from agile_trainers.cli.preflight import check_model
+from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, check_needed, load_rows, on_cpu, split_of
+from agile_trainers.embedded import make_embedded_model
+from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.trainers.construction import check_vllm, training_rows
+from agile_trainers.trainers.recipe import idle_recipe
+
+PLAYERS = ("auto", "model", "random", "expert")
+
+
+@dataclass
+class CheckArguments:
+    """What a check does. The options of training say the rest.
+
+    Args:
+        episodes: Number of episodes to play.
+        player: Who plays them: the ``model``, or the environment's own ``random`` or ``expert`` player. ``auto``: the
+            model if one was named, otherwise the random player, or the embedded model where there is none.
+        time_limit: Seconds a call of the environment may take, unless ``environment_timeout`` says it.
+        gpu_memory: GiB of the GPU to plan for. Default: the GPU that is here, if there is one.
+    """
+
+    episodes: int = field(default=16, metadata={"help": "Number of episodes to play."})
+    player: str = field(default="auto", metadata={"help": "Who plays: model, random, expert, or auto."})
+    time_limit: float = field(default=30.0, metadata={"help": "Seconds a call of the environment may take."})
+
+    gpu_memory: float | None = field(
+        default=None, metadata={"help": "GiB of the GPU to plan for. Default: the one that is here."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.gpu_memory is not None and not self.gpu_memory > 0:
+            raise ValueError(f"gpu_memory must be a positive number of GiB, got {self.gpu_memory}.")
+        if self.episodes < 2:
+            raise ValueError(f"episodes must be at least 2, to compare them, got {self.episodes}.")
+        if self.player not in PLAYERS:
+            raise ValueError(f"player must be one of {', '.join(PLAYERS)}, got {self.player!r}.")
+        if not self.time_limit > 0:
+            raise ValueError(f"time_limit must be a positive number of seconds, got {self.time_limit}.")
+
+
+def make_parser(algorithm: str) -> Parser:
+    """The parser of ``agile-trainers check``, for one algorithm."""
+    types = (CheckArguments, MultiTurnScriptArguments, ALGORITHMS[algorithm][0], ModelConfig, DatasetMixtureConfig)
+    command = "agile-trainers check"
+    usage = f"{command} [{' | '.join(ALGORITHMS)}] --environment ID [--model MODEL] [--config FILE] [options]"
+    return on_cpu(Parser(types, prog=command, usage=usage))
+
+
+def main(argv: Sequence[str], console: Console | None = None) -> int:
+    """Parse the options, check, and print the report.
+
+    Args:
+        argv: The options, after an algorithm if it is not ``grpo``.
+        console: Where to print.
+
+    Returns:
+        0 if the run is ready to train, 1 if not.
+    """
+    algorithm, options = (argv[0], argv[1:]) if argv and argv[0] in ALGORITHMS else ("grpo", argv)
+    parser = make_parser(algorithm)
+    options = [
+        f"--model_name_or_path{option[7:]}" if option.split("=")[0] == "--model" else option for option in options
+    ]
+    try:
+        *parsed, from_config, unknown = parser.parse_args_and_config(
+            options, return_remaining_strings=True, separate_remaining_strings=True
+        )
+        parser.refuse([*from_config, *unknown])
+        check, script, args, model, mixture = parsed
+        if script.environment is None:
+            parser.error("--environment is missing: the id of what to check, or module.path:Name.")
+        args = args.with_environment()
+    except ValueError as error:  # a configuration's own check
+        if Progress.debug:
+            raise
+        parser.error(str(error))
+    report = Report(console or Console())
+    report.console.rule(f"agile-trainers check: {script.environment}", characters="-")
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        named = model.model_name_or_path
+        if named is None:
+            model.model_name_or_path = str(make_embedded_model(folder))
+        report.line(
+            f"Algorithm {algorithm}; {f'model {named}' if named else 'the embedded model, since none was named'}."
+        )
+        for finding in idle_recipe(args, adapter=model.use_peft):
+            report.warning(finding)
+        check_needed(parser, algorithm, script=script, model=model)
+        player = check.player if check.player != "auto" else "model" if named else "random"
+        try:
+            factory = make_environment_factory(script.environment, **(script.environment_args or {}))
+            check_model(str(model.model_name_or_path), model.model_revision)
+            dataset = load_rows(script, mixture)
+            train_rows = split_of(dataset, script.dataset_train_split)
+            if train_rows:
+                training_rows(args, train_rows)
+            check_vllm(args)
+            rows = train_rows and [dict(row) for row in islice(train_rows, check.episodes)]
+            tokenizer, ends = load_tokenizer(model, args.trust_remote_code)
+            config = model_config(model, args.trust_remote_code)
+        except (ValueError, TypeError, ImportError, OSError) as error:
+            report.problem(message(error))
+            return report.verdict()
+        run = Run(
+            environment=script.environment,
+            factory=factory,
+            algorithm=algorithm,
+            args=args,
+            model=model,
+            config=config,
+            named=named is not None,
+            tokenizer=tokenizer,
+            eos_token_ids=ends,
+            rows=rows,
+            episodes=check.episodes,
+            player=player,
+            time_limit=check.time_limit,
+            gpu_memory=check.gpu_memory,
+        )
+        check_run(report, run)
+    return report.verdict()
+
+
+def load_tokenizer(model: ModelConfig, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """The tokenizer of a model, with a padding token, and what ends an answer, as the trainers have them."""
+    where: dict[str, Any] = {"revision": model.model_revision, "trust_remote_code": trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, **where)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    try:
+        ends = GenerationConfig.from_pretrained(model.model_name_or_path, **where).eos_token_id
+    except OSError:  # the model has no generation_config.json
+        ends = None
+    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return tokenizer, sorted({*known, tokenizer.eos_token_id} - {None})

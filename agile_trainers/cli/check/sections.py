@@ -1,0 +1,385 @@
+"""What ``agile-trainers check`` looks at, one function per section of its report."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from trl import ModelConfig
+
+from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory, readable
+from agile_trainers.cli.layout import draw_layout
+from agile_trainers.cli.train import ALGORITHMS
+from agile_trainers.envs.base import Environment, EnvironmentFactory
+from agile_trainers.envs.checker import check_environment
+from agile_trainers.envs.players import Player, known_players
+from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
+from agile_trainers.rollout.metrics import episode_row, summarize
+from agile_trainers.rollout.players import play_in_seat
+from agile_trainers.rollout.seeds import evaluation_specs
+from agile_trainers.sampling.sampler import sampling_settings
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.construction import build_engine, check_first_prompt, environment_pool, probe_environment
+from agile_trainers.types import StopReason, Trajectory
+
+REPLAYED = 4
+"""Episodes that are played again with the same answers."""
+
+
+@dataclass
+class Run:
+    """The training run that is checked."""
+
+    environment: str
+    factory: EnvironmentFactory
+    algorithm: str
+    args: MultiTurnConfig
+    model: ModelConfig
+    config: PretrainedConfig
+    named: bool
+    """Whether the user named the model; otherwise it is the embedded one, which knows nothing."""
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: list[int]
+    rows: list[dict[str, Any]] | None
+    """Data set rows, handed to ``reset``; None without a data set."""
+    episodes: int
+    player: str
+    """``model``, ``random`` or ``expert``."""
+    time_limit: float
+    """Seconds for one call of the environment."""
+    gpu_memory: float | None = None
+    """GiB of the GPU that the run is planned for; None: of the GPU that is here, if there is one."""
+
+    def specs(self) -> list[EpisodeSpec]:
+        """The episodes to play: the same in every check."""
+        return evaluation_specs(self.args.seed, self.episodes, self.rows, 0, 1)
+
+    def engine(self, factory: EnvironmentFactory) -> RolloutEngine:
+        """The trainer's rollout engine, in threads, so that a call that hangs can be given up."""
+        args = copy.copy(self.args)
+        args.environment_processes, args.environment_workers = 0, max(1, args.environment_workers)
+        args.environment_timeout = args.environment_timeout or self.time_limit
+        return build_engine(
+            args,
+            environment_pool(args, factory),
+            self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            model_config=self.config,
+            append_final_observation=ALGORITHMS[self.algorithm][1]._needs_final_observation,
+        )
+
+
+@dataclass
+class Report:
+    """What was found, printed as it is found."""
+
+    console: Console
+    problems: list[str] = field(default_factory=list)
+    """Why training cannot start, or would learn nothing."""
+
+    def section(self, title: str) -> None:
+        """Begin a section."""
+        self.show(Text(f"\n{title}", style="bold"))
+
+    def line(self, text: str, label: str = "", style: str = "") -> None:
+        """One finding. A terminal gets it broken between words, under itself; a file, in one line."""
+        if not self.console.is_terminal:
+            self.show(Text(f"  {label:<12}{text}" if label else f"  {text}", style=style))
+            return
+        row = Table.grid("", "")
+        row.columns[0].width = 14 if label else 2
+        row.add_row(f"  {label}", Text(text, style=style))
+        self.show(row)
+
+    def warning(self, text: str) -> None:
+        """Something worth a look."""
+        self.line(f"warning: {text}", style="yellow")
+
+    def problem(self, text: str) -> None:
+        """A reason why training cannot start, or would learn nothing."""
+        self.problems.append(text)
+        self.line(f"problem: {text}", style="bold red")
+
+    def show(self, what: RenderableType) -> None:
+        """Anything rich can draw."""
+        self.console.print(what, soft_wrap=isinstance(what, Text))
+
+    def verdict(self) -> int:
+        """Say whether training can start; the exit code."""
+        self.section("Verdict")
+        if not self.problems:
+            self.line("Ready to train.", style="bold green")
+            return 0
+        self.line("Not ready to train:", style="bold red")
+        for problem in self.problems:
+            self.line(f"- {problem}")
+        return 1
+
+
+def check_run(report: Report, run: Run) -> None:
+    """Every section. Those that make no sense after a problem are left out."""
+    if not check_protocol(report, run) or not check_conversation(report, run):
+        return
+    instance = run.factory()
+    players = known_players(instance)
+    if run.player == "random" and "random" not in players:
+        run.player = "model"
+    if run.player != "model" and run.player not in players:
+        report.problem(f"{run.environment} comes with no {run.player} player; choose --player model.")
+        return
+    report.section(f"Play: {run.episodes} episodes by the {run.player}{'' if run.player == 'model' else ' player'}")
+    try:
+        played = model_plays(run) if run.player == "model" else player_plays(run, run.player)
+    except (OSError, ValueError, SafetensorError) as error:
+        report.problem(f"The {run.player} cannot play: {error}")
+        return
+    check_play(report, run, played)
+    check_determinism(report, run, played)
+    scores = {run.player: played, **{name: player_plays(run, name) for name in players if name != run.player}}
+    check_scores(report, run, scores)
+    drawn = next((episode for episode in played if episode.turns), None)
+    if drawn is not None:
+        report.section("Tokens of an episode")
+        report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
+    report_memory(report, run, [episode for episodes in scores.values() for episode in episodes])
+
+
+def check_protocol(report: Report, run: Run) -> bool:
+    """The protocol, on a few turns of two episodes. Returns whether it is kept."""
+    report.section("Protocol")
+    options = run.rows[0] if run.rows else None
+    found = check_environment(
+        run.factory, seed=run.args.seed, episodes=2, max_turns=3, options=options, timeout=run.time_limit
+    )
+    for message in found.warnings:
+        report.warning(f"{found.environment}: {message}")
+    for message in found.errors:
+        report.problem(f"{found.environment}: {message}")
+    if not found.findings:
+        report.line(f"{found.environment} keeps it: two episodes of up to 3 turns, each on two instances.")
+    return not found.errors
+
+
+def check_conversation(report: Report, run: Run) -> bool:
+    """The chat template and the first prompt. Returns whether the model can be asked."""
+    report.section("Chat template")
+    try:
+        engine = run.engine(run.factory)
+        needs_anchor = getattr(run.args, "advantage_granularity", None) == "anchor"
+        start = probe_environment(engine.pool, run.args.seed, run.rows[0] if run.rows else None)
+        check_first_prompt(engine, start, needs_anchor=needs_anchor)
+        engine.pool.close()
+    except ValueError as error:
+        report.problem(str(error))
+        return False
+    form = "plain text (the tokenizer has no template)" if engine.chat.chat_template is None else "the template"
+    report.line(f"Conversations are written by {form}; a longer one begins with what was there before, token by token.")
+    ends = ", ".join(repr(run.tokenizer.decode([token])) for token in engine.chat.eos_token_ids) or "nothing"
+    report.line(f"An answer is ended by {ends}.")
+    return True
+
+
+def player_plays(run: Run, name: str) -> list[Trajectory]:
+    """The episodes, by one of the environment's own players."""
+
+    def choose(environment: Environment) -> Player:
+        return known_players(environment)[name]
+
+    return play_in_seat(run.engine, run.factory, choose, run.specs(), run.tokenizer)
+
+
+def model_plays(run: Run) -> list[Trajectory]:
+    """The episodes, by the model, sampling as the training would."""
+    args, name = run.args, run.model.model_name_or_path
+    model = AutoModelForCausalLM.from_pretrained(
+        name, revision=run.model.model_revision, dtype=run.model.dtype, trust_remote_code=args.trust_remote_code
+    )
+    engine = run.engine(run.factory)
+    generator = TransformersGenerator(
+        model.to("cuda" if torch.cuda.is_available() else "cpu").eval(),
+        eos_token_ids=engine.chat.eos_token_ids,
+        pad_token_id=run.tokenizer.pad_token_id,
+        settings=sampling_settings(args),
+        tokenizer=run.tokenizer,
+        max_batch_size=args.generation_chunk_size,
+    )
+    try:
+        return engine.run(run.specs(), generator)
+    finally:
+        engine.pool.close()
+
+
+def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
+    """Returns, rewards, lengths against the limits, and how episodes ended."""
+    args, rows = run.args, [episode_row(episode) for episode in played]
+    summary = summarize(rows)
+    failed = Counter(episode.error for episode in played if episode.stop_reason.failed)
+    for error, count in failed.items():
+        (report.problem if 2 * count > len(played) else report.warning)(f"{count} episodes failed: {error}")
+    turns = [turn for episode in played for turn in episode.turns if not episode.stop_reason.failed]
+    if not turns:
+        return
+    report.line(
+        f"mean {summary['return/mean']:.3f}, from {summary['return/min']:.3g} to {summary['return/max']:.3g}"
+        + (f"; success {summary['success']:.0%}" if "success" in summary else "; no success is reported"),
+        "return",
+    )
+    report.line(_rewards([turn.reward for turn in turns]), "rewards")
+    report.line(
+        f"mean {summary['turns/mean']:.1f}, at most {summary['turns/max']:.0f} (max_turns={args.max_turns})", "turns"
+    )
+    lengths, whole = [turn.end - turn.start for turn in turns], max(row["tokens"] for row in rows)
+    limit = args.max_model_length or getattr(run.config.get_text_config(), "max_position_embeddings", None)
+    report.line(
+        f"an answer has {fmean(lengths):.1f}, at most {max(lengths)} (max_new_tokens={args.max_new_tokens}); a first prompt "
+        f"at most {max(len(episode.prompt_ids) for episode in played)}; an episode at most {whole} "
+        f"(max_model_length={limit})",
+        "tokens",
+    )
+    ends = {reason.value: summary[f"stop/{reason.value}"] for reason in StopReason}
+    report.line(", ".join(f"{name} {share:.0%}" for name, share in ends.items() if share), "ended")
+    cut = sum(share for name, share in ends.items() if StopReason(name).truncated)
+    report.line(f"{cut:.0%} of the episodes", "cut short")
+    if cut == 1.0:
+        report.warning("every episode was cut short: raise max_turns or max_model_length, or end episodes sooner.")
+        if args.mask_truncated_completions:
+            report.problem("every episode was cut short and mask_truncated_completions=True: nothing is trained on.")
+    if summary["answers_cut"] > 0.5:
+        report.warning(f"{summary['answers_cut']:.0%} of the answers were cut at max_new_tokens={args.max_new_tokens}.")
+    if summary["observations_cut"]:
+        report.warning(f"observations were cut at max_observation_length={args.max_observation_length} characters.")
+
+
+def _rewards(rewards: Sequence[float]) -> str:
+    values = Counter(round(reward, 6) for reward in rewards)
+    shown = ", ".join(f"{value:g} ({count} times)" for value, count in sorted(values.items())[:6])
+    more = f" and {len(values) - 6} other values" if len(values) > 6 else ""
+    rewarded = sum(reward != 0 for reward in rewards) / len(rewards)
+    return f"from {min(rewards):g} to {max(rewards):g}: {shown}{more}; {rewarded:.0%} of {len(rewards)} turns are not 0"
+
+
+def check_determinism(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
+    """The first episodes again, with the same answers, on new instances."""
+    report.section("Determinism")
+    again = [(spec, episode) for spec, episode in zip(run.specs(), played) if episode.turns][:REPLAYED]
+    messages: dict[str, None] = {}
+    for spec, episode in again:
+        texts = [turn.text for turn in episode.turns]
+        check = partial(check_environment, run.factory, max_turns=len(texts), actions=texts, timeout=run.time_limit)
+        found = check(seed=spec.seed, options=spec.options)
+        messages |= dict.fromkeys(f"{found.environment}: {finding.message}" for finding in found.findings)
+    for message in messages:
+        report.warning(message)
+    if not messages:
+        report.line(f"{len(again)} episodes, each played twice more with the same answers, went the same way.")
+
+
+def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) -> None:
+    """What players reach, and whether there is anything to tell episodes apart by."""
+    report.section("Players")
+    table = Table("", "return", "success", box=None, pad_edge=False)
+    returns, means = list[float](), dict[str, float]()
+    for name, episodes in scores.items():
+        summary = summarize([episode_row(episode) for episode in episodes])
+        if "return/mean" in summary:
+            success = f"{summary['success']:.1%}" if "success" in summary else "-"
+            table.add_row(f"  {name}", f"{summary['return/mean']:+.3f}", success)
+            means[name] = summary["return/mean"]
+            returns += [episode.episode_return for episode in episodes if not episode.stop_reason.failed]
+    report.show(table)
+    if len(scores) == 1 and run.player == "model":
+        report.line("The environment comes with no player of its own to compare with.")
+    for name in scores.keys() - {run.player}:
+        cut = sum(turn.finish_reason == "length" for episode in scores[name] for turn in episode.turns)
+        if cut:
+            report.warning(f"{cut} answers of the {name} player were cut at max_new_tokens={run.args.max_new_tokens}.")
+    if "expert" in means and means["expert"] <= means.get("random", float("-inf")):
+        report.warning("the expert does no better than the random player: look at the limits and at the rewards.")
+    own = {episode.episode_return for episode in scores[run.player] if not episode.stop_reason.failed}
+    advice = (
+        "there is nothing to learn from. Choose an easier level, reward part of the way, or let the model imitate good "
+        "episodes first; --episodes plays more."
+    )
+    if run.player == "model" and run.named and len(own) == 1:
+        # What others reach does not help: advantages compare the model's own episodes.
+        report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {advice}")
+    elif len(set(returns)) == 1:
+        # Of a model that knows nothing, or a player that tries nothing, little else is to be expected.
+        tell = report.problem if run.named or "expert" in scores else report.warning
+        tell(f"all {len(returns)} episodes returned {returns[0]:g}: {advice}")
+    elif len(own) == 1:
+        report.warning(
+            f"every episode that the {run.player} played returned the same; a group like that teaches nothing."
+        )
+
+
+def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
+    """The plan for the batch and the limits of the run."""
+    gaps = [after.start - before.end for one in played for before, after in pairwise(one.turns)]
+    final = [len(one.completion_ids) - one.turns[-1].end for one in played if one.turns]
+    prompt, observation = max(len(one.prompt_ids) for one in played), max([0, *gaps, *final])
+    plan = plan_memory(
+        run.config,
+        run.args,
+        run.model,
+        critic=ALGORITHMS[run.algorithm][1]._needs_final_observation,
+        prompt=prompt,
+        observation=observation,
+    )
+    report.section(f"Memory of one process, planned for episodes of {plan.tokens:,} tokens")
+    report.line(
+        f"The limits allow that many: max_turns={run.args.max_turns}, max_new_tokens={run.args.max_new_tokens}, "
+        f"max_model_length={run.args.max_model_length}, with the longest first prompt ({prompt}) and observation "
+        f"({observation}) that were played."
+    )
+    kind = f"{plan.quantization}, the others {plan.dtype}" if plan.quantization else f"{plan.dtype}"
+    report.line(f"The weights are {kind.replace('torch.', '')}; --dtype changes it.")
+    try:
+        items = estimate_memory(run.config, plan)
+    except (
+        RuntimeError,
+        NotImplementedError,
+        AttributeError,
+        TypeError,
+    ) as error:  # a model that needs its data to run
+        report.warning(f"{run.config.model_type} models cannot be planned for: {str(error).partition(chr(10))[0]}")
+        return
+    table = Table("", "size", "formula", box=None, pad_edge=False)
+    table.columns[1].justify, table.columns[1].no_wrap, table.columns[0].no_wrap = "right", True, True
+    for item in items:
+        table.add_row(f"  {item.name}", readable(item.size), item.formula)
+    report.show(table)
+    size = None
+    if run.gpu_memory is not None:
+        size = int(run.gpu_memory * 2**30)
+    elif torch.cuda.is_available():
+        size = torch.cuda.mem_get_info()[1]
+    if size is not None and items[-1].size > size:
+        report.problem(
+            f"the planned peak of {readable(items[-1].size)} is more than the GPU's {readable(size)}. Lower "
+            "per_device_train_batch_size, generation_chunk_size, max_turns or max_new_tokens; or set use_peft, "
+            "load_in_4bit, gradient_checkpointing or dtype bfloat16."
+        )
+    elif size is not None:
+        report.line(f"The planned peak is {items[-1].size / size:.0%} of the GPU's {readable(size)}.")
+
+
+def model_config(model: ModelConfig, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration of a model, without its weights."""
+    return AutoConfig.from_pretrained(
+        model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
+    )

@@ -1,0 +1,224 @@
+"""``agile-trainers demo``: from nothing to a trained agent, in minutes on a CPU.
+
+A tiny model is made in code, learns the format of guess-the-number from scripted games (TRL's ``SFTTrainer``), and then
+learns to play it well by multi-turn GRPO with LoRA. Everything it writes is under ``--output_dir``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Set before torch is imported: on tiny tensors a second thread costs far more than it brings.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig, PeftModel
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase, PrinterCallback
+from transformers.utils import logging
+from trl import SFTTrainer
+
+from agile_environments.guess_number import LEVELS, demonstrations, halving_player, random_player
+from agile_trainers import embedded
+from agile_trainers.cli.demo.report import Score, learning_curve, plot, results_table, some_games, write_summary
+from agile_trainers.cli.preflight import check_output
+from agile_trainers.cli.progress import show_progress
+from agile_trainers.embedded import make_embedded_model, words_of
+from agile_trainers.envs.players import Player
+from agile_trainers.rollout.engine import EpisodeSpec
+from agile_trainers.rollout.generators.base import GenerationRequest
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.trainers.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+
+HIGH, GUESSES = LEVELS["normal"]
+GROUP = 8
+"""Games of the same secret in one update: what a game's return is compared with."""
+
+
+TURN = re.compile(r"<\|im_start\|>\s*(\w+)\s*\n\s*(.*?)\s*<\|im_end\|>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of everything."""
+
+    sft_steps: int = 250
+    sft_batch: int = 32
+    rl_steps: int = 300
+    eval_episodes: int = 1000
+
+
+QUICK = Budget(sft_steps=20, rl_steps=4, eval_episodes=60)
+
+
+def sft_trainer(model: Path, output: Path, seed: int, budget: Budget) -> SFTTrainer:
+    """The trainer of the supervised stage: the format of the game, from a player that guesses anything still possible.
+
+    Args:
+        model: Folder of the untrained model.
+        output: Folder to write the trained model to.
+        seed: Chooses the games and their order.
+        budget: Number of updates and of games in each; no game is seen twice.
+    """
+    count = budget.sft_steps * budget.sft_batch
+    games = demonstrations(count, seed=seed * count)
+    length = {"max_steps": budget.sft_steps, "per_device_train_batch_size": budget.sft_batch}
+    return embedded.sft_trainer(model, games, output, seed=seed, **length)
+
+
+def make_trainer(
+    model: str | PeftModel, output: Path, seed: int, budget: Budget, peft_config: LoraConfig | None = None
+) -> MultiTurnGRPOTrainer:
+    """The multi-turn GRPO trainer of the demo: every update plays each secret ``GROUP`` times."""
+    secrets = Dataset.from_dict({"secret": list(range(1, HIGH + 1))})
+    trainer = MultiTurnGRPOTrainer(
+        model=model,
+        environment="agile:guess_number",
+        args=MultiTurnGRPOConfig(
+            output_dir=str(output),
+            max_turns=GUESSES,
+            max_new_tokens=2,
+            advantage_granularity="trajectory",
+            num_generations=GROUP,
+            per_device_train_batch_size=GROUP * HIGH,
+            max_steps=budget.rl_steps,
+            num_eval_episodes=budget.eval_episodes,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+            entropy_coef=0.08,  # without it a secret or two is lost to early certainty
+            entropy_coef_schedule="linear",
+            beta=0.0,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            seed=seed,
+            save_strategy="no",
+            report_to="none",
+            logging_steps=1,
+            disable_tqdm=True,
+        ),
+        train_dataset=secrets,
+        eval_dataset=secrets,
+        peft_config=peft_config,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def scripted_score(name: str, player: Player, trainer: MultiTurnGRPOTrainer, episodes: int) -> Score:
+    """Let a scripted player play through the trainer's own rollout engine."""
+    tokenizer, engine = trainer.processing_class, trainer.engine
+    assert isinstance(tokenizer, PreTrainedTokenizerBase) and engine is not None
+
+    def script(request: GenerationRequest) -> list[int]:
+        turns = TURN.findall(tokenizer.decode(request.token_ids))
+        messages = [{"role": role, "content": content} for role, content in turns]
+        answer = player(messages, random.Random(request.uniforms(1)[0]))
+        return [*tokenizer.encode(answer), tokenizer.eos_token_id]
+
+    specs = [EpisodeSpec(index, (index,), {"secret": index % HIGH + 1}) for index in range(episodes)]
+    games = engine.run(specs, ScriptedGenerator(script))
+    return Score(
+        name, sum(bool(game.success) for game in games) / episodes, sum(g.episode_return for g in games) / episodes
+    )
+
+
+def model_score(name: str, trainer: MultiTurnGRPOTrainer) -> Score:
+    """Let the model play, sampling."""
+    metrics = trainer.evaluate()
+    return Score(name, metrics["eval_success"], metrics["eval_return"])
+
+
+def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, object]:
+    """Run the demo.
+
+    Args:
+        output: Folder for everything it writes.
+        seed: Seed of the model, the games and the sampling.
+        budget: Number of updates and of evaluation episodes.
+        console: Where to show what happens.
+
+    Returns:
+        What ``summary.json`` holds.
+    """
+    started = time.perf_counter()
+    disable_progress_bars()
+    logging.disable_progress_bar()
+    console.rule(f"Guess the number between 1 and {HIGH} in {GUESSES} guesses")
+    # A vocabulary of the game's words alone: an entropy bonus over hundreds of useless tokens would cost much success.
+    words = words_of(demonstrations(100), "invalid", "correct")
+    untrained = make_embedded_model(output / "untrained", words=words, seed=seed)
+    base = output / "sft"
+    supervised = sft_trainer(untrained, base, seed, budget)
+    with show_progress(supervised, console, "learning the format", {"loss": "loss", "mean_token_accuracy": "accuracy"}):
+        supervised.train()
+    supervised.save_model()
+
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make_trainer(str(base), output / "rl", seed, budget, lora)
+    scores = {
+        "random": scripted_score("random play", random_player, trainer, budget.eval_episodes),
+        "sft": model_score("after SFT", trainer),
+    }
+    shown = {"success": "success", "return/mean": "return", "turns/mean": "turns", "entropy": "entropy"}
+    with show_progress(trainer, console, "multi-turn GRPO", shown):
+        trainer.train()
+    scores["rl"] = model_score("after RL", trainer)
+    scores["optimal"] = scripted_score("optimal play", halving_player, trainer, budget.eval_episodes)
+
+    adapter = output / "adapter"
+    trainer.save_model(str(adapter))
+    steps, successes = learning_curve(trainer.state.log_history)
+    picture = plot(steps, successes, scores, output / "learning_curve.png")
+    games = some_games(output / "rl" / "rollouts")
+    (output / "games.txt").write_text(games + "\n", encoding="utf-8")
+    seconds = time.perf_counter() - started
+    summary = write_summary(output, scores, seed=seed, seconds=seconds, adapter=adapter, base=base, budget=budget)
+    _show(console, games, results_table(scores, budget.eval_episodes), picture, base, adapter, seconds)
+    return summary
+
+
+def _show(
+    console: Console, games: str, table: object, picture: Path, base: Path, adapter: Path, seconds: float
+) -> None:
+    console.rule("Some games of the trained model")
+    console.print(games, highlight=False, soft_wrap=True)
+    console.rule("Result")
+    console.print(table)
+    console.print(
+        f"{seconds:.0f} seconds. Learning curve: {picture}. The adapter is in {adapter} and loads with\n\n"
+        f'    base = AutoModelForCausalLM.from_pretrained("{base}")\n'
+        f'    model = PeftModel.from_pretrained(base, "{adapter}")\n'
+        f'    tokenizer = AutoTokenizer.from_pretrained("{adapter}")\n',
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the options and run the demo."""
+    parser = argparse.ArgumentParser(
+        prog="agile-trainers demo",
+        description="Trains a tiny model from nothing, in minutes on a CPU: it is made in code, learns the format of "
+        "guess-the-number from scripted games, and then learns to play by multi-turn GRPO with LoRA.",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the model, the games and the sampling (default: 0)"
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("runs/demo"), help="folder to write (default: runs/demo)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a few updates only, to see that everything works")
+    options = parser.parse_args(argv)
+    if options.seed < 0:
+        parser.error(f"--seed must not be negative, got {options.seed}")
+    check_output(options.output_dir)
+    run(options.output_dir, options.seed, QUICK if options.quick else Budget(), Console())

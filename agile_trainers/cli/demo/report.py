@@ -1,0 +1,115 @@
+"""What the demo leaves behind: a table, a picture, some games and ``summary.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from agile_trainers.rollout.episode_files import read_records
+
+LIBRARIES = ("agile-trainers", "trl", "transformers", "peft", "torch")
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well somebody plays."""
+
+    name: str
+    success: float
+    """Share of games won."""
+    episode_return: float
+    """Mean return."""
+
+
+def results_table(scores: Mapping[str, Score], episodes: int) -> Table:
+    """The scores, one row each."""
+    table = Table("", "games won", "return", title=f"{episodes:,} sampled games each")
+    for score in scores.values():
+        table.add_row(score.name, f"{score.success:.1%}", f"{score.episode_return:+.3f}")
+    return table
+
+
+def learning_curve(log_history: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
+    """Training steps and the success rate of each, out of ``trainer.state.log_history``."""
+    points = [(int(log["step"]), float(log["success"])) for log in log_history if "success" in log]
+    return [step for step, _ in points], [success for _, success in points]
+
+
+def plot(steps: Sequence[int], successes: Sequence[float], scores: Mapping[str, Score], path: Path) -> Path:
+    """Draw a learning curve over the scores as levels.
+
+    Args:
+        steps: Number of each update.
+        successes: Share of its games that were won.
+        scores: Drawn as dashed lines.
+        path: PNG file to write.
+
+    Returns:
+        ``path``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, successes, color="tab:blue", linewidth=1, alpha=0.35)
+    axes.plot(
+        steps, moving_average(successes, 9), color="tab:blue", linewidth=2, label="games of each update, smoothed"
+    )
+    for score, color in zip(scores.values(), ("tab:gray", "tab:orange", "tab:green", "black")):
+        axes.axhline(score.success, color=color, linestyle="--", linewidth=1, label=f"{score.name} {score.success:.2f}")
+    axes.set(xlabel="update", ylabel="games won", ylim=(0, 1.02), title="Multi-turn GRPO on guess-the-number")
+    axes.legend(loc="lower right", fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)
+    return path
+
+
+def moving_average(values: Sequence[float], width: int) -> list[float]:
+    """Mean over the ``width`` values around each, fewer at the ends."""
+    half = width // 2
+    windows = (values[max(index - half, 0) : index + half + 1] for index in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def some_games(rollouts: Path, count: int = 3) -> str:
+    """Games of the last evaluation as plain text, those with the most turns first; each secret once.
+
+    Args:
+        rollouts: The trainer's folder of episodes.
+        count: Number of games.
+    """
+    episodes = read_records(max(rollouts.glob("*-eval-*.jsonl")))
+    by_secret = {episode["reset_info"]["secret"]: episode for episode in episodes}
+    longest = sorted(by_secret.values(), key=lambda episode: -len(episode["turns"]))
+    return "\n\n".join(_game(episode) for episode in longest[:count])
+
+
+def _game(episode: dict[str, Any]) -> str:
+    lines = [f"environment: {episode['prompt'][-1]['content']}"]
+    for turn in episode["turns"]:
+        lines += [f"      model: {turn['text']}", f"environment: {turn['observation']}"]
+    return "\n".join([*lines, f"(the number was {episode['reset_info']['secret']}; return {episode['return']:+.1f})"])
+
+
+def write_summary(
+    output: Path, scores: Mapping[str, Score], *, seed: int, seconds: float, adapter: Path, base: Path, budget: Any
+) -> dict[str, object]:
+    """Write ``summary.json``: success and return of every row of the table, and how they came about."""
+    summary = {
+        **{f"{key}_success": score.success for key, score in scores.items()},
+        **{f"{key}_return": score.episode_return for key, score in scores.items()},
+        "seconds": round(seconds, 1),
+        "adapter_path": str(adapter),
+        "base_path": str(base),
+        "seed": seed,
+        "budget": asdict(budget),
+        "versions": {name: version(name) for name in LIBRARIES},
+    }
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary

@@ -1,0 +1,1 @@
+"""Isolates programs and functions that run on a model's text."""

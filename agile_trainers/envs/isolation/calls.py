@@ -1,0 +1,188 @@
+"""Runs functions on a model's text in another process, which is isolated and which limits kill whatever it is doing.
+
+A thread cannot be stopped, and one big integer or regular expression holds up every other. What the process can reach
+depends on the level of isolation; see ``levels.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from agile_trainers.envs.isolation import levels as isolation
+
+_WORKER = Path(__file__).with_name("worker.py")
+_MOST_WORKERS = 4
+_MOST_MEMORY = 4096
+"""Megabytes."""
+_LOADING_SECONDS = 120.0
+"""What a new process may take, loading the function included."""
+_LONGEST_REPLY = 1 << 24
+"""Bytes."""
+
+
+class IsolatedError(RuntimeError):
+    """The function raised, or its process died."""
+
+
+class IsolatedDeath(IsolatedError):
+    """The function's process died, or ran out of memory."""
+
+
+def run_isolated(
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = 5.0,
+    memory: int = 1024,
+    required_by: str | None = None,
+) -> Any:
+    """Call a function in an isolated process, which is kept for the next call of functions of its file unless it died.
+
+    The process is isolated as well as this machine can (see :mod:`~agile_trainers.envs.isolation.levels`): at every level
+    it has none of the environment variables of this one, and can write no file. Arguments and value travel as JSON, so that
+    what comes back is data whatever happened there.
+
+    Args:
+        function: Defined at the top of a file that imports nothing relative; only that file is loaded over there. Its
+            function ``prepare()``, if there is one, is called first, before the clock starts: to import what takes long.
+        arguments: What JSON can say.
+        timeout: Seconds of CPU time, so that the outcome does not depend on what else the machine does. The kernel ends
+            the process then, even inside one long operation. In wall time it may take thirty times as long.
+        memory: Megabytes of address space, at most 4096.
+        required_by: What needs isolation, for the error where the machine offers none: what executes text. None: the call
+            is made there too.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        IsolationError: If isolation is required, this machine offers none, and nobody has allowed to do without.
+        TimeoutError: If it took too long.
+        IsolatedError: If it raised, used too much memory, or returned what JSON cannot say.
+    """
+    if not 0 < memory <= _MOST_MEMORY:
+        raise ValueError(f"memory must be between 1 and {_MOST_MEMORY} megabytes, got {memory}.")
+    if required_by is not None:
+        isolation.require(required_by)
+    key = isolation.level(), function.__code__.co_filename
+    with _slots:
+        try:
+            worker = _idle[key].pop()
+        except IndexError:
+            worker = _Worker(key[1])
+        try:
+            kind, value = worker.ask(function, arguments, timeout, memory)
+            if kind == "memory":  # which whatever took it may still hold
+                raise IsolatedDeath(f"{value}: more than {memory} megabytes")
+        except BaseException:
+            worker.kill()
+            raise
+        _idle[key].append(worker)
+    if kind != "value":
+        raise IsolatedError(str(value))
+    return value
+
+
+class _Worker:
+    """The process, seen from here."""
+
+    def __init__(self, file: str) -> None:
+        most = {"RLIMIT_AS": _MOST_MEMORY << 20, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0}
+        self._process = _starter.submit(
+            subprocess.Popen,
+            isolation.command([str(_WORKER)], limits=most, sites=True, extra=[_WORKER, file]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C is for the training process
+        ).result()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._requests, False)
+        self._begun = b""
+        self._send({"path": [os.path.realpath(entry) for entry in sys.path if entry]})
+
+    def ask(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float, memory: int
+    ) -> tuple[str, Any]:
+        request = {
+            "file": os.path.realpath(function.__code__.co_filename),
+            "name": function.__name__,
+            "arguments": arguments,
+        }
+        self._send({**request, "timeout": timeout, "memory": memory})
+        self._receive(_LOADING_SECONDS)
+        return self._receive(30 * timeout)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+
+    def _send(self, request: dict[str, Any]) -> None:
+        left = json.dumps(request).encode() + b"\n"
+        deadline = time.monotonic() + _LOADING_SECONDS
+        with suppress(BrokenPipeError):  # a dead process is noticed by its silence
+            while left:
+                if not _ready(self._requests, select.POLLOUT, deadline):
+                    raise TimeoutError("it reads no request")
+                left = left[os.write(self._requests, left) :]
+
+    def _receive(self, seconds: float) -> tuple[str, Any]:
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._begun:
+            if not _ready(self._replies, select.POLLIN, deadline):
+                raise TimeoutError(f"no answer within {seconds:g} s")
+            part = os.read(self._replies, 1 << 16)
+            self._begun += part
+            if not part or len(self._begun) > _LONGEST_REPLY:
+                raise self._death()
+        line, _, self._begun = self._begun.partition(b"\n")
+        kind, value = json.loads(line)
+        return kind, value
+
+    def _death(self) -> Exception:
+        self._process.kill()
+        code = isolation.exit_code(self._process.wait())
+        if code == -signal.SIGPROF:
+            return TimeoutError("it used up its CPU time")
+        return IsolatedDeath(f"the process died (exit code {code})")
+
+
+def _ready(descriptor: int, what: int, deadline: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, what)
+    return bool(poll.poll(max(deadline - time.monotonic(), 0.0) * 1000))
+
+
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+_idle: defaultdict[tuple[str, str], deque[_Worker]] = defaultdict(deque)
+_slots = threading.BoundedSemaphore(_MOST_WORKERS)
+_starter = ThreadPoolExecutor(1, "isolation")  # the kernel ends a process with the *thread* that started it
+
+
+def _forget() -> None:
+    """In a forked process: the workers are the parent's."""
+    global _slots, _starter
+    _idle.clear()
+    _slots = threading.BoundedSemaphore(_MOST_WORKERS)
+    _starter = ThreadPoolExecutor(1, "isolation")
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,243 @@
+"""GEM's environments (https://github.com/axon-rl/gem, the package ``gem-llm``) behind our protocol."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agile_trainers.envs.base import ResetResult, StepResult, read_options
+from agile_trainers.envs.libraries.gem_isolation import isolate, isolate_code_runner
+from agile_trainers.envs.libraries.global_random import OwnRandomState
+from agile_trainers.envs.players import Player
+
+OFFLINE_GAMES = (
+    "game:Crosswords-v0-easy",
+    "game:Crosswords-v0-hard",
+    "game:FifteenPuzzle-v0-easy",
+    "game:FifteenPuzzle-v0-hard",
+    "game:Game2048-v0-easy",
+    "game:Game2048-v0-extreme-hard",
+    "game:Game2048-v0-hard",
+    "game:Game2048-v0-random",
+    "game:GuessTheNumber-v0-easy",
+    "game:GuessTheNumber-v0-hard",
+    "game:GuessTheNumber-v0-random",
+    "game:Mastermind-v0-easy",
+    "game:Mastermind-v0-hard",
+    "game:Mastermind-v0-random",
+    "game:Minesweeper-v0-easy",
+    "game:Minesweeper-v0-hard",
+    "game:Minesweeper-v0-random",
+    "game:Sokoban-v0-easy",
+    "game:Sokoban-v0-hard",
+    "game:Sokoban-v0-random",
+    "game:Sudoku-v0-easy",
+    "game:Sudoku-v0-hard",
+    "game:Sudoku-v0-random",
+    "game:TowerofHanoi-v0-easy",
+    "game:TowerofHanoi-v0-hard",
+    "game:TowerofHanoi-v0-random",
+)
+"""The games that need nothing downloaded (gem-llm 0.1.0). Wordle, Hangman and WordSearch want NLTK's word list; the
+random FifteenPuzzle and Crosswords cannot be constructed at all."""
+
+_MOVES = ("up", "down", "left", "right")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_RANDOM_ACTIONS: dict[str, Callable[[Any, random.Random], str]] = {
+    "Crosswords": lambda game, rng: (
+        f"{rng.randrange(len(game.board))} {rng.randrange(len(game.board[0]))} {rng.choice(_LETTERS)}"
+    ),
+    "FifteenPuzzle": lambda game, rng: rng.choice(_MOVES),
+    "Game2048": lambda game, rng: rng.choice(_MOVES),
+    "GuessTheNumber": lambda game, rng: str(rng.randint(game.min_number, game.max_number)),
+    "Mastermind": lambda game, rng: " ".join(
+        str(digit) for digit in rng.sample(range(1, game.num_numbers + 1), game.code_length)
+    ),
+    "Minesweeper": lambda game, rng: (
+        f"{rng.choice(('reveal', 'flag'))} {rng.randrange(game.rows)} {rng.randrange(game.cols)}"
+    ),
+    "Sokoban": lambda game, rng: rng.choice(_MOVES),
+    "Sudoku": lambda game, rng: " ".join(str(rng.randint(1, game.scale)) for _ in range(3)),
+    "TowerofHanoi": lambda game, rng: " ".join(rng.sample("ABC", 2)),
+}
+
+
+def is_installed() -> bool:
+    """Whether GEM can be imported."""
+    return importlib.util.find_spec("gem") is not None
+
+
+def games() -> list[str]:
+    """Ids of every GEM environment, as GEM writes them (``game:GuessTheNumber-v0-easy``).
+
+    Raises:
+        ImportError: If GEM is not installed.
+    """
+    return list(_registry())
+
+
+def check_kwargs(game: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return ``kwargs`` if the GEM environment reads them all. GEM itself swallows unknown ones.
+
+    Raises:
+        ValueError: If one is unknown.
+    """
+    module, _, name = _registry()[game].entry_point.partition(":")
+    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    known.append("wrappers")
+    unknown = sorted(set(kwargs) - set(known))
+    if unknown:
+        raise ValueError(
+            f"gem:{game} does not read the argument(s) {', '.join(unknown)}; it reads: {', '.join(known)}."
+        )
+    return kwargs
+
+
+class GemEnvironment:
+    """One GEM environment.
+
+    Observations are GEM's, followed by its task suffix (the board, for games that have one) until the game is over.
+    ``info["success"]`` follows GEM's reward convention: a solved task pays 1 in all, whether at the end
+    (``LanguageGameReward.success_reward``) or bit by bit, and nothing else pays as much. An answer without
+    ``\\boxed{}`` ends the game with reward -0.1 as in GEM. A game that hits its own turn limit is both terminated and
+    truncated, as in GEM; the limit is part of the rules it announces.
+
+    What in GEM evaluates a model's text (its code runner, its mathematical grader, nine data sets of reasoning-gym) does so
+    in isolated processes; see :mod:`~agile_trainers.envs.libraries.gem_isolation`.
+
+    The games draw from Python's and NumPy's global random state. Here each instance has its own, put in place while GEM
+    runs and taken out again afterwards, so that episodes depend on their seed alone.
+
+    Args:
+        game: GEM's id, for example ``game:GuessTheNumber-v0-easy``.
+        wrappers: GEM's wrappers by its names, inner first, for example ``("python_tool",)``. What a tool pays counts as
+            reward, not as success.
+        kwargs: Handed to GEM.
+
+    Raises:
+        ImportError: If GEM is not installed.
+        ValueError: If a wrapper is unknown, or one of those that repeat the conversation in every observation.
+        RuntimeError: If the game needs NLTK's word list and it is not there.
+        IsolationError: If it evaluates a model's text, this machine offers no isolation, and nobody has allowed that.
+    """
+
+    def __init__(self, game: str, *, wrappers: Sequence[str] = (), **kwargs: Any):
+        self.name = game
+        self._random = OwnRandomState()
+        self._return = 0.0
+        make = _gem().make
+        with self._random.in_place():
+            try:
+                self.game = isolate(f"gem:{game}", make(game, **kwargs))
+            except LookupError as error:
+                raise RuntimeError(
+                    f"gem:{game} needs NLTK's word list, which is not installed. Run: python -m nltk.downloader words"
+                ) from error
+        # Only the game itself draws at random; a tool may take its time without holding up other instances.
+        self._tooled = self.game
+        self.game.reset, self.game.step = self._seeded(self.game.reset), self._seeded(self.game.step)
+        for wrapper in wrappers:
+            if wrapper.startswith("python_tool"):
+                isolate_code_runner(f"gem:{game}")
+            self._tooled = _wrapper(wrapper)(self._tooled)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        """Start a game.
+
+        Args:
+            seed: Seed of everything that is random in the game. None goes on from where the last game stopped.
+            options: ``{"seed": int}`` takes the place of ``seed``; nothing else is read.
+
+        Raises:
+            ValueError: If there is another option.
+        """
+        seed = read_options(options, ("seed",), f"gem:{self.name}").get("seed", seed)
+        if seed is not None and hasattr(self.game, "idx"):
+            # Data set tasks count episodes and reshuffle after an epoch; the seed alone is to choose the question.
+            self.game.idx = 0
+        observation, info = self._tooled.reset(seed=None if seed is None else seed % 2**32)  # all that NumPy takes
+        self._return = 0.0
+        return _with_suffix(observation, info), _without_suffix(info)
+
+    def step(self, action: str) -> StepResult:
+        """Hand the action to GEM."""
+        observation, reward, terminated, truncated, info = self._tooled.step(action)
+        if "tool_type" not in info:
+            self._return += float(reward)
+        if not (terminated or truncated):
+            observation = _with_suffix(observation, info)
+        success = self._return > 1.0 - 1e-6
+        return observation, float(reward), terminated, truncated, {**_without_suffix(info), "success": success}
+
+    def random_action(self, rng: random.Random) -> str:
+        """An action in the right format, drawn at random: what a player that ignores the board would answer.
+
+        Raises:
+            ValueError: If the environment is not one of the games in ``OFFLINE_GAMES``.
+        """
+        family = self.name.removeprefix("game:").partition("-")[0]
+        if family not in _RANDOM_ACTIONS:
+            raise ValueError(
+                f"There is no random player for gem:{self.name}; there is one for {', '.join(_RANDOM_ACTIONS)}."
+            )
+        return f"\\boxed{{{_RANDOM_ACTIONS[family](self.game, rng)}}}"
+
+    def players(self) -> dict[str, Player]:
+        """The player of :meth:`random_action`, for the games that have one."""
+        family = self.name.removeprefix("game:").partition("-")[0]
+        return {"random": lambda messages, rng: self.random_action(rng)} if family in _RANDOM_ACTIONS else {}
+
+    def _seeded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            with self._random.in_place():
+                return function(*args, **kwargs)
+
+        return seeded
+
+    def close(self) -> None:
+        """Let GEM close what it holds open."""
+        if hasattr(self.game, "close"):
+            self.game.close()
+
+
+def _with_suffix(observation: str, info: dict[str, Any]) -> str:
+    suffix = info.get("suffix", "")
+    return f"{observation.rstrip()}\n{suffix}" if suffix else observation
+
+
+def _without_suffix(info: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in info.items() if name != "suffix"}
+
+
+def _wrapper(name: str) -> Callable[[Any], Any]:
+    known = importlib.import_module("gem.wrappers.wrapper_factory").WRAPPER_FACTORY
+    usable = [wrapper for wrapper in known if not wrapper.startswith("concat")]
+    if name not in usable:
+        repeats = ": it repeats the conversation, which the model has before it anyway" if name in known else ""
+        raise ValueError(
+            f"wrappers cannot hold {name!r}{repeats}. GEM's wrappers that can be used: {', '.join(usable)}."
+        )
+    return known[name]
+
+
+def _registry() -> dict[str, Any]:
+    _gem()
+    return importlib.import_module("gem.envs.registration").ENV_REGISTRY
+
+
+def _gem() -> Any:
+    if not is_installed():
+        raise ImportError("GEM is not installed. Run: pip install 'agile-trainers[envs]'")
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    gem = importlib.import_module("gem")
+    # Importing GEM configures the whole process's logging; that is the application's to decide.
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    return gem

@@ -1,0 +1,85 @@
+"""Isolates what in GEM evaluates a model's text: its code runner, its mathematical grader, reasoning-gym's scorers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from typing import Any
+
+from agile_trainers.envs.isolation import levels as isolation
+from agile_trainers.envs.isolation.calls import IsolatedDeath, run_isolated
+from agile_trainers.envs.libraries import gem_grader, scorers
+from agile_trainers.envs.libraries.reasoning_gym import evaluates
+
+_CODE_MEMORY, _CODE_OUTPUT = 1024, 100_000
+_GRADER_MEMORY = 4096
+"""Megabytes: GEM's grader imports much."""
+
+
+def isolate(name: str, game: Any) -> Any:
+    """The game, with its evaluators replaced by isolated ones.
+
+    Args:
+        name: The environment's id, for errors.
+        game: What GEM made.
+
+    Raises:
+        IsolationError: If it has some, this machine offers no isolation, and nobody has allowed to do without.
+    """
+    if hasattr(game, "sandbox_type"):
+        isolate_code_runner(name)
+    if hasattr(game, "check_correct"):
+        isolation.require(name)
+        if game.use_mp:
+            game.mp_pool.terminate()
+        game.use_mp, game.close = False, lambda: None
+        game._local_step = functools.partial(_step, name, game)
+    if hasattr(game, "ds") and hasattr(game, "reward_fn") and evaluates(game.name, game.ds):
+        isolation.require(name)
+        game.reward_fn = functools.partial(score, name, game.name, {"size": game.size, "seed": game.seed})
+    return game
+
+
+def score(
+    required_by: str, data_set: str, settings: dict[str, Any], *, answer: str | None, entry: dict[str, Any]
+) -> float:
+    """The score of a data set of reasoning-gym that evaluates answers; 0 for one that takes too long or too much memory."""
+    try:
+        arguments = data_set, json.dumps(settings, default=list), answer, entry
+        return run_isolated(scorers.score, *arguments, memory=2048, required_by=required_by)
+    except (TimeoutError, IsolatedDeath):
+        return 0.0
+
+
+def _step(name: str, game: Any, action: str) -> Any:
+    try:
+        correct = run_isolated(gem_grader.is_correct, action, game.answer, memory=_GRADER_MEMORY, required_by=name)
+    except (TimeoutError, IsolatedDeath):
+        correct = False
+    terminal = importlib.import_module("gem.utils.constants").TERMINAL_STATE
+    return terminal, float(correct), True, True, {"correct": correct}
+
+
+def isolate_code_runner(name: str) -> None:
+    """Let GEM run every program in an isolated interpreter, whatever ``sandbox_type`` says.
+
+    Raises:
+        IsolationError: If this machine offers no isolation, and nobody has allowed to do without.
+    """
+    isolation.require(name)
+    sandbox: Any = importlib.import_module("gem.utils.sandbox")
+    sandbox.subprocess_run = functools.partial(_run, name)
+
+
+def _run(
+    name: str, code: str, cmd_list: Any, sandbox_type: str, stdin: str | None = None, timeout: float = 10
+) -> tuple[bool, str, str]:
+    """In the place of ``gem.utils.sandbox.subprocess_run``; installed packages can be imported, as there."""
+    isolation.require(name)
+    ran = isolation.run_program(
+        code, stdin=stdin or "", timeout=timeout, memory=_CODE_MEMORY, max_output=_CODE_OUTPUT, sites=True
+    )
+    if ran.timed_out:
+        return False, ran.printed, f"Execution timed out after {timeout} seconds."
+    return ran.status == 0, ran.printed, ran.errors.strip()

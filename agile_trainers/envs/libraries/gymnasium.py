@@ -1,0 +1,230 @@
+"""Gymnasium environments that can be played in text (https://gymnasium.farama.org) behind our protocol."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
+
+_COLOURS = re.compile(r"\x1b\[([\d;]*)m([^\x1b]*)\x1b\[0m")
+
+
+@dataclass(frozen=True)
+class _ToyText:
+    """What Gymnasium's documentation says of a toy-text environment, and its observations do not."""
+
+    actions: tuple[str, ...]
+    rules: str
+    solved: float
+    """Reward of the step that solves it."""
+
+
+_LAKE = _ToyText(
+    ("left", "down", "right", "up"),
+    "Walk over the frozen cells F from the start S to the goal G and into none of the holes H. [ ] is put around the cell "
+    "you are on. The ice may be slippery.",
+    1.0,
+)
+_TAXI = _ToyText(
+    ("south", "north", "east", "west", "pickup", "dropoff"),
+    "Drive the taxi, around which [ ] is put, to the passenger at the place in ( ), pick the passenger up and drop them off "
+    "at the place in { }. Walls are |, and : can be passed.",
+    20.0,
+)
+_CLIFF = _ToyText(
+    ("up", "right", "down", "left"),
+    "Walk from the bottom left to the target T at the bottom right without stepping onto the cliff C. x is where you are. "
+    "Every step costs 1, the cliff 100 and the way back to the start.",
+    -1.0,
+)
+_TOY_TEXT = {
+    "FrozenLake-v1": _LAKE,
+    "FrozenLake8x8-v1": _LAKE,
+    "Taxi-v3": _TAXI,
+    "Taxi-v4": _TAXI,
+    "CliffWalking-v1": _CLIFF,
+    "CliffWalkingSlippery-v1": _CLIFF,
+}
+
+
+def is_installed() -> bool:
+    """Whether Gymnasium can be imported."""
+    return importlib.util.find_spec("gymnasium") is not None
+
+
+def listed() -> list[str]:
+    """The ids worth listing: Gymnasium's own that can be played in text."""
+    return [name for name in _TOY_TEXT if name in _gymnasium().registry]
+
+
+def knows(name: str) -> bool:
+    """Whether there is such an id. ``module:id`` imports the module first, as ``gymnasium.make`` does.
+
+    Raises:
+        ImportError: If Gymnasium or the module is not installed.
+    """
+    registry = _gymnasium().registry
+    module, _, short = name.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    return short in registry
+
+
+def make_factory(name: str, **kwargs: Any) -> EnvironmentFactory:
+    """A factory that has made one environment already, so that what cannot be played is refused at once.
+
+    Raises:
+        Exception: See :class:`GymnasiumEnvironment`.
+    """
+    GymnasiumEnvironment(name, **kwargs).close()
+    return functools.partial(GymnasiumEnvironment, name, **kwargs)
+
+
+class GymnasiumEnvironment:
+    """One Gymnasium environment whose observations and actions are text, or can be written as such.
+
+    Observations: a ``Text`` space is taken as it is; otherwise the environment must render as ``ansi``, and what it draws
+    is the observation, with brackets in place of terminal colours. Actions: a ``Text`` space takes the answer as it is; of
+    a ``Discrete`` one the last action named in the answer is taken. An answer that names none, or that the space does not
+    contain, is no step: it is answered by what was expected, with reward 0.
+
+    ``info["success"]`` is the environment's own ``success`` or ``is_success`` if it reports one. For FrozenLake, Taxi and
+    CliffWalking it says whether the goal was reached.
+
+    Args:
+        name: Gymnasium's id, for example ``FrozenLake-v1``, or ``module:id`` for one that a module registers.
+        actions: Names of the actions of a ``Discrete`` space. Default: the documented ones for Gymnasium's own, otherwise
+            numbers.
+        rules: Told before the first observation. Default: the goal of Gymnasium's own; the actions are told always.
+        kwargs: Handed to ``gymnasium.make``, for example ``is_slippery=False``.
+
+    Raises:
+        ImportError: If Gymnasium is not installed.
+        ValueError: If the environment does not read one of ``kwargs``, or its spaces are no text.
+    """
+
+    def __init__(self, name: str, *, actions: Sequence[str] | None = None, rules: str | None = None, **kwargs: Any):
+        self.name = f"gymnasium:{name}"
+        self._gym = _gymnasium()
+        spec = self._gym.registry[name.rpartition(":")[2]]
+        self._toy = _TOY_TEXT.get(spec.id)
+        self.rules = rules if rules is not None else (self._toy.rules if self._toy else "")
+        if "ansi" in _render_modes(spec):
+            kwargs.setdefault("render_mode", "ansi")
+        try:
+            self.game = self._gym.make(name, **kwargs)
+        except TypeError as error:
+            raise ValueError(f"{self.name} cannot be made from the arguments {kwargs}: {error}") from error
+        self.actions = self._action_names(actions)
+        self._check_observations()
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        """Start an episode.
+
+        Args:
+            seed: Seed of everything that is random in it. None goes on from where the last episode stopped.
+            options: ``{"seed": int}`` takes the place of ``seed``, ``{"options": dict}`` goes to the environment; nothing
+                else is read.
+
+        Raises:
+            ValueError: If there is another option.
+        """
+        given = read_options(options, ("seed", "options"), self.name)
+        seed = given.get("seed", seed)
+        observation, info = self.game.reset(
+            seed=None if seed is None else seed % 2**32, options=given.get("options")
+        )  # 2**32: what NumPy can be seeded with
+        expected = f"Answer with one of: {', '.join(self.actions)}." if self.actions else ""
+        return "\n\n".join(filter(None, [self.rules, expected, self._text(observation)])), info
+
+    def step(self, action: str) -> StepResult:
+        """Take the action that the answer names."""
+        parsed = self._parse(action)
+        if parsed is None:
+            expected = (
+                f"name one of: {', '.join(self.actions)}" if self.actions else f"stay within {self.game.action_space}"
+            )
+            return f"That is no action; {expected}.", 0.0, False, False, {"success": False} if self._toy else {}
+        observation, reward, terminated, truncated, info = self.game.step(parsed)
+        info = dict(info)
+        if "is_success" in info:
+            info.setdefault("success", bool(info["is_success"]))
+        if self._toy:
+            info["success"] = bool(terminated) and float(reward) >= self._toy.solved
+        return self._text(observation), float(reward), bool(terminated), bool(truncated), info
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.game.close()
+
+    def _action_names(self, names: Sequence[str] | None) -> list[str]:
+        space = self.game.action_space
+        if isinstance(space, self._gym.spaces.Text):
+            if names is not None:
+                raise ValueError(
+                    f"{self.name} takes any text, so its actions cannot be named; got actions={list(names)}."
+                )
+            return []
+        if not isinstance(space, self._gym.spaces.Discrete):
+            raise ValueError(
+                f"{self.name} has the action space {space}; an answer can be read as Text or Discrete only."
+            )
+        if names is None:
+            names = self._toy.actions if self._toy else [str(space.start + n) for n in range(space.n)]
+        if len({name.lower() for name in names}) != space.n:
+            raise ValueError(
+                f"{self.name} has {space.n} actions, which need different names; got actions={list(names)}."
+            )
+        return list(names)
+
+    def _check_observations(self) -> None:
+        if not isinstance(self.game.observation_space, self._gym.spaces.Text) and self.game.render_mode != "ansi":
+            raise ValueError(
+                f"{self.name} cannot be shown in text: its observation space is {self.game.observation_space} and its "
+                f"render mode {self.game.render_mode}. Use one with a Text space or the render mode 'ansi', or put a "
+                "gymnasium.ObservationWrapper with a Text space around it and register the result."
+            )
+
+    def _parse(self, answer: str) -> Any:
+        space = self.game.action_space
+        if not self.actions:
+            return answer if space.contains(answer) else None
+        named = re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, self.actions))})(?!\w)", answer, re.IGNORECASE)
+        return space.start + [name.lower() for name in self.actions].index(named[-1].lower()) if named else None
+
+    def _text(self, observation: Any) -> str:
+        return observation if isinstance(observation, str) else _without_colours(self.game.render())
+
+
+def _without_colours(drawn: str) -> str:
+    """A terminal's colours as brackets: a highlighted cell in [ ], a blue one in ( ), any other in { }."""
+
+    def bracket(match: re.Match[str]) -> str:
+        codes, text = [int(code or 0) for code in match[1].split(";")], match[2]
+        if any(40 <= code < 50 for code in codes):
+            return f"[{text}]"
+        return f"({text})" if 34 in codes else f"{{{text}}}"
+
+    # Highlights may be put on colours: from the inside out.
+    while drawn != (drawn := _COLOURS.sub(bracket, drawn)):
+        pass
+    return drawn.strip("\n")
+
+
+def _render_modes(spec: Any) -> list[str]:
+    module, _, attributes = str(spec.entry_point).partition(":")
+    make = spec.entry_point if callable(spec.entry_point) else getattr(importlib.import_module(module), attributes)
+    return list(getattr(make, "metadata", {}).get("render_modes", [])) if inspect.isclass(make) else []
+
+
+def _gymnasium() -> Any:
+    if not is_installed():
+        raise ImportError("Gymnasium is not installed. Run: pip install 'agile-trainers[envs]'")
+    return importlib.import_module("gymnasium")

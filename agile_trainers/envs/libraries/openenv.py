@@ -1,0 +1,281 @@
+"""OpenEnv servers (https://github.com/meta-pytorch/OpenEnv) behind our protocol, over websocket or HTTP.
+
+The wire format is spoken directly, so neither OpenEnv nor a server's own package needs to be installed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import importlib
+import importlib.util
+import json
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
+from agile_trainers.envs.libraries.retries import retry
+
+_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+_MAX_MESSAGE = 2**26
+"""Bytes of one answer."""
+_COMMON = ("metadata", "done", "reward")
+"""Fields that every action or observation of OpenEnv's has."""
+
+
+class OpenEnvError(RuntimeError):
+    """The server answered a call with an error."""
+
+    def __init__(self, message: str, code: str):
+        super().__init__(message)
+        self.code = code
+
+
+class OpenEnvUnavailableError(ConnectionError):
+    """The server cannot be reached, or has no session free."""
+
+
+def is_installed() -> bool:
+    """Whether the libraries that speak to a server can be imported."""
+    return all(importlib.util.find_spec(name) is not None for name in ("websockets", "httpx"))
+
+
+def listed() -> list[str]:
+    """Nothing: which servers there are is not known."""
+    return []
+
+
+def knows(url: str) -> bool:
+    """Any text may be meant as an address; :class:`OpenEnvEnvironment` says what is wrong with it."""
+    return True
+
+
+def make_factory(url: str, **kwargs: Any) -> EnvironmentFactory:
+    """A factory that has read the server's schema already, so that a wrong address or argument is refused at once.
+
+    Raises:
+        Exception: See :class:`OpenEnvEnvironment`.
+    """
+    return functools.partial(copy.copy, OpenEnvEnvironment(url, **kwargs))
+
+
+class OpenEnvEnvironment:
+    """One session on an OpenEnv server.
+
+    The answer fills the action's one text field, if it has one that is required (or one text field at all); otherwise it
+    must hold the action as a JSON object, and one that does not fit is answered by what was expected, with reward 0. The
+    observation is its text field, or all of it as JSON. ``info["observation"]`` is always all of it.
+
+    Every instance holds a session of its own, and a server allows only so many (``max_concurrent_envs``, by default 1):
+    limit ours with ``max_environments``.
+
+    ``reset`` connects if need be and is retried while the server cannot be reached or is full. A connection lost later
+    costs the episode, since the server's state is lost with it.
+
+    Args:
+        url: Address of the server, for example ``http://localhost:8000``.
+        action_field: Field of the action that the answer fills. Default: see above.
+        observation_field: Field of the observation that is shown. Default: see above.
+        transport: ``"websocket"``, or ``"http"`` for servers that keep the episode between requests; OpenEnv's own make a
+            new environment for each.
+        timeout: Seconds the server may take to answer.
+        retries: Further attempts of ``reset``.
+        backoff: Seconds before the first of them; every further pause is twice as long.
+
+    Raises:
+        ImportError: If ``websockets`` or ``httpx`` is not installed.
+        ValueError: If the address is none, or the server has no such field.
+        OpenEnvUnavailableError: If the server cannot be reached.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        action_field: str | None = None,
+        observation_field: str | None = None,
+        transport: Literal["websocket", "http"] = "websocket",
+        timeout: float = 60.0,
+        retries: int = 4,
+        backoff: float = 0.5,
+    ):
+        if not is_installed():
+            raise ImportError("OpenEnv servers need websockets and httpx. Run: pip install 'agile-trainers[envs]'")
+        address = urlsplit(url)
+        if address.scheme not in _SCHEMES or not address.netloc:
+            raise ValueError(f"An OpenEnv server's address looks like http://localhost:8000, got {url!r}.")
+        if transport not in ("websocket", "http"):
+            raise ValueError(f"transport must be 'websocket' or 'http', got {transport!r}.")
+        if timeout <= 0 or retries < 0 or backoff < 0:
+            raise ValueError(
+                f"timeout must be positive, retries and backoff at least 0; got {timeout}, {retries} and {backoff}."
+            )
+        rest = f"://{address.netloc}{address.path.rstrip('/')}"
+        self.name = f"openenv:{url}"
+        self.http_url = ("https" if address.scheme in ("https", "wss") else "http") + rest
+        self.websocket_url = f"{_SCHEMES[address.scheme]}{rest}/ws"
+        self.transport, self.timeout, self.retries, self.backoff = transport, timeout, retries, backoff
+        self._local = address.hostname in ("localhost", "127.0.0.1", "::1")  # where no proxy is in between
+        schema = self._schema()
+        self.action_schema = schema["action"]
+        self.action_field = self._field(action_field, "action", schema["action"]) or _text_field(schema["action"])
+        self.observation_field = self._field(observation_field, "observation", schema["observation"])
+        self._socket: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        """Start an episode.
+
+        Args:
+            seed: Sent to the server, which may or may not read it.
+            options: The dataset row; its columns are sent to the server's ``reset``.
+        """
+        data = {name: value for name, value in (options or {}).items() if value is not None}
+        if seed is not None:
+            data.setdefault("seed", seed % 2**32)
+        answer = await retry(lambda: self._call("reset", data), (OpenEnvUnavailableError,), self.retries, self.backoff)
+        return self._text(answer["observation"]), {"observation": answer["observation"]}
+
+    async def step(self, action: str) -> StepResult:
+        """Send the answer."""
+        data, error = self._action(action)
+        if error is None:
+            try:
+                answer = await self._call("step", data)
+            except OpenEnvError as refused:
+                if self.action_field is not None or refused.code != "VALIDATION_ERROR":
+                    raise
+                error = str(refused)
+        if error is not None:
+            expected = json.dumps(_fields(self.action_schema))
+            return (
+                f"That is no action: {error}. Expected a JSON object with the fields {expected}",
+                0.0,
+                False,
+                False,
+                {},
+            )
+        observation = answer["observation"]
+        info = {"observation": observation}
+        if isinstance(observation.get("success"), bool):
+            info["success"] = observation["success"]
+        return self._text(observation), float(answer.get("reward") or 0.0), bool(answer.get("done")), False, info
+
+    async def close(self) -> None:
+        """End the session; the next ``reset`` begins another."""
+        socket, self._socket = self._socket, None
+        if socket is not None and self._loop is asyncio.get_running_loop():
+            await socket.close()
+
+    def _action(self, answer: str) -> tuple[dict[str, Any], str | None]:
+        """The action an answer stands for, or what is wrong with it."""
+        if self.action_field is not None:
+            return {self.action_field: answer}, None
+        start, end = answer.find("{"), answer.rfind("}")
+        try:
+            action = json.loads(answer[start : end + 1])
+        except ValueError:
+            return {}, "it holds no JSON object"
+        return action, None
+
+    def _text(self, observation: dict[str, Any]) -> str:
+        if self.observation_field is not None:
+            value = observation.get(self.observation_field, "")
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        shown = {name: value for name, value in observation.items() if name not in _COMMON}
+        if len(shown) == 1 and isinstance(value := next(iter(shown.values())), str):
+            return value
+        return json.dumps(shown, ensure_ascii=False)
+
+    async def _call(self, kind: Literal["reset", "step"], data: dict[str, Any]) -> dict[str, Any]:
+        if self.transport == "http":
+            return await self._post(f"{self.http_url}/{kind}", data if kind == "reset" else {"action": data})
+        if kind == "reset":
+            await self._connect()
+        websockets = importlib.import_module("websockets")
+        try:
+            with contextlib.suppress(websockets.exceptions.ConnectionClosed):
+                # A full server says so and hangs up without being asked: its answer may be waiting already.
+                await self._socket.send(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(await asyncio.wait_for(self._socket.recv(), self.timeout))
+        except (TimeoutError, OSError, websockets.exceptions.ConnectionClosed) as error:
+            await self.close()
+            raise OpenEnvUnavailableError(f"{self.name} did not answer: {error!r}") from error
+        if answer.get("type") == "error":
+            problem = answer.get("data", {})
+            code, message = problem.get("code", ""), f"{self.name}: {problem.get('message')}"
+            if code == "CAPACITY_REACHED":
+                await self.close()
+                raise OpenEnvUnavailableError(
+                    f"{message}. Raise the server's max_concurrent_envs, or set max_environments to what it allows."
+                )
+            details = "; ".join(f"{error.get('loc')}: {error.get('msg')}" for error in problem.get("errors", []))
+            raise OpenEnvError(f"{message}{f' ({details})' if details else ''}", code)
+        return answer["data"]
+
+    async def _connect(self) -> None:
+        if self._socket is not None and self._loop is asyncio.get_running_loop():
+            return
+        client = importlib.import_module("websockets.asyncio.client")
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._socket = await client.connect(
+                self.websocket_url,
+                open_timeout=self.timeout,
+                max_size=_MAX_MESSAGE,
+                proxy=None if self._local else True,
+            )
+        except (TimeoutError, OSError, importlib.import_module("websockets").exceptions.InvalidHandshake) as error:
+            raise OpenEnvUnavailableError(f"{self.name} cannot be reached: {error}") from error
+
+    async def _post(self, url: str, data: dict[str, Any]) -> dict[str, Any]:
+        httpx = importlib.import_module("httpx")
+        try:
+            async with httpx.AsyncClient(timeout=self.timeout, trust_env=not self._local) as client:
+                response = await client.post(url, json=data)
+        except httpx.TransportError as error:
+            raise OpenEnvUnavailableError(f"{self.name} cannot be reached: {error!r}") from error
+        if response.status_code in (429, 502, 503, 504):
+            raise OpenEnvUnavailableError(f"{self.name} is busy: HTTP {response.status_code} {response.text[:200]}")
+        if response.status_code != 200:
+            code = "VALIDATION_ERROR" if response.status_code == 422 else str(response.status_code)
+            raise OpenEnvError(f"{self.name}: HTTP {response.status_code} {response.text[:500]}", code)
+        return response.json()
+
+    def _schema(self) -> dict[str, Any]:
+        httpx = importlib.import_module("httpx")
+        try:
+            response = httpx.get(f"{self.http_url}/schema", timeout=self.timeout, trust_env=not self._local)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise OpenEnvUnavailableError(
+                f"{self.http_url}/schema cannot be read: {error}. Is an OpenEnv server running at this address?"
+            ) from error
+        return response.json()
+
+    def _field(self, name: str | None, kind: str, schema: dict[str, Any]) -> str | None:
+        if name is not None and name not in _fields(schema):
+            raise ValueError(
+                f"{self.name} has no {kind} field {name!r}; it has: {', '.join(_fields(schema)) or 'none'}. "
+                f"Set {kind}_field to one of them."
+            )
+        return name
+
+
+def _fields(schema: dict[str, Any]) -> dict[str, Any]:
+    """Names and types of the fields that are the environment's own."""
+    return {
+        name: field.get("type", "any") for name, field in schema.get("properties", {}).items() if name not in _COMMON
+    }
+
+
+def _text_field(schema: dict[str, Any]) -> str | None:
+    """The one field that an answer can fill, if there is just one."""
+    fields = _fields(schema)
+    required = [name for name in schema.get("required", []) if name in fields]
+    if required:
+        return required[0] if len(required) == 1 and fields[required[0]] == "string" else None
+    texts = [name for name, kind in fields.items() if kind == "string"]
+    return texts[0] if len(texts) == 1 else None

@@ -1,0 +1,205 @@
+"""reasoning-gym's data sets (https://github.com/open-thought/reasoning-gym), each with its own scorer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from agile_trainers.envs.isolation import levels as isolation
+from agile_trainers.envs.isolation.calls import IsolatedDeath, run_isolated
+from agile_trainers.envs.libraries import scorers
+from agile_trainers.envs.libraries.global_random import LOCK, OwnRandomState
+from agile_trainers.envs.questions.answers import final_answer
+from agile_trainers.envs.questions.environment import ReasoningEnvironment
+from agile_trainers.envs.questions.rows import TRAIN, GeneratedRows, Row
+from agile_trainers.types import Message
+
+_CACHED_ROWS = 4096
+_SECONDS, _MEMORY = 5.0, 2048
+"""CPU time and megabytes for scoring one answer in a process of its own."""
+_EVALUATOR = re.compile(r"\b(?:eval|exec|parse_expr|sympify|parse_latex)\(")
+_HARMLESS = ("number_sorting", "propositional_logic")
+"""One evaluates the right answer, one has a parser of its own."""
+_made: dict[str, _Items] = {}
+
+
+def is_installed() -> bool:
+    """Whether reasoning-gym can be imported."""
+    return importlib.util.find_spec("reasoning_gym") is not None
+
+
+def data_sets() -> list[str]:
+    """Names of every data set that can be made by itself (``composite`` is put together from others).
+
+    Raises:
+        ImportError: If reasoning-gym is not installed.
+    """
+    return sorted(set(_registry()) - {"composite"})
+
+
+def check_kwargs(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return ``kwargs`` if the environment or the data set's configuration reads them all.
+
+    Raises:
+        ValueError: If one is unknown; the message names the nearest one.
+    """
+    own = ReasoningGymEnvironment.__init__.__kwdefaults__ or {}
+    known = [*own, *(f.name for f in dataclasses.fields(_registry()[name][1]) if f.name not in ("seed", "size"))]
+    for unknown in sorted(set(kwargs) - set(known)):
+        near = difflib.get_close_matches(unknown, known, n=1)
+        nearest = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"reasoning_gym:{name} does not read the argument {unknown}; it reads: {', '.join(known)}.{nearest}"
+        )
+    return kwargs
+
+
+class ReasoningGymEnvironment(ReasoningEnvironment):
+    """One data set of reasoning-gym.
+
+    The reward is the data set's own score of the completion's :func:`~agile_trainers.envs.questions.answers.final_answer`,
+    between 0 and 1 and often above 0 for a wrong answer; 1 is a success. An answer that its scorer cannot digest scores 0. A
+    question is in ``train`` or in ``test`` by its words, so both may be played of one data set.
+
+    Scorers that evaluate an answer do so in an isolated process (see :mod:`~agile_trainers.envs.isolation.levels`), and read
+    only answers in their data set's grammar; see :mod:`~agile_trainers.envs.libraries.scorers`.
+
+    Args:
+        name: The data set, for example ``chain_sum``.
+        template: See :class:`~agile_trainers.envs.questions.environment.ReasoningEnvironment`, as for the next three;
+            columns are ``question``, ``answer`` and ``metadata``.
+        system_prompt: System message.
+        few_shot: Worked examples before the question.
+        demonstration: An ideal answer, in which ``{answer}`` stands for the answer.
+        split: ``train`` or ``test``.
+        test_fraction: Share of the questions in ``test``. Default .2: finding a row of a split takes, on average, one
+            divided by its share of attempts, and some data sets are slow.
+        size: Number of items that questions are drawn from; the same question may come up in several.
+        config: The data set's own settings.
+
+    Raises:
+        ImportError: If reasoning-gym is not installed.
+        ValueError: If the data set or a setting is unknown, or its configuration refuses a value.
+        IsolationError: If its scorer evaluates answers, this machine offers no isolation, and nobody has allowed that.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        template: str | Sequence[Message] = "{question}",
+        system_prompt: str | None = None,
+        few_shot: int | Sequence[Row] = 0,
+        demonstration: str | Callable[[Row], str] = "{answer}",
+        split: str = TRAIN,
+        test_fraction: float = 0.2,
+        size: int = 10_000,
+        **config: Any,
+    ):
+        if name not in data_sets():
+            near = ", ".join(difflib.get_close_matches(name, data_sets(), n=3))
+            raise ValueError(f"reasoning-gym has no data set {name!r}. Nearest: {near or 'none'}.")
+        self.name = f"reasoning_gym:{name}"
+        self.items = _items(name, size, check_kwargs(name, config))
+        super().__init__(
+            GeneratedRows(self.items.draw, test_fraction=test_fraction),
+            template=template,
+            system_prompt=system_prompt,
+            few_shot=few_shot,
+            demonstration=demonstration,
+            split=split,
+        )
+
+    def score(self, completion: str, row: Row) -> float:
+        """The data set's own score."""
+        return self.items.score(final_answer(completion), row)
+
+    def ideal(self, row: Row) -> str:
+        """The data set's own answer.
+
+        Raises:
+            ValueError: If it has none: a few data sets score answers without knowing one.
+        """
+        if row["answer"] is None:
+            raise ValueError(f"{self.name} scores answers but gives none, so there is nothing to demonstrate.")
+        return super().ideal(row)
+
+
+class _Items:
+    """A data set of reasoning-gym, made to depend on nothing but the item's number."""
+
+    def __init__(self, name: str, size: int, config: dict[str, Any]):
+        self.name, self._settings = name, json.dumps({"seed": 0, "size": size, **config}, default=list)
+        try:
+            with _random_state(0):
+                self.data_set = _gym().create_dataset(name, seed=0, size=size, **config)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ValueError(f"reasoning_gym:{name} cannot be made from size={size} and {config}: {error}") from error
+        self.item = functools.lru_cache(maxsize=_CACHED_ROWS)(self._item)
+        self.evaluates = evaluates(name, self.data_set)
+        if self.evaluates:
+            isolation.require(f"reasoning_gym:{name}")
+
+    def draw(self, rng: random.Random) -> Row:
+        """A random item."""
+        return self.item(rng.randrange(len(self.data_set)))
+
+    def score(self, answer: str, item: Row) -> float:
+        """Its score of an answer."""
+        if not self.evaluates:
+            with _random_state(0):
+                return scorers.evaluate(self.data_set, answer, item)
+        arguments = self.name, self._settings, answer, item
+        limits: dict[str, Any] = {"timeout": _SECONDS, "memory": _MEMORY}
+        try:
+            return run_isolated(scorers.score, *arguments, **limits, required_by=f"reasoning_gym:{self.name}")
+        except (TimeoutError, IsolatedDeath):
+            return 0.0
+
+    def _item(self, number: int) -> Row:
+        with _random_state(number):
+            return self.data_set[number]
+
+
+def evaluates(name: str, data_set: Any) -> bool:
+    """Whether the scorer of a data set executes an answer, or may: another release than the one read here may have more."""
+    return name in scorers.EVALUATING or (
+        name not in _HARMLESS and _EVALUATOR.search(inspect.getsource(type(data_set).score_answer)) is not None
+    )
+
+
+def _items(name: str, size: int, config: dict[str, Any]) -> _Items:
+    """A data set, made once for all instances of an environment."""
+    key = repr((name, size, sorted(config.items())))
+    with LOCK:
+        if key not in _made:
+            _made[key] = _Items(name, size, config)
+    return _made[key]
+
+
+def _random_state(seed: int) -> AbstractContextManager[None]:
+    """One data set draws from NumPy's global state; inside, it depends on the seed alone."""
+    state = OwnRandomState()
+    state.seed(seed)
+    return state.in_place()
+
+
+def _registry() -> dict[str, Any]:
+    _gym()
+    return importlib.import_module("reasoning_gym.factory").DATASETS
+
+
+def _gym() -> Any:
+    if not is_installed():
+        raise ImportError("reasoning-gym is not installed. Run: pip install 'agile-trainers[envs]'")
+    return importlib.import_module("reasoning_gym")

@@ -1,0 +1,208 @@
+"""TextArena's single-player games (https://github.com/LeonGuertler/TextArena) behind our protocol."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import random
+from typing import Any
+
+from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
+from agile_trainers.envs.libraries.global_random import OwnRandomState
+
+OFFLINE_GAMES = (
+    "2048-v0",
+    "2048-v0-3x3",
+    "2048-v0-easy",
+    "2048-v0-ultra-easy",
+    "Bandit-v0",
+    "Bandit-v0-hard",
+    "Blackjack-v0",
+    "Blackjack-v0-long",
+    "FifteenPuzzle-v0",
+    "FrozenLake-v0",
+    "FrozenLake-v0-hardcore",
+    "FrozenLake-v0-random",
+    "GuessTheNumber-v0",
+    "GuessTheNumber-v0-hardcore",
+    "LightsOut-v0",
+    "LogicPuzzle-v0",
+    "LogicPuzzle-v0-hard",
+    "Mastermind-v0",
+    "Mastermind-v0-extreme",
+    "Mastermind-v0-hard",
+    "Minesweeper-v0",
+    "Minesweeper-v0-hard",
+    "Minesweeper-v0-medium",
+    "Minesweeper-v0-small",
+    "PegJump-v0",
+    "RushHour-v0",
+    "Secretary-v0",
+    "Secretary-v0-long",
+    "Set-v0",
+    "Sokoban-v0",
+    "Sudoku-v0",
+    "Sudoku-v0-easy",
+    "Sudoku-v0-hard",
+    "Sudoku-v0-medium",
+    "Sudoku-v0-very-easy",
+    "TowerOfHanoi-v0",
+    "TowerOfHanoi-v0-hard",
+    "TowerOfHanoi-v0-medium",
+)
+"""Single-player games that need nothing downloaded (TextArena 0.7.4). Wordle, Hangman, WordLadder and WordSearch want
+NLTK's word list, Crosswords its tagger, TwentyQuestions and GuessWho a key for OpenRouter; Countdown, Cryptarithm,
+Klondike, Slitherlink and ThreeCardMonte are broken in that release."""
+
+_INSTALL = "TextArena is not installed. Run: pip install 'agile-trainers[envs]'"
+
+
+def is_installed() -> bool:
+    """Whether TextArena can be imported."""
+    return importlib.util.find_spec("textarena") is not None
+
+
+def games() -> list[str]:
+    """Every id TextArena knows, games for several players among them.
+
+    Raises:
+        ImportError: If TextArena is not installed.
+    """
+    return list(_registry())
+
+
+def listed() -> list[str]:
+    """The ids worth listing: games for one player that need nothing more."""
+    return [game for game in OFFLINE_GAMES if game in _registry()]
+
+
+def knows(game: str) -> bool:
+    """Whether there is such an id."""
+    return game in _registry()
+
+
+def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
+    """A factory that has made one environment already, so that what cannot be played is refused at once.
+
+    Raises:
+        Exception: See :class:`TextArenaEnvironment`.
+    """
+    TextArenaEnvironment(game, **kwargs)
+    return functools.partial(TextArenaEnvironment, game, **kwargs)
+
+
+class TextArenaEnvironment:
+    """One single-player game of TextArena.
+
+    An observation is what the game has said since the last one: the conversation holds the rest, so TextArena's
+    observation wrappers, which repeat it, are passed over, and ids with and without ``-train`` play alike. Its action
+    wrappers stay: most ids put brackets around an answer that has none, those ending in ``-raw`` do not. The reward comes
+    with the last step; an answer that breaks the rules may be repeated as often as the game allows, which is mostly once.
+    ``info["success"]`` means a reward of 1 or more, which is what TextArena pays for a solved game, and
+    ``info["reason"]`` on the last step is the game's own verdict.
+
+    Args:
+        game: TextArena's id, for example ``GuessTheNumber-v0``.
+        kwargs: Handed to the game, for example ``max_number=50``.
+
+    Raises:
+        ImportError: If TextArena is not installed.
+        ValueError: If the game does not read one of ``kwargs``, or is for several players.
+        RuntimeError: If the game lacks something: a download, a key, a newer Python.
+    """
+
+    def __init__(self, game: str, **kwargs: Any):
+        self.name = f"textarena:{game}"
+        self._random = OwnRandomState()
+        textarena = _textarena()
+        with self._random.in_place():
+            try:
+                entry_point = _entry_point(game)
+                _check_kwargs(self.name, entry_point, kwargs)
+                self._wrapped = textarena.make(game, **kwargs)
+                self.game = self._wrapped
+                while isinstance(self.game, textarena.Wrapper):
+                    self.game = self.game.env
+                self._check_players(textarena)
+            except LookupError as error:
+                if type(error) is not LookupError:  # that is NLTK's; its subclasses are errors of the game's own
+                    raise
+                raise RuntimeError(
+                    f"{self.name} needs NLTK's data, which is not installed. Run: python -m nltk.downloader words "
+                    "averaged_perceptron_tagger_eng universal_tagset"
+                ) from error
+            except (SyntaxError, ImportError, AttributeError, OSError) as error:
+                raise RuntimeError(f"{self.name} does not load: {type(error).__name__}: {error}") from error
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        """Start a game.
+
+        Args:
+            seed: Seed of everything that is random in the game. None goes on from where the last game stopped.
+            options: ``{"seed": int}`` takes the place of ``seed``; nothing else is read.
+
+        Raises:
+            ValueError: If there is another option.
+        """
+        seed = read_options(options, ("seed",), self.name).get("seed", seed)
+        if seed is not None:
+            self._random.seed(seed)
+        with self._random.in_place():
+            # Some games draw from the global state before they read the seed, some from the seed alone.
+            self._wrapped.reset(num_players=1, seed=random.getrandbits(32))
+        return self._said(), {}
+
+    def step(self, action: str) -> StepResult:
+        """Hand the answer to the game."""
+        with self._random.in_place():
+            terminated, info = self._wrapped.step(action=action)
+        if not terminated:
+            return self._said(), 0.0, False, False, {**info, "success": False}
+        reward, reason = float(self.game.state.rewards[0]), self.game.state.game_info[0].get("reason")
+        observation = "\n\n".join(filter(None, [self._said(), reason]))
+        return observation, reward, True, False, {**info, "reason": reason, "success": reward > 1.0 - 1e-6}
+
+    def _said(self) -> str:
+        """What the game has said since it was last asked, without the player's own answers."""
+        _, messages = self.game.get_observation()
+        return "\n\n".join(text.strip() for sender, text, _ in messages if sender < 0)
+
+    def _check_players(self, textarena: Any) -> None:
+        reason = ""
+        try:
+            self._wrapped.reset(num_players=1, seed=0)
+        except (AssertionError, ValueError) as error:
+            reason = f" ({error})"
+        if reason or not isinstance(self.game.state, textarena.SinglePlayerState):
+            raise ValueError(
+                f"{self.name} is no game for one player{reason}, and a model trains by itself. Games for one player: "
+                f"{', '.join(OFFLINE_GAMES)}."
+            )
+
+
+def _check_kwargs(name: str, game_class: Any, kwargs: dict[str, Any]) -> None:
+    known = list(inspect.signature(game_class).parameters)
+    unknown = sorted(set(kwargs) - set(known))
+    if unknown:
+        raise ValueError(f"{name} does not read the argument(s) {', '.join(unknown)}; it reads: {', '.join(known)}.")
+
+
+def _entry_point(game: str) -> Any:
+    entry_point = _registry()[game].entry_point
+    if not isinstance(entry_point, str):
+        return entry_point
+    module, _, name = entry_point.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _registry() -> dict[str, Any]:
+    _textarena()
+    return importlib.import_module("textarena.envs.registration").ENV_REGISTRY
+
+
+def _textarena() -> Any:
+    if not is_installed():
+        raise ImportError(_INSTALL)
+    return importlib.import_module("textarena")

@@ -1,0 +1,254 @@
+"""What TRL calls an ``environment_factory``, behind our protocol: an object whose public methods are tools."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import pkgutil
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
+from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
+from agile_trainers.envs.tools.environment import CallFormat, _schema, describe_tools
+from agile_trainers.types import Message
+
+_OWN_METHODS = ("reset", "get_reward")
+
+
+def is_installed() -> bool:
+    """Always: TRL is a requirement."""
+    return True
+
+
+def listed() -> list[str]:
+    """Nothing: the objects are the user's."""
+    return []
+
+
+def knows(path: str) -> bool:
+    """Any path may be meant; :func:`make_factory` says what is wrong with it."""
+    return True
+
+
+def make_factory(path: str, **kwargs: Any) -> EnvironmentFactory:
+    """A factory for ``module.path:Name``.
+
+    Raises:
+        ValueError: If there is no such name, or see :func:`trl_environment`.
+    """
+    try:
+        factory = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"trl:{path} must be trl:module.path:Name of an environment_factory of TRL's: {error}"
+        ) from error
+    return trl_environment(factory, **kwargs)
+
+
+def trl_environment(factory: Callable[[], Any], **kwargs: Any) -> EnvironmentFactory:
+    """The factory that TRL's ``GRPOTrainer`` takes as ``environment_factory``, made ours.
+
+    Args:
+        factory: Makes one object; called without arguments.
+        kwargs: See :class:`TRLEnvironment`.
+
+    Raises:
+        ValueError: See :class:`TRLEnvironment`.
+    """
+    methods = _tools(first := factory())
+    last = [*methods.values(), getattr(first, "get_reward", None), *_as_list(kwargs.get("reward_funcs", ()))]
+    kind = AsyncTRLEnvironment if any(inspect.iscoroutinefunction(method) for method in last) else TRLEnvironment
+    kind(factory, **kwargs)
+    return functools.partial(kind, factory, **kwargs)
+
+
+class TRLEnvironment:
+    """An object of TRL's ``environment_factory`` as an environment.
+
+    As in TRL, its public methods are the tools, whatever ``reset(**row)`` returns is added to the last message of the
+    row's ``prompt`` (or is the prompt), the first answer that calls no tool ends the episode, and it is rewarded then: by
+    the object's ``get_reward()`` and by ``reward_funcs``, which get the object as ``environments``. Rewards add up.
+
+    Unlike in TRL, calls are read in Hermes' and in Llama 3's format whatever the chat template, and ``reset`` also gets
+    ``seed`` if it takes one (``**kwargs`` takes one). An object that draws at random should seed itself from it: the members
+    of a group are to start alike.
+
+    ``info`` counts ``calls`` and ``failed_calls`` of the episode, and says ``success`` if the object has such an attribute.
+
+    Args:
+        factory: Makes one object.
+        reward_funcs: Reward functions of TRL's, one or several.
+        reward_weights: A weight for each of them. Default: 1. ``get_reward`` always weighs 1.
+        call_format: The format in which the model is told to write calls.
+        announce: ``"system"``: the tools are listed in a system message; ``"no"``: nowhere (the chat template does it).
+
+    Raises:
+        ValueError: If the object has no ``reset`` or no tool, a tool has no docstring or type hints, nothing rewards it, or
+            ``reward_weights`` do not match.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        *,
+        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+        reward_weights: Sequence[float] | None = None,
+        call_format: CallFormat = "hermes",
+        announce: Literal["system", "no"] = "system",
+    ):
+        self.object = factory()
+        self.name = f"trl:{type(self.object).__name__}"
+        self.tools = _tools(self.object)
+        self.reward_funcs = _as_list(reward_funcs)
+        self.reward_weights = [1.0] * len(self.reward_funcs) if reward_weights is None else list(reward_weights)
+        if not callable(getattr(self.object, "reset", None)) or not self.tools:
+            raise ValueError(
+                f"{self.name} must define reset(**row) and at least one public method, which becomes a tool."
+            )
+        if not self.reward_funcs and not hasattr(self.object, "get_reward"):
+            raise ValueError(f"Nothing rewards {self.name}: define get_reward(), or pass reward_funcs.")
+        if len(self.reward_weights) != len(self.reward_funcs):
+            raise ValueError(f"{len(self.reward_funcs)} reward_funcs need as many weights, got {self.reward_weights}.")
+        if announce not in ("system", "no"):
+            raise ValueError(f"announce must be 'system' or 'no', got {announce!r}.")
+        self.schemas = [_schema(tool) for tool in self.tools.values()]
+        self._parameters = {s["function"]["name"]: s["function"].get("parameters", {}) for s in self.schemas}
+        self._announcement = describe_tools(self.schemas, call_format) if announce == "system" else ""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        """Reset the object with the dataset row.
+
+        Raises:
+            ValueError: If neither the row nor the object says anything.
+        """
+        self.row = dict(options or {})
+        arguments = dict(self.row)
+        parameters = inspect.signature(self.object.reset).parameters
+        if "seed" in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values()):
+            arguments.setdefault("seed", seed)
+        said = self.object.reset(**arguments)
+        self.prompt = _prompt(self.row.get("prompt"), said, self.name)
+        self.completion: list[Message] = []
+        self.calls = self.failed_calls = 0
+        if not self._announcement:
+            return list(self.prompt), {}
+        first = self.prompt[0]
+        if first["role"] == "system":
+            return [{**first, "content": f"{first['content']}\n\n{self._announcement}"}, *self.prompt[1:]], {}
+        return [{"role": "system", "content": self._announcement}, *self.prompt], {}
+
+    def step(self, action: str) -> StepResult:
+        """Run the calls in an answer, or reward the episode if there are none."""
+        calls = self._calls_in(action)
+        if calls:
+            return self._continue([self._attempt(call) for call in calls])
+        return self._end([reward() for reward in self._rewards()])
+
+    def close(self) -> None:
+        """Close the object if it can be closed."""
+        if "close" not in self.tools and hasattr(self.object, "close"):
+            self.object.close()
+
+    def _calls_in(self, action: str) -> list[ToolCall | MalformedCall]:
+        self.completion.append({"role": "assistant", "content": action})
+        return parse_tool_calls(action)
+
+    def _attempt(self, call: ToolCall | MalformedCall) -> str:
+        """What the model is shown for a call."""
+        try:
+            return _shown(self._invoke(call))
+        except Exception as error:
+            return self._failed(error)
+
+    def _invoke(self, call: ToolCall | MalformedCall) -> Any:
+        if isinstance(call, MalformedCall):
+            raise ValueError(call.reason)
+        if call.name not in self.tools:
+            raise ValueError(f"there is no tool {call.name[:40]!r}; the tools are: {', '.join(self.tools)}")
+        if (error := argument_error(self._parameters[call.name], call.arguments)) is not None:
+            raise ValueError(f"{call.name}: {error}")
+        return self.tools[call.name](**call.arguments)
+
+    def _failed(self, error: Exception) -> str:
+        self.failed_calls += 1
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return f"Error: {kind}{error}"
+
+    def _continue(self, results: list[str]) -> StepResult:
+        self.calls += len(results)
+        self.completion += [{"role": "tool", "content": result} for result in results]
+        # A result must not pretend to end and another one to begin.
+        shown = (result.replace("tool_response>", "tool_response >") for result in results)
+        observation = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in shown)
+        return observation, 0.0, False, False, self._info()
+
+    def _rewards(self) -> list[Callable[[], Any]]:
+        """What rewards the episode, ``get_reward`` first."""
+        columns: dict[str, Any] = {name: [value] for name, value in self.row.items() if name != "prompt"}
+        columns |= {"prompts": [self.prompt], "completions": [self.completion], "environments": [self.object]}
+        functions: list[Callable[[], Any]] = [functools.partial(function, **columns) for function in self.reward_funcs]
+        return [self.object.get_reward, *functions] if hasattr(self.object, "get_reward") else functions
+
+    def _end(self, values: list[Any]) -> StepResult:
+        own = [values.pop(0)] if hasattr(self.object, "get_reward") else []
+        rewards = [*own, *(weight * (value[0] or 0.0) for weight, value in zip(self.reward_weights, values))]
+        reward = math.fsum(0.0 if value is None else float(value) for value in rewards)
+        return "", reward, True, False, self._info()
+
+    def _info(self) -> dict[str, Any]:
+        info: dict[str, Any] = {"calls": self.calls, "failed_calls": self.failed_calls}
+        if isinstance(success := getattr(self.object, "success", None), bool):
+            info["success"] = success
+        return info
+
+
+class AsyncTRLEnvironment(TRLEnvironment):
+    """The same for objects with ``async`` tools or rewards, which are awaited. Others must not block."""
+
+    async def step(self, action: str) -> StepResult:  # type: ignore[override]
+        """Await the calls in an answer, or reward the episode if there are none."""
+        calls = self._calls_in(action)
+        if calls:
+            return self._continue([await self._attempt_async(call) for call in calls])
+        return self._end([await _awaited(reward()) for reward in self._rewards()])
+
+    async def _attempt_async(self, call: ToolCall | MalformedCall) -> str:
+        try:
+            return _shown(await _awaited(self._invoke(call)))
+        except Exception as error:
+            return self._failed(error)
+
+
+def _tools(instance: Any) -> dict[str, Callable[..., Any]]:
+    # Looked up on the class, as in TRL: on the instance, properties would be evaluated.
+    names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
+    return {name: getattr(instance, name) for name in names if name[0] != "_" and name not in _OWN_METHODS}
+
+
+def _prompt(prompt: Any, said: str | None, name: str) -> list[Message]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt or []]
+    if said is None and not messages:
+        raise ValueError(f"{name}: the row has no 'prompt' and reset() returned None, so there is nothing to say.")
+    if said is not None and not isinstance(said, str):
+        raise ValueError(
+            f"{name}: reset() returned {type(said).__name__}; expected text or None (images are not played)."
+        )
+    if not messages:
+        return [{"role": "user", "content": said}]
+    messages[-1]["content"] += said or ""
+    return messages
+
+
+def _shown(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def _as_list(functions: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    return [functions] if callable(functions) else list(functions)
+
+
+async def _awaited(value: Any | Awaitable[Any]) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,1 @@
+"""Environments over data sets of questions: rows, answers, grading."""

@@ -1,0 +1,213 @@
+"""From a completion to its answer, from an answer to what it says, and from that to a reward; see docs/reasoning.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from fractions import Fraction
+from typing import Any
+
+from agile_trainers.envs.isolation.calls import IsolatedError, run_isolated
+from agile_trainers.envs.questions.arithmetic import evaluate
+from agile_trainers.envs.questions.mathematics import equal
+
+_LONGEST = 10_000
+"""Characters of an answer that are looked at; a longer one is wrong."""
+_SECONDS = 5.0
+"""CPU time that comparing two mathematical answers may take."""
+_SIGNS = str.maketrans(
+    dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
+    | dict.fromkeys("\u00d7\u00b7\u2022\u2217\u2219\u22c5\uff0a", "*")
+    | dict.fromkeys("\u00f7\u2044\u2215\uff0f", "/")
+    | dict.fromkeys("\u00a0\u2002\u2003\u2007\u2009\u200a\u202f\u3000", " ")
+    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")
+    | {"\uff0b": "+", "\uff1d": "=", "\uff08": "(", "\uff09": ")", "\uff0e": "."}
+    | {chr(0xFF10 + digit): str(digit) for digit in range(10)}
+)
+_WRAPPINGS = (
+    ("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"),
+    ("*", "*"), ('"', '"'), ("\u201c", "\u201d"), ("\\boxed{", "}"), ("\\text{", "}"), ("\\textbf{", "}"),
+    ("\\mathrm{", "}"), ("\\mathbf{", "}"), ("\\displaystyle", ""), ("=", ""),
+)  # fmt: skip
+"""What may stand around an answer without being part of it."""
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_NUMBER = re.compile(r"([-+]?)(?:\\?\$)?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?", re.ASCII)
+_FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+))", re.ASCII)
+_THIN_SPACES = re.compile(r"\\[,;! ]|~|\{,\}")
+
+
+def final_answer(completion: str) -> str:
+    """The answer a completion ends with.
+
+    Returns:
+        What stands in the last ``<answer>...</answer>`` after ``</think>``; in it, or without one, what stands in the last
+        ``\\boxed{...}``; without either, all of the text after ``</think>``. Surrounding space is cut off.
+    """
+    text = completion.rpartition("</think>")[2]
+    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+    if start >= 0:
+        text = text[start + len("<answer>") : text.index("</answer>", start)]
+    boxed = last_boxed(text)
+    return (text if boxed is None else boxed).strip()
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last complete ``\\boxed{...}``, inner braces included; None if there is none."""
+    opened: list[int | None] = []  # where the contents of each open brace begin, None where it is not a box's
+    last: tuple[int, int] | None = None
+    for token in _BRACES.finditer(text):
+        if token[0].startswith("\\boxed"):
+            opened.append(token.end())
+        elif token[0] == "{":
+            opened.append(None)
+        elif token[0] == "}" and opened:
+            start = opened.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = start, token.start()
+    return None if last is None else text[slice(*last)]
+
+
+def tagged(text: str, *names: str) -> list[tuple[str, str]]:
+    """The name and contents of every complete ``<name>...</name>`` in a text, in order; one inside another is contents."""
+    opening = re.compile(f"<({'|'.join(names)})>")
+    found, unclosed, position = [], set[str](), 0
+    while tag := opening.search(text, position):
+        name, position = tag[1], tag.end()
+        end = -1 if name in unclosed else text.find(f"</{name}>", position)
+        if end < 0:
+            unclosed.add(name)
+        else:
+            found.append((name, text[position:end]))
+            position = end + len(name) + len("</>")
+    return found
+
+
+def normalized(answer: str) -> str:
+    """An answer without what surrounds it, its signs as ASCII. The only normaliser: every task reads answers through it.
+
+    Signs (minus, times, divided by, full-width digits) become ASCII and exotic spaces plain ones. Then, again and again,
+    these are taken away: space around it, ``$...$``, ``\\(...\\)``, ``**...**``, ``__...__``, backquotes, double quotes,
+    ``\\text{...}`` and the like, a leading ``=`` and one full stop at the end.
+    """
+    text = answer.translate(_SIGNS).strip()
+    before = None
+    while text != before:
+        before = text
+        for opening, closing in _WRAPPINGS:
+            if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
+                inner = text[len(opening) : len(text) - len(closing)]
+                if _closed(inner) if closing == "}" else not closing or closing not in inner:
+                    text = inner.strip()
+        if text.endswith(".") and not text.endswith("..") and not text.endswith("\\."):
+            text = text[:-1].strip()
+    return text
+
+
+def read_answer(completion: str) -> str:
+    """The :func:`final_answer`, :func:`normalized`; empty if it is longer than 10,000 characters."""
+    answer = final_answer(completion)
+    return normalized(answer) if len(answer) <= _LONGEST else ""
+
+
+def read_number(text: str) -> Fraction | None:
+    """The exact value of a normalised text that is a number; None if it is anything else.
+
+    Digits may be grouped by commas, a dollar sign, an exponent and brackets around all of it may stand there, and a fraction
+    (``3/4``, ``\\frac{3}{4}``) is a number in lowest terms only.
+    """
+    text = _THIN_SPACES.sub(lambda found: "," if found[0] == "{,}" else "", text).removeprefix("\\$").strip()
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1].strip()
+    if (text.startswith(("-", "+"))) and text[1:2] == " ":
+        text = text[0] + text[1:].lstrip()
+    if len(text) > 1000:
+        return None
+    if found := _NUMBER.fullmatch(text):
+        sign, digits, exponent = found.groups()
+        return Fraction(f"{sign}{digits.replace(',', '')}e{exponent or 0}".replace(".e", "e"))
+    if found := _FRACTION.fullmatch(text):
+        numerator, denominator = (int(part) for part in found.groups()[1:] if part is not None)
+        if denominator > 1 and Fraction(numerator, denominator).denominator == denominator:
+            return Fraction(numerator, denominator) * (-1 if found[1] == "-" else 1)
+    return None
+
+
+def exact_match(completion: str, answer: Any, question: str = "") -> float:
+    """1 if the completion's final answer is the answer, else 0.
+
+    Numbers are compared as numbers, exactly; text, letter by letter, as :func:`normalized` leaves it. Where a number is
+    asked for, an equation (``x = 12``, ``9 + 3 = 12``) counts if one side is the number and no side has another value.
+    """
+    given, expected = read_answer(completion), normalized(str(answer))
+    number = read_number(expected)
+    if number is None or "=" not in given:
+        return float(bool(given) and (given == expected or (number is not None and read_number(given) == number)))
+    sides = [normalized(side) for side in given.split("=")]
+    values = [read_number(side) for side in sides]
+    others = [side for side, value in zip(sides, values) if value is None]
+    return float(number in values and all(value in (None, number) for value in values) and _agree(others, number))
+
+
+def math_match(completion: str, answer: Any, question: str = "") -> float:
+    """1 if the completion's final answer equals the answer mathematically, else 0.
+
+    Fractions, LaTeX, sets, intervals and so on are compared by the package ``math-verify``, in a process of its own with a
+    limit of five seconds of CPU time and a gigabyte: what takes more is wrong. Words (three letters or more) are
+    compared as words, without case. Without ``<answer>`` and ``\\boxed{}`` it takes the last expression of the text that
+    looks like an answer.
+
+    Raises:
+        ImportError: If ``math-verify`` is not installed.
+    """
+    require_math_verify()
+    found, expected = final_answer(completion), normalized(str(answer))
+    marked = found != completion.rpartition("</think>")[2].strip()
+    given = normalized(found) if len(found) <= _LONGEST else "" if marked else found[-_LONGEST:]
+    if not given or not expected:
+        return 0.0
+    if given == expected:
+        return 1.0
+    if _is_words(expected) or _is_words(given):
+        return float(_folded(given) == _folded(expected))
+    try:
+        text = f"\\boxed{{{given}}}" if marked else given
+        return float(run_isolated(equal, text, f"\\boxed{{{expected}}}", timeout=_SECONDS))
+    except (TimeoutError, IsolatedError):
+        return 0.0
+
+
+def require_math_verify() -> None:
+    """Raise an ``ImportError`` that names the command if ``math-verify`` is not installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError("Comparing mathematical answers needs math-verify. Run: pip install math-verify")
+
+
+def _closed(text: str) -> bool:
+    """Whether every brace in a text is closed in it, so that one after it belongs to what is in front."""
+    depth = 0
+    for token in _BRACES.finditer(text):
+        depth += 1 if token[0].endswith("{") and token[0] != "\\{" else -1 if token[0] == "}" else 0
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _agree(sides: list[str], number: Fraction) -> bool:
+    """Whether the sides of an equation that are no numbers are a name or an expression of that value."""
+    for side in sides:
+        if side and not re.fullmatch(r"[A-Za-z]", side):
+            try:
+                if evaluate(side)[0] != number:
+                    return False
+            except (ValueError, ZeroDivisionError):
+                return False
+    return True
+
+
+def _is_words(text: str) -> bool:
+    """Not a product of variables: the letters of Paris and of pairs are the same."""
+    return re.fullmatch(r"[^\W\d_]{3,}(?:[ '-][^\W\d_]+)*", text) is not None
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.casefold().split())

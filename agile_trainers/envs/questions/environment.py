@@ -1,0 +1,333 @@
+"""Single-turn environments over rows of question and answer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+import string
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from agile_trainers.envs.base import Observation, ResetResult, StepResult, read_options
+from agile_trainers.envs.players import Player
+from agile_trainers.envs.questions.answers import exact_match
+from agile_trainers.envs.questions.rows import TRAIN, Row, Rows, check_column, load_rows
+from agile_trainers.types import Message
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+RewardFunction = Callable[[str, Any, str], float]
+"""``reward_fn(completion, answer, question)``."""
+TRLRewardFunction = Callable[..., list[float | None]]
+"""A reward function of TRL's: ``reward(prompts=..., completions=..., **columns)``, each a list with one item per episode."""
+_WRONG_TRIES = 100
+
+
+class ReasoningEnvironment:
+    """Asks the question of a row, rewards the answer, and is over: one turn.
+
+    The seed chooses the row, ``seed % number of rows``, and only ever a row of the environment's own split. The dataset
+    row of a trainer may choose another one, see :meth:`reset`.
+
+    Args:
+        data: Anything :func:`~agile_trainers.envs.questions.rows.load_rows` takes, or what it returned; give it that when
+            many instances are made of a large data set. None: every row comes from the trainer's data sets.
+        question: Name of the column that holds the question.
+        answer: Name of the column that holds the answer, or a function of the row that gives it.
+        template: The user message, or several messages, with ``{question}`` and other columns in braces. Any other brace
+            is written twice: ``\\boxed{{}}``.
+        system_prompt: System message before everything else.
+        few_shot: Worked examples before the question: rows, or a number of rows from the beginning of ``train``. The
+            question itself is never among them.
+        demonstration: An ideal answer, for examples and demonstrations: a template in which ``{answer}`` stands for the
+            answer, or a function of the row.
+        reward_fn: ``reward_fn(completion, answer, question)``. Default, if there is no other reward function:
+            :func:`~agile_trainers.envs.questions.answers.exact_match`.
+        reward_funcs: Reward functions of TRL's form, one or several, added to it. They get the row's columns, and
+            ``solution`` (the answer) if the row has no such column. None as their value counts as 0.
+        reward_weights: A weight for each of ``reward_funcs``. Default: 1.
+        success_reward: From which reward on an episode counts as a success.
+        split: Split to play.
+        test_fraction: Share of the questions that becomes ``test``, where the data has one split only.
+
+    Raises:
+        ValueError: If a column, split or template is wrong, or there is no row.
+    """
+
+    name = "ReasoningEnvironment"
+
+    def __init__(
+        self,
+        data: Any = None,
+        *,
+        question: str = "question",
+        answer: str | Callable[[Row], Any] = "answer",
+        template: str | Sequence[Message] = "{question}",
+        system_prompt: str | None = None,
+        few_shot: int | Sequence[Row] = 0,
+        demonstration: str | Callable[[Row], str] = "{answer}",
+        reward_fn: RewardFunction | None = None,
+        reward_funcs: TRLRewardFunction | Sequence[TRLRewardFunction] = (),
+        reward_weights: Sequence[float] | None = None,
+        success_reward: float = 1.0,
+        split: str = TRAIN,
+        test_fraction: float = 0.1,
+    ):
+        self.question, self.answer, self.demonstration = question, answer, demonstration
+        self.template = _messages(template, system_prompt)
+        self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        self.reward_fn = exact_match if reward_fn is None and not self.reward_funcs else reward_fn
+        self.reward_weights = [1.0] * len(self.reward_funcs) if reward_weights is None else list(reward_weights)
+        self.success_reward, self.split = success_reward, split
+        if len(self.reward_weights) != len(self.reward_funcs):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} entries for {len(self.reward_funcs)} reward_funcs."
+            )
+        self.rows: Rows | None = None
+        if data is not None:
+            is_rows = hasattr(data, "row") and hasattr(data, "count")
+            self.rows = data if is_rows else load_rows(data, question=question, test_fraction=test_fraction)
+            self._check_columns(self.rows.columns)
+            self._check_split(split)
+        self.shots = (
+            [self.row(TRAIN, index) for index in range(few_shot)] if isinstance(few_shot, int) else list(few_shot)
+        )
+        for shot in self.shots:
+            self._check_columns(shot)
+
+    # -------------------------------------------------------------------------------------------------- an episode
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        """Ask a question.
+
+        Args:
+            seed: Chooses the row inside the split. None draws one.
+            options: A row with a question column is asked itself. Otherwise ``{"split": ..., "row": ...}``, either
+                optional, takes the place of the environment's split and of the seed; see :meth:`dataset`.
+
+        Returns:
+            The messages (as text, if it is a single user message), and ``{"split", "row"}`` in the info.
+
+        Raises:
+            ValueError: If an option, a split or a row's number is wrong, or a column is missing.
+        """
+        given = {name: value for name, value in (options or {}).items() if value is not None}
+        info: dict[str, Any] = {}
+        if self.question in given:
+            self._check_columns(given)
+            self._current = given
+        else:
+            given = read_options(given, ("split", "row"), self.name)
+            drawn = random.SystemRandom().randrange(2**31) if seed is None else seed
+            info = {"split": given.get("split", self.split), "row": self._index(drawn, **given)}
+            self._current = self.row(**info)
+        return _as_observation(self.prompt(self._current)), info
+
+    def step(self, action: str) -> StepResult:
+        """Reward the answer; the episode is over."""
+        reward = self.score(action, self._current)
+        success = reward >= self.success_reward - 1e-9
+        verdict = "correct" if success else f"wrong, the answer is {self.answer_to(self._current)}"
+        return verdict, reward, True, False, {"success": success}
+
+    def prompt(self, row: Row) -> list[Message]:
+        """The messages that ask a row's question, examples included."""
+        system = [message for message in self.template if message["role"] == "system"]
+        asked = [message for message in self.template if message["role"] != "system"]
+        shots = [shot for shot in self.shots if shot[self.question] != row[self.question]]
+        messages = _filled(system, row)
+        for shot in shots:
+            messages += [*_filled(asked, shot), {"role": "assistant", "content": self.ideal(shot)}]
+        return messages + _filled(asked, row)
+
+    def score(self, completion: str, row: Row) -> float:
+        """The reward of a completion.
+
+        Raises:
+            ValueError: If a reward function returns something other than a finite number.
+        """
+        answer, question = self.answer_to(row), str(row[self.question])
+        total = 0.0
+        if self.reward_fn is not None:
+            total += _finite(self.reward_fn(completion, answer, question), self.reward_fn, completion, question)
+        if self.reward_funcs:
+            columns = {name: [value] for name, value in {"solution": answer, **row}.items()}
+            columns |= {"prompts": [self.prompt(row)], "completions": [[{"role": "assistant", "content": completion}]]}
+            for weight, function in zip(self.reward_weights, self.reward_funcs):
+                value = function(**columns)[0]
+                total += weight * (0.0 if value is None else _finite(value, function, completion, question))
+        return total
+
+    # --------------------------------------------------------------------------------------------------------- rows
+
+    def row(self, split: str, row: int) -> Row:
+        """One row of a split.
+
+        Raises:
+            ValueError: If there is no such split or row.
+        """
+        self._check_split(split)
+        assert self.rows is not None
+        count = self.rows.count(split)
+        if not isinstance(row, int) or row < 0 or (count is not None and row >= count):
+            last = "" if count is None else f" to {count - 1}"
+            raise ValueError(f"{self.name} has no row {row!r} in the split {split!r}: its rows are numbered 0{last}.")
+        return self.rows.row(split, row)
+
+    def dataset(self, split: str, count: int | None = None) -> Dataset:
+        """A data set of pointers to the rows of a split, for a trainer's ``train_dataset`` or ``eval_dataset``.
+
+        Args:
+            split: The split.
+            count: Number of rows. Default: all; data without end needs a number.
+
+        Returns:
+            ``{"split": ..., "row": ...}``, what :meth:`reset` reads.
+
+        Raises:
+            ValueError: If there is no such split, not as many rows, or no end to them.
+        """
+        from datasets import Dataset
+
+        self._check_split(split)
+        assert self.rows is not None
+        available = self.rows.count(split)
+        if count is None and available is None:
+            raise ValueError(f"{self.name} makes rows without end: say how many, as in dataset({split!r}, 100).")
+        count = available if count is None else count
+        if count is None or count < 1 or (available is not None and count > available):
+            raise ValueError(f"count must be between 1 and the {available} rows of the split {split!r}, got {count}.")
+        return Dataset.from_dict({"split": [split] * count, "row": list(range(count))})
+
+    def demonstrations(self, count: int, seed: int = 0) -> list[dict[str, list[Message]]]:
+        """Questions of the environment's split with their ideal answers: ``{"messages": [...]}``, for ``SFTTrainer``.
+
+        Args:
+            count: Number of rows.
+            seed: They are those of the seeds ``seed`` to ``seed + count - 1``.
+        """
+        rows = [self._of_seed(index) for index in range(seed, seed + count)]
+        return [{"messages": [*self.prompt(row), _said(self.ideal(row))]} for row in rows]
+
+    def preferences(self, count: int, seed: int = 0) -> list[dict[str, list[Message]]]:
+        """The same questions with an ideal and a worse answer: ``{"prompt", "chosen", "rejected"}``, for ``DPOTrainer``."""
+        pairs = []
+        for index in range(seed, seed + count):
+            row = self._of_seed(index)
+            wrong = self.wrong(row, random.Random(f"wrong {index}"))
+            pairs.append({"prompt": self.prompt(row), "chosen": [_said(self.ideal(row))], "rejected": [_said(wrong)]})
+        return pairs
+
+    def answer_to(self, row: Row) -> Any:
+        """The answer of a row."""
+        return self.answer(row) if callable(self.answer) else row[self.answer]
+
+    def ideal(self, row: Row) -> str:
+        """An ideal completion for a row."""
+        if callable(self.demonstration):
+            return self.demonstration(row)
+        return self.demonstration.format_map({**row, "answer": self.answer_to(row)})
+
+    def players(self) -> dict[str, Player]:
+        """The ideal answer to the question and, if there are rows to draw from, to one drawn at random."""
+        players: dict[str, Player] = {"expert": lambda messages, rng: self.ideal(self._current)}
+        if self.rows is not None:
+            players["random"] = lambda messages, rng: self.ideal(self._of_seed(rng.randrange(2**31)))
+        return players
+
+    def wrong(self, row: Row, rng: random.Random) -> str:
+        """A completion that earns less than the ideal one: here, the ideal answer to another question.
+
+        Raises:
+            ValueError: If none is found.
+        """
+        best = self.score(self.ideal(row), row)
+        for _ in range(_WRONG_TRIES):
+            other = self.ideal(self._of_seed(rng.randrange(2**31)))
+            if self.score(other, row) < best:
+                return other
+        raise ValueError(
+            f"No answer to another question earns less than {best} for {row[self.question]!r}: override wrong()."
+        )
+
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def _of_seed(self, seed: int) -> Row:
+        return self.row(self.split, self._index(seed))
+
+    def _index(self, seed: int, split: str | None = None, row: int | None = None) -> int:
+        if row is not None:
+            return row
+        self._check_split(split or self.split)
+        assert self.rows is not None
+        count = self.rows.count(split or self.split)
+        return seed if count is None else seed % count
+
+    def _check_split(self, split: str) -> None:
+        if self.rows is None:
+            raise ValueError(
+                f"{self.name} was made without data, and no row with a column {self.question!r} was given to reset. Pass "
+                "`data`, or a train_dataset (and eval_dataset) of such rows to the trainer."
+            )
+        if split not in self.rows.splits:
+            raise ValueError(f"There is no split {split!r}; the splits are: {', '.join(self.rows.splits)}.")
+        if self.rows.count(split) == 0:
+            raise ValueError(f"The split {split!r} holds no row. Choose another split or change test_fraction.")
+
+    def _check_columns(self, columns: Mapping[str, Any] | Sequence[str]) -> None:
+        check_column(self.question, columns, "question")
+        if not callable(self.answer):
+            check_column(self.answer, columns, "answer")
+        for name in (name for message in self.template for name in _fields(message["content"])):
+            if name in {"answer", self.answer}:
+                raise ValueError(f"The template holds {{{name}}}, which would show the model the answer. Take it out.")
+            check_column(name, columns, "template")
+        if not callable(self.demonstration):
+            for name in _fields(self.demonstration):
+                check_column(name, [*columns, "answer"], "demonstration")
+
+
+def _messages(template: str | Sequence[Message], system_prompt: str | None) -> list[Message]:
+    """The template as messages, with the system prompt (whose braces mean nothing) first."""
+    messages = [{"role": "user", "content": template}] if isinstance(template, str) else [dict(m) for m in template]
+    if system_prompt is not None:
+        if any(message["role"] == "system" for message in messages):
+            raise ValueError("The template has a system message and system_prompt is set as well: keep one of the two.")
+        messages.insert(0, {"role": "system", "content": system_prompt.replace("{", "{{").replace("}", "}}")})
+    return messages
+
+
+def _fields(template: str) -> list[str]:
+    """Names of the columns a template asks for."""
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"The template {template!r} cannot be read: {error}. Write a literal brace twice.") from error
+    if "" in names:
+        raise ValueError(f"The template {template!r} holds an empty {{}}. Write a literal brace twice: {{{{}}}}.")
+    return names
+
+
+def _filled(messages: Sequence[Message], row: Row) -> list[Message]:
+    return [{**message, "content": message["content"].format_map(row)} for message in messages]
+
+
+def _said(completion: str) -> Message:
+    return {"role": "assistant", "content": completion}
+
+
+def _as_observation(messages: list[Message]) -> Observation:
+    return messages[0]["content"] if [message["role"] for message in messages] == ["user"] else messages
+
+
+def _finite(value: Any, function: Any, completion: str, question: str) -> float:
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    name = function.__name__ if inspect.isfunction(function) else repr(function)
+    raise ValueError(
+        f"The reward function {name} returned {value!r} for the completion {completion[:80]!r} to the question "
+        f"{question[:80]!r}; expected a finite number. A NaN would spoil the advantages of the whole group."
+    )

@@ -1,0 +1,1 @@
+"""Environments in which the model calls tools."""

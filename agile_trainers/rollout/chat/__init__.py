@@ -1,0 +1,1 @@
+"""Turns messages into token ids that only ever grow at the end."""

@@ -1,0 +1,368 @@
+"""Chat frames: a conversation as token ids that only ever grow at the end.
+
+    first(messages) | answer 0 | frame(observation 0) | answer 1 | frame(observation 1) | ...
+
+Answers are the sampler's own ids. A *frame* is everything between the end of one answer and the start of the next: the
+rest of the answer's end-of-turn marker, the observation, the next generation prompt. Nothing is rendered twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from agile_trainers.rollout.chat.special_tokens import Shield
+from agile_trainers.rollout.chat.template_check import Render, Rewrite, find_rewrite, sampled_call
+from agile_trainers.rollout.template_repair import training_templates, trl_name
+from agile_trainers.types import Message
+
+_ANSWER = "agileAnswer"
+_VARIABLES: tuple[dict[str, Any], ...] = (
+    {"preserve_thinking": True},
+    {"truncate_history_thinking": False},
+    {"clear_thinking": False},
+    {"enable_thinking": False},
+)
+"""Template variables with which some templates keep earlier turns."""
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+    """How a conversation is written for a model without a chat template. Roles do not appear in it.
+
+    Nothing is added to an answer: an EOS token or a stop string that was sampled stays where it is. With a stop string
+    ``"\\n"``, for example, choose ``before_observation=""``.
+    """
+
+    separator: str = "\n"
+    """Between the messages of the prompt, or of one observation."""
+    after_prompt: str = ""
+    """Between the prompt and the first answer: by default the prompt is taken as it is."""
+    before_observation: str = "\n"
+    """Between an answer and the observation that follows it."""
+    after_observation: str = "\n"
+    """Between an observation and the next answer."""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What the template itself writes between an answer and the next one."""
+
+    end_of_turn: int | None
+    """The first special or EOS token between an answer and the observation; None if there is none."""
+    specials: Counter[int]
+    """How often each special token occurs."""
+
+
+class ChatFrames:
+    """Makes the ids around the answers of one tokenizer's conversations.
+
+    A template is accepted if a longer conversation, rendered, *begins with* what was there before: the earlier
+    rendering with its generation prompt, then the answer as the template lets a model write it (plain, and with thinking
+    unless ``enable_thinking`` is False), stored as the message's ``content``. Refused are templates that drop the
+    thinking of earlier answers, write another end of turn later on, or lack in the history what their generation prompt
+    writes: the model would be trained on contexts that its template never shows it. ``docs/chat_templates.md`` lists
+    every template of TRL.
+
+    A frame is tokenized on its own. Next to a special token, as in nearly every template, that gives the ids that the
+    whole text would give. In plain text, characters across the border might have merged into one token; the ids of the
+    conversation are the sampled ones all the same. Special tokens spelled out in a message become ordinary text, so that
+    only the template can begin or end a turn; see :class:`~agile_trainers.rollout.chat.special_tokens.Shield`.
+
+    Args:
+        tokenizer: Its chat template is used; without one, frames are plain text.
+        eos_token_ids: Ids that end an answer, as in the model's ``generation_config``. Default: the tokenizer's. The
+            template's own end-of-turn token is added, see the attribute of the same name.
+        chat_template: Replaces the tokenizer's template (the template itself, or the name of one of several).
+        chat_template_kwargs: Variables of the template, ``{"enable_thinking": False}`` for example.
+        training_chat_template: If the template rewrites earlier turns, use a training version of it: TRL's if that
+            keeps them, otherwise our own.
+        plain: Write plain text in this format even if the tokenizer has a template. Default for a tokenizer without
+            one: ``PlainFormat()``.
+
+    Attributes:
+        chat_template: The template in use (a training version where that was asked for and needed), None for plain
+            text.
+        eos_token_ids: Every id that ends an answer, sorted: the given ones and the template's end-of-turn token.
+
+    Raises:
+        ValueError: The template rewrites earlier turns, cannot render a conversation, or the arguments contradict each
+            other.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        eos_token_ids: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        training_chat_template: bool = False,
+        plain: PlainFormat | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        # Games say the same few things over and over.
+        self._said = lru_cache(maxsize=1024)(self._say)
+        self._kwargs = dict(chat_template_kwargs or {})
+        if eos_token_ids is None:
+            eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.eos_token_ids = sorted(set(eos_token_ids))
+        self.chat_template: str | None = None
+        if plain is not None or not (chat_template or tokenizer.chat_template):
+            if chat_template or chat_template_kwargs or training_chat_template:
+                raise ValueError(
+                    "chat_template, chat_template_kwargs and training_chat_template need a chat template, but "
+                    + (f"the tokenizer of {_name(tokenizer)} has none" if plain is None else "plain text was asked for")
+                    + ": drop them, or give chat_template and leave plain out."
+                )
+            self._plain = plain or PlainFormat()
+            self._shield = Shield(tokenizer, self.eos_token_ids)
+            return
+        self._shield = Shield(tokenizer, self.eos_token_ids)
+        self.chat_template = self._choose_template(tokenizer.get_chat_template(chat_template), training_chat_template)
+        self._render = self._renderer(self.chat_template, self._kwargs)
+        self._call = sampled_call(self._render, _as_messages("prompt"), self._shield.texts)
+        self._frames: dict[tuple[str, ...], _Frame] = {}
+        self._prompts: dict[tuple[str, ...], Counter[int]] = {}
+        end_of_turn = self._frame(_as_messages("")).end_of_turn
+        if end_of_turn is not None:
+            self.eos_token_ids = sorted({*self.eos_token_ids, end_of_turn})
+
+    def first(self, observation: str | list[Message]) -> list[int]:
+        """Render the start of a conversation.
+
+        Args:
+            observation: The prompt's messages; text is one user message.
+
+        Returns:
+            The prompt's ids, generation prompt included. Plain text starts with BOS if the tokenizer adds one.
+
+        Raises:
+            ValueError: The messages are malformed, refused by the template, or rewritten by it later on.
+        """
+        messages = _as_messages(observation)
+        if messages[-1]["role"] == "assistant":
+            raise ValueError("The prompt ends with an assistant message; its last message must not be the model's.")
+        if self.chat_template is None:
+            return self._bos() + self._plain_ids("", messages, self._plain.after_prompt)
+        own = self._own_specials(self.chat_template, messages)
+        ids = self._shield.encode(self._render(self._shield.hide(messages)))
+        # Answers that the environment shows may well hold special tokens, of thinking for example.
+        return ids if any(message["role"] == "assistant" for message in messages) else self._shield.check(ids, own)
+
+    def frame(self, observation: str | list[Message], last_action_id: int) -> list[int]:
+        """Render what stands between an answer and the next one.
+
+        If the answer ended with the template's end-of-turn token, the frame begins right after it (with the newline
+        that follows it in ChatML, for example). Otherwise (a length limit, a stop string, or another EOS token, which
+        stays where it was sampled) the frame begins with that token. Plain text has none.
+
+        Args:
+            observation: What the environment said; text is one user message.
+            last_action_id: The last id of the answer.
+
+        Returns:
+            The observation's ids: end of the answer's turn, the observation, the next generation prompt.
+
+        Raises:
+            ValueError: The messages are malformed, or the template refuses or drops a message of such a role here.
+        """
+        whole, tail, end_of_turn = self._said(observation) if isinstance(observation, str) else self._say(observation)
+        return list(tail if last_action_id == end_of_turn else whole)
+
+    def _say(self, observation: str | list[Message]) -> tuple[list[int], list[int], int | None]:
+        """A frame with and without the end-of-turn token it begins with, and that token."""
+        messages = _as_messages(observation)
+        if self.chat_template is None:
+            ids = self._plain_ids(self._plain.before_observation, messages, self._plain.after_observation)
+            return ids, ids, None
+        known = self._frame(messages)
+        ids = self._shield.check(self._shield.encode(self._after_answer(self._shield.hide(messages))), known.specials)
+        if known.end_of_turn is None:
+            return ids, ids, None
+        # Cut as ids: tokens that swallow the whitespace after them (Phi-3) must see it.
+        return ids, ids[ids.index(known.end_of_turn) + 1 :], known.end_of_turn
+
+    def decode(self, action_ids: Sequence[int]) -> str:
+        """The text of an answer as the environment gets it: without its terminator and without special tokens."""
+        ids = list(action_ids)
+        if ids and ids[-1] in self.eos_token_ids:
+            ids.pop()
+        return cast(str, self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _choose_template(self, template: str, training_chat_template: bool) -> str:
+        """``template``, or a training version of it if it needs one and that was asked for."""
+        rewrite = self._find_rewrite(template, self._kwargs)
+        if rewrite is None:
+            return template
+        if training_chat_template and (repaired := self._training_template(template, self._kwargs)):
+            return repaired
+        raise ValueError(self._refusal(rewrite, template, self._ways_out(template)))
+
+    def _find_rewrite(
+        self,
+        template: str,
+        kwargs: dict[str, Any],
+        prompt: list[Message] | None = None,
+        observation: list[Message] | None = None,
+    ) -> Rewrite | None:
+        return find_rewrite(
+            self._renderer(template, kwargs),
+            prompt or _as_messages("prompt"),
+            self._shield.texts,
+            thinking=kwargs.get("enable_thinking") is not False,
+            observation=observation,
+        )
+
+    def _training_template(self, template: str, kwargs: dict[str, Any]) -> str | None:
+        """The first training version of a template that keeps earlier turns."""
+        versions = training_templates(self._tokenizer, template)
+        return next((version for version in versions if self._find_rewrite(version, kwargs) is None), None)
+
+    def _ways_out(self, template: str) -> str:
+        """Options under which the template keeps earlier turns, each tried."""
+        ways = []
+        if self._training_template(template, self._kwargs):
+            ways.append("training_chat_template=True (a version of the template that keeps them; saved with the model)")
+        for variables in _VARIABLES:
+            kwargs = {**self._kwargs, **variables}
+            if kwargs == self._kwargs or not any(name in template for name in variables):
+                continue
+            note = (
+                " (only if the model does not think)" if "enable_thinking" in variables else " (also when serving it)"
+            )
+            if self._find_rewrite(template, kwargs) is None:
+                ways.append(f"chat_template_kwargs={kwargs}{note}")
+            elif not ways and self._training_template(template, kwargs):
+                ways.append(f"training_chat_template=True and chat_template_kwargs={kwargs}{note}")
+        if ways:
+            return "Pass " + ", or ".join(ways) + "."
+        return (
+            "No option keeps them. Edit the template until it renders the turn above as it was, and set it as the "
+            "tokenizer's chat_template."
+        )
+
+    def _refusal(self, rewrite: Rewrite, template: str, fix: str) -> str:
+        known = trl_name(template)
+        return (
+            f"The chat template of {_name(self._tokenizer)}{f' (in TRL: {known!r})' if known else ''} rewrites earlier "
+            "turns as a conversation grows, so the model would be trained on contexts that the template never shows "
+            f"it:\n{rewrite}\n{fix}"
+        )
+
+    def _own_specials(self, template: str, messages: list[Message]) -> Counter[int]:
+        """The special tokens that the template itself writes around a prompt; per roles, checked for rewriting."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._prompts:
+            # A prompt of one user message was tried when the template was chosen.
+            if roles != ("user",) and (rewrite := self._find_rewrite(template, self._kwargs, prompt=messages)):
+                fix = f"It does so after a prompt of the roles {list(roles)}: use others, or another chat_template."
+                raise ValueError(self._refusal(rewrite, template, fix))
+            probes = [{**message, "content": "agileProbe"} for message in messages]
+            self._prompts[roles] = self._shield.count(self._render(probes))
+        return self._prompts[roles]
+
+    def _frame(self, messages: list[Message]) -> _Frame:
+        """What is the same in every frame of messages of these roles.
+
+        For most templates the end-of-turn token closes the answer's turn; where turns have no end (GLM), it opens the
+        next one, and is what the model samples to stop.
+        """
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._frames:
+            if "assistant" in roles:
+                raise ValueError(f"The observation has roles {list(roles)}; 'assistant' is the model's own role.")
+            probes = [f"agileObservationProbe{index}x" for index in range(len(messages))]
+            rendered = self._after_answer([{**message, "content": probe} for message, probe in zip(messages, probes)])
+            for role, probe in zip(roles, probes):
+                if probe not in rendered:
+                    raise ValueError(
+                        f"The chat template of {_name(self._tokenizer)} does not write a message of role {role!r} "
+                        f"after an answer. Let the environment return text, or a role that the template writes."
+                    )
+            ends = self._shield.ids.union(self.eos_token_ids)
+            ids = self._shield.encode(rendered.partition(probes[0])[0])
+            end_of_turn = next((i for i in ids if i in ends), None)
+            self._check_observation([{**message, "content": probe} for message, probe in zip(messages, probes)], roles)
+            self._frames[roles] = _Frame(end_of_turn, self._shield.count(rendered))
+        return self._frames[roles]
+
+    def _check_observation(self, messages: list[Message], roles: tuple[str, ...]) -> None:
+        """Refuse roles that make the template rewrite earlier turns; those of one user message are known."""
+        assert self.chat_template is not None
+        if roles == ("user",):
+            return
+        if rewrite := self._find_rewrite(self.chat_template, self._kwargs, observation=messages):
+            fix = f"It does so with an observation of the roles {list(roles)}: use others, or another chat_template."
+            raise ValueError(self._refusal(rewrite, self.chat_template, fix))
+
+    def _after_answer(self, messages: list[Message]) -> str:
+        """What the template writes after an answer that these messages follow; tools follow an answer that calls one."""
+        answer = self._call if messages[0]["role"] == "tool" and self._call else _ANSWER
+        dummy = [*_as_messages("prompt"), {"role": "assistant", "content": answer}]
+        return self._render([*dummy, *messages]).partition(answer)[2]
+
+    def _renderer(self, template: str, kwargs: dict[str, Any]) -> Render:
+        def render(messages: list[Message], generation_prompt: bool = True) -> str:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    messages, chat_template=template, tokenize=False, add_generation_prompt=generation_prompt, **kwargs
+                )
+            except (TemplateError, TypeError) as error:
+                raise ValueError(
+                    f"The chat template of {_name(self._tokenizer)} refuses a conversation with the roles "
+                    f"{[message['role'] for message in messages]}: {error}"
+                ) from error
+            return cast(str, text)
+
+        def render_parts(messages: list[Message], generation_prompt: bool = True) -> str:
+            return render([_in_parts(message) for message in messages], generation_prompt)
+
+        return render_parts if _wants_parts(render) else render
+
+    def _plain_ids(self, before: str, messages: list[Message], after: str) -> list[int]:
+        contents = (message["content"] for message in self._shield.hide(messages))
+        return self._shield.encode(before + self._plain.separator.join(contents) + after)
+
+    def _bos(self) -> list[int]:
+        """The BOS token if the tokenizer puts one in front of plain text."""
+        added = self._tokenizer.encode("")[:1]
+        return added if added == [self._tokenizer.bos_token_id] else []
+
+
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+    return repr(tokenizer.name_or_path or type(tokenizer).__name__)
+
+
+def _wants_parts(render: Render) -> bool:
+    """Whether a template, of a vision model for example, reads a message's content as a list of parts only."""
+    probe = _as_messages(_ANSWER)
+    try:
+        return _ANSWER not in render(probe) and _ANSWER in render([_in_parts(message) for message in probe])
+    except ValueError:
+        try:
+            return _ANSWER in render([_in_parts(message) for message in probe])
+        except ValueError:
+            return False
+
+
+def _in_parts(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _as_messages(observation: str | list[Message]) -> list[Message]:
+    """The messages of an observation, checked."""
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if not isinstance(observation, list) or not observation:
+        raise ValueError(f"An observation is text or a non-empty list of chat messages, not {observation!r}.")
+    for message in observation:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f'A chat message is {{"role": text, "content": text}}, not {message!r}.')
+    return observation

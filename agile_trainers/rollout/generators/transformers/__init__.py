@@ -1,0 +1,1 @@
+"""The generator on a transformers model."""

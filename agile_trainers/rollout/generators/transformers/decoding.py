@@ -1,0 +1,134 @@
+"""The answers that are being decoded together, and what their next forward pass reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase, StopStringCriteria
+
+from agile_trainers.rollout.generators.base import GenerationRequest, SamplingSettings
+from agile_trainers.rollout.generators.transformers.kv_cache import KVBatch
+
+NO_TOKEN = torch.iinfo(torch.int64).max
+"""Padding for stop strings: ``StopStringCriteria`` lets ids beyond the vocabulary match nothing."""
+
+
+@dataclass(eq=False)
+class Episode:
+    """What is kept of one episode between its turns."""
+
+    ids: list[int] = field(default_factory=list)
+    """Every id so far, the last sampled one included."""
+    kv: KVBatch | None = None
+    row: int = 0
+    """Row of ``kv`` that holds the episode's keys and values."""
+    cached: int = 0
+    """How many of ``ids`` that row holds."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """One request under way."""
+
+    request: GenerationRequest
+    episode: Episode
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What has been sampled for the request so far."""
+        return self.episode.ids[len(self.request.token_ids) :]
+
+
+@dataclass
+class DecodingBatch:
+    """Rows that are decoded in one forward pass. ``R`` rows, of which each reads ``q`` new columns."""
+
+    rows: list[Answer | None]
+    """None: the row's answer is finished; the row idles until the next repacking."""
+    alive: torch.Tensor
+    """(R,) bool, which rows are not None."""
+    kv: KVBatch
+    input_ids: torch.Tensor
+    """(R, q) int64, left-padded."""
+    input_mask: torch.Tensor
+    """(R, q) bool, False on padding and on idle rows."""
+    position_ids: torch.Tensor
+    """(R, q) int64."""
+    history: torch.Tensor | None = None
+    """(R, L) int64, every id of the row, padded with its first one, for the repetition penalty."""
+    recent: torch.Tensor | None = None
+    """(R, S) int64, the last ids of the row's answer, padded with ``NO_TOKEN``, for stop strings."""
+
+    @property
+    def active(self) -> list[Answer]:
+        """The answers that are not finished."""
+        return [row for row in self.rows if row is not None]
+
+    def record(self, tokens: torch.Tensor) -> None:
+        """Add the (R,) sampled ``tokens`` to what penalty and stop strings look at."""
+        if self.history is not None:
+            self.history = torch.cat([self.history, tokens[:, None]], dim=1)
+        if self.recent is not None:
+            self.recent = torch.cat([self.recent[:, 1:], tokens[:, None]], dim=1)
+
+    def feed(self, tokens: torch.Tensor, after_all: bool = False) -> None:
+        """Make the (R,) sampled ``tokens`` what is read next, alone or ``after_all`` that was read before."""
+        ids, mask = tokens[:, None].to(self.input_ids.device), self.alive[:, None]
+        # An idle row stays at its last position, which the model surely has.
+        positions = self.position_ids[:, -1:] + mask
+        if after_all:
+            ids = torch.cat([self.input_ids, ids], dim=1)
+            mask = torch.cat([self.input_mask, mask], dim=1)
+            positions = torch.cat([self.position_ids, positions], dim=1)
+        self.input_ids, self.input_mask, self.position_ids = ids, mask, positions
+
+    def drop(self, finished: Collection[Answer]) -> None:
+        """Let the rows of ``finished`` idle."""
+        self.rows = [None if row in finished else row for row in self.rows]
+        self.alive = torch.tensor([row is not None for row in self.rows], device=self.alive.device)
+
+
+def decoding_batch(answers: Sequence[Answer], kv: KVBatch, pad_token_id: int) -> DecodingBatch:
+    """A batch that next reads whatever ``kv`` does not hold of each answer's episode.
+
+    Args:
+        answers: One per row of ``kv``, in its order.
+        kv: What has been read.
+        pad_token_id: Fills ``input_ids``.
+    """
+    device = kv.mask.device
+    unread = [answer.episode.ids[answer.episode.cached :] for answer in answers]
+    input_ids = left_pad(unread, [pad_token_id] * len(unread)).to(device)
+    cached = torch.tensor([[answer.episode.cached] for answer in answers], device=device)
+    padding = torch.tensor([[input_ids.shape[1] - len(ids)] for ids in unread], device=device)
+    offsets = torch.arange(input_ids.shape[1], device=device) - padding
+    return DecodingBatch(
+        rows=list(answers),
+        alive=torch.ones(len(answers), dtype=torch.bool, device=device),
+        kv=kv,
+        input_ids=input_ids,
+        input_mask=offsets >= 0,
+        position_ids=(cached + offsets).clamp(min=0),
+    )
+
+
+def left_pad(sequences: Sequence[list[int]], fills: Sequence[int]) -> torch.Tensor:
+    """(R, longest) int64; each sequence padded on the left with its own fill."""
+    width = max(map(len, sequences))
+    return torch.tensor([[fill] * (width - len(ids)) + ids for ids, fill in zip(sequences, fills)])
+
+
+def stop_criteria(settings: SamplingSettings, tokenizer: PreTrainedTokenizerBase | None) -> StopStringCriteria | None:
+    """Transformers' own judge of stop strings; None without any.
+
+    Raises:
+        ValueError: They come without a tokenizer.
+    """
+    if not settings.stop_strings:
+        return None
+    if tokenizer is None:
+        raise ValueError(f"`stop_strings` {list(settings.stop_strings)} need a tokenizer: pass `tokenizer=`.")
+    return StopStringCriteria(tokenizer, list(settings.stop_strings))

@@ -1,0 +1,297 @@
+"""A sampler on a transformers model that keeps what it has read between the turns of an episode."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from agile_trainers.rollout.generators.architecture import (
+    Reading,
+    check_padding,
+    reading,
+    takes_logits_to_keep,
+    takes_position_ids,
+)
+from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
+from agile_trainers.rollout.generators.checks import check_request, check_token_ids
+from agile_trainers.rollout.generators.transformers.decoding import (
+    NO_TOKEN,
+    Answer,
+    DecodingBatch,
+    Episode,
+    decoding_batch,
+    left_pad,
+    stop_criteria,
+)
+from agile_trainers.rollout.generators.transformers.kv_cache import GrowingLayer, KVBatch, pack
+from agile_trainers.rollout.generators.transformers.sampling import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+class TransformersGenerator:
+    """Decodes with a causal language model, token by token, and keeps each episode's keys and values between turns.
+
+    A turn reads only what was appended since the last one. Requests join a batch that is already decoding once at least
+    as many wait as are being decoded, so that reading and repacking are shared; finished rows leave the batch when
+    fewer than half of it is active. Neither changes an episode's tokens: they depend on its ids and uniforms alone, up
+    to rounding in the model.
+
+    A model with layers other than plain full attention (sliding window, recurrent, hybrid), or without position ids,
+    cannot be repacked. It reads the whole conversation again each turn, with its own cache class, and takes new
+    requests only when no row is decoding. A model without ``past_key_values``, or one that decodes a token otherwise than
+    it reads it, reads the whole conversation again for every token. See :func:`.architecture.reading`.
+
+    The model must be in eval mode while ``step`` runs; training mode is an error. Nothing is kept of gradients.
+
+    Args:
+        model: A transformers causal language model, or a ``PeftModel`` around one (any adapter except prompt learning).
+        eos_token_ids: Tokens that end an answer; they belong to it.
+        pad_token_id: Any id of the vocabulary; it fills columns that are masked out.
+        settings: How to sample.
+        tokenizer: Needed for ``settings.stop_strings`` only.
+        max_batch_size: Most episodes decoded at the same time; the others wait. Default: no limit.
+
+    Raises:
+        ValueError: Stop strings without a tokenizer, an id outside the vocabulary, ``max_batch_size`` below 1, a
+            prompt-learning adapter, or a model whose recurrence runs over padding.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        eos_token_ids: Sequence[int],
+        pad_token_id: int,
+        settings: SamplingSettings,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ValueError(f"`max_batch_size` is {max_batch_size}, expected at least 1, or None for no limit.")
+        if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+            raise ValueError("Prompt-learning adapters are not supported: they put tokens before every forward pass.")
+        check_token_ids("eos_token_ids", eos_token_ids, base.config.get_text_config().vocab_size)
+        check_token_ids("pad_token_id", [pad_token_id], base.config.get_text_config().vocab_size)
+        self.model = model
+        self._device = base.device
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._pad_token_id = pad_token_id
+        self._settings = settings
+        self._sampler = Sampler(settings, sorted(self._eos_token_ids))
+        self._stop = stop_criteria(settings, tokenizer)
+        self._max_batch_size = max_batch_size
+        check_padding(base)
+        self._takes_positions = takes_position_ids(base)
+        self._options = {"logits_to_keep": 1} if takes_logits_to_keep(base) else {}
+        self._reading = reading(base)
+        self._keeps_cache = self._reading is Reading.NEW
+        if not self._keeps_cache:
+            _log_rereading(base.config.model_type, self._reading)
+        # MPS has no float64.
+        self._sampling_device = torch.device("cpu") if self._device.type == "mps" else self._device
+        self._episodes: dict[int, Episode] = {}
+        self._under_way: dict[int, Answer] = {}
+        self._waiting: deque[Answer] = deque()
+        self._batch: DecodingBatch | None = None
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: The episode has a request under way, the prompt is empty, ``max_new_tokens`` is below 1, or the
+                ids do not start with those already read and sampled.
+        """
+        episode = self._episodes.get(request.episode) or Episode()
+        check_request(request, episode.ids, request.episode in self._under_way)
+        episode.ids = list(request.token_ids)
+        answer = Answer(request, episode)
+        self._episodes[request.episode] = episode
+        self._under_way[request.episode] = answer
+        self._waiting.append(answer)
+
+    @torch.no_grad()
+    def step(self) -> list[GenerationOutput]:
+        """Make one token for every row of the batch and return the answers it finished. Empty when idle.
+
+        Raises:
+            RuntimeError: The model is in training mode.
+            ValueError: The model's logits are not numbers.
+        """
+        self._repack_if_due()
+        if self._batch is None:
+            return []
+        return self._extend(self._batch, self._forward(self._batch))
+
+    @property
+    def pending(self) -> int:
+        """Number of requests submitted and not yet returned."""
+        return len(self._under_way)
+
+    def release(self, episode: int) -> None:
+        """Forget an episode, and its request if one is under way."""
+        self._episodes.pop(episode, None)
+        answer = self._under_way.pop(episode, None)
+        if answer is None:
+            return
+        if answer in self._waiting:
+            self._waiting.remove(answer)
+        else:
+            self._drop([answer])
+
+    # ------------------------------------------------------------------------------------------------- who decodes
+
+    def _repack_if_due(self) -> None:
+        """Let waiting requests in, and finished rows out, when it pays."""
+        active = self._batch.active if self._batch else []
+        admissible = len(self._waiting)
+        if self._max_batch_size is not None:
+            admissible = min(admissible, self._max_batch_size - len(active))
+        if active and (not self._keeps_cache or admissible < len(active)):
+            admissible = 0
+        mostly_idle = self._batch is not None and 2 * len(active) < len(self._batch.rows)
+        if admissible or (mostly_idle and self._keeps_cache):
+            self._repack([*active, *(self._waiting.popleft() for _ in range(admissible))])
+
+    def _repack(self, answers: list[Answer]) -> None:
+        """Make a batch of ``answers``; its next forward pass reads what each of them has not read yet."""
+        _check_eval_mode(self.model)
+        # `pack` wants the rows of one source together, and those with nothing read last.
+        order = list(dict.fromkeys(answer.episode.kv for answer in answers))
+        answers.sort(key=lambda answer: (answer.episode.kv is None, order.index(answer.episode.kv)))
+        kv = self._gather([answer.episode for answer in answers])
+        self._batch = decoding_batch(answers, kv, self._pad_token_id)
+        if self._sampler.penalty:
+            conversations = [answer.episode.ids for answer in answers]
+            history = left_pad(conversations, [ids[0] for ids in conversations])
+            self._batch.history = history.to(self._sampling_device)
+        if self._stop is not None:
+            filler = [NO_TOKEN] * self._stop.maximum_token_len
+            recent = [[*filler, *answer.token_ids][-len(filler) :] for answer in answers]
+            self._batch.recent = torch.tensor(recent, device=self._sampling_device)
+
+    def _gather(self, episodes: list[Episode]) -> KVBatch:
+        """What has been read of ``episodes``, in one new batch."""
+        if not self._keeps_cache:
+            return KVBatch(None, self._no_columns(len(episodes)))
+        sources: dict[KVBatch, list[int]] = {}
+        for episode in episodes:
+            if episode.kv is not None:
+                sources.setdefault(episode.kv, []).append(episode.row)
+        if sources:
+            unread = max(len(episode.ids) - episode.cached for episode in episodes)
+            kv = pack(list(sources.items()), [episode.cached for episode in episodes], room=unread)
+        else:
+            kv = KVBatch(Cache(layer_class_to_replicate=GrowingLayer), self._no_columns(len(episodes)))
+        _move(episodes, kv)
+        for source in sources:
+            self._shrink(source)
+        return kv
+
+    def _no_columns(self, rows: int) -> torch.Tensor:
+        return torch.zeros(rows, 0, dtype=torch.bool, device=self._device)
+
+    def _shrink(self, kv: KVBatch) -> None:
+        """Free the rows of a batch that most episodes have left: the few that stay would hold on to all of them."""
+        residents = [episode for episode in self._episodes.values() if episode.kv is kv]
+        if residents and 2 * len(residents) <= len(kv.mask):
+            rows, counts = [episode.row for episode in residents], [episode.cached for episode in residents]
+            _move(residents, pack([(kv, rows)], counts))
+
+    # --------------------------------------------------------------------------------------------------- one token
+
+    def _forward(self, batch: DecodingBatch) -> torch.Tensor:
+        """(R, V) logits of the next token; what the batch reads becomes part of its cache."""
+        options: dict[str, Any] = dict(self._options)
+        if self._takes_positions:
+            options["position_ids"] = batch.position_ids
+        if self._reading is Reading.TOKEN:
+            outputs = self.model(input_ids=batch.input_ids, attention_mask=batch.input_mask, use_cache=False, **options)
+            return outputs.logits[:, -1].to(self._sampling_device)
+        batch.kv.mask = torch.cat([batch.kv.mask, batch.input_mask], dim=1)
+        outputs = self.model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.kv.mask,
+            past_key_values=batch.kv.cache,
+            use_cache=True,
+            **options,
+        )
+        batch.kv.cache = outputs.past_key_values
+        return outputs.logits[:, -1].to(self._sampling_device)
+
+    def _extend(self, batch: DecodingBatch, logits: torch.Tensor) -> list[GenerationOutput]:
+        """Draw a token for every row, append it to the row's answer and return the answers that end with it."""
+        tokens, logprobs = self._sample(batch, logits)
+        batch.record(tokens)
+        stopped = torch.zeros_like(logprobs) if self._stop is None else self._stop(batch.recent, None)
+        outputs = []
+        # The only wait for the device per token.
+        drawn = torch.stack([tokens.double(), logprobs, stopped.double()], dim=1).tolist()
+        for answer, (token, logprob, stop) in zip(batch.rows, drawn):
+            if answer is not None and (reason := self._append(answer, int(token), logprob, bool(stop))):
+                outputs.append(GenerationOutput(answer.request.episode, answer.token_ids, answer.logprobs, reason))
+        if outputs:
+            self._drop([self._under_way.pop(output.episode) for output in outputs])
+        batch.feed(tokens, after_all=self._reading is Reading.TOKEN)
+        return outputs
+
+    def _sample(self, batch: DecodingBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        settings, device = self._settings, self._sampling_device
+        uniforms = [row.request.uniforms(1)[0] if row and settings.do_sample else 0.0 for row in batch.rows]
+        short = [row is not None and len(row.logprobs) < settings.min_new_tokens for row in batch.rows]
+        hold_eos = torch.tensor(short, device=device) if any(short) else None
+        noise = torch.tensor(uniforms, dtype=torch.float64, device=device)
+        return self._sampler(logits, noise, batch.history, hold_eos)
+
+    def _append(self, answer: Answer, token: int, logprob: float, stop: bool) -> FinishReason | None:
+        """Append a token to an answer. Returns why the answer ends with it, None when it does not."""
+        if math.isnan(logprob):
+            raise ValueError(f"The model's logits for episode {answer.request.episode} are not numbers (NaN).")
+        episode = answer.episode
+        episode.cached = len(episode.ids) if self._keeps_cache else 0
+        episode.ids.append(token)
+        answer.logprobs.append(logprob)
+        if stop or token in self._eos_token_ids:
+            return "stop"
+        return "length" if len(answer.logprobs) == answer.request.max_new_tokens else None
+
+    def _drop(self, answers: list[Answer]) -> None:
+        """Take answers out of the batch, and let go of the batch with the last one."""
+        assert self._batch is not None
+        self._batch.drop(answers)
+        if not self._batch.active:
+            self._batch = None
+
+
+def _move(episodes: list[Episode], kv: KVBatch) -> None:
+    for row, episode in enumerate(episodes):
+        episode.kv, episode.row = kv, row
+
+
+def _check_eval_mode(model: torch.nn.Module) -> None:
+    training = next((name for name, module in model.named_modules() if module.training), None)
+    if training is not None:
+        raise RuntimeError(
+            f"The model is in training mode (module {training or 'model'!r}): dropout would change the distribution, "
+            "and gradient checkpointing drops the cache. Call `model.eval()` before generating."
+        )
+
+
+@functools.cache
+def _log_rereading(model_type: str, how: Reading) -> None:
+    logger.warning(
+        "%s cannot keep what it has read between turns (layers other than plain full attention, or no position ids): it "
+        "reads %s.%s",
+        model_type,
+        how.value,
+        " That is slow for long answers; use_vllm=True is not." if how is Reading.TOKEN else "",
+    )

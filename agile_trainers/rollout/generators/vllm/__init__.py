@@ -1,0 +1,1 @@
+"""The generators on vLLM: an engine in this process, and a server."""

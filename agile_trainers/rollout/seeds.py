@@ -1,0 +1,92 @@
+"""Seeds that depend on what is drawn, never on which process draws it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from agile_trainers.rollout.engine import EpisodeSpec
+
+if TYPE_CHECKING:
+    from agile_trainers.trainers.mixture import Mixture
+
+TRAINING, EVALUATION, MIXTURE = 0, 1, 2
+"""First key of every stream: training, evaluation and the choice of environments never share one."""
+
+
+def environment_seed(seed: int, domain: int, generation: int, group: int) -> int:
+    """The seed of a group's environments, a non-negative int below 2**31. Equal for all members of the group."""
+    return int(np.random.SeedSequence((seed, domain, generation, group)).generate_state(1)[0] >> 1)
+
+
+def training_specs(
+    seed: int,
+    generation: int,
+    rows: Sequence[dict[str, Any] | None],
+    first: int,
+    group_size: int,
+    mixture: Mixture | None = None,
+) -> list[EpisodeSpec]:
+    """The episodes of one rank's part of a generation batch.
+
+    Args:
+        seed: The run's seed.
+        generation: Index of the generation batch in the run.
+        rows: The dataset row of each episode, or None.
+        first: Index of the first row in the whole batch, over all ranks.
+        group_size: Members of a group.
+        mixture: Of a run of several environments: the row names its own, or it is drawn for the whole group.
+    """
+    specs, drawn = [], mixture.draw(seed, generation) if mixture is not None else []
+    for index, row in enumerate(rows, start=first):
+        group, member = divmod(index, group_size)
+        start = environment_seed(seed, TRAINING, generation, group)
+        name: str | None = None
+        if mixture is not None:
+            name, row = (drawn[group], None) if row is None else mixture.of_row(row)
+        specs.append(EpisodeSpec(start, (seed, TRAINING, generation, group, member), row, name))
+    return specs
+
+
+def evaluation_specs(
+    seed: int,
+    count: int,
+    rows: Sequence[dict[str, Any]] | None,
+    rank: int,
+    world_size: int,
+    mixture: Mixture | None = None,
+) -> list[EpisodeSpec]:
+    """One rank's part of ``count`` evaluation episodes, the same in every evaluation of a run; rows repeat in order.
+
+    Of several environments without rows, each plays the episodes that it would play alone.
+    """
+    places = mixture.evaluated(count) if mixture is not None and rows is None else [(None, n) for n in range(count)]
+    specs = []
+    for index in range(rank, count, world_size):
+        name, number = places[index]
+        row = None if rows is None else dict(rows[index % len(rows)])
+        if mixture is not None and row is not None:
+            name, row = mixture.of_row(row, "eval_dataset")
+        stream = (seed, EVALUATION, 0, number, 0)
+        specs.append(EpisodeSpec(environment_seed(seed, EVALUATION, 0, number), stream, row, name))
+    return specs
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Leave Python's, NumPy's and torch's global generators as they were found."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)

@@ -1,0 +1,1 @@
+"""Chooses what a trainer samples with, and measures the gap between sampler and trainer."""

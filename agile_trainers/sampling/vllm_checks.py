@@ -1,0 +1,236 @@
+"""What of the options and of the model vLLM can take, said before the engine is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, PeftType
+from transformers import PreTrainedModel
+
+from agile_trainers.adapters.folders import NOT_LORA_SETTINGS
+from agile_trainers.adapters.initialization import changes_base
+
+_SERVER = "it acts on a server of vLLM's, and the engine runs in this process (vllm_mode='colocate')"
+_COLOCATED = "it acts on an engine in this process, and vLLM's server (vllm_mode='server') has options of its own"
+_ALWAYS = {
+    "vllm_max_model_length": "max_model_length limits the conversation, the engine's too",
+    "vllm_structured_outputs_regex": "an answer is what the model says; let the environment judge its form",
+}
+_REFUSED = {
+    "colocate": _ALWAYS | dict.fromkeys(
+        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"), _SERVER
+    ),
+    "server": _ALWAYS | dict.fromkeys(
+        ("vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
+         "offload_policy_during_rollout"), _COLOCATED
+    ),
+}  # fmt: skip
+_CORRECTION = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for."""
+_SERVED = NOT_LORA_SETTINGS | {
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "ensure_weight_tying", "megatron_core", "qalora_group_size",
+}  # fmt: skip
+"""LoRA settings whose meaning is in the weights, in what vLLM reads of the configuration, or in training alone."""
+
+
+def check_options(args: Any, defaults: dict[str, Any]) -> None:
+    """Refuse vLLM options that would be ignored.
+
+    Args:
+        args: A ``MultiTurnConfig`` for episodes, which says whether it corrects for the sampler.
+        defaults: The default of each of its fields.
+
+    Raises:
+        ValueError: For the first of them.
+    """
+    changed = [name for name in defaults if name.startswith("vllm_") or name == "offload_policy_during_rollout"]
+    changed = [name for name in changed if getattr(args, name) != defaults[name]]
+    _check_correction(args, changed)
+    if not args.use_vllm:
+        idle = next((name for name in changed if not name.startswith("vllm_importance_sampling_")), None)
+        if idle is not None:
+            raise ValueError(
+                f"{idle}={getattr(args, idle)!r} has no effect without vLLM. Set use_vllm=True, or leave {idle} unset."
+            )
+        return
+    if args.vllm_mode not in _REFUSED:
+        raise ValueError(f"vllm_mode must be 'colocate' or 'server', got {args.vllm_mode!r}.")
+    for name, reason in _REFUSED[args.vllm_mode].items():
+        if name in changed:
+            raise ValueError(f"{name}={getattr(args, name)!r} has no effect with an environment: {reason}.")
+
+
+def _check_correction(args: Any, changed: Sequence[str]) -> None:
+    if not args.vllm_importance_sampling_correction:
+        idle = next((name for name in _CORRECTION if name in changed), None)
+        if idle is not None:
+            raise ValueError(
+                f"{idle}={getattr(args, idle)!r} has no effect with vllm_importance_sampling_correction=False. Set that to "
+                f"True, or leave {idle} unset."
+            )
+    elif args.loss_type == "vespo" and not (args.vllm_importance_sampling_mode or "").startswith("token"):
+        raise ValueError(
+            "loss_type='vespo' pools weights over the sequence by itself. Use vllm_importance_sampling_mode="
+            "'token_truncate' or 'token_mask'."
+        )
+
+
+def check_device(args: Any) -> None:
+    """Refuse options that free a GPU's memory where there is none.
+
+    Raises:
+        ValueError: On CPU, or where the weights are not this process's own to move.
+    """
+    for name in ("vllm_enable_sleep_mode", "offload_policy_during_rollout"):
+        if getattr(args, name) and args.device.type == "cpu":
+            raise ValueError(f"{name}=True frees a GPU's memory and has no effect on CPU. Leave it unset.")
+    if args.offload_policy_during_rollout and (args.deepspeed or args.fsdp):
+        raise ValueError(
+            "offload_policy_during_rollout=True cannot move weights that DeepSpeed or FSDP keeps in buffers of its own. "
+            "Leave it unset; ZeRO-3 and FSDP have options to offload."
+        )
+
+
+def base_model(model: torch.nn.Module) -> PreTrainedModel:
+    """The model below the adapters."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def base_source(model: torch.nn.Module) -> str:
+    """Folder or Hub id that vLLM loads the base model from.
+
+    Raises:
+        ValueError: If the model does not say.
+    """
+    name = base_model(model).config._name_or_path
+    if not name:
+        raise ValueError(
+            "vLLM loads the base model from a folder or from the Hub, but this one was made in memory. Save it with "
+            "`save_pretrained` and pass the folder as `model`, or set use_vllm=False."
+        )
+    return str(name)
+
+
+def compute_dtype(args: Any, model: torch.nn.Module) -> torch.dtype:
+    """What the trainer computes in, and so should the sampler."""
+    if args.bf16:
+        return torch.bfloat16
+    if args.fp16:
+        return torch.float16
+    return base_model(model).dtype
+
+
+def quantization(model: torch.nn.Module, served: Sequence[str], engine: str) -> str | None:
+    """The name of the base model's quantization, None without any.
+
+    Args:
+        model: The policy.
+        served: What the installed vLLM can serve here.
+        engine: What that is, in words.
+
+    Raises:
+        ValueError: If it cannot serve this one.
+    """
+    config = getattr(base_model(model).config, "quantization_config", None)
+    if config is None:
+        return None
+    settings = config if isinstance(config, dict) else config.to_dict()
+    method = str(getattr(settings["quant_method"], "value", settings["quant_method"]))
+    if method not in served or settings.get("load_in_8bit"):
+        bits = " in 8 bit" if settings.get("load_in_8bit") else ""
+        raise ValueError(
+            f"{engine} cannot serve a base model quantized by {method!r}{bits}, and it is never merged or unpacked for it. "
+            "What can: the transformers generator (use_vllm=False), or vLLM with a base that is not quantized"
+            f"{', or by one of ' if served else ''}{', '.join(served)}."
+        )
+    return method
+
+
+def lora_rank(config: LoraConfig) -> int:
+    """How much room vLLM has to make for an adapter.
+
+    Raises:
+        ValueError: If it cannot serve such an adapter, naming the settings it would ignore.
+    """
+    if config.peft_type != PeftType.LORA:
+        raise ValueError(f"vLLM serves LoRA adapters, not {config.peft_type}. Use a LoraConfig, or set use_vllm=False.")
+    default = LoraConfig()
+    odd = [
+        f.name for f in fields(default) if f.name not in _SERVED and getattr(config, f.name) != getattr(default, f.name)
+    ]
+    if changes_base(config):
+        odd.append("init_lora_weights")
+    if odd:
+        shown = ", ".join(f"{name}={getattr(config, name)!r}" for name in odd)
+        raise ValueError(
+            f"vLLM cannot serve an adapter with {shown}: it would sample from another policy. Leave {' and '.join(odd)} at "
+            "PEFT's default, or set use_vllm=False."
+        )
+    room = next((rank for rank in RANKS if rank >= config.r), None)
+    if room is None:
+        raise ValueError(
+            f"vLLM serves adapters of up to rank {RANKS[-1]}, got r={config.r}. Lower it, or set use_vllm=False."
+        )
+    return room
+
+
+def check_server(
+    info: dict[str, Any], url: str, *, model: str, dtype: torch.dtype, rank: int | None, max_model_length: int | None
+) -> None:
+    """Refuse a server that would not serve the policy as it is.
+
+    Args:
+        info: How it was started, vLLM's ``VllmConfig`` as ``/server_info`` gives it.
+        url: Its address.
+        model: Folder or Hub id of the trainer's base model.
+        dtype: What the trainer computes in.
+        rank: Of the policy's adapter; None for a model that is trained whole.
+        max_model_length: Tokens of a conversation; None if nothing but the model limits it.
+
+    Raises:
+        ValueError: With everything that is wrong, and the command that starts the right one.
+    """
+    served, highest = info["model_config"], (info["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]
+    name = str(dtype).removeprefix("torch.")
+    room = None if rank is None else next(size for size in RANKS if size >= rank)
+    checks = [
+        (_same(served["model"], model), f"it serves {served['model']}, and this trains {model}", model),
+        (served["dtype"] in (name, f"torch.{name}"), f"it computes in {served['dtype']}", f"--dtype {name}"),
+        (
+            served["logprobs_mode"] == "processed_logprobs",
+            f"its log-probabilities are {served['logprobs_mode']}, not of the distribution it samples from",
+            "--logprobs-mode processed_logprobs",
+        ),
+        (
+            max_model_length is None or served["max_model_len"] >= max_model_length,
+            f"its conversations end at {served['max_model_len']} tokens, before the trainer's max_model_length",
+            max_model_length and f"--max-model-len {max_model_length}",
+        ),
+        (
+            (rank or 0) <= highest,
+            f"its adapters end at rank {highest}, before r={rank}" if highest else "it serves no adapters",
+            room and f"--enable-lora --max-lora-rank {room}",
+        ),
+        (
+            rank is not None or info["weight_transfer_config"] is not None,
+            "it takes no weights of a model that is trained whole",
+            None if room else """--weight-transfer-config '{"backend": "nccl"}'""",
+        ),
+    ]
+    wrong = [reason for right, reason, _ in checks if not right]
+    if wrong:
+        command = " ".join(option for _, _, option in checks if option)
+        raise ValueError(
+            f"The vLLM server at {url} would not serve this policy: {'; '.join(wrong)}. Start it with\n"
+            f"VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {command}"
+        )
+
+
+def _same(served: str, trained: str) -> bool:
+    return served == trained or (Path(trained).exists() and Path(served).resolve() == Path(trained).resolve())

@@ -1,0 +1,391 @@
+"""What is checked and made once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from itertools import islice
+from math import gcd
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from peft.utils import TrainableTokensWrapper
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+from trl.import_utils import is_vllm_available
+from trl.models import get_act_offloading_ctx_manager
+
+from agile_trainers.envs.base import EnvironmentFactory, ResetResult
+from agile_trainers.envs.checker import (
+    EnvironmentProtocolError,
+    check_methods,
+    describe_error,
+    validate_reset,
+    validate_step,
+)
+from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.engine import Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool, InlineTimeoutError
+from agile_trainers.rollout.generators.architecture import check_padding, same_up_to
+from agile_trainers.rollout.process_environment import ProcessEnvironment
+from agile_trainers.rollout.seeds import TRAINING, environment_seed
+from agile_trainers.sampling.vllm_checks import base_model, check_device
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.environment_options import for_environment
+
+logger = logging.get_logger(__name__)
+
+
+def build_engine(
+    args: MultiTurnConfig,
+    pool: EnvironmentPool,
+    tokenizer: Any,
+    *,
+    eos_token_ids: list[int],
+    model_config: Any,
+    append_final_observation: bool,
+) -> RolloutEngine:
+    """The rollout engine of a trainer.
+
+    Args:
+        args: Turn and token limits, template options.
+        pool: Where its environments run.
+        tokenizer: The trainer's ``processing_class``.
+        eos_token_ids: What ends an answer.
+        model_config: The model's, for the longest conversation it can read.
+        append_final_observation: See :class:`~agile_trainers.rollout.engine.RolloutEngine`.
+
+    Raises:
+        ValueError: If the model is not text only, its template rewrites earlier turns, or ``max_model_length`` exceeds
+            what it can read.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(
+            f"Multi-turn episodes are text only, but processing_class is a {type(tokenizer).__name__}. Pass the "
+            "processor's tokenizer as `processing_class`."
+        )
+    longest = longest_conversation(args, model_config.get_text_config()) or 1 << 30
+    chat = ChatFrames(
+        tokenizer,
+        eos_token_ids=eos_token_ids,
+        chat_template_kwargs=args.chat_template_kwargs,
+        training_chat_template=args.training_chat_template,
+    )
+    return RolloutEngine(
+        pool,
+        chat,
+        _limits(args, longest),
+        environment_limits={
+            name: _limits(for_environment(args, name), longest) for name in pool.factories if name is not None
+        },
+        system_prompt=args.system_prompt,
+        append_final_observation=append_final_observation,
+    )
+
+
+def _limits(args: MultiTurnConfig, longest: int) -> Limits:
+    return Limits(
+        args.max_turns,
+        args.max_new_tokens,
+        min(args.max_model_length or longest, longest),
+        args.max_observation_length,
+    )
+
+
+def longest_conversation(args: MultiTurnConfig, config: Any) -> int | None:
+    """``max_model_length``, or what the model can read, alike in every batch, if that is limited.
+
+    Args:
+        args: The trainer's.
+        config: The model's text configuration.
+
+    Raises:
+        ValueError: If ``max_model_length`` is more than that.
+    """
+    asked, most = args.max_model_length, getattr(config, "max_position_embeddings", None)
+    if asked is not None and most is not None and asked > most:
+        raise ValueError(f"max_model_length={asked} is more than the model's max_position_embeddings={most}.")
+    alike = same_up_to(config)
+    if alike is None or alike >= (asked or most or alike):
+        return asked or most
+    why = (
+        f"{config.model_type}'s rope_type='longrope' has other factors for every row of a batch with a row of more than "
+        f"original_max_position_embeddings={alike} tokens, so that an episode would be trained with other "
+        "log-probabilities than it was sampled with"
+    )
+    if asked is not None:
+        raise ValueError(
+            f"max_model_length={asked} is too long: {why}. Set max_model_length to at most {alike}, or give the model a "
+            'rope that is the same at every length, for example model_init_kwargs={"rope_parameters": {"rope_type": "yarn", '
+            f'"factor": ..., "original_max_position_embeddings": {alike}, "rope_theta": ...}}}}.'
+        )
+    logger.warning("Conversations end at max_model_length=%d: %s.", alike, why)
+    return alike
+
+
+def environment_pool(
+    args: MultiTurnConfig, factory: EnvironmentFactory | Mapping[str, EnvironmentFactory]
+) -> EnvironmentPool:
+    """Where a run's environments run: of one factory, or of several by name.
+
+    Raises:
+        ValueError: If its limits contradict each other, or the factory cannot be sent to another process.
+    """
+    return EnvironmentPool(
+        factory,
+        args.environment_workers,
+        args.environment_timeout,
+        processes=args.environment_processes,
+        max_environments=args.max_environments,
+    )
+
+
+def probe_environment(
+    pool: EnvironmentPool,
+    seed: int,
+    row: dict[str, Any] | None,
+    environment: str | None = None,
+    *,
+    with_rows: bool = False,
+) -> ResetResult:
+    """Reset and step once, in the pool and from the state that the first episode will have; the instance is kept for it.
+
+    Args:
+        pool: Where the run's environments will run.
+        seed: The run's seed.
+        row: The first dataset row, or None without rows.
+        environment: Which of several; None where there is one.
+        with_rows: Whether there are rows to evaluate on, if there are none to train on.
+
+    Returns:
+        The first observation and its info.
+
+    Raises:
+        EnvironmentProtocolError: If the environment fails or breaks the protocol.
+    """
+    method, name, reusable = "the factory", pool.titles[environment], False
+    try:
+        instance = pool.environment(0, environment)
+        if not isinstance(instance, ProcessEnvironment):
+            name = type(instance).__name__
+        if environment is not None:
+            name = f"{environment} ({name})"
+        check_methods(instance, with_rows=with_rows or row is not None)
+        pool.release(0, reusable=True)
+        method = f"reset(options={row!r})"
+        pool.reset(0, environment_seed(seed, TRAINING, 0, 0), deepcopy(row), environment)
+        start = validate_reset(_outcome(pool))
+        method = "step()"
+        pool.step(0, "0")
+        validate_step(_outcome(pool))
+        reusable = True
+    except EnvironmentProtocolError as error:
+        raise EnvironmentProtocolError(f"{name} cannot be trained on:\n- {error}") from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, InlineTimeoutError):
+            raise
+        raise EnvironmentProtocolError(
+            f"{name} cannot be trained on:\n- {method} raised {describe_error(error)}"
+        ) from error
+    finally:
+        pool.release(0, reusable=reusable)
+    if start[0] == "":
+        logger.warning(f"{name}: the first observation is empty: the model sees nothing")
+    return start
+
+
+def _outcome(pool: EnvironmentPool) -> Any:
+    (outcome,) = pool.outcomes(block=True)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
+
+
+def check_first_prompt(
+    engine: RolloutEngine, start: ResetResult, environment: str | None = None, *, needs_anchor: bool = False
+) -> None:
+    """Check that a first observation can be written as a prompt and leaves room for an answer.
+
+    Args:
+        engine: The trainer's engine.
+        start: What :func:`probe_environment` returned.
+        environment: Which of several; None where there is one.
+        needs_anchor: Whether the algorithm compares turns by the state they started from.
+
+    Raises:
+        ValueError: If it does not, or names no anchor where one is needed.
+    """
+    observation, info = start
+    if needs_anchor and info.get("anchor") is None:
+        raise ValueError(
+            "advantage_granularity='anchor' compares turns that start from the same state, but the environment does not "
+            f"name it: the info of reset() is {info!r}. Put a string under info['anchor'] in reset() and step(), or "
+            "choose advantage_granularity='turn'."
+        )
+    length = len(engine.chat.first(engine.render(engine.cut(observation, environment)[0])))
+    if length >= (room := engine.limits_of(environment).max_model_length):
+        of = "" if environment is None else f" of the environment {environment!r}"
+        raise ValueError(
+            f"The first prompt{of} has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
+            "max_model_length, or shorten the environment's first observation."
+        )
+
+
+def refuse(name: str, value: Any, reason: str) -> None:
+    """Raise ``ValueError`` if an argument was given that makes no sense together with an environment."""
+    if value is not None and value != []:
+        raise ValueError(f"`{name}` cannot be used together with `environment`: {reason}. Drop one of the two.")
+
+
+def activation_offloading(args: MultiTurnConfig, model: Any) -> AbstractContextManager[Any]:
+    """What a training step runs in: TRL's offloading of activations, if asked for.
+
+    Raises:
+        ValueError: On CPU, where activations are in the CPU's memory already.
+    """
+    if not args.activation_offload:
+        return nullcontext()
+    if args.device.type == "cpu":
+        raise ValueError(
+            "activation_offload=True has no effect on CPU, whose memory it would move activations to. Leave it unset."
+        )
+    return get_act_offloading_ctx_manager(model=model)
+
+
+def check_kernels(args: MultiTurnConfig) -> None:
+    """Refuse Liger's layer kernels where they cannot run, before they replace the layers of every model in the process.
+
+    Raises:
+        ValueError: On CPU.
+    """
+    if args.use_liger_kernel and args.device.type == "cpu":
+        raise ValueError(
+            "use_liger_kernel=True needs a GPU: Liger's layers are Triton programs, which do not run on CPU. Leave it unset."
+        )
+
+
+def keep_differentiable(model: Any) -> None:
+    """Keep bitsandbytes from packing 4-bit weights for inference, which it does at the first rollout on some CPUs (AVX512).
+
+    Packed weights stay packed, and no gradient flows back through them: what lies below would be trained on a wrong one,
+    with no more than a warning.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def check_architecture(model: Any, aux_loss_enabled: bool) -> None:
+    """Refuse models and adapters that TRL's loss cannot be computed with, and models whose rows depend on each other.
+
+    Args:
+        model: The policy, adapters included.
+        aux_loss_enabled: Whether TRL adds the router's auxiliary loss.
+
+    Raises:
+        ValueError: For such a model.
+    """
+    base = base_model(model)
+    name, config = type(base).__name__, base.config.get_text_config()
+    check_padding(base)
+    if base.base_model is base:
+        # TRL's fused head runs the decoder, which Llama 4's text model does not name.
+        if not isinstance(getattr(base, "model", None), PreTrainedModel):
+            raise ValueError(
+                f"{name} does not say which of its modules is the decoder (base_model_prefix): choose another."
+            )
+        base.base_model_prefix = "model"
+    if isinstance(base.get_output_embeddings(), TrainableTokensWrapper):
+        raise ValueError(
+            f"trainable_token_indices reach the output head of {name}, which is tied to its embeddings, and TRL's loss "
+            "cannot be computed through them. Leave trainable_token_indices unset, or choose a model with "
+            "tie_word_embeddings=False."
+        )
+    if aux_loss_enabled and not hasattr(config, "num_experts"):
+        raise ValueError(
+            f"The router's auxiliary loss of {name} cannot be computed: its configuration has no num_experts, which TRL "
+            "reads. Set router_aux_loss_coef=0.0."
+        )
+
+
+def check_vllm(args: MultiTurnConfig) -> None:
+    """Say at once whether ``use_vllm`` can be had.
+
+    Raises:
+        ImportError: If vLLM is not installed.
+        ValueError: For options that need a GPU, on CPU.
+    """
+    if args.use_vllm and not is_vllm_available():
+        raise ImportError("use_vllm=True needs vLLM, which is not installed: pip install 'agile-trainers[vllm]'.")
+    check_device(args)
+
+
+def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
+    """The data set that paces training: the user's, or empty rows.
+
+    ``Trainer`` ends an optimizer step early where an epoch ends. So there are as many empty rows as it takes until a
+    generation batch and an optimizer step end together, and the rows that a stream has left over after the last of these
+    are not read (``Trainer`` would add their gradient to the next step). Other data sets end their epochs as in ``Trainer``.
+
+    Args:
+        args: The trainer's, for episodes.
+        dataset: The user's, or None.
+
+    Raises:
+        ValueError: If nothing says how long to train, or the rows do not suffice for a single step.
+    """
+    groups = args.generation_batch_size // args.num_generations
+    micro_steps, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps or 1
+    whole = groups * (accumulation // gcd(accumulation, micro_steps))
+    if dataset is None:
+        if args.max_steps <= 0:
+            raise ValueError(
+                f"Without a train_dataset, max_steps must say how long to train; it is {args.max_steps}. Set max_steps "
+                "to a positive number of updates, or pass a train_dataset."
+            )
+        return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * whole})
+    if isinstance(dataset, IterableDataset):
+        return _whole_steps(args, dataset, whole)
+    if isinstance(dataset, Dataset) and len(dataset) < groups:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} rows, but a generation batch takes {groups} (generation_batch_size="
+            f"{args.generation_batch_size} / num_generations={args.num_generations}): not a single step would be "
+            f"trained. Pass more rows, or lower gradient_accumulation_steps={args.gradient_accumulation_steps}, "
+            "steps_per_generation or per_device_train_batch_size."
+        )
+    if isinstance(dataset, Dataset) and (there := len(dataset) // groups * micro_steps) < accumulation:
+        logger.warning(
+            "An epoch of train_dataset (%d rows) has %d micro-batches, and gradient_accumulation_steps=%d: an update ends "
+            "with the epoch, so each is made on %d micro-batches only. Pass more rows, or lower "
+            "gradient_accumulation_steps.",
+            len(dataset), there, accumulation, there,
+        )  # fmt: skip
+    return dataset
+
+
+def _whole_steps(args: MultiTurnConfig, dataset: IterableDataset, rows: int) -> IterableDataset:
+    """A stream cut after the last ``rows`` that come together.
+
+    Raises:
+        ValueError: If there are fewer rows, or ``max_steps`` is not set, which alone says how long to train on a stream.
+    """
+    if args.max_steps <= 0:
+        raise ValueError(
+            f"A stream does not say how long it is, so max_steps must say how long to train; it is {args.max_steps}. Set "
+            "max_steps to a positive number of updates."
+        )
+    there = sum(1 for _ in islice(dataset, rows))
+    if there < rows:
+        raise ValueError(
+            f"train_dataset is a stream of {there} rows, but whole updates on whole generation batches take {rows} "
+            f"(generation_batch_size={args.generation_batch_size}, num_generations={args.num_generations}, "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}): not a single step would be trained. Pass "
+            "more rows, raise num_generations, or lower per_device_train_batch_size, steps_per_generation or "
+            "gradient_accumulation_steps."
+        )
+
+    def unless_cut_off(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return columns if all(len(values) == rows for values in columns.values()) else {name: [] for name in columns}
+
+    return dataset.map(unless_cut_off, batched=True, batch_size=rows)
