@@ -269,6 +269,26 @@ MUTATIONS = [
         "tests/test_cli_check.py -k layout",
     ),
     Mutation(
+        "update trains on episodes of its own", "trainers/trainer.py",
+        "trajectories: list[Trajectory] = inputs  #",
+        "trajectories = self._play(rows_of_episodes(inputs), 9, first)[0]  #",
+        "tests/trainers/test_updates.py -k 'train and grpo'",
+    ),
+    Mutation(
+        "a resumed run by hand begins a new generation batch", "trainers/updates.py",
+        "        if done:\n            rows = next", "        if False:\n            rows = next",
+        "tests/trainers/test_updates.py -k resumed",
+    ),
+    Mutation(
+        "update takes torn groups", "trainers/updates.py",
+        "if len(set(group)) > 1", "if len(set(group)) > members", "tests/trainers/test_updates.py -k refused",
+    ),
+    Mutation(
+        "an update does not move the stream of rows", "trainers/updates.py",
+        "        self._peek()  # the stream", "        pass  # the stream",
+        "tests/trainers/test_updates.py -k 'train and grpo'",
+    ),
+    Mutation(
         "a dataset row is dropped where reset has no place for it", "envs/base.py",
         "if options is None and not reads_rows", "if not reads_rows",
         "tests/rollout/test_processes.py -k left_out",

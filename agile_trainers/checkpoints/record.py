@@ -65,6 +65,7 @@ class Checkpoints(GRPOTrainer):
     _parent: dict[str, Any] | None = None
     """What the policy was started from."""
     _epochs_done = 0
+    _updates: Any  # of trainers/updates.py
     _run_id = ""
     """Of the run, or of its branch if it went on from an older checkpoint."""
     _building: Path | None = None
@@ -111,8 +112,14 @@ class Checkpoints(GRPOTrainer):
         """
         if self.engine is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        if self._updates.is_open:
+            raise RuntimeError(
+                "train() was called in the middle of a run of rollout() and update(). Call finish() first."
+            )
         with ExitStack() as lock:
             folder = self._find_checkpoint(resume_from_checkpoint, lock)
+            if self._updates.is_beginning:
+                self._updates.keep(lock)
             self._epochs_done, steps = 0, self._rollout_state()[0]
             # A trainer that trains anew, maybe after an interruption inside a step, begins with a new generation batch.
             self._restore_rollout(-(-steps // self._generate_every) * self._generate_every, None)
@@ -137,7 +144,12 @@ class Checkpoints(GRPOTrainer):
             )  # fmt: skip
             self.control.should_training_stop = True
             return
+        self._updates.intercept(kwargs)
         super()._run_epoch(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        with self._updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)

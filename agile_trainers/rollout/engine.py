@@ -98,6 +98,7 @@ class _Episode:
             environment_name=self.spec.environment,
             error=self.error,
             observations_cut=self.observations_cut,
+            options=self.spec.options,
         )
 
 

@@ -17,18 +17,18 @@ def training_summary(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str
 
     Args:
         rows: One row per episode, of all ranks.
-        seconds: Wall time of the rollout on the slowest rank.
+        seconds: Wall time of the rollout on the slowest rank; 0 for episodes that were played before.
 
     Returns:
         The metrics of :func:`~agile_trainers.rollout.metrics.summarize` and of :func:`length_summary`, ``time/rollout``,
         ``rollout_tokens_per_second``.
     """
     tokens = sum(row["action_tokens"] for row in rows)
+    speed = {"time/rollout": seconds, "rollout_tokens_per_second": tokens / seconds} if seconds else {}
     return {
         **summarize(rows),
         **length_summary(rows),
-        "time/rollout": seconds,
-        "rollout_tokens_per_second": tokens / seconds,
+        **speed,
     }
 
 

@@ -7,7 +7,7 @@ the optimizer loop, checkpoints, logging and the Hub stay TRL's. Without an envi
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -54,6 +54,7 @@ from agile_trainers.trainers.reference import ReferencePolicy
 from agile_trainers.trainers.reward_functions import reward_inputs, with_return, without_failed
 from agile_trainers.trainers.rollout_log import RolloutLog
 from agile_trainers.trainers.scoring import Scoring
+from agile_trainers.trainers.updates import Updates, rows_of_episodes
 from agile_trainers.types import Trajectory, TurnBatch
 
 logger = logging.get_logger(__name__)
@@ -145,6 +146,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         if args is None:
             args = self._config_class(output_dir=self._name.replace(" ", "-"))
         self.engine: RolloutEngine | None = None
+        self._updates = Updates(self)
         self.environment = environment
         # What `_compute_loss` shows `_get_per_token_logps_and_entropies` while it runs.
         self._loss_batch: Batch | None = None
@@ -262,16 +264,12 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if self.engine is None:
             return super()._generate_and_score_completions(inputs)
-        generation = self._step // self._generate_every
-        started = time.perf_counter()
-        rows = [dict(row) if self._rows_are_options else None for row in inputs]
-        first = self._local(len(inputs)).start
-        specs = training_specs(self.args.seed, generation, rows, first, self.num_generations, self._mixture)
-        inputs = with_names(inputs, specs)
-        with self._generator() as generator:
-            trajectories = self.engine.run(specs, generator)
-        self._rollout_seconds = time.perf_counter() - started
-
+        generation, first = self._step // self._generate_every, self._local(len(inputs)).start
+        if isinstance(inputs[0], Trajectory):  # of `update`
+            trajectories: list[Trajectory] = inputs  # type: ignore[assignment]
+            inputs = rows_of_episodes(trajectories)
+        else:
+            trajectories, inputs = self._play(inputs, generation, first)
         batch = collate(
             trajectories,
             pad_token_id=self._tokenizer.pad_token_id,
@@ -291,6 +289,81 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         self._log_rollout(trajectories, rewards, advantages, batch.turn_mask)
         self._record(f"generation-{generation:06d}", self._training_records(trajectories, advantages, first))
         return output
+
+    def _play(
+        self, inputs: list[dict[str, Any]], generation: int, first: int
+    ) -> tuple[list[Trajectory], list[dict[str, Any]]]:
+        """The episodes of some rows, and the rows as reward functions get them."""
+        assert self.engine is not None
+        started = time.perf_counter()
+        rows = [dict(row) if self._rows_are_options else None for row in inputs]
+        specs = training_specs(self.args.seed, generation, rows, first, self.num_generations, self._mixture)
+        with self._generator() as generator:
+            trajectories = self.engine.run(specs, generator)
+        self._rollout_seconds = time.perf_counter() - started
+        return trajectories, with_names(inputs, specs)
+
+    def start(self, resume_from_checkpoint: str | bool | None = None) -> None:
+        """Begin a run that :meth:`rollout` and :meth:`update` drive, with all that ``train()`` does before its first step.
+
+        A trainer that has not trained yet need not call it: the first ``rollout()`` or ``update()`` does.
+
+        Args:
+            resume_from_checkpoint: As for :meth:`train`.
+
+        Raises:
+            RuntimeError: In the middle of a run.
+            ValueError: Without an environment, or where updates and generation batches do not end together.
+        """
+        self._updates.start(resume_from_checkpoint)
+
+    def rollout(
+        self, rows: Sequence[dict[str, Any]] | None = None, *, generation: int | None = None
+    ) -> list[Trajectory]:
+        """Play episodes with the policy as it is; nothing is trained. The same call gives the same episodes.
+
+        Args:
+            rows: Dataset rows, handed to ``reset`` as options: one for each group of this process (as many on each).
+                Default: those that ``train()`` would take next; without a ``train_dataset`` its number of episodes.
+            generation: Index of the generation batch, which seeds environments and sampling. Default: the one that
+                ``train()`` would play next, until an update is made.
+
+        Returns:
+            The episodes of this process, the ``num_generations`` members of a group side by side.
+
+        Raises:
+            ValueError: Without an environment, or for empty rows or a negative index.
+            RunOverError: If the next rows are those of a run that is over.
+        """
+        return self._updates.rollout(rows, generation)
+
+    def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Train on episodes what ``train()`` trains on a generation batch: credit, loss, ``num_iterations`` passes over it.
+
+        Schedule, callbacks, logs, evaluations and checkpoints are ``train()``'s; the run ends by itself at ``max_steps``.
+        Where ``gradient_accumulation_steps`` spans several generation batches, an update takes them all.
+
+        Args:
+            trajectories: This process's episodes, whole groups side by side, as :meth:`rollout` returns them. Their rewards
+                may have been changed, and groups taken from several rollouts. They count as sampled by the policy as it is.
+
+        Returns:
+            The metrics of these optimizer steps (means), ``loss``, ``grad_norm``, ``learning_rate``, and the ``step``.
+
+        Raises:
+            ValueError: For more or fewer episodes than an update takes, or torn groups.
+            TypeError: For anything but trajectories.
+            RunOverError: If the run is over; see :meth:`start`.
+        """
+        return self._updates.update(trajectories)
+
+    def finish(self) -> None:
+        """End a run of :meth:`update` before ``max_steps``, as ``train()`` ends: best model, callbacks, pushes.
+
+        Raises:
+            RunOverError: If the run is over.
+        """
+        self._updates.finish()
 
     def _add_reward_functions(
         self, inputs: list[dict[str, Any]], trajectories: list[Trajectory], batch: TurnBatch

@@ -28,6 +28,32 @@ SIGNATURES = {
     "_get_grad_norm": ["self", "model", "grad_norm"],
     "save_model": ["self", "output_dir", "_internal_call"],
     "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+    "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
+    "_run_epoch": [
+        "self",
+        "model",
+        "epoch",
+        "train_dataloader",
+        "steps_in_epoch",
+        "num_update_steps_per_epoch",
+        "trial",
+        "ignore_keys_for_eval",
+        "start_time",
+        "resume_from_checkpoint",
+        "epochs_trained",
+        "steps_trained_in_current_epoch",
+    ],
+    "_maybe_log_save_evaluate": [
+        "self",
+        "tr_loss",
+        "grad_norm",
+        "model",
+        "trial",
+        "epoch",
+        "ignore_keys_for_eval",
+        "start_time",
+        "learning_rate",
+    ],
 }
 SCORE_ARGUMENTS = {"self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"}
 INIT_ARGUMENTS = [

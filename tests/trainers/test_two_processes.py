@@ -23,9 +23,15 @@ CASES = {
     # A group spans both processes: four episodes each, eight in a group.
     "one-group": {"num_generations": 8, "whiten_advantages": True, "importance_sampling_level": "turn", "beta": 0.1},
     "batch-statistics": {"scale_rewards": "batch", "loss_type": "grpo", "advantage_granularity": "trajectory"},
-    "ReBN": {"algorithm": "reinforce", "num_generations": 1, "gamma": 0.9, "max_steps": 2},
+    "ReBN": {"algorithm": "reinforce", "num_generations": 1, "gamma": 0.9, "max_steps": 2, "by_hand": True},
     # Groups differ in whether they have a signal, and with them the ranks.
-    "rows-skipped": {"skip_zero_advantage": True, "zero_advantage_eps": 0.5, "num_iterations": 2, "max_steps": 2},
+    "rows-skipped": {
+        "skip_zero_advantage": True,
+        "zero_advantage_eps": 0.5,
+        "num_iterations": 2,
+        "max_steps": 2,
+        "by_hand": True,
+    },
     "kl-in-the-reward": {"kl_placement": "reward", "beta": 0.1, "max_steps": 2},
 }
 

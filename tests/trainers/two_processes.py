@@ -13,13 +13,19 @@ from games import Gradients, end_process, make_trainer
 
 
 def play(model: str, output: Path, changes: dict) -> None:
-    """One case. ``per_device_train_batch_size`` is divided by the number of processes."""
-    rows = changes.pop("per_device_train_batch_size") // int(os.environ.get("WORLD_SIZE", "1"))
+    """One case. ``per_device_train_batch_size`` is divided by the number of processes; with ``by_hand`` several of these
+    train by ``rollout`` and ``update``."""
+    processes, by_hand = int(os.environ.get("WORLD_SIZE", "1")), changes.pop("by_hand", False)
+    rows = changes.pop("per_device_train_batch_size") // processes
     gradients = Gradients()
     trainer = make_trainer(
         model, output, callbacks=[gradients], num_eval_episodes=5, per_device_train_batch_size=rows, **changes
     )
-    trainer.train()
+    if by_hand and processes > 1:
+        while trainer.state.global_step < trainer.args.max_steps:
+            trainer.update(trainer.rollout())
+    else:
+        trainer.train()
     metrics = trainer.evaluate()
     if trainer.accelerator.is_main_process:
         torch.save(

@@ -1,0 +1,376 @@
+"""A run that its caller drives: ``rollout()`` plays episodes, ``update()`` trains on them, as ``train()`` does with both."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import skip_first_batches
+from accelerate.utils import gather_object
+
+from agile_trainers.adapters.folders import naming_full_disk
+from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.seeds import training_specs
+from agile_trainers.trainers.mixture import COLUMN
+from agile_trainers.types import Trajectory
+
+if TYPE_CHECKING:
+    from agile_trainers.trainers.trainer import MultiTurnTrainer
+
+Row = dict[str, Any]
+
+
+class RunOverError(RuntimeError):
+    """The run has no update left, or was never begun."""
+
+
+class _Begun(Exception):
+    """Leaves ``Trainer.train`` where its first epoch would start."""
+
+
+def rows_of_episodes(trajectories: Sequence[Trajectory]) -> list[Row]:
+    """The dataset rows of episodes as reward functions get them: an empty prompt where there were none, and of several
+    environments the name of the episode's own."""
+    rows: list[Row] = []
+    for trajectory in trajectories:
+        row = dict(trajectory.options or {"prompt": [{"role": "user", "content": ""}]})
+        rows.append(row if trajectory.environment_name is None else {**row, COLUMN: trajectory.environment_name})
+    return rows
+
+
+class Updates:
+    """Begins, drives and ends a run for :meth:`MultiTurnTrainer.rollout` and :meth:`MultiTurnTrainer.update`.
+
+    Everything before the first epoch and every optimizer step is ``Trainer``'s own code: its ``train`` is left before the
+    first epoch, and an update is ``_run_epoch`` over the micro-batches of the given episodes.
+
+    Args:
+        trainer: The trainer; it calls :meth:`intercept` and :meth:`watched`.
+    """
+
+    def __init__(self, trainer: MultiTurnTrainer):
+        self._trainer = trainer
+        self._beginning = False
+        self._epoch: dict[str, Any] | None = None
+        """Arguments of ``_run_epoch``, while a run is open."""
+        self._resources = ExitStack()
+        self._batches: Iterator[list[Row]] = iter(())
+        self._pending: list[list[Row]] | None = None
+        """Rows of the next update's generation batches."""
+        self._micro_steps = 0
+        """Of the epoch of the data set that the run is in, up to the end of the current update."""
+        self._before = 0
+        """The trainer's micro-steps before that epoch."""
+        self._meter = _Meter()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a run has begun and is not over."""
+        return self._epoch is not None
+
+    # ------------------------------------------------------------------------------------------------- begin and end
+
+    def start(self, resume_from_checkpoint: str | bool | None = None) -> None:
+        """Begin a run; see :meth:`MultiTurnTrainer.start`."""
+        self._check_environment()
+        if self.is_open:
+            raise RuntimeError("start() was called in the middle of a run. Call finish() first.")
+        self._per_update()
+        trainer, self._beginning = self._trainer, True
+        try:
+            trainer.train(resume_from_checkpoint)
+        except _Begun:
+            pass
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            self._beginning = False
+        if self.is_open:
+            self._meter = _Meter()
+            self._finish_batch()
+
+    def keep(self, resources: ExitStack) -> None:
+        """Take over what ``train`` holds (the lock of ``output_dir``) until the run ends."""
+        self._resources = resources.pop_all()
+
+    def intercept(self, arguments: dict[str, Any]) -> None:
+        """Called with the arguments of every ``_run_epoch``: leave ``Trainer.train`` if it was only to begin."""
+        if self._beginning:
+            self._epoch = arguments
+            self._micro_steps = arguments["steps_trained_in_current_epoch"]
+            self._batches = self._drawn(arguments)
+            raise _Begun
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether ``Trainer.train`` runs only to begin."""
+        return self._beginning
+
+    def finish(self) -> None:
+        """End a run; see :meth:`MultiTurnTrainer.finish`."""
+        trainer, epoch = self._trainer, self._epoch
+        if epoch is None:
+            raise RunOverError("finish() ends a run of rollout() and update(), but none is under way.")
+        samples = trainer.state.global_step * trainer.get_total_train_batch_size(trainer.args)
+        try:
+            trainer._finalize_training(epoch["trial"], samples, epoch["start_time"])
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._epoch, self._pending, self._trainer.is_in_train = None, None, False
+        self._check_environment().pool.close()
+        self._resources.close()
+
+    def _open(self) -> dict[str, Any]:
+        """The open run, begun if the trainer has none behind it."""
+        self._check_environment()
+        if self._epoch is None and (done := self._trainer.state.global_step):
+            raise RunOverError(
+                f"The run is over after {done} updates (max_steps={self._trainer.args.max_steps}). Call start() to begin "
+                "another one with the policy as it is, or start(resume_from_checkpoint=True) with a larger max_steps."
+            )
+        if self._epoch is None:
+            self.start()
+        if self._epoch is None:  # resumed at its end
+            raise RunOverError("The run was over when it began: raise max_steps or num_train_epochs.")
+        return self._epoch
+
+    def _check_environment(self) -> RolloutEngine:
+        if self._trainer.engine is None:
+            raise ValueError("rollout() and update() play an environment: pass `environment=...` to the trainer.")
+        return self._trainer.engine
+
+    # ------------------------------------------------------------------------------------------------------- rollout
+
+    def rollout(self, rows: Sequence[Row] | None, generation: int | None) -> list[Trajectory]:
+        """Play episodes; see :meth:`MultiTurnTrainer.rollout`."""
+        engine = self._check_environment()
+        trainer = self._trainer
+        if generation is not None and generation < 0:
+            raise ValueError(f"generation counts from 0, got {generation}.")
+        if rows is None:
+            batches = self._next_rows()
+        elif len(rows) == 0:
+            raise ValueError("rows is empty: pass one row per group, or None for those that train() would draw next.")
+        else:
+            batches = [[row for row in rows for _ in range(trainer.num_generations)]]
+        first = trainer._step // trainer._generate_every if generation is None else generation
+        started = time.perf_counter()
+        played: list[Trajectory] = []
+        for index, batch in enumerate(batches):
+            options = [None if row is None else dict(row) for row in batch]
+            begin = trainer.accelerator.process_index * len(batch)
+            specs = training_specs(
+                trainer.args.seed, first + index, options, begin, trainer.num_generations, trainer._mixture
+            )
+            with trainer._generator() as generator:
+                played += engine.run(specs, generator)
+        if self.is_open:
+            self._log_time(played, time.perf_counter() - started)
+        return played
+
+    def _log_time(self, played: list[Trajectory], seconds: float) -> None:
+        """Under the names of :func:`~agile_trainers.trainers.reporting.training_summary`, which sees no rollout."""
+        tokens = sum(turn.end - turn.start for episode in played for turn in episode.turns)
+        everyone = gather_object([(seconds, tokens)])
+        slowest, metrics = max(seconds for seconds, _ in everyone), self._trainer._metrics["train"]
+        metrics["time/rollout"].append(slowest)
+        metrics["rollout_tokens_per_second"].append(sum(tokens for _, tokens in everyone) / slowest)
+
+    def _next_rows(self) -> list[list[Any]]:
+        """The rows of the generation batches that the next update takes, None for each episode that has none."""
+        trainer = self._trainer
+        if trainer._rows_are_options or (not self.is_open and trainer.state.global_step == 0):
+            self._open()
+        if not trainer._rows_are_options:
+            return [[None] * self._size] * self._per_update()
+        return self._peek()
+
+    def _peek(self) -> list[list[Row]]:
+        if self._pending is None:
+            self._pending = [next(self._batches) for _ in range(self._per_update())]
+        return self._pending
+
+    @property
+    def _size(self) -> int:
+        """Episodes of a generation batch on this process."""
+        return self._trainer.args.generation_batch_size // self._trainer.accelerator.num_processes
+
+    def _per_update(self) -> int:
+        """Generation batches of an update, which ends with an optimizer step."""
+        trainer = self._trainer
+        accumulation, every = trainer.args.gradient_accumulation_steps, trainer._generate_every
+        if every % accumulation and accumulation % every:
+            raise ValueError(
+                f"update() needs generation batches and optimizer steps that end together, but a batch has {every} "
+                f"micro-batches (steps_per_generation={trainer.args.steps_per_generation} x num_iterations="
+                f"{trainer.num_iterations}) and a step gradient_accumulation_steps={accumulation}. Make one a multiple of "
+                "the other."
+            )
+        return max(1, accumulation // every)
+
+    def _drawn(self, epoch: dict[str, Any]) -> Iterator[list[Row]]:
+        """The generation batches of the data set, epoch after epoch, drawn as ``Trainer`` draws them."""
+        trainer, handler = self._trainer, self._trainer.callback_handler
+        loader, number = epoch["train_dataloader"], epoch["epoch"]
+        resumed, done = epoch["resume_from_checkpoint"], epoch["steps_trained_in_current_epoch"]
+        while True:
+            current = skip_first_batches(loader, done) if done else loader
+            if resumed and not done:
+                trainer._load_rng_state(resumed)
+            if hasattr(current, "set_epoch"):
+                current.set_epoch(number)
+            for index, rows in enumerate(current, start=done):
+                if resumed and done and done == index:
+                    trainer._load_rng_state(resumed)
+                if index % trainer._generate_every == 0 or index == done:
+                    yield rows
+            number, resumed, done, self._micro_steps = number + 1, None, 0, 0
+            epoch["epoch"] = number
+            trainer.control = handler.on_epoch_begin(trainer.args, trainer.state, trainer.control)
+
+    # -------------------------------------------------------------------------------------------------------- update
+
+    def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Train on episodes; see :meth:`MultiTurnTrainer.update`."""
+        self._check_environment()
+        batches = self._generation_batches(list(trajectories))
+        self._open()
+        self._peek()  # the stream of rows moves on, whichever episodes are trained on
+        self._pending = None
+        return self._run([batch for batch in batches for _ in range(self._trainer._generate_every)])
+
+    def _finish_batch(self) -> None:
+        """After a resume: train on what is left of the generation batch that the checkpoint was saved in."""
+        done = self._trainer._step % self._trainer._generate_every
+        if done:
+            rows = next(self._batches)
+            self._run([rows] * (self._trainer._generate_every - done))
+
+    def _run(self, micro_batches: list[Any]) -> dict[str, float]:
+        """The optimizer steps of some micro-batches, with ``Trainer``'s own loop."""
+        trainer, epoch = self._trainer, self._open()
+        accumulation, handler = trainer.args.gradient_accumulation_steps, trainer.callback_handler
+        self._before = trainer._step - self._micro_steps
+        self._micro_steps += len(micro_batches)
+        if self._micro_steps < epoch["steps_in_epoch"]:
+            # `Trainer`'s epoch ends here, that of the data set only if the run does.
+            end = handler.on_epoch_end
+            handler.on_epoch_end = lambda args, state, control: (
+                end(args, state, control) if control.should_training_stop else control
+            )
+        try:
+            with trainer._graceful_stop.heard(), naming_full_disk(trainer.args.output_dir):
+                trainer._run_epoch(
+                    **{
+                        **epoch,
+                        "train_dataloader": micro_batches,
+                        "steps_in_epoch": len(micro_batches),
+                        "num_update_steps_per_epoch": math.ceil(len(micro_batches) / accumulation),
+                        "resume_from_checkpoint": None,
+                        "epochs_trained": 0,
+                        "steps_trained_in_current_epoch": 0,
+                    }
+                )
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            handler.__dict__.pop("on_epoch_end", None)
+        result = self._meter.read(trainer)
+        if trainer.control.should_training_stop:
+            self.finish()
+        trainer._graceful_stop.pass_on()
+        return result
+
+    @contextmanager
+    def watched(self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None) -> Iterator[None]:
+        """Around ``_maybe_log_save_evaluate``: note the optimizer step that was made before its metrics are cleared."""
+        trainer, epoch = self._trainer, self._epoch
+        if epoch is None:
+            yield
+            return
+        if trainer.state.global_step != self._meter.step:
+            trainer.state.epoch = epoch["epoch"] + (trainer._step - self._before) / epoch["steps_in_epoch"]
+            self._meter.note(trainer, tr_loss, grad_norm, learning_rate)
+        yield
+        self._meter.mark(trainer, tr_loss)
+
+    def _generation_batches(self, trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+        """The episodes of each generation batch; what is no whole update is refused on all processes.
+
+        Raises:
+            ValueError: For too few or too many episodes, or members of a group that do not belong together.
+            TypeError: For anything but trajectories.
+        """
+        trainer, size, number = self._trainer, self._size, self._per_update()
+        problem: Exception | None = None
+        stranger = next((thing for thing in trajectories if not isinstance(thing, Trajectory)), None)
+        if stranger is not None:
+            problem = TypeError(
+                f"update() takes a list of Trajectory, as rollout() returns it; got {stranger!r} in it."
+            )
+        elif len(trajectories) != size * number:
+            problem = ValueError(
+                f"update() takes {size * number} episodes on each process (generation_batch_size="
+                f"{trainer.args.generation_batch_size}, {number} generation batch(es) per update), got {len(trajectories)}."
+            )
+        for error in gather_object([problem]):
+            if error is not None:
+                raise error
+        batches = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+        for batch in batches:
+            self._check_groups(gather_object([trajectory.seed for trajectory in batch]))
+        return batches
+
+    def _check_groups(self, seeds: list[int]) -> None:
+        members = self._trainer.num_generations
+        groups = [seeds[start : start + members] for start in range(0, len(seeds), members)]
+        torn = next((group for group in groups if len(set(group)) > 1), None)
+        if torn is not None:
+            raise ValueError(
+                f"update() takes whole groups, the num_generations={members} episodes of a group side by side, but these "
+                f"{members} started from the seeds {torn}. Keep or drop the episodes of a group together."
+            )
+
+
+class _Meter:
+    """What the optimizer steps of an update reported."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self._loss_before = 0.0
+        self._lengths: dict[str, int] = {}
+        self._values: dict[str, list[float]] = {}
+
+    def note(self, trainer: Any, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None) -> None:
+        """Take in an optimizer step."""
+        self.step = trainer.state.global_step
+        loss = trainer.accelerator.gather(tr_loss.detach().reshape(1)).mean().item()
+        self._add("loss", [loss - self._loss_before])
+        self._add("grad_norm", [] if grad_norm is None else [float(grad_norm)])
+        self._add("learning_rate", [] if learning_rate is None else [learning_rate])
+        for name, values in trainer._metrics["train"].items():
+            # Some are set anew in every step rather than added to.
+            self._add(name, values[self._lengths.get(name, 0) :] or values[-1:])
+
+    def _add(self, name: str, values: list[float]) -> None:
+        self._values.setdefault(name, []).extend(values)
+
+    def mark(self, trainer: Any, tr_loss: torch.Tensor) -> None:
+        """Remember what is there, after `Trainer` may have logged and cleared it."""
+        self._loss_before = trainer.accelerator.gather(tr_loss.detach().reshape(1)).mean().item()
+        self._lengths = {name: len(values) for name, values in trainer._metrics["train"].items()}
+
+    def read(self, trainer: Any) -> dict[str, float]:
+        """Means over the steps since the last call; nothing is left behind."""
+        values, self._values = self._values, {}
+        sound = {name: [v for v in column if not math.isnan(v)] for name, column in values.items()}
+        means = {name: sum(column) / len(column) for name, column in sound.items() if column}
+        return {"step": float(self.step), **means}
