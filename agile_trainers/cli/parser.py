@@ -139,7 +139,8 @@ class Parser(TrlParser):
             else:
                 rest.append(action)
         often.sort(key=lambda action: OFTEN.index(action.dest))
-        often = often if self._everything else [_brief(action) for action in often]
+        if not self._everything:
+            own, often = [_brief(action, "Default: ") for action in own], [_brief(action) for action in often]
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
@@ -157,10 +158,11 @@ class Parser(TrlParser):
         return formatter.format_help()
 
 
-def _brief(action: argparse.Action) -> argparse.Action:
-    """The option with the first sentence of its help; some of TRL's are a page long."""
+def _brief(action: argparse.Action, *beginnings: str) -> argparse.Action:
+    """The option with the first sentence of its help, which may be a page long, and those that begin in a given way."""
     brief = copy.copy(action)
-    brief.help = re.split(r"(?<=\.)\s", action.help or "", maxsplit=1)[0]
+    first, *others = re.split(r"(?<=\.)\s", action.help or "")
+    brief.help = " ".join([first, *(sentence for sentence in others if sentence.startswith(beginnings))])
     return brief
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model, check_output
 from agile_trainers.imports import import_named
 from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.options import option, with_args
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 ALGORITHMS: dict[str, tuple[type[MultiTurnConfig], type[MultiTurnTrainer]]] = {
@@ -37,21 +38,18 @@ ALGORITHMS: dict[str, tuple[type[MultiTurnConfig], type[MultiTurnTrainer]]] = {
 """What each command is configured by and trained with."""
 
 
+@with_args
 @dataclass
 class MultiTurnScriptArguments(GRPOScriptArguments):
-    """What to train on. The options of ``trl grpo`` and these.
+    """What to train on: the options of ``trl grpo`` and these."""
 
-    Args:
-        environment: An environment id (``gem:game:GuessTheNumber-v0-easy``, ``agile:guess_number``) or
-            ``module.path:Name``. None trains on the data set alone, as ``trl grpo`` does.
-        environment_args: Keyword arguments of the environment: a mapping in YAML, JSON on the command line.
-    """
-
-    environment: str | None = field(
-        default=None, metadata={"help": "Environment id, or module.path:Name of a class or factory."}
+    environment: str | None = option(
+        None,
+        "Environment id (`gem:game:GuessTheNumber-v0-easy`, `agile:guess_number`), or `module.path:Name` of a class or "
+        "factory. Default: train on the data set alone, as `trl grpo` does.",
     )
-    environment_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keyword arguments of the environment (JSON on the command line)."}
+    environment_args: dict[str, Any] | str | None = option(
+        None, "Keyword arguments of the environment: a mapping in YAML, JSON on the command line."
     )
 
     def __post_init__(self) -> None:

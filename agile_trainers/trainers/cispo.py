@@ -1,25 +1,25 @@
 """Multi-turn CISPO: GRPO that clips the importance weight and keeps every token's gradient."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from agile_trainers.trainers.config import _one_of
 from agile_trainers.trainers.config_rules import CISPO_BOUND
 from agile_trainers.trainers.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.trainers.options import option, with_args
 
 
+@with_args
 @dataclass
 class MultiTurnCISPOConfig(MultiTurnGRPOConfig):
-    """CISPO's settings.
+    """CISPO's settings."""
 
-    Args:
-        loss_type: Always ``"cispo"``.
-        epsilon_high: The weight's upper bound, 5.0 (ScaleRL, https://huggingface.co/papers/2510.13786). GRPO's 0.2 would
-            cut every weight to a fifth.
-    """
-
-    loss_type: str = field(default="cispo", metadata={"help": "Always cispo."})
-    epsilon_high: float | None = field(default=CISPO_BOUND, metadata={"help": "Upper bound of the importance weight."})
+    loss_type: str = option("cispo", "Always `cispo`.")
+    epsilon_high: float | None = option(
+        CISPO_BOUND,
+        "Upper bound of the importance weight (ScaleRL, https://huggingface.co/papers/2510.13786). GRPO's 0.2 would cut "
+        "every weight to a fifth.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from trl import GRPOConfig
@@ -14,6 +14,7 @@ from agile_trainers.trainers.build_locks import remove_abandoned_locks
 from agile_trainers.trainers.config_rules import CISPO_BOUND, check_counts, check_objective, check_read
 from agile_trainers.trainers.environment_options import check_environments, check_names, longest_completion
 from agile_trainers.trainers.launch import fill_deepspeed, uses_deepspeed
+from agile_trainers.trainers.options import default_of, option, with_args
 from agile_trainers.trainers.recipe import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
 
 TRL_COMPLETION_LENGTH = 512
@@ -22,88 +23,16 @@ TRL_SAMPLING_MODE = "sequence_mask"
 """TRL's default for ``vllm_importance_sampling_mode``, likewise."""
 
 
+@with_args
 @dataclass
 class MultiTurnConfig(GRPOConfig):
     """Configuration shared by the multi-turn trainers.
 
-    Everything in TRL's ``GRPOConfig`` keeps its name, default and meaning, except: ``max_completion_length`` is derived as
-    ``max_turns * max_new_tokens`` and cannot be set together with an environment; ``disable_dropout`` defaults to True
-    with an environment (so that every importance ratio is 1 before the first update); ``importance_sampling_level`` also
-    takes ``"turn"``, and ``"trajectory"`` for TRL's ``"sequence"``; ``vllm_importance_sampling_mode`` also takes
-    ``"turn_truncate"``, the default with an environment, and ``"turn_mask"``; ``vllm_importance_sampling_*`` act without
-    vLLM too; ``epsilon_high`` defaults to 5.0 with an environment and ``loss_type="cispo"``, whose weights TRL's default
-    would cut to a fifth. For ``vllm_*`` see ``docs/vllm.md``.
+    Everything in TRL's ``GRPOConfig`` keeps its name, default and meaning, except for what is listed here. With an
+    environment, ``vllm_importance_sampling_*`` act without vLLM too, and ``epsilon_high`` defaults to 5.0 with
+    ``loss_type="cispo"``, whose weights TRL's default would cut to a fifth. For ``vllm_*`` see ``docs/vllm.md``.
 
-    Two more defaults differ with an environment. TRL's train a LoRA adapter at the rate of a whole model, on one group.
-
-    - ``learning_rate``: 1e-5 where an adapter is trained (``peft_config``, or a ``model`` that is one), else TRL's 1e-6. The
-      trainer knows which; once it is made, ``args.learning_rate`` is the number.
-    - ``gradient_accumulation_steps``: the smallest number with which one update, over all processes, sees 8 whole groups (64
-      episodes where there are no groups). With ``steps_per_generation`` or ``generation_batch_size`` it is TRL's 1.
-
-    A field below has an effect only with an environment; setting one without is an error.
-
-    Args:
-        max_turns: Turns after which an episode is cut short.
-        max_new_tokens: Tokens of one answer, at most.
-        min_new_tokens: Tokens of one answer before an end-of-turn token may be sampled.
-        max_model_length: Tokens of the whole conversation, prompt included. Default: the model's
-            ``max_position_embeddings``.
-        max_observation_length: Characters of one observation; what is longer is cut, with a note.
-        stop_strings: An answer ends when it contains one of these; they stay part of the answer.
-        system_prompt: System message put before a first observation that brings none.
-        training_chat_template: Use a training version of the model's chat template if it rewrites earlier turns: TRL's,
-            or our own where TRL's rewrites them too. It is saved with the model.
-        turn_ratio_pooling: How ``importance_sampling_level="turn"`` pools the log-ratios of a turn's tokens: ``"mean"``
-            or ``"sum"``.
-        gamma: Discount per turn, in [0, 1].
-        whiten_advantages: Shift and scale the advantages to mean 0 and deviation 1 over all (episode, turn) of the
-            generation batch.
-        advantage_clip_range: Clip advantages to plus or minus this, after normalization and whitening.
-        environment_workers: 0 steps blocking environments inline, one after the other; more steps up to that many at once
-            in threads. Async environments are always awaited together.
-        environment_processes: Gives each environment a process of its own, for work that needs a core; up to that many play
-            at once. 0: none. The factory is sent there by ``cloudpickle``: a lambda, a closure or a class of the script will
-            do.
-        max_environments: Episodes that play at once, for servers that take no more; the others wait. Default: all.
-        environment_timeout: Seconds a ``reset`` or ``step`` may take before its episode is given up.
-        generation_chunk_size: Episodes that are decoded at once. Default: all; with vLLM those of one generation batch.
-        environment_limits: With several environments: any of ``max_turns``, ``max_new_tokens``, ``max_model_length`` and
-            ``max_observation_length`` for each by its name, ``{"guess": {"max_turns": 4}, "sums": {"max_turns": 1}}``. What
-            it does not name holds for all. ``max_completion_length`` is that of the longest.
-        environment_weights: With several environments and without a data set: how often each is drawn, by its name. Whole
-            groups are drawn; 0 is for one that is only evaluated. Default: all equally often.
-        num_eval_episodes: Episodes of one evaluation, over all processes.
-        eval_greedy: Evaluate with the likeliest token instead of sampling.
-        log_rollouts: Write every episode to ``output_dir/rollouts/`` as JSON lines.
-        kl_placement: Where the penalty for leaving the reference, weighed by ``beta``, enters: the ``"loss"`` (TRL's k3),
-            the ``"reward"`` of each turn (summed over its tokens) or the ``"advantage"`` of each token. See
-            :mod:`agile_trainers.objectives.kl`.
-        skip_zero_advantage: Leave episodes without signal out of the forward pass. The gradient stays the same; TRL's
-            metrics (entropy, clip ratios) are then over the episodes that are left. A micro-batch without any signal keeps
-            its shortest episode, so that all ranks stay in step.
-        zero_advantage_eps: An episode has no signal if none of its advantages is larger than this.
-        reference_adapter: With LoRA: the reference is an adapter of its own, ``ref``, that starts as a copy of the policy,
-            instead of the base model. Costs the adapter's memory.
-        reference_update_steps: Make the current policy the reference every so many optimizer steps. LoRA needs
-            ``reference_adapter``.
-        lora_target_scope: Adapt only modules below this part of the model, for example ``"language_model"``.
-        entropy_coef_schedule: ``"constant"``, or ``"linear"``: the entropy bonus falls to 0 over the run, so that the policy
-            explores early and need not be random in the end.
-        activation_offload: Keep activations in the CPU's memory between forward and backward pass.
-        offload_policy_during_rollout: With vLLM on a GPU: the trainer's own weights wait in the CPU's memory meanwhile.
-        max_logprob_gap: Mean difference between the log-probabilities of sampler and trainer, in nats a token, that needs
-            an explanation: a warning names the likely cause. In the first batch it is an error where rounding cannot be the
-            cause (fp32 without TF32, quantization, dropout, penalties and filters). Default: .001 there, .1 elsewhere.
-        vllm_importance_sampling_correction: On any generator: weigh each token by the trainer's probability over the
-            sampler's, as ``vllm_importance_sampling_mode`` says. Default: True with vLLM and with a ``repetition_penalty``,
-            else False.
-        hub_extras: What is pushed to the Hub besides the policy: any of ``"reference"``, ``"critic"`` and ``"rollouts"``
-            (the episodes in ``output_dir/rollouts/``).
-        keep_reference: Where ``model`` is a folder of adapters: its ``ref`` stays the reference. Default: the policy that is
-            loaded is.
-        merge_lora_configs: Where ``model`` is an adapter and ``peft_config`` has other LoRA settings: extend the adapter to
-            the larger rank and to the modules of both, without changing what it computes. Default: an error.
+    A field that TRL does not have acts only with an environment; setting one without is an error.
     """
 
     _groupless: ClassVar[bool] = False
@@ -113,102 +42,175 @@ class MultiTurnConfig(GRPOConfig):
         *GRPOConfig._VALID_DICT_FIELDS, "environment_limits", "environment_weights",
     ]  # fmt: skip
 
-    learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Learning rate. Default: 1e-5 for an adapter in an environment, otherwise TRL's 1e-6."},
+    learning_rate: float | None = option(
+        None,
+        "Learning rate; once the trainer is made, `args.learning_rate` is the number. A rate of 1e-6 or less for an "
+        "adapter is warned of. Default: 1e-5 where an adapter is trained in an environment, otherwise TRL's 1e-6, which "
+        "is for whole models.",
     )
-    gradient_accumulation_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "Micro-batches of one update. Default: as many as 8 groups (or 64 episodes) take; without an "
-            "environment, or with steps_per_generation or generation_batch_size, 1."
-        },
+    gradient_accumulation_steps: int | None = option(
+        None,
+        "Micro-batches of one update on each process. An update of one group is warned of. Default: the smallest number "
+        "with which one update, over all processes, sees 8 whole groups (64 episodes where there are no groups); 1 "
+        "without an environment, and with `steps_per_generation` or `generation_batch_size`.",
     )
-    max_completion_length: int | None = field(
-        default=None,
-        metadata={"help": "Without an environment, as in TRL (512); with one it is max_turns * max_new_tokens."},
+    max_completion_length: int | None = option(
+        None,
+        "Tokens of an episode, which is also Dr. GRPO's divisor. With an environment it is derived and cannot be set. "
+        "Default: `max_turns * max_new_tokens`; without an environment 512, as in TRL.",
     )
-    disable_dropout: bool | None = field(
-        default=None, metadata={"help": "Disable dropout. Default: True with an environment, else False."}
+    disable_dropout: bool | None = option(
+        None,
+        "Disable dropout, layer drop and router jitter of every kind, in the model's configuration too, so that every "
+        "ratio is 1 before the first update. Default: True with an environment, else False.",
     )
-    importance_sampling_level: str = field(
-        default="token", metadata={"help": "Unit of the importance ratio: token, turn or sequence (or trajectory)."}
+    importance_sampling_level: str = option(
+        "token",
+        "Unit of the importance ratio: `token`, `turn` or `sequence` (also called `trajectory`). `turn` needs an "
+        "environment.",
     )
-    max_turns: int = field(default=8, metadata={"help": "Turns after which an episode is cut short."})
-    max_new_tokens: int = field(default=256, metadata={"help": "Tokens of one answer, at most."})
-    min_new_tokens: int = field(default=0, metadata={"help": "Tokens of one answer, at least."})
-    max_model_length: int | None = field(
-        default=None, metadata={"help": "Tokens of the whole conversation. Default: the model's maximum."}
+    max_turns: int = option(8, "Turns after which an episode is cut short.")
+    max_new_tokens: int = option(256, "Tokens of one answer, at most.")
+    min_new_tokens: int = option(0, "Tokens of one answer before an end-of-turn token may be sampled.")
+    max_model_length: int | None = option(
+        None,
+        "Tokens of the whole conversation, prompt included. It is the length of vLLM's engine too. Default: the model's "
+        "`max_position_embeddings`.",
     )
-    max_observation_length: int = field(default=100_000, metadata={"help": "Characters of one observation, at most."})
-    stop_strings: list[str] | None = field(default=None, metadata={"help": "Strings that end an answer."})
-    system_prompt: str | None = field(default=None, metadata={"help": "System message before the first observation."})
-    training_chat_template: bool = field(
-        default=False, metadata={"help": "Use a version of the chat template that keeps earlier turns."}
+    max_observation_length: int = option(
+        100_000, "Characters of one observation, at most. What is longer is cut, with a note to the model."
     )
-    turn_ratio_pooling: str = field(
-        default="mean", metadata={"help": "Pooling of a turn's log-ratios at the turn level: mean or sum."}
+    stop_strings: list[str] | None = option(None, "Strings that end an answer. They stay part of it.")
+    system_prompt: str | None = option(
+        None, "System message put before a first observation that brings no system message."
     )
-    gamma: float = field(default=1.0, metadata={"help": "Discount per turn."})
-    whiten_advantages: bool = field(default=False, metadata={"help": "Whiten advantages over (episode, turn)."})
-    advantage_clip_range: float | None = field(default=None, metadata={"help": "Clip advantages to +- this."})
-    environment_workers: int = field(default=0, metadata={"help": "Threads for blocking environments; 0 is inline."})
-    environment_processes: int = field(default=0, metadata={"help": "Environments at once, a process each; 0: none."})
-    max_environments: int | None = field(default=None, metadata={"help": "Episodes that play at once. Default: all."})
-    environment_timeout: float | None = field(default=None, metadata={"help": "Seconds an environment may take."})
-    environment_limits: dict[str, dict[str, int]] | str | None = field(
-        default=None, metadata={"help": 'Limits of each of several environments: {"name": {"max_turns": 4}}.'}
+    training_chat_template: bool = option(
+        False,
+        "Use a version of the model's chat template that keeps earlier turns, and save it with the model. It is TRL's, or "
+        "our own where TRL's rewrites them too; for templates that rewrite earlier turns, such as Qwen3's.",
     )
-    environment_weights: dict[str, float] | str | None = field(
-        default=None, metadata={"help": 'How often each of several environments is drawn: {"name": 2.0, ...}.'}
+    turn_ratio_pooling: str = option(
+        "mean",
+        "How `importance_sampling_level=turn` pools the log-ratios of a turn's tokens: `mean` or `sum`.",
     )
-    generation_chunk_size: int | None = field(default=None, metadata={"help": "Episodes decoded at once."})
-    num_eval_episodes: int = field(default=128, metadata={"help": "Episodes of one evaluation."})
-    eval_greedy: bool = field(default=False, metadata={"help": "Evaluate greedily instead of sampling."})
-    log_rollouts: bool = field(default=True, metadata={"help": "Write episodes to output_dir/rollouts/."})
-    kl_placement: str = field(
-        default="loss", metadata={"help": "Where the KL penalty enters: loss, reward, advantage."}
+    gamma: float = option(1.0, "Discount per turn, in [0, 1]. A turn's length in tokens plays no part.")
+    whiten_advantages: bool = option(
+        False,
+        "Shift and scale the advantages to mean 0 and deviation 1. The statistics are over all turns of all episodes of "
+        "the generation batch (over tokens, where these have advantages of their own).",
     )
-    skip_zero_advantage: bool = field(default=False, metadata={"help": "No forward pass for episodes without signal."})
-    zero_advantage_eps: float = field(default=0.0, metadata={"help": "Advantages up to this are no signal."})
-    reference_adapter: bool = field(default=False, metadata={"help": "The reference is an adapter of its own (LoRA)."})
-    reference_update_steps: int | None = field(
-        default=None, metadata={"help": "Make the policy the reference every so many optimizer steps."}
+    advantage_clip_range: float | None = option(
+        None, "Clip advantages to plus or minus this, after normalization and whitening."
     )
-    lora_target_scope: str | None = field(default=None, metadata={"help": "Adapt only modules below this one."})
-    entropy_coef_schedule: str = field(
-        default="constant", metadata={"help": "Course of entropy_coef over the run: constant, or linear (to 0)."}
+    environment_workers: int = option(
+        0,
+        "Threads in which blocking environments step; 0 steps them inline, one after the other. Async environments are "
+        "always awaited together.",
     )
-    activation_offload: bool = field(default=False, metadata={"help": "Keep activations in CPU memory until backward."})
-    vllm_importance_sampling_mode: str | None = field(
-        default=None,
-        metadata={
-            "help": "token, turn or sequence, and _truncate or _mask. Default: turn_truncate with an environment."
-        },
+    environment_processes: int = option(
+        0,
+        "Environments that play at once, each in a process of its own; 0: none. For work that needs a core. The factory "
+        "is sent there by `cloudpickle`: a lambda, a closure or a class of the script will do.",
     )
-    offload_policy_during_rollout: bool = field(
-        default=False, metadata={"help": "The trainer's weights wait in CPU memory while vLLM samples."}
+    max_environments: int | None = option(
+        None, "Episodes that play at once, for servers that take no more; the others wait. Default: all."
     )
-    max_logprob_gap: float | None = field(
-        default=None,
-        metadata={
-            "help": "Mean gap between sampler and trainer, in nats. Default: .001 in plain fp32 (an error), else .1."
-        },
+    environment_timeout: float | None = option(
+        None, "Seconds a `reset` or `step` may take before its episode is given up. Default: no limit."
     )
-    vllm_importance_sampling_correction: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Weigh tokens by the trainer's probability over the sampler's. Default: with vLLM or a penalty."
-        },
+    environment_limits: dict[str, dict[str, int]] | str | None = option(
+        None,
+        'Limits of each of several environments, by name: {"guess": {"max_turns": 4}, "sums": {"max_turns": 1}}. Any of '
+        "`max_turns`, `max_new_tokens`, `max_model_length` and `max_observation_length`; what is not named holds for all. "
+        "`max_completion_length` is that of the longest.",
     )
-    hub_extras: list[str] = field(
-        default_factory=list, metadata={"help": "Pushed besides the policy: reference, critic, rollouts."}
+    environment_weights: dict[str, float] | str | None = option(
+        None,
+        'How often each of several environments is drawn, by name: {"guess": 2, "sums": 1}. Without a data set; whole '
+        "groups are drawn; 0 is for one that is only evaluated. Default: all equally often.",
     )
-    keep_reference: bool = field(
-        default=False, metadata={"help": "Keep the reference that the adapter was saved with."}
+    generation_chunk_size: int | None = option(
+        None,
+        "Episodes that are decoded at once. With a vLLM server: requests of a process under way at once. Default: all; "
+        "with vLLM those of one generation batch.",
     )
-    merge_lora_configs: bool = field(
-        default=False, metadata={"help": "Extend the loaded adapter to the rank and modules of peft_config."}
+    num_eval_episodes: int = option(128, "Episodes of one evaluation, over all processes.")
+    eval_greedy: bool = option(False, "Evaluate with the likeliest token instead of sampling.")
+    log_rollouts: bool = option(True, "Write every episode to `output_dir/rollouts/` as JSON lines.")
+    kl_placement: str = option(
+        "loss",
+        "Where the penalty for leaving the reference enters: `loss`, `reward` or `advantage`. It is weighed by `beta` and "
+        "enters the loss (TRL's k3), the reward of each turn (summed over its tokens) or the advantage of each token.",
+    )
+    skip_zero_advantage: bool = option(
+        False,
+        "Leave episodes without signal out of the forward passes. Loss and gradient stay those of the whole batch; TRL's "
+        "metrics (entropy, clip ratios) are then over the episodes that are left. A micro-batch without any signal keeps "
+        "its shortest episode, so that all ranks stay in step. Refused with what trains episodes without advantage: "
+        "`beta` with `kl_placement=loss`, an entropy bonus or quantile, a router's auxiliary loss.",
+    )
+    zero_advantage_eps: float = option(
+        0.0,
+        "Largest advantage that is no signal, with `skip_zero_advantage`. An episode has a signal if any of its "
+        "advantages is larger.",
+    )
+    reference_adapter: bool = option(
+        False,
+        "The reference is an adapter of its own, `ref` (LoRA). It starts as a copy of the policy, takes the place of the "
+        "base model and costs the adapter's memory.",
+    )
+    reference_update_steps: int | None = option(
+        None,
+        "Make the current policy the reference every so many optimizer steps. LoRA needs `reference_adapter`. Default: "
+        "never.",
+    )
+    lora_target_scope: str | None = option(
+        None, "Adapt only modules below this part of the model: `language_model`, for example. Default: all."
+    )
+    entropy_coef_schedule: str = option(
+        "constant",
+        "Course of `entropy_coef` over the run: `constant`, or `linear` (to 0). The policy then explores early and need "
+        "not be random in the end.",
+    )
+    activation_offload: bool = option(
+        False, "Keep activations in the CPU's memory between forward and backward pass; refused on CPU."
+    )
+    vllm_importance_sampling_mode: str | None = option(
+        None,
+        "Unit over which the correction takes the product of ratios (`token`, `turn` or `sequence`), and what happens to "
+        "one out of bounds: `_truncate` cuts it to the bound, `_mask` sets it to 0. Default: `turn_truncate` with an "
+        "environment, else TRL's `sequence_mask`.",
+    )
+    offload_policy_during_rollout: bool = option(
+        False,
+        "The trainer's own weights wait in the CPU's memory while vLLM samples. On a GPU; not with DeepSpeed or FSDP.",
+    )
+    max_logprob_gap: float | None = option(
+        None,
+        "Mean gap between sampler and trainer that needs an explanation, in nats a token. A warning names the likely "
+        "cause; in the first batch it is an error where rounding cannot be the cause: in fp32 without TF32, quantization, "
+        "dropout, penalties and filters. Default: .001 where rounding cannot be the cause, .1 elsewhere.",
+    )
+    vllm_importance_sampling_correction: bool | None = option(
+        None,
+        "On any generator: weigh each token by the trainer's probability over the sampler's, as "
+        "`vllm_importance_sampling_mode` says. Default: True with vLLM and with a `repetition_penalty`, else False.",
+    )
+    hub_extras: list[str] = option(
+        [],
+        "Pushed to the Hub besides the policy: any of `reference`, `critic` and `rollouts`. Rollouts are the episodes in "
+        "`output_dir/rollouts/`.",
+    )
+    keep_reference: bool = option(
+        False,
+        "Keep the reference that the adapter was saved with. Where `model` is a folder of adapters, its `ref` stays the "
+        "reference, instead of the policy that is loaded.",
+    )
+    merge_lora_configs: bool = option(
+        False,
+        "Extend the loaded adapter to the rank and modules of `peft_config`. Where `model` is an adapter and "
+        "`peft_config` has other LoRA settings, the adapter gets the larger rank and the modules of both, without "
+        "changing what it computes; otherwise that is an error.",
     )
 
     def __post_init__(self) -> None:
@@ -296,7 +298,7 @@ class MultiTurnConfig(GRPOConfig):
 
     def without_environment(self) -> "MultiTurnConfig":
         """This configuration as TRL's own ``GRPOTrainer`` means it. Fields that need an environment must be unset."""
-        idle = [f.name for f in fields(self) if f.name in self._own_fields() and getattr(self, f.name) != _default(f)]
+        idle = [f.name for f in fields(self) if f.name in self._own_fields() and getattr(self, f.name) != default_of(f)]
         for name in ("importance_sampling_level", "vllm_importance_sampling_mode"):
             if str(getattr(self, name)).startswith("turn"):
                 idle.append(f"{name}={getattr(self, name)!r}")
@@ -338,9 +340,9 @@ class MultiTurnConfig(GRPOConfig):
                 "max_new_tokens (per answer) and max_model_length (whole conversation) instead."
             )
         for name, instead in _NO_EFFECT.items():
-            if getattr(self, name) != _default(self.__dataclass_fields__[name]):
+            if getattr(self, name) != default_of(self.__dataclass_fields__[name]):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect with an environment: {instead}.")
-        defaults = {f.name: _default(f) for f in fields(self)}
+        defaults = {f.name: default_of(f) for f in fields(self)}
         args = copy.copy(self)
         if args.vllm_importance_sampling_correction is None:
             args.vllm_importance_sampling_correction = self.use_vllm or self.repetition_penalty != 1.0
@@ -356,7 +358,7 @@ class MultiTurnConfig(GRPOConfig):
             )
         if self.importance_sampling_level == "turn":
             self._check_turn_level()
-        elif self.turn_ratio_pooling != _default(self.__dataclass_fields__["turn_ratio_pooling"]):
+        elif self.turn_ratio_pooling != default_of(self.__dataclass_fields__["turn_ratio_pooling"]):
             raise ValueError(
                 f"turn_ratio_pooling={self.turn_ratio_pooling!r} acts on importance_sampling_level='turn' only, which is "
                 f"{self.importance_sampling_level!r}."
@@ -371,7 +373,7 @@ class MultiTurnConfig(GRPOConfig):
 
     def _check_reference(self) -> None:
         for name in ("kl_placement", "reference_adapter", "reference_update_steps", "keep_reference"):
-            if self.beta == 0.0 and getattr(self, name) != _default(self.__dataclass_fields__[name]):
+            if self.beta == 0.0 and getattr(self, name) != default_of(self.__dataclass_fields__[name]):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} has no effect with beta=0.0, which uses no reference. Set beta, or "
                     f"leave {name} unset."
@@ -460,10 +462,6 @@ _NO_EFFECT = {
     "enable_jit_checkpoint": "it saves in the middle of a step; send SIGINT (Ctrl-C), which saves at its end and stops",
     "multi_objective_aggregation": "rewards are added to the turns before anything is normalized",
 }
-
-
-def _default(f: Any) -> Any:
-    return f.default_factory() if f.default is MISSING else f.default
 
 
 def _one_of(config: Any, name: str, choices: tuple[str, ...]) -> None:

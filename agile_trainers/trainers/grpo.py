@@ -1,46 +1,44 @@
 """Multi-turn GRPO: group-relative advantages, per turn or per trajectory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agile_trainers.objectives.advantages import group_advantages
-from agile_trainers.trainers.config import MultiTurnConfig, _default, _one_of
+from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.options import default_of, option, with_args
 from agile_trainers.trainers.trainer import Credit, MultiTurnTrainer, Turns
 
 
+@with_args
 @dataclass
 class MultiTurnGRPOConfig(MultiTurnConfig):
-    """Configuration of :class:`MultiTurnGRPOTrainer`: the shared options and these.
+    """Configuration of :class:`MultiTurnGRPOTrainer`: the shared options and these."""
 
-    Args:
-        advantage_granularity: ``"turn"``: each turn is compared with the same turn of the other members of its group;
-            ``"trajectory"``: one advantage for the whole episode, as TRL. ``"anchor"``: that, plus ``anchor_weight`` times
-            each turn's among the turns of its group that started from the same state (GiGPO,
-            https://huggingface.co/papers/2505.10978), which the environment names by ``info["anchor"]``.
-        turn_credit: At turn granularity, what is compared: the discounted ``"return"`` from that turn on, or the turn's
-            own ``"reward"``. ``"reward"`` is for turns that do not affect each other: it does not see what an action leads
-            to, so a reward at the end teaches the earlier turns nothing, and an action that ends the episode may be credited
-            with the wrong sign.
-        advantage_baseline: What is subtracted: the ``"mean"`` of the group, or the mean of the other members
-            (``"leave_one_out"``, as RLOO).
-        turn_advantage_trajectory_fallback: At turn granularity with ``turn_credit="return"``, a turn that no other member of
-            the group reached is compared with the discounted returns of the others' whole episodes. False gives it 0, which
-            starves turns that few episodes reach. Default: True where it applies.
-        anchor_weight: At anchor granularity, the weight of the turn's part.
-    """
-
-    advantage_granularity: str = field(
-        default="turn", metadata={"help": "Unit of the advantage: turn, trajectory or anchor."}
+    advantage_granularity: str = option(
+        "turn",
+        "Unit of the advantage: `turn`, `trajectory` or `anchor`. `turn`: each turn is compared with the same turn of the "
+        "other members of its group. `trajectory`: one advantage for the whole episode, as in TRL. `anchor`: that, plus "
+        "`anchor_weight` times each turn's among the turns of its group that started from the same state (GiGPO, "
+        'https://huggingface.co/papers/2505.10978), which the environment names by `info["anchor"]`.',
     )
-    turn_credit: str = field(default="return", metadata={"help": "What a turn is compared by: return or reward."})
-    advantage_baseline: str = field(default="mean", metadata={"help": "What is subtracted: mean or leave_one_out."})
-    turn_advantage_trajectory_fallback: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Compare a turn no other member reached with the others' episodes. Default: with returns, yes."
-        },
+    turn_credit: str = option(
+        "return",
+        "What is compared at turn and anchor granularity: the discounted `return` from that turn on, or the turn's own "
+        "`reward`. `reward` is for turns that do not affect each other: it does not see what an action leads to, so a "
+        "reward at the end teaches the earlier turns nothing, and an action that ends the episode may be credited with "
+        "the wrong sign.",
     )
-    anchor_weight: float = field(default=1.0, metadata={"help": "Weight of the turn's part at anchor granularity."})
+    advantage_baseline: str = option(
+        "mean",
+        "What is subtracted: the `mean` of the group, or that of the other members (`leave_one_out`, as in RLOO).",
+    )
+    turn_advantage_trajectory_fallback: bool | None = option(
+        None,
+        "At turn granularity with `turn_credit=return`, compare a turn that no other member of the group reached with the "
+        "discounted returns of the others' whole episodes. False gives it 0, which starves turns that few episodes reach. "
+        "Default: True where it applies.",
+    )
+    anchor_weight: float = option(1.0, "Weight of the turn's part at anchor granularity.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +53,7 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
             ("turn_advantage_trajectory_fallback", ("turn",)),
             ("anchor_weight", ("anchor",)),
         ):
-            if granularity not in acts_on and getattr(self, name) != _default(self.__dataclass_fields__[name]):
+            if granularity not in acts_on and getattr(self, name) != default_of(self.__dataclass_fields__[name]):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} acts on advantage_granularity={' or '.join(map(repr, acts_on))} only, "
                     f"which is {granularity!r}."

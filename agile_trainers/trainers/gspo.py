@@ -1,32 +1,26 @@
 """Multi-turn GSPO: GRPO whose importance ratio is one per sequence, or per turn."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from agile_trainers.trainers.config import _one_of
 from agile_trainers.trainers.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.trainers.options import changed_default, option, with_args
 
 
+@with_args
 @dataclass
 class MultiTurnGSPOConfig(MultiTurnGRPOConfig):
-    """GSPO's settings (Zheng et al., 2025, section 5.1): one length-normalized ratio per sequence, narrow clipping.
+    """GSPO's settings (Zheng et al., 2025, section 5.1): one length-normalized ratio per sequence, narrow clipping."""
 
-    Args:
-        loss_type: Always ``"grpo"``.
-        importance_sampling_level: ``"sequence"``, or ``"turn"`` to apply the same ratio to each turn.
-        epsilon: Lower clipping range, 3e-4.
-        epsilon_high: Upper clipping range, 4e-4.
-        advantage_granularity: Default ``"trajectory"``, the unit of the paper's ratio.
-    """
-
-    loss_type: str = field(default="grpo", metadata={"help": "Always grpo."})
-    importance_sampling_level: str = field(
-        default="sequence", metadata={"help": "Unit of the ratio: sequence or turn."}
+    loss_type: str = option("grpo", "Always `grpo`.")
+    importance_sampling_level: str = option(
+        "sequence", "Unit of the importance ratio: `sequence`, or `turn` to give each turn a ratio of its own."
     )
-    epsilon: float = field(default=3e-4, metadata={"help": "Lower clipping range."})
-    epsilon_high: float | None = field(default=4e-4, metadata={"help": "Upper clipping range."})
-    advantage_granularity: str = field(
-        default="trajectory", metadata={"help": "Unit of the advantage: turn or trajectory."}
+    epsilon: float = option(3e-4, "Lower clipping range (section 5.1).")
+    epsilon_high: float | None = option(4e-4, "Upper clipping range (section 5.1).")
+    advantage_granularity: str = changed_default(
+        MultiTurnGRPOConfig, "advantage_granularity", "trajectory", "The default is the unit of the paper's ratio."
     )
 
     def __post_init__(self) -> None:

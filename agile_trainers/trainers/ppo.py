@@ -1,7 +1,7 @@
 """Multi-turn PPO: a critic tells what a state is worth, and a turn is credited with how much better it went."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,53 +17,63 @@ from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, 
 from agile_trainers.objectives.value_loss import explained_variance, value_errors
 from agile_trainers.train_batch import Batch, like_length, read_inputs, trim_columns
 from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.options import option, with_args
 from agile_trainers.trainers.trainer import Credit, MultiTurnTrainer, Turns
 from agile_trainers.types import TurnBatch
 
 logger = logging.get_logger(__name__)
 
 
+@with_args
 @dataclass
 class MultiTurnPPOConfig(MultiTurnConfig):
-    """Configuration of :class:`MultiTurnPPOTrainer`: the shared options and these. Where a default comes from is in
-    ``docs/ppo.md``.
-
-    Args:
-        num_generations: Always 1; there are no groups.
-        gae_lambda: Lambda per turn, in [0, 1]: 1 trusts what was sampled, 0 the critic.
-        vf_coef: Weight of the value loss. Policy and critic share no trainable weight, so it matters only where their
-            gradients meet: in ``max_grad_norm``, and in optimizers that do not rescale gradients.
-        value_clip_range: Hold a value within this of the one the batch was drawn with, as the ratio is held. Default: no
-            clipping.
-        critic_learning_rate: Learning rate of the critic's adapter and value head, under the same schedule. Default:
-            ``learning_rate``.
-        critic_warmup_steps: Optimizer steps at the start that train the critic alone.
-        critic_start: What the critic's adapter starts as: ``"new"``, ``"policy"`` (a copy of the policy's; the value head is
-            new), ``"saved"`` (the one in the folder that ``model`` is), or ``"auto"``: saved if there is one, else new, or a
-            copy of a policy whose start changed the base (PiSSA, OLoRA).
-        turn_value_position: Where V(s_k) is read: ``"state"``, at the token before the turn's first action token.
-            ``"final"`` (the turn's last token) and ``"mean"`` (over its tokens) know the action already, which biases the
-            gradient.
-        advantage_granularity: ``"turn"``, or ``"token"``: every token of a turn has a value and an advantage of its own.
-            ``"auto"``: tokens if every episode of the generation batch has a single turn, else turns.
-    """
+    """Configuration of :class:`MultiTurnPPOTrainer`: the shared options and these. ``docs/ppo.md`` says where the defaults
+    come from."""
 
     _groupless: ClassVar[bool] = True
     _has_critic: ClassVar[bool] = True
 
-    num_generations: int = field(default=1, metadata={"help": "Always 1; there are no groups."})
-    gae_lambda: float = field(default=0.95, metadata={"help": "Lambda per turn of the advantage estimate."})
-    vf_coef: float = field(default=0.5, metadata={"help": "Weight of the value loss."})
-    value_clip_range: float | None = field(default=None, metadata={"help": "Clip values to +- this of the old ones."})
-    critic_learning_rate: float | None = field(
-        default=None, metadata={"help": "Learning rate of the critic. Default: learning_rate."}
+    num_generations: int = option(1, "Always 1; there are no groups.")
+    gae_lambda: float = option(
+        0.95, "Lambda per turn of the advantage estimate, in [0, 1]: 1 trusts the sampled return, 0 the critic."
     )
-    critic_warmup_steps: int = field(default=0, metadata={"help": "First optimizer steps that train the critic only."})
-    critic_start: str = field(
-        default="auto", metadata={"help": "What the critic starts as: auto, new, policy or saved."}
+    vf_coef: float = option(
+        0.5,
+        "Weight of the value loss. Policy and critic share no trainable weight, so it acts only where their gradients "
+        "meet: in `max_grad_norm`, and in optimizers that do not rescale gradients.",
     )
-    turn_value_position: str = field(default="state", metadata={"help": "Where V is read: state, final or mean."})
-    advantage_granularity: str = field(default="turn", metadata={"help": "Unit of the advantage: turn, token or auto."})
+    value_clip_range: float | None = option(
+        None,
+        "Hold a value within this of the one the batch was drawn with, as the ratio is held. Default: no clipping.",
+    )
+    critic_learning_rate: float | None = option(
+        None,
+        "Learning rate of the critic's adapter and value head, a parameter group of their own under the same schedule. A "
+        "critic that starts from zero often wants more than the policy. Default: `learning_rate`.",
+    )
+    critic_warmup_steps: int = option(
+        0,
+        "Optimizer steps at the start that train the critic alone; refused together with `weight_decay`, which would move "
+        "the policy.",
+    )
+    critic_start: str = option(
+        "auto",
+        "What the critic's adapter starts as: `new`, `policy` (a copy of the policy's; the value head is new), `saved` "
+        "(the one in the folder that `model` is), or `auto`: saved if there is one, else new, or a copy of a policy whose "
+        "start changed the base (PiSSA, OLoRA).",
+    )
+    turn_value_position: str = option(
+        "state",
+        "Where the value of a turn is read: `state`, `final` or `mean`. `state` is the token before its first action "
+        "token. `final` (its last token) and `mean` (over its tokens) know the action already, which biases the gradient; "
+        "a warning says so.",
+    )
+    advantage_granularity: str = option(
+        "turn",
+        "Unit of the advantage: `turn`, `token` or `auto`. `token`: every token of a turn has a value and an advantage of "
+        "its own. `auto`: tokens if every episode of the generation batch has a single turn, else turns. These two need "
+        "`importance_sampling_level=token` and `turn_value_position=state`.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

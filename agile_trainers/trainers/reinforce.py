@@ -1,37 +1,39 @@
 """Multi-turn REINFORCE with return batch normalization (ReBN)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from agile_trainers.objectives.advantages import whiten_each
 from agile_trainers.objectives.returns import discounted_returns
 from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.options import changed_default, option, with_args
 from agile_trainers.trainers.trainer import Credit, MultiTurnTrainer, Turns
 
 
+@with_args
 @dataclass
 class MultiTurnREINFORCEConfig(MultiTurnConfig):
-    """Configuration of :class:`MultiTurnREINFORCETrainer`: the shared options and these.
-
-    Args:
-        num_generations: Always 1; there are no groups.
-        importance_sampling_level: Default ``"turn"``: the unit that is rewarded is the unit that is clipped.
-        turn_ratio_pooling: Default ``"sum"``: the ratio of a turn is the product of its tokens' ratios.
-        advantage_granularity: What the statistics count: every ``"turn"`` once, every ``"token"`` once (a turn weighs as
-            many as it has), or ``"auto"``: tokens if every episode of the batch has a single turn, else turns.
-    """
+    """Configuration of :class:`MultiTurnREINFORCETrainer`: the shared options and these."""
 
     _groupless: ClassVar[bool] = True
 
-    num_generations: int = field(default=1, metadata={"help": "Always 1; there are no groups."})
-    importance_sampling_level: str = field(
-        default="turn", metadata={"help": "Unit of the importance ratio: token, turn or sequence (or trajectory)."}
+    num_generations: int = option(1, "Always 1; there are no groups.")
+    importance_sampling_level: str = changed_default(
+        MultiTurnConfig, "importance_sampling_level", "turn", "The unit that is rewarded is the unit that is clipped."
     )
-    turn_ratio_pooling: str = field(
-        default="sum", metadata={"help": "Pooling of a turn's log-ratios at the turn level: mean or sum."}
+    turn_ratio_pooling: str = changed_default(
+        MultiTurnConfig,
+        "turn_ratio_pooling",
+        "sum",
+        "The ratio of a turn is the product of its tokens' ratios; advantages are divided by the turn's length, so that "
+        "at ratio 1 the gradient is the token level's.",
     )
-    advantage_granularity: str = field(default="auto", metadata={"help": "Unit of the statistics: turn, token, auto."})
+    advantage_granularity: str = option(
+        "auto",
+        "What the statistics count: every `turn` once, every `token` once (a turn weighs as many as it has), or `auto`: "
+        "tokens if every episode of the batch has a single turn, else turns.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ that a command or configuration file can be checked as it is, and those of :clas
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -24,29 +24,28 @@ from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, check
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.trainers.construction import check_vllm, training_rows
+from agile_trainers.trainers.options import option, with_args
 from agile_trainers.trainers.recipe import idle_recipe
 
 PLAYERS = ("auto", "model", "random", "expert")
 
 
+@with_args
 @dataclass
 class CheckArguments:
-    """What a check does. The options of training say the rest.
+    """Options of a check, beside those of training."""
 
-    Args:
-        episodes: Number of episodes to play.
-        player: Who plays them: the ``model``, or the environment's own ``random`` or ``expert`` player. ``auto``: the
-            model if one was named, otherwise the random player, or the embedded model where there is none.
-        time_limit: Seconds a call of the environment may take, unless ``environment_timeout`` says it.
-        gpu_memory: GiB of the GPU to plan for. Default: the GPU that is here, if there is one.
-    """
-
-    episodes: int = field(default=16, metadata={"help": "Number of episodes to play."})
-    player: str = field(default="auto", metadata={"help": "Who plays: model, random, expert, or auto."})
-    time_limit: float = field(default=30.0, metadata={"help": "Seconds a call of the environment may take."})
-
-    gpu_memory: float | None = field(
-        default=None, metadata={"help": "GiB of the GPU to plan for. Default: the one that is here."}
+    episodes: int = option(16, "Number of episodes to play.")
+    player: str = option(
+        "auto",
+        "Who plays: the `model`, the environment's own `random` or `expert` player, or `auto`. `auto` is the model if one "
+        "was named, otherwise the random player, or the embedded model where there is none.",
+    )
+    time_limit: float = option(
+        30.0, "Seconds a call of the environment may take, unless `environment_timeout` says it."
+    )
+    gpu_memory: float | None = option(
+        None, "GiB of the GPU to plan for. Default: those of the GPU that is here, if there is one."
     )
 
     def __post_init__(self) -> None:

@@ -1,0 +1,69 @@
+"""Describes an option once, at its field: for ``--help``, for the docstring and for the tables in ``docs/``."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import Field, field, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field with its description.
+
+    Args:
+        default: Its default; a list is copied for each instance.
+        help: What it does, in whole sentences. It says last, as ``Default: ...``, what None stands for.
+    """
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+def changed_default(parent: type, name: str, default: Any, why: str = "") -> Any:
+    """A field of ``parent`` with another default.
+
+    Args:
+        parent: The dataclass that describes the option.
+        name: The option's name.
+        default: Its default in the subclass.
+        why: A sentence about this default, added to the description.
+    """
+    return option(default, f"{description(parent, name)} {why}".strip())
+
+
+def description(config: type, name: str) -> str:
+    """The description of an option."""
+    text: str = config.__dataclass_fields__[name].metadata["help"]  # type: ignore[attr-defined]
+    return text
+
+
+def default_of(option_field: Field[Any]) -> Any:
+    """The default of a field."""
+    return option_field.default_factory() if callable(option_field.default_factory) else option_field.default
+
+
+def own_options(config: type) -> list[Field[Any]]:
+    """The fields that a dataclass declares itself, in their order."""
+    known = {one.name: one for one in fields(config)}
+    return [known[name] for name in config.__annotations__ if name in known]
+
+
+def with_args(config: type[T]) -> type[T]:
+    """Append the ``Args:`` section, made from the fields, to the docstring of a dataclass."""
+    lines = [textwrap.fill(f"{one.name}: {one.metadata['help']}", 116, initial_indent="    ", subsequent_indent="        ")
+             for one in own_options(config)]  # fmt: skip
+    config.__doc__ = f"{textwrap.dedent('    ' + (config.__doc__ or '')).rstrip()}\n\nArgs:\n" + "\n".join(lines) + "\n"
+    return config
+
+
+def option_table(config: type) -> str:
+    """The options that a dataclass declares, as a markdown table of name, default and description."""
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for one in own_options(config):
+        default = default_of(one)
+        text, _, stands_for = one.metadata["help"].partition(" Default: ")
+        shown = stands_for.rstrip(".") if stands_for else "none" if default in (None, []) else f"`{default}`"
+        rows.append(f"| `{one.name}` | {shown} | {text} |".replace("||", r"\|\|"))
+    return "\n".join(rows)
