@@ -5,18 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from agile_trainers.rollout.engine import EpisodeSpec
+from agile_trainers.rollout.mixture import Mixture
 
-if TYPE_CHECKING:
-    from agile_trainers.trainers.mixture import Mixture
-
-TRAINING, EVALUATION, MIXTURE = 0, 1, 2
-"""First key of every stream: training, evaluation and the choice of environments never share one."""
+TRAINING, EVALUATION = 0, 1
+"""First key of every stream: training, evaluation and the choice of environments (2) never share one."""
 
 
 def environment_seed(seed: int, domain: int, generation: int, group: int) -> int:

@@ -16,11 +16,12 @@ from agile_trainers.envs.checker import describe_error
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_files import episode_record, write_records
 from agile_trainers.rollout.metrics import episode_row
+from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import evaluation_specs, preserved_random_state
 from agile_trainers.sampling.sampler import Generation
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
 from agile_trainers.trainers.evaluation_table import Evaluated, completions_table
-from agile_trainers.trainers.mixture import Mixture, with_names
+from agile_trainers.trainers.mixture import with_names
 from agile_trainers.trainers.reporting import environment_evaluations, evaluation_summary
 from agile_trainers.trainers.reward_functions import (
     drained_columns,

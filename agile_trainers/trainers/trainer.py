@@ -27,6 +27,7 @@ from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import training_specs
 from agile_trainers.train_batch import Batch, drop_silent_rows, sort_by_length, trim_columns
 from agile_trainers.trainers.config import MultiTurnConfig
@@ -47,7 +48,7 @@ from agile_trainers.trainers.evaluation import EpisodeEvaluation
 from agile_trainers.trainers.evaluation_data import kept_columns, played_columns, with_best_metric
 from agile_trainers.trainers.inputs import Start, start_from
 from agile_trainers.trainers.launch import check_engine, check_parallelism
-from agile_trainers.trainers.mixture import Mixture, first_rows, made_of, mixture_of, with_column, with_names
+from agile_trainers.trainers.mixture import first_rows, made_of, mixture_of, with_column, with_names
 from agile_trainers.trainers.noise import switch_off_noise
 from agile_trainers.trainers.recipe import decide_learning_rate, idle_recipe
 from agile_trainers.trainers.reference import ReferencePolicy

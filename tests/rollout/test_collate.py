@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ def test_every_field_by_hand() -> None:
     assert as_lists(batch) == {
         "prompt_ids": [[11, 12, 13], [0, 14, 15], [0, 0, 99]],
         "anchors": [[0, 0], [0, 0], [0, 0]],
+        "environments": [0, 0, 0],
         "prompt_mask": [[1, 1, 1], [0, 1, 1], [0, 0, 1]],
         "completion_ids": [[21, 22, 31, 23, 0], [24, 32, 33, 34, 35], [99, 0, 0, 0, 0]],
         "completion_mask": [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]],
@@ -173,3 +175,10 @@ def test_anchors_name_the_state_a_turn_started_from() -> None:
     assert one.anchors == ["start", "(1, 2)"] and two.anchors == [None, "start"]
     assert anchors[0, 0] == anchors[1, 1] == start
     assert anchors[1, 0] == 0 and anchors[0, 1] not in (0, start)
+
+
+def test_environments_are_told_apart_alike_in_every_process() -> None:
+    named = [replace(two_turns(), environment_name=name) for name in ("low", "high", "low")]
+    low, high, again = collate(named, pad_token_id=PAD, end_token_id=END).environments.tolist()
+    assert low == again != high and 0 not in (low, high)
+    assert low == 798_926_812_534_107_495, "Python's own hash of a string differs in each process"

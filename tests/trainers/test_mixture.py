@@ -21,10 +21,10 @@ from agile_trainers.envs.probes import PROBE_WORDS
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.objectives.advantages import whiten, whiten_each
 from agile_trainers.rollout.episode_files import read_records
+from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import evaluation_specs, training_specs
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.environment_options import for_environment
-from agile_trainers.trainers.mixture import Mixture
 
 
 @pytest.fixture(scope="module")
