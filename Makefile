@@ -13,7 +13,7 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm test-launch wheel check snippets docs-tables mutations faults architectures probes bench bench-vllm bench-gpu clean
+.PHONY: demo test test-vllm test-launch wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-gpu clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -49,6 +49,9 @@ faults: $(VENV)/.installed-dev  ## kill runs at random moments; nothing may be l
 
 architectures: $(VENV)/.installed  ## sampled, scored and trained log-probs of almost 90 architectures; writes docs/architectures.md
 	$(RUN) benchmarks/architectures.py
+
+templates: $(VENV)/.installed  ## every chat template of TRL: accepted, with what option; writes docs/chat_templates.md
+	$(RUN) tests/rollout/template_survey.py
 
 probes: $(VENV)/.installed  ## the probe environments, each to its threshold on three seeds; resumable
 	$(RUN) benchmarks/probes.py

@@ -21,6 +21,7 @@ _EDITS = (
     ("loop.index0 > ns.last_user_index and reasoning_content", "reasoning_content"),
     ("preserve_thinking or loop.index0 > ns.last_user_index", "true"),
     ("truncate_history_thinking if truncate_history_thinking is defined else True", "false"),
+    ("| string | trim) ~ '<|im_end|>", "| string) ~ '<|im_end|>"),  # Nemotron ends a call with a newline.
     (  # TRL's training version of GLM ends every answer with <|user|>.
         "{%- elif messages[loop.index0 + 1].role == 'system' -%}",
         "{%- elif messages[loop.index0 + 1].role == 'tool' -%}\n{{- '<|observation|>' }}\n"

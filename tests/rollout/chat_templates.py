@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,59 @@ def byte_tokenizer(template: str | None, specials: list[str], **kwargs: Any) -> 
             single=f"{bos[0]} $A", pair=None, special_tokens=[bos]
         )
     return fast
+
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+_SPECIAL = re.compile(
+    r"<\|[\w ]+\|>|<\|\w+>|<\w+\|>|<\uff5c[^\uff5c]+\uff5c>|<(?:start|end)_of_\w+>|<sop>|\[gMASK\]|"
+    r"\[/?(?:INST|TOOL_\w+|AVAILABLE_TOOLS)\]|</s>"
+)
+_MARKERS = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
+
+MISTRAL = (  # As Mistral-7B-Instruct-v0.3's, without tools.
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% if m.role == 'user' %}[INST] "
+    "{% if loop.last and system is defined %}{{ system }}\n\n{% endif %}{{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_2 = (  # As Llama-2-7b-chat's.
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% if m.role == 'user' %}{{ bos_token }}[INST] "
+    "{% if loop.first and system is defined %}<<SYS>>\n{{ system }}\n<</SYS>>\n\n{% endif %}{{ m.content.strip() }} [/INST]"
+    "{% else %} {{ m.content.strip() }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+OTHERS = {"mistral_v0_3": MISTRAL, "llama_2": LLAMA_2}
+"""Templates that TRL does not ship."""
+
+
+def templates() -> dict[str, str]:
+    """Every template that TRL ships, by name, and a few others."""
+    return {file.stem: file.read_text(encoding="utf-8") for file in sorted(TEMPLATES.glob("*.jinja"))} | OTHERS
+
+
+def tokenizer_for(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that has the markers of a template as tokens, as its models' tokenizers do."""
+    template = templates()[name]
+    specials = list(dict.fromkeys(["<s>", "</s>", *_SPECIAL.findall(template)]))
+    make = metaspace_tokenizer if name in OTHERS else byte_tokenizer
+    if name == "llama_2":
+        specials = ["<s>", "</s>"]
+    tokenizer = make(template, specials, bos_token="<s>", eos_token="</s>")
+    tokenizer.add_tokens(sorted(set(_MARKERS.findall(template)) - set(specials)))
+    return tokenizer
+
+
+def metaspace_tokenizer(template: str | None, specials: list[str], **kwargs: Any) -> PreTrainedTokenizerFast:
+    """Characters and a few words, a blank being part of the word after it, as Llama 2's and Mistral's tokenizers."""
+    words = ["\u2581", "\u2581g", "\u2581gu", "\u2581l", "\u2581h"]
+    merges = [("\u2581", "g"), ("\u2581g", "u"), ("\u2581", "l"), ("\u2581", "h")]
+    vocab = {text: i for i, text in enumerate(["<unk>", *words, *map(chr, range(33, 127)), "\n", "\u00fc", "\u00ef"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    return _finish(tokenizer, template, specials, **kwargs)
 
 
 @dataclass(frozen=True)

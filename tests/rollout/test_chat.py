@@ -294,7 +294,7 @@ def test_qwen3_is_refused_until_trls_training_template_is_used(kwargs: dict[str,
     text = str(caught.value)
     assert "'Qwen/Qwen3-0.6B' (in TRL: 'qwen3') rewrites earlier turns" in text
     assert "as it was" in text and r"assistant\n<think>\n" in text
-    assert "rendered later" in text and r"assistant\nagileAnswerProbe<|im_end|>" in text
+    assert "rendered later" in text and r"assistant\n(answer)<|im_end|>" in text
     assert "Pass training_chat_template=True" in text and "chat_template_kwargs" not in text
 
     frames = ChatFrames(tokenizer, chat_template_kwargs=kwargs, training_chat_template=True)
@@ -318,6 +318,7 @@ def test_thinking_that_is_dropped_matters_only_to_a_model_that_thinks() -> None:
     for thinks in ({}, {"enable_thinking": True}):
         with pytest.raises(ValueError, match=r"<\|channel>thought"):
             ChatFrames(tokenizer, chat_template_kwargs=thinks)
+        ChatFrames(tokenizer, chat_template_kwargs=thinks, training_chat_template=True)
     frames = ChatFrames(tokenizer, chat_template_kwargs={"enable_thinking": False})
     end = ids(tokenizer, "<turn|>")[0]
     assert tokenizer.decode(frames.frame("higher", end)) == "\n<|turn>user\nhigher<turn|>\n<|turn>model\n"
@@ -326,7 +327,7 @@ def test_thinking_that_is_dropped_matters_only_to_a_model_that_thinks() -> None:
 def test_thinking_that_the_history_reads_from_a_field_alone_is_refused() -> None:
     """Qwen3.8 writes an empty block before an answer whose content holds its thinking; our version reads it there."""
     tokenizer = byte_tokenizer(trl_template("qwen3_8"), [*CHATML, "<|im_end|>"])
-    with pytest.raises(ValueError, match=r"'qwen3_8'(?s:.*)<think>\\n\\n</think>\\n\\n<think>\\nagile"):
+    with pytest.raises(ValueError, match=r"'qwen3_8'(?s:.*)<think>\\n\\n</think>\\n\\n<think>\\n\(thinking\)"):
         ChatFrames(tokenizer)
     kept = ChatFrames(tokenizer, training_chat_template=True).chat_template
     answer = {"content": "<think>\nthe lower half\n</think>\n\nguess 2"}

@@ -40,12 +40,14 @@ class Rewrite:
     kept: str
     rendered: str
 
-    def parting(self, width: int = 40) -> tuple[str, str]:
+    def parting(self, width: int = 50) -> tuple[str, str]:
         """Both texts around the place where they part, ``width`` characters on each side."""
-        pairs = zip(self.kept, self.rendered)
-        start = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.kept), len(self.rendered)))
+        kept, rendered = (
+            text.replace(THOUGHT, "(thinking)").replace(ANSWER, "(answer)") for text in (self.kept, self.rendered)
+        )
+        start = next((i for i, (a, b) in enumerate(zip(kept, rendered)) if a != b), min(len(kept), len(rendered)))
         window = slice(max(start - width, 0), start + width)
-        return self.kept[window], self.rendered[window]
+        return kept[window], rendered[window]
 
     def __str__(self) -> str:
         """Both texts around the place where they part, a line each."""
@@ -60,7 +62,7 @@ class Sampled:
     text: str
     """Without its end-of-turn token."""
     end: str
-    """What the template writes after it, up to the end-of-turn token; empty where a turn has none."""
+    """The end-of-turn token; empty where a turn has none."""
     fields: Message
     """The message that the template was given, its thinking in fields of its own where it reads those."""
 
@@ -90,20 +92,22 @@ def find_rewrite(
     opened = _opening(render(prompt))
     calls = observation[0]["role"] == "tool"
     for sampled in answers_as_sampled(render, prompt, ends, thinking=thinking, calls=calls):
-        contents: list[Message] = [{"content": text.strip()} for text in (sampled.text, opened + sampled.text)]
+        whole = opened + sampled.text
+        texts = dict.fromkeys((whole.strip(), sampled.text.strip(), whole, sampled.text))
+        contents: list[Message] = [{"content": text} for text in texts]
         try:
             rewrites = [_rewrite_of(render, prompt, sampled, content, observation) for content in contents]
         except ValueError:  # gpt-oss refuses channels in the content.
             rewrites = [_rewrite_of(render, prompt, sampled, sampled.fields, observation)]
         if None not in rewrites:
-            return rewrites[-1]
+            return rewrites[0]
     return None
 
 
 def sampled_call(render: Render, prompt: list[Message], ends: Sequence[str]) -> str | None:
     """A call of a tool as the template writes it in an answer; None if it does not know calls."""
-    call = _as_called(render, prompt, {}, ends)
-    return call.text.strip() if call else None
+    calls = list(_calls(render, prompt, ends, thinking=True))
+    return calls[-1].text.strip() if calls else None
 
 
 def answers_as_sampled(
@@ -115,24 +119,26 @@ def answers_as_sampled(
         render: Renders a conversation.
         prompt: The messages before the answer.
         ends: Texts of the tokens that may end an answer.
-        thinking: Whether there are answers with thinking.
+        thinking: Whether there are answers with thinking; where the generation prompt opens it, there are no others.
         calls: Whether the answers call a tool, where the template knows calls.
     """
     before = render(prompt)
-    if calls and (call := _as_called(render, prompt, {}, ends)):
-        thoughtful = _as_called(render, prompt, dict.fromkeys(_THOUGHT_FIELDS, THOUGHT), ends) if thinking else None
-        if thoughtful and not _CLOSED.search(before):
-            yield thoughtful
-        if thoughtful is None or not _OPENED.search(before):
-            yield call
+    if calls and (found := list(_calls(render, prompt, ends, thinking))):
+        yield from found
         return
-    plain = _as_written(render, prompt, {"content": ANSWER}, ends)
-    if thinking and not _CLOSED.search(before):
+    opened, thinks = _thinks(before, thinking)
+    if thinks:
         fields = {"content": ANSWER, **dict.fromkeys(_THOUGHT_FIELDS, THOUGHT)}
         thoughtful = _as_written(render, prompt, fields, ends)
         yield from [thoughtful] if thoughtful else _in_content(render, prompt, ends)
-    if plain or not _OPENED.search(before):
-        yield plain or Sampled(ANSWER, "", {"content": ANSWER})
+    if not opened:
+        yield _as_written(render, prompt, {"content": ANSWER}, ends) or Sampled(ANSWER, "", {"content": ANSWER})
+
+
+def _thinks(before: str, thinking: bool) -> tuple[bool, bool]:
+    """Whether the generation prompt opens the thinking, and whether answers may hold some."""
+    opened = bool(_OPENED.search(before))
+    return opened, opened or (thinking and not _CLOSED.search(before))
 
 
 def _in_content(render: Render, prompt: list[Message], ends: Sequence[str]) -> Iterator[Sampled]:
@@ -145,16 +151,24 @@ def _in_content(render: Render, prompt: list[Message], ends: Sequence[str]) -> I
             yield written or Sampled(content.removeprefix(opened), "", {"content": content})
 
 
+def _calls(render: Render, prompt: list[Message], ends: Sequence[str], thinking: bool) -> Iterator[Sampled]:
+    """Answers that call a tool, with thinking and without."""
+    opened, thinks = _thinks(render(prompt), thinking)
+    thoughts = [dict.fromkeys(_THOUGHT_FIELDS, THOUGHT)] if thinks else []
+    for thought in thoughts + ([] if opened else [{}]):
+        if call := _as_called(render, prompt, thought, ends):
+            yield call
+
+
 def _as_called(render: Render, prompt: list[Message], thought: Message, ends: Sequence[str]) -> Sampled | None:
     """An answer that calls a tool, with its arguments as an object or, for templates that want it, as text."""
     arguments = {"value": ANSWER}
     for form in (arguments, json.dumps(arguments)):
         call = {"id": "call00000", "type": "function", "function": {"name": "agile_tool", "arguments": form}}
         try:
-            called = _as_written(render, prompt, {"content": "", **thought, "tool_calls": [call]}, ends)
+            return _as_written(render, prompt, {"content": "", **thought, "tool_calls": [call]}, ends)
         except ValueError:
             continue
-        return called
     return None
 
 
@@ -173,7 +187,7 @@ def _as_written(render: Render, prompt: list[Message], answer: Message, ends: Se
 def _ending(rest: str, ends: Sequence[str], is_call: bool) -> tuple[str, str]:
     """What closes an answer, and its end-of-turn token: the first one; a call may be closed by others before it."""
     pattern = "|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or r"(?!)"
-    found = list(re.finditer(rf"\s*(?:{pattern})", rest))
+    found = list(re.finditer(pattern, rest))
     if not found:
         return (rest.rstrip() if is_call else ""), ""
     end = found[-1 if is_call else 0]

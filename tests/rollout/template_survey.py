@@ -1,0 +1,174 @@
+"""Tries every chat template of TRL and writes ``docs/chat_templates.md`` (``make templates``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trl
+from chat_templates import OTHERS, templates, tokenizer_for
+
+from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.types import Message
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "chat_templates.md"
+
+Options = dict[str, Any]
+"""Arguments of ``ChatFrames``."""
+OPTIONS: tuple[Options, ...] = (
+    {},
+    {"training_chat_template": True},
+    {"chat_template_kwargs": {"preserve_thinking": True}},
+    {"chat_template_kwargs": {"truncate_history_thinking": False}},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"training_chat_template": True, "chat_template_kwargs": {"enable_thinking": False}},
+)
+_PROMPT: list[Message] = [{"role": "user", "content": "guess"}]
+_SYSTEM: list[Message] = [{"role": "system", "content": "be brief"}, *_PROMPT]
+_RESULT: list[Message] = [{"role": "tool", "name": "look", "content": "seen"}]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What holds for one template."""
+
+    name: str
+    accepted: tuple[tuple[Options, ChatFrames], ...]
+    """Those of ``OPTIONS`` under which it is accepted, with the frames they make."""
+    refusal: str
+    """Why it is refused without options; empty if it is not."""
+    system: tuple[str, ...]
+    """Why a system message is refused, per option; empty if it is not."""
+    tools: tuple[str, ...]
+    """Why observations of the role ``tool`` are refused, per option; empty if they are not."""
+
+    @property
+    def options(self) -> list[Options]:
+        """Under which it is accepted."""
+        return [options for options, _ in self.accepted]
+
+
+def survey(name: str) -> Verdict:
+    """Try a template with every option that it may know."""
+    accepted, refusal = [], ""
+    for options in options_of(templates()[name]):
+        try:
+            accepted.append((options, ChatFrames(tokenizer_for(name), **options)))
+        except ValueError as error:
+            refusal = refusal or ("" if options else str(error))
+        if options == {} and accepted:
+            break
+    return Verdict(
+        name,
+        tuple(accepted),
+        refusal,
+        tuple(_tried(partial(frames.first, _SYSTEM)) for _, frames in accepted),
+        tuple(_tried(partial(frames.frame, _RESULT, -1)) for _, frames in accepted),
+    )
+
+
+def options_of(template: str) -> Iterator[Options]:
+    """``OPTIONS`` without those whose variable the template does not know."""
+    for options in OPTIONS:
+        if all(variable in template for variable in options.get("chat_template_kwargs", {})):
+            yield options
+
+
+def turns(refusal: str) -> tuple[str, ...]:
+    """The turn that an error shows, as it was and as it is rendered later."""
+    return tuple(re.findall(r"^  (?:as it was|rendered later) +(.*)$", refusal, re.MULTILINE))
+
+
+def _tried(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _written(options: Options) -> str:
+    variables = ", ".join(f"{name}={value}" for name, value in options.get("chat_template_kwargs", {}).items())
+    return " and ".join(filter(None, ["training" if "training_chat_template" in options else "", variables]))
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """The survey as Markdown."""
+    trls = [verdict for verdict in verdicts if verdict.name not in OTHERS]
+    kept = sum({} in verdict.options for verdict in trls)
+    some = sum(bool(verdict.options) for verdict in trls)
+    lines = [
+        "# Chat templates",
+        "",
+        f"`make templates` tries every chat template that TRL {trl.__version__} ships, and those of Mistral v0.3 and",
+        f"Llama 2. Of TRL's {len(trls)}, {kept} are accepted as they are, {some - kept} with an option, and "
+        f"{len(trls) - some} are refused.",
+        "",
+        "A template is accepted if a longer conversation, rendered, begins with what was there before: the prompt, then the",
+        "answer exactly as it was sampled, in the template's own form (plain, with thinking, with channels). The history",
+        "holds the text of each answer as the message's `content`. A test plays several turns with every accepted row: the",
+        "ids of the frames are the ids of the whole conversation, rendered and tokenized.",
+        "",
+        "- *as it is*: accepted without options.",
+        "- *training*: with `training_chat_template=True`, a version of the template that keeps earlier turns: TRL's, or",
+        "  ours where TRL's rewrites them too. It is saved with the model, so whatever serves the model renders what it was",
+        "  trained on.",
+        "- A variable: with `chat_template_kwargs={...}`. Set it where the model is served, too. `enable_thinking=False` is",
+        "  for models that do not think, or are not to.",
+        "- *system*: whether the prompt may begin with a system message.",
+        '- *tool*: whether observations may have the role `tool` (`result_role="tool"`), after calls as the template writes',
+        "  them. Results that come as the role `user` (the default) always work.",
+        "",
+        "What is *rewritten* is refused when it occurs, with the turn.",
+        "",
+        "| template | accepted | system | tool |",
+        "|---|---|---|---|",
+    ]
+    for verdict in verdicts:
+        ways = ["as it is"] if {} in verdict.options else [_written(options) for options in _shortest(verdict.options)]
+        lines.append(
+            f"| {verdict.name} | {'; '.join(ways) or 'no'} | {_said(verdict.system)} | {_said(verdict.tools)} |"
+        )
+    lines += ["", "## Turns that are rewritten", "", "Without an option:", ""]
+    lines += _shown({verdict.name: verdict.refusal for verdict in verdicts})
+    lines += ["With a system message, with every option:", ""]
+    lines += _shown({verdict.name: verdict.system[0] for verdict in verdicts if all(verdict.system)})
+    lines += ["After results of the role `tool`, with every option:", ""]
+    lines += _shown({verdict.name: verdict.tools[0] for verdict in verdicts if all(verdict.tools)})
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown(refusals: dict[str, str]) -> list[str]:
+    """Each turn with the templates that rewrite it so."""
+    shown = {name: turns(refusal) for name, refusal in refusals.items() if turns(refusal)}
+    lines = []
+    for turn in dict.fromkeys(shown.values()):
+        names = ", ".join(name for name in shown if shown[name] == turn)
+        lines += [f"{names}:", "", "```text", f"as it was       {turn[0]}", f"rendered later  {turn[1]}", "```", ""]
+    return lines
+
+
+def _said(answers: tuple[str, ...]) -> str:
+    """One word if it holds with every option; the first option's and another's if not."""
+    words = ["yes" if not answer else "rewritten" if turns(answer) else "no" for answer in answers]
+    first, *others = dict.fromkeys(words)
+    return first + "".join(f" ({other} without *training*)" for other in others)
+
+
+def _shortest(options: list[Options]) -> list[Options]:
+    """Without options that add to others which suffice."""
+    return [o for o in options if not any(other != o and other.items() <= o.items() for other in options)]
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page([survey(name) for name in templates()]), encoding="utf-8")
+    print(f"Wrote {PAGE}.")
+
+
+if __name__ == "__main__":
+    main()
