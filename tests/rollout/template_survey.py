@@ -12,7 +12,7 @@ from typing import Any
 import trl
 from chat_templates import OTHERS, templates, tokenizer_for
 
-from agile_trainers.rollout.chat import ChatFrames
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.types import Message
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "chat_templates.md"

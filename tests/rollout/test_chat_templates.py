@@ -13,8 +13,8 @@ from chat_templates import OTHERS, templates, tokenizer_for
 from template_survey import PAGE, Options, Verdict, page, survey, turns
 from transformers import PreTrainedTokenizerFast
 
-from agile_trainers.rollout.chat import ChatFrames
-from agile_trainers.rollout.template_check import ANSWER, THOUGHT, answers_as_sampled
+from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.template_check import ANSWER, THOUGHT, answers_as_sampled
 from agile_trainers.types import Message
 
 NAMES = sorted(templates())

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agile_trainers.rollout.chat.special_tokens import Shield
 from agile_trainers.rollout.chat.template_check import Render, Rewrite, find_rewrite, sampled_call
-from agile_trainers.rollout.template_repair import training_templates, trl_name
+from agile_trainers.rollout.chat.template_repair import training_templates, trl_name
 from agile_trainers.types import Message
 
 _ANSWER = "agileAnswer"
