@@ -44,6 +44,7 @@ CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_recipe.py"
 MEMORY = "tests/test_cli_memory.py"
+TEMPLATES = "tests/rollout/test_chat_templates.py tests/rollout/test_chat.py"
 
 MUTATIONS = [
     Mutation(
@@ -566,6 +567,27 @@ MUTATIONS = [
     Mutation(
         "a push that failed is forgotten", "checkpoints/background_pushes.py",
         "self.failures.append(", "str(", "tests/trainers/test_hub.py -k six_ways",
+    ),
+    Mutation(
+        "templates may rewrite an answer", "rollout/chat/template_check.py",
+        "if not rendered.startswith(kept + sampled.end):", "if not rendered.startswith(kept.split(sampled.text)[0]):",
+        TEMPLATES,
+    ),
+    Mutation(
+        "a frame may differ from turn to turn", "rollout/chat/template_check.py",
+        "        if rendered != kept:", "        if not rendered:", TEMPLATES,
+    ),
+    Mutation(
+        "thinking is never sampled", "rollout/chat/template_check.py",
+        "return opened, opened or (thinking and not _CLOSED.search(before))", "return opened, opened", TEMPLATES,
+    ),
+    Mutation(
+        "results of tools follow a plain answer", "rollout/chat/frames.py",
+        'answer = self._call if messages[0]["role"] == "tool" and self._call else _ANSWER', "answer = _ANSWER", TEMPLATES,
+    ),
+    Mutation(
+        "gpt-oss forgets its analysis", "rollout/chat/template_repair.py",
+        '("elif loop.last and not add_generation_prompt", "elif true"),', "", TEMPLATES,
     ),
 ]  # fmt: skip
 
