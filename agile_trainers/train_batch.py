@@ -15,14 +15,20 @@ _READ = (*_PROMPT_COLUMNS, "completion_ids", "completion_mask")
 """Columns that a forward pass reads."""
 
 
-def trim_columns(batch: Batch) -> Batch:
+def trim_columns(batch: Batch, multiple: int | None) -> Batch:
     """Drop the columns that are padding in every row of a micro-batch.
 
     TRL pads to the longest row of the *generation* batch. Prompts are padded on the left, everything of shape (B, T) on
     the right.
+
+    Args:
+        batch: A micro-batch.
+        multiple: TRL's ``pad_to_multiple_of``, to which the batch was padded and which what is left keeps.
     """
-    width = int(batch["prompt_mask"].sum(dim=1).max())
-    length = int(batch["completion_mask"].sum(dim=1).max())
+    width, length = (
+        -(-int(batch[f"{part}_mask"].sum(dim=1).max()) // (multiple or 1)) * (multiple or 1)
+        for part in ("prompt", "completion")
+    )
     columns = batch["completion_ids"].size(1)
     trimmed = dict(batch)
     for name, value in batch.items():
@@ -33,12 +39,15 @@ def trim_columns(batch: Batch) -> Batch:
     return trimmed
 
 
-def like_length(batch: TurnBatch, size: int, rows: torch.Tensor | None = None) -> Iterator[tuple[torch.Tensor, Batch]]:
+def like_length(
+    batch: TurnBatch, size: int, multiple: int | None, rows: torch.Tensor | None = None
+) -> Iterator[tuple[torch.Tensor, Batch]]:
     """Micro-batches of rows of like length, for forward passes that train nothing.
 
     Args:
         batch: The episodes.
         size: Rows of a micro-batch.
+        multiple: See :func:`trim_columns`.
         rows: (R,) int64, the rows to read. Default: all.
 
     Yields:
@@ -47,7 +56,7 @@ def like_length(batch: TurnBatch, size: int, rows: torch.Tensor | None = None) -
     lengths = batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1)
     ordered = lengths.argsort() if rows is None else rows[lengths[rows].argsort()]
     for chosen in ordered.split(size) if len(ordered) else ():
-        yield chosen, trim_columns({name: getattr(batch, name)[chosen] for name in _READ})
+        yield chosen, trim_columns({name: getattr(batch, name)[chosen] for name in _READ}, multiple)
 
 
 def read_inputs(part: Batch) -> Batch:

@@ -252,7 +252,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         offsets = torch.cat([self._value_offsets(batch, by_token), final], dim=1)
         read = torch.zeros(offsets.shape, device=offsets.device)
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            for rows, part in like_length(batch, self.args.per_device_train_batch_size):
+            for rows, part in like_length(batch, self.args.per_device_train_batch_size, self.pad_to_multiple_of):
                 # Past the last token of the longest row nothing is read that counts.
                 positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
                 with self.accelerator.autocast():
@@ -370,7 +370,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         # Right before the forward pass: the reference pass has left only the policy trainable.
         self._thaw()
-        batch = trim_columns(inputs)
+        batch = trim_columns(inputs, self.pad_to_multiple_of)
         policy_loss = super()._compute_loss(model, batch)
         assert self._values is not None
         values, self._values = self._values, None

@@ -480,7 +480,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         if self.args.kl_placement != "loss":
             self.beta = 0.0  # the penalty is in the advantages already
         self.use_vllm = self._corrects_mismatch  # on which condition TRL's loss weighs tokens
-        self._loss_batch = trim_columns(inputs)
+        self._loss_batch = trim_columns(inputs, self.pad_to_multiple_of)
         try:
             loss = share * super()._compute_loss(model=model, inputs=self._loss_batch)
         finally:

@@ -7,6 +7,7 @@ import torch
 from games import Gradients, make_trainer, relative_error
 from ppo_games import make_ppo
 from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
 
 MAKERS = {"grpo": make_trainer, "ppo": make_ppo}
 WITH_GRADIENTS_OF = {
@@ -87,3 +88,20 @@ def test_a_compiled_run_is_saved_as_any_other(embedded_model, tmp_path):
 def test_liger_layers_are_refused_without_a_gpu(embedded_model, tmp_path):
     with pytest.raises(ValueError, match="use_liger_kernel=True needs a GPU"):
         make_trainer(embedded_model, tmp_path, use_liger_kernel=True)
+
+
+@pytest.mark.parametrize("algorithm", MAKERS)
+def test_every_forward_pass_is_padded_to_a_multiple(plain, embedded_model, tmp_path, algorithm, monkeypatch):
+    """Of the policy, the reference, the critic; no gradient changes."""
+    seen, score = [], GRPOTrainer._get_per_token_logps_and_entropies
+
+    def watch(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        seen.append((input_ids.size(1) - logits_to_keep, logits_to_keep))
+        return score(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", watch)
+    options = {"pad_to_multiple_of": 16, "beta": 1e-9, "steps_per_generation": 2, "per_device_train_batch_size": 4}
+    changed = gradients(algorithm, embedded_model, tmp_path, **options, gradient_accumulation_steps=2)
+    assert len(seen) > 2 and all(prompt % 16 == answer % 16 == 0 for prompt, answer in seen), seen
+    assert len(set(seen)) > 1, "what is padding in a whole micro-batch is still dropped"
+    assert relative_error(changed, plain[algorithm]) < 1e-5
