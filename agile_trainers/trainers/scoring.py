@@ -67,9 +67,7 @@ class Scoring(Generation):
     def _score(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
         """Log-probabilities (B, T) of some rows."""
         scores = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
-        for chosen, part in like_length(
-            batch, self.args.per_device_train_batch_size, self.pad_to_multiple_of, rows
-        ):
+        for chosen, part in like_length(batch, self.args.per_device_train_batch_size, self.pad_to_multiple_of, rows):
             length = part["completion_ids"].size(1)
             log_probs, _, _ = self._get_per_token_logps_and_entropies(model, **read_inputs(part), logits_to_keep=length)
             scores[chosen, :length] = log_probs.float()
