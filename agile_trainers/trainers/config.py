@@ -11,7 +11,7 @@ from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.objectives.mismatch import MODES
 from agile_trainers.sampling.vllm_checks import check_options
 from agile_trainers.trainers.build_locks import remove_abandoned_locks
-from agile_trainers.trainers.config_rules import CISPO_BOUND, check_counts, check_objective, check_read
+from agile_trainers.trainers.config_rules import CISPO_BOUND, check_counts, check_needed, check_objective, check_read
 from agile_trainers.trainers.environment_options import check_environments, check_names, longest_completion
 from agile_trainers.trainers.launch import fill_deepspeed, uses_deepspeed
 from agile_trainers.trainers.options import default_of, option, with_args
@@ -348,6 +348,7 @@ class MultiTurnConfig(GRPOConfig):
             args.vllm_importance_sampling_correction = self.use_vllm or self.repetition_penalty != 1.0
         check_options(args, defaults)
         check_read(args, defaults)
+        check_needed(args, defaults)
         self._check_reference()
         self._check_hub()
         self._check_skipping()
@@ -461,6 +462,26 @@ _NO_EFFECT = {
     "num_generations_eval": "evaluate() plays num_eval_episodes episodes of their own",
     "enable_jit_checkpoint": "it saves in the middle of a step; send SIGINT (Ctrl-C), which saves at its end and stops",
     "multi_objective_aggregation": "rewards are added to the turns before anything is normalized",
+    "log_multimodal": "episodes are text",
+    "train_sampling_strategy": "rows come in TRL's order, and micro-batches hold episodes of like length",
+    "length_column_name": "rows come in TRL's order, and micro-batches hold episodes of like length",
+    "data_seed": "seed orders the rows",
+    "label_names": "episodes have no labels",
+    "label_smoothing_factor": "episodes have no labels",
+    **dict.fromkeys(
+        (
+            "per_device_eval_batch_size",
+            "eval_accumulation_steps",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "batch_eval_metrics",
+            "include_for_metrics",
+            "prediction_loss_only",
+            "bf16_full_eval",
+            "fp16_full_eval",
+        ),
+        "evaluate() plays num_eval_episodes episodes, generation_chunk_size at once, as training plays them",
+    ),
 }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
+
+from agile_trainers.trainers.launch import uses_deepspeed
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses that clip the importance ratio from both sides."""
@@ -19,6 +22,26 @@ _OF_LOSS = {
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
 }
 """Options that one loss or another does not read."""
+_NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+        ("sync_ref_model=True", lambda args: bool(args.sync_ref_model)),
+    ),
+    **dict.fromkeys(
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        ("use_adaptive_entropy=True", lambda args: bool(args.use_adaptive_entropy)),
+    ),
+    **dict.fromkeys(
+        ("num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo"),
+        ("log_completions=True", lambda args: bool(args.log_completions)),
+    ),
+    "use_bias_correction_kl": (
+        "beta and kl_placement='loss'",
+        lambda args: args.beta != 0.0 and args.kl_placement == "loss",
+    ),
+    "ds3_gather_for_generation": ("DeepSpeed", lambda args: uses_deepspeed(args)),
+}
+"""Options that another one switches on: what they need, and whether it is there."""
 _SCALES = ("group", "batch", "none")
 _SCALES_OF_AGILERL = {"mean_std": "group", "mean_only": "none"}
 _COUNTS = (
@@ -99,6 +122,23 @@ def check_read(args: Any, defaults: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name}={getattr(args, name)!r} has no effect with loss_type={args.loss_type!r}; it acts with "
                 f"{', '.join(map(repr, losses))}. Leave {name} unset{', and ' if instead else ''}{instead}."
+            )
+
+
+def check_needed(args: Any, defaults: dict[str, Any]) -> None:
+    """Refuse options that act only together with another one, which is not set.
+
+    Args:
+        args: A ``MultiTurnConfig`` for episodes.
+        defaults: The default of each of its fields.
+
+    Raises:
+        ValueError: For the first of them.
+    """
+    for name, (needed, is_there) in _NEEDS.items():
+        if getattr(args, name) != defaults[name] and not is_there(args):
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} has no effect without {needed}. Set that, or leave {name} unset."
             )
 
 

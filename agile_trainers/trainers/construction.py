@@ -339,6 +339,10 @@ def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
     micro_steps, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps or 1
     whole = groups * (accumulation // gcd(accumulation, micro_steps))
     if dataset is None:
+        if not args.shuffle_dataset:
+            raise ValueError(
+                "shuffle_dataset=False has no effect without a train_dataset, whose rows it keeps in order. Leave it unset."
+            )
         if args.max_steps <= 0:
             raise ValueError(
                 f"Without a train_dataset, max_steps must say how long to train; it is {args.max_steps}. Set max_steps "
