@@ -20,7 +20,8 @@ REFUSED = {
     "use_transformers_continuous_batching": True, "use_transformers_paged": True,
     "transformers_continuous_batching_config": {}, "enable_jit_checkpoint": True, "per_device_eval_batch_size": 2,
     "eval_accumulation_steps": 2, "eval_do_concat_batches": False, "eval_use_gather_object": True,
-    "batch_eval_metrics": True, "include_for_metrics": ["loss"], "prediction_loss_only": True, "bf16_full_eval": True, "fp16_full_eval": True,
+    "batch_eval_metrics": True, "include_for_metrics": ["loss"], "prediction_loss_only": True,
+    "bf16_full_eval": True, "fp16_full_eval": True,
     "label_names": ["labels"], "label_smoothing_factor": 0.1, "length_column_name": "size",
     "train_sampling_strategy": "group_by_length", "data_seed": 1,
 }  # fmt: skip
