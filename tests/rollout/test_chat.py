@@ -284,6 +284,20 @@ def test_decode_drops_the_terminator_and_special_tokens() -> None:
     assert frames.decode(inside) == "1<stop>23"
 
 
+def test_channels_are_part_of_an_answer() -> None:
+    """gpt-oss: what tells the analysis from the final answer reaches the environment; other special tokens do not."""
+    specials = "<|start|> <|channel|> <|message|> <|end|> <|return|> <|call|> <|endoftext|>".split()  # noqa: SIM905
+    tokenizer = byte_tokenizer(trl_template("gptoss"), specials, eos_token="<|return|>")
+    frames = ChatFrames(tokenizer, training_chat_template=True)
+    text = "<|channel|>analysis<|message|>the lower half<|end|><|start|>assistant<|channel|>final<|message|>guess 2"
+    answer = tokenizer.encode(text + "<|return|>", add_special_tokens=False)
+    assert frames.decode(answer) == text
+    assert frames.decode(tokenizer.encode("<|call|>a<|endoftext|>b", add_special_tokens=False)) == "ab"
+    assert tokenizer.decode(frames.frame("higher", answer[-1])) == (
+        "<|start|>user<|message|>higher<|end|><|start|>assistant"
+    )
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
 def test_qwen3_is_refused_until_trls_training_template_is_used(kwargs: dict[str, Any]) -> None:
     """Qwen3 drops earlier thinking; without thinking, the empty block of its generation prompt is not in its history."""
@@ -359,6 +373,7 @@ CHATML_TEMPLATE = (
         ("m.content.split('</think>')[-1]", True),
         ("m.content if loop.index0 > messages|length - 4 else m.content.split('</think>')[-1]", True),
         ("(m.content if m.role == 'user' else '> ' ~ m.content)", True),
+        ("('[Round ' ~ loop.index ~ '] ' if m.role == 'user' else '') ~ m.content", True),  # As ChatGLM's.
     ],
 )
 def test_rewriting_is_found_wherever_it_happens(body: str, refused: bool) -> None:

@@ -11,7 +11,6 @@ import pytest
 import trl
 from chat_templates import OTHERS, templates, tokenizer_for
 from template_survey import PAGE, Options, Verdict, page, survey, turns
-from transformers import PreTrainedTokenizerFast
 
 from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.chat.template_check import ANSWER, THOUGHT, answers_as_sampled
@@ -106,28 +105,23 @@ def _conversations(
     for sampled in answers_as_sampled(render, prompt, ends, thinking=thinking, calls=role == "tool"):
         texts = [sampled.text.replace(ANSWER, f"guess {i}").replace(THOUGHT, f"the {i} half") for i in range(3)]
         for end in (sampled.end, ""):
-            texts = texts if end else [text.rstrip() for text in texts]
+            answers = [
+                tokenizer.encode((text + end) if end else text.rstrip(), add_special_tokens=False) for text in texts
+            ]
             observations = [[{"role": role, "name": "look", "content": said}] for said in OBSERVATIONS]
-            pieces = _played(frames, tokenizer, prompt, [text + end for text in texts], observations)
+            pieces = _played(frames, prompt, answers, observations)
             wholes = []
             head = opened[0] if opened else ""
             for stored in (str, str.strip, lambda text: head + text, lambda text: head + text.strip()):  # noqa: B023
                 conversation = list(prompt)
-                for text, observation in zip(texts, observations, strict=True):
-                    conversation += [{"role": "assistant", "content": stored(text)}, *observation]
+                for answer, observation in zip(answers, observations, strict=True):
+                    conversation += [{"role": "assistant", "content": stored(frames.decode(answer))}, *observation]
                 wholes.append(tokenizer.encode(render(conversation), add_special_tokens=False))
             yield _Conversation(pieces, wholes, texts[0] + end)
 
 
-def _played(
-    frames: ChatFrames,
-    tokenizer: PreTrainedTokenizerFast,
-    prompt: list[Message],
-    answers: list[str],
-    observations: list[Any],
-) -> list[int]:
+def _played(frames: ChatFrames, prompt: list[Message], answers: list[list[int]], observations: list[Any]) -> list[int]:
     ids = frames.first(prompt)
     for answer, observation in zip(answers, observations, strict=True):
-        ids = ids + tokenizer.encode(answer, add_special_tokens=False)
-        ids += frames.frame(observation, ids[-1])
+        ids = [*ids, *answer, *frames.frame(observation, answer[-1])]
     return ids

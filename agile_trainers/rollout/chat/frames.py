@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from agile_trainers.rollout.chat.special_tokens import Shield
-from agile_trainers.rollout.chat.template_check import Render, Rewrite, find_rewrite, sampled_call
+from agile_trainers.rollout.chat.template_check import Render, Rewrite, answers_as_sampled, find_rewrite, sampled_call
 from agile_trainers.rollout.chat.template_repair import training_templates, trl_name
 from agile_trainers.types import Message
 
@@ -123,11 +123,13 @@ class ChatFrames:
                 )
             self._plain = plain or PlainFormat()
             self._shield = Shield(tokenizer, self.eos_token_ids)
+            self._silent = self._shield.flagged
             return
         self._shield = Shield(tokenizer, self.eos_token_ids)
         self.chat_template = self._choose_template(tokenizer.get_chat_template(chat_template), training_chat_template)
         self._render = self._renderer(self.chat_template, self._kwargs)
         self._call = sampled_call(self._render, _as_messages("prompt"), self._shield.texts)
+        self._silent = self._shield.flagged - self._marks()
         self._frames: dict[tuple[str, ...], _Frame] = {}
         self._prompts: dict[tuple[str, ...], Counter[int]] = {}
         end_of_turn = self._frame(_as_messages("")).end_of_turn
@@ -190,11 +192,16 @@ class ChatFrames:
         return ids, ids[ids.index(known.end_of_turn) + 1 :], known.end_of_turn
 
     def decode(self, action_ids: Sequence[int]) -> str:
-        """The text of an answer as the environment gets it: without its terminator and without special tokens."""
+        """The text of an answer as the environment gets it.
+
+        It lacks the terminator and special tokens, except those that belong to an answer in the template's own form:
+        the channels of gpt-oss, the thinking of Gemma 4, the marks around a tool call.
+        """
         ids = list(action_ids)
         if ids and ids[-1] in self.eos_token_ids:
             ids.pop()
-        return cast(str, self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        shown = [i for i in ids if i not in self._silent]
+        return cast(str, self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _choose_template(self, template: str, training_chat_template: bool) -> str:
         """``template``, or a training version of it if it needs one and that was asked for."""
@@ -255,6 +262,15 @@ class ChatFrames:
             "turns as a conversation grows, so the model would be trained on contexts that the template never shows "
             f"it:\n{rewrite}\n{fix}"
         )
+
+    def _marks(self) -> set[int]:
+        """The special tokens inside answers in the template's own form."""
+        return {
+            token
+            for calls in (False, True)
+            for sampled in answers_as_sampled(self._render, _as_messages("prompt"), self._shield.texts, calls=calls)
+            for token in self._shield.count(sampled.text)
+        }
 
     def _own_specials(self, template: str, messages: list[Message]) -> Counter[int]:
         """The special tokens that the template itself writes around a prompt; per roles, checked for rewriting."""

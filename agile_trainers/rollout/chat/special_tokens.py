@@ -25,12 +25,14 @@ class Shield:
 
     Attributes:
         ids: The special tokens.
+        flagged: Those of them that are flagged special, which decoding leaves out.
         texts: Their texts, the longest first.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> None:
         added = tokenizer.added_tokens_decoder
-        self.ids = frozenset(i for i, token in added.items() if token.special or i in eos_token_ids)
+        self.flagged = frozenset(i for i, token in added.items() if token.special)
+        self.ids = self.flagged | {i for i in added if i in eos_token_ids}
         # The longest first: one token may begin with another.
         self._ids_by_text = {added[i].content: i for i in self.ids}
         self.texts = sorted(self._ids_by_text, key=lambda text: (-len(text), text))
