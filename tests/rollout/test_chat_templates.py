@@ -11,6 +11,7 @@ import pytest
 import trl
 from chat_templates import OTHERS, templates, tokenizer_for
 from template_survey import PAGE, Options, Verdict, page, survey, turns
+from trl.chat_template_utils import add_response_schema, parse_response
 
 from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.chat.template_check import ANSWER, THOUGHT, answers_as_sampled
@@ -21,6 +22,19 @@ PROMPT: list[Message] = [{"role": "user", "content": "guess"}]
 SYSTEM: list[Message] = [{"role": "system", "content": "be brief"}, *PROMPT]
 OBSERVATIONS = ["higher, b", "lower:\nlook:\n\nbelow", "done"]
 PARTS = ("llava_next", "smolvlm", "idefics3")
+THOUGHTFUL = {
+    "gptoss": "<|channel|>analysis<|message|>lower half<|end|><|start|>assistant<|channel|>final<|message|>guess 2<|return|>",
+    "qwen3": "<think>\nlower half\n</think>\n\nguess 2<|im_end|>",
+    "qwen3_6": "lower half\n</think>\n\nguess 2<|im_end|>",
+    "qwen3_8": "lower half\n</think>\n\nguess 2<|im_end|>",
+    "glm4moe": "\n<think>lower half</think>\nguess 2<|user|>",
+    "gemma4": "<|channel>thought\nlower half\n<channel|>guess 2<turn|>",
+    "gemma4_v5": "<|channel>thought\nlower half\n<channel|>guess 2<turn|>",
+    "nemotron_3_nano": "lower half\n</think>\nguess 2<|im_end|>",
+    "nemotron_3_ultra": "lower half</think>guess 2<|im_end|>",
+    "lfm2_2_5": "<think>lower half</think>guess 2<|im_end|>",
+}
+"""Answers as these models sample them, of which TRL has a parser."""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +84,27 @@ def test_ids_are_those_of_the_whole_conversation(verdicts: dict[str, Verdict], n
         for prompt, role in [(prompt, role) for prompt in prompts for role in roles]:
             for conversation in _conversations(name, frames, options, prompt, role):
                 assert conversation.pieces == conversation.whole, (options, role, conversation.text)
+
+
+@pytest.mark.parametrize("name", THOUGHTFUL)
+def test_ids_are_those_of_a_conversation_that_trl_parsed(name: str) -> None:
+    """The history may hold thinking in the field in which TRL's parser puts it, too: as servers and clients pass it on."""
+    tokenizer = tokenizer_for(name)
+    frames = ChatFrames(tokenizer, training_chat_template=True)
+    answer = tokenizer.encode(THOUGHTFUL[name], add_special_tokens=False)
+    pieces = [*frames.first(PROMPT), *answer, *frames.frame("higher", answer[-1])]
+
+    parsed = parse_response(add_response_schema(tokenizer), answer, prefix=frames.first(PROMPT))
+    assert parsed.pop("content") == "guess 2" and "lower half" in parsed.values()
+    conversation = [
+        *PROMPT,
+        {"role": "assistant", "content": "guess 2", **parsed},
+        {"role": "user", "content": "higher"},
+    ]
+    rendered = tokenizer.apply_chat_template(
+        conversation, chat_template=frames.chat_template, tokenize=False, add_generation_prompt=True
+    )
+    assert pieces == tokenizer.encode(rendered, add_special_tokens=False)
 
 
 class _Conversation:
