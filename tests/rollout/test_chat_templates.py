@@ -23,7 +23,8 @@ SYSTEM: list[Message] = [{"role": "system", "content": "be brief"}, *PROMPT]
 OBSERVATIONS = ["higher, b", "lower:\nlook:\n\nbelow", "done"]
 PARTS = ("llava_next", "smolvlm", "idefics3")
 THOUGHTFUL = {
-    "gptoss": "<|channel|>analysis<|message|>lower half<|end|><|start|>assistant<|channel|>final<|message|>guess 2<|return|>",
+    "gptoss": "<|channel|>analysis<|message|>lower half<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>guess 2<|return|>",
     "qwen3": "<think>\nlower half\n</think>\n\nguess 2<|im_end|>",
     "qwen3_6": "lower half\n</think>\n\nguess 2<|im_end|>",
     "qwen3_8": "lower half\n</think>\n\nguess 2<|im_end|>",
