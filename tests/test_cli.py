@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -153,6 +154,37 @@ def test_grpo_trains_and_saves_an_adapter(config: Path, embedded_model: Path, tm
     }
 
 
+SEVERAL = {"guess": "agile:guess_number", "other": "agile:guess_number"}
+
+
+def test_several_environments_come_from_yaml_or_json(embedded_model: Path, tmp_path: Path) -> None:
+    options = {
+        "environment": SEVERAL, "environment_args": {"guess": {"level": "easy"}},
+        "environment_limits": {"guess": {"max_turns": 2}, "other": {"max_turns": 1}},
+        "environment_weights": {"guess": 1, "other": 1.0}, "max_new_tokens": 2,
+    }  # fmt: skip
+    path = tmp_path / "several.yaml"
+    path.write_text(SHARED + yaml.safe_dump(options), encoding="utf-8")
+    on_command_line = [word for name, value in options.items() for word in (f"--{name}", json.dumps(value))]
+    model = ["--model_name_or_path", str(embedded_model)]
+    (tmp_path / "shared.yaml").write_text(SHARED, encoding="utf-8")
+    ways = (["--config", str(path)], ["--config", str(tmp_path / "shared.yaml"), *on_command_line])
+    parsed = [train.make_parser("grpo").parse_args_and_config([*model, *way]) for way in ways]
+    for script, args, *_ in parsed:
+        assert (script.environment, script.environment_args) == (SEVERAL, options["environment_args"])
+        assert args.environment_limits == options["environment_limits"] and args.environment_weights == {
+            "guess": 1.0,
+            "other": 1.0,
+        }
+    output = ["--output_dir", str(tmp_path / "run"), "--save_strategy", "no", "--max_steps", "1"]
+    assert main(["grpo", *model, *ways[1], *output]) == 0
+    episodes = [json.loads(line) for file in (tmp_path / "run").glob("rollouts/*.jsonl") for line in file.open()]
+    for name, highest, turns in (("guess", 6, 2), ("other", 12, 1)):
+        own = [episode for episode in episodes if episode["environment"] == name]
+        assert len(own) == 4 and all(len(episode["turns"]) <= turns for episode in own)
+        assert all(f"between 1 and {highest}." in episode["prompt"][0]["content"] for episode in own)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -190,6 +222,7 @@ def test_missing_model_is_refused(config: Path, capsys: pytest.CaptureFixture[st
         ),
         ({"environment_args": "[1]", "environment": "agile:guess_number"}, r"must be a mapping.*\[1\]"),
         ({"environment_args": {"level": "easy"}}, "no effect without environment"),
+        ({"environment": '{"guess": '}, "environment must be an id, or a JSON object of ids by name"),
     ],
 )
 def test_bad_environment_arguments_are_refused(options: dict, message: str) -> None:

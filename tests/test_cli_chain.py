@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -323,6 +324,27 @@ def test_the_documented_file_can_be_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     stages = parse_pipeline(content).stages
     assert [stage.name for stage in stages] == ["sft", "dpo", "grpo"] and stages[2].config.max_new_tokens == 8
+
+
+def test_a_chain_trains_on_several_environments(pipeline: dict, tmp_path: Path) -> None:
+    limits = {"easy": {"max_turns": 2}, "hard": {"max_turns": 1, "max_new_tokens": 2}}
+    stage = {key: value for key, value in pipeline["stages"][2].items() if key not in ("max_turns", "beta")}
+    pipeline |= {
+        "environment": dict.fromkeys(limits, "test_cli_chain:Talk"), "environment_args": {"easy": {"level": "easy"}},
+        "stages": [stage | {"environment_limits": limits, "environment_weights": {"easy": 1, "hard": 3}, "max_steps": 1}],
+    }  # fmt: skip
+    rows = chain.run_pipeline(parse_pipeline(pipeline), QUIET)
+    for row in rows:
+        scores = row["evaluation"]
+        easy, hard = (scores["environments"][name] for name in limits)
+        assert (scores["episodes"], easy["episodes"], hard["episodes"]) == (3, 2, 1)
+        assert scores["return"] == pytest.approx((2 * easy["return"] + hard["return"]) / 3)
+    shown = StringIO()
+    Console(file=shown, width=200).print(chain.results(rows))
+    assert len(re.findall(r"^.*\b(?:easy|hard)\b.*±.*$", shown.getvalue(), flags=re.M)) == 4
+    pipeline["stages"][0]["environment_limits"] = {"esay": {"max_turns": 2}}
+    with pytest.raises(PipelineError, match=r"stage 'grpo': environment_limits names 'esay'"):
+        parse_pipeline(pipeline)
 
 
 def test_numbers_as_yaml_reads_them(pipeline: dict) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import random
 import re
 import sys
@@ -139,6 +140,41 @@ def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
     assert re.search(r"expert +\+2.000 +100.0%", report) and re.search(r"random +[-+]\d", report)
     assert "warning: every episode that the expert played returned the same" in report
     assert f"{2 * answer} of {whole} tokens are trained on" in report
+
+
+def test_each_of_several_environments_is_checked_within_its_own_limits() -> None:
+    several = json.dumps({name: f"{__name__}:{name}" for name in ("TwoTurns", "NeverEnds", "PaysNothing")})
+    limits = json.dumps({"TwoTurns": {"max_turns": 2}, "NeverEnds": {"max_turns": 1}})
+    options = ["--environment_limits", limits, "--max_turns", "3", "--episodes", "4", "--player", "expert"]
+    code, report = run(several, *options, "--max_new_tokens", "8")
+    assert code == 1
+    first, *sections = re.split(r"-+ environment (\w+) -+", report)
+    assert "TwoTurns=" in first and sections[::2] == ["TwoTurns", "NeverEnds", "PaysNothing"]
+    for section, turns in zip(sections[1::2], (2, 1, 3), strict=True):
+        assert f"(max_turns={turns})" in section and f"max_turns={turns}, max_new_tokens=8" in section
+    verdict = report.partition("Not ready to train:")[2]
+    assert "- PaysNothing: all 8 episodes returned 0" in verdict and "TwoTurns" not in verdict
+
+
+def test_rows_are_checked_with_the_environment_they_are_for(tmp_path: Path) -> None:
+    several = '{"low": "agile:guess_number", "high": "agile:guess_number"}'
+    (tmp_path / "rows.jsonl").write_text(
+        '{"environment": "high", "secret": 3}\n{"environment": "low", "secret": 6}\n' * 4
+    )
+    options = [
+        "--dataset_name",
+        str(tmp_path),
+        "--episodes",
+        "2",
+        "--player",
+        "expert",
+        "--gradient_accumulation_steps",
+        "1",
+    ]
+    code, report = run(several, *options)
+    assert "mean 2.0, at most 2" in report and "mean 1.0, at most 1" in report  # halving guesses 6, then 3
+    code, report = run(several.replace("low", "lwo"), *options)
+    assert code == 1 and "a row is for the environment 'low', which is none of lwo, high" in report
 
 
 def test_the_model_plays_if_it_is_named(embedded_model: Path) -> None:

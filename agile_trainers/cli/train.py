@@ -25,6 +25,7 @@ from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model, check_output
 from agile_trainers.imports import import_named
 from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.mixture import made_of
 from agile_trainers.trainers.options import option, with_args
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
@@ -43,16 +44,27 @@ ALGORITHMS: dict[str, tuple[type[MultiTurnConfig], type[MultiTurnTrainer]]] = {
 class MultiTurnScriptArguments(GRPOScriptArguments):
     """What to train on: the options of ``trl grpo`` and these."""
 
-    environment: str | None = option(
+    environment: str | dict[str, Any] | None = option(
         None,
         "Environment id (`gem:game:GuessTheNumber-v0-easy`, `agile:guess_number`), or `module.path:Name` of a class or "
-        "factory. Default: train on the data set alone, as `trl grpo` does.",
+        "factory; or several by name, a mapping in YAML and JSON on the command line. Default: train on the data set alone, "
+        "as `trl grpo` does.",
     )
     environment_args: dict[str, Any] | str | None = option(
-        None, "Keyword arguments of the environment: a mapping in YAML, JSON on the command line."
+        None,
+        "Keyword arguments of the environment, of several those of each by its name: a mapping in YAML, JSON on the command "
+        "line.",
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.environment, str) and self.environment.lstrip().startswith("{"):
+            try:
+                self.environment = json.loads(self.environment)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    "environment must be an id, or a JSON object of ids by name such as "
+                    f'\'{{"guess": "agile:guess_number"}}\', got {self.environment!r}: {error}.'
+                ) from error
         if isinstance(self.environment_args, str):
             try:
                 self.environment_args = json.loads(self.environment_args)
@@ -116,11 +128,9 @@ def train(
     """
     from trl import get_peft_config, get_quantization_config
 
-    from agile_trainers.envs.registry import make_environment_factory
-
     environment: Any = script.environment
     if script.environment is not None and isinstance(script.environment_args, dict):
-        environment = make_environment_factory(script.environment, **script.environment_args)
+        environment = made_of(script.environment, script.environment_args)
     dataset = load_rows(script, mixture)
     args.model_init_kwargs = {
         "revision": model.model_revision,
@@ -283,11 +293,9 @@ def check_found(given: Any) -> None:
         ValueError: If one of them cannot be used.
         ImportError: If a library that the environment needs is missing.
     """
-    from agile_trainers.envs.registry import make_environment_factory
-
     if given.environment is not None:
         script = MultiTurnScriptArguments(environment=given.environment, environment_args=given.environment_args)
-        make_environment_factory(given.environment, **(script.environment_args or {}))  # type: ignore[arg-type]
+        made_of(script.environment, script.environment_args)  # type: ignore[arg-type]
     check_model(given.model_name_or_path, given.model_revision)
     if given.output_dir is not None:
         check_output(given.output_dir)

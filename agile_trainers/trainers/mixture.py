@@ -60,11 +60,33 @@ def environment_factories(
     return factories
 
 
-def made_of(environment: Any) -> EnvironmentFactory | dict[str, EnvironmentFactory]:
-    """What makes the environments of a trainer's ``environment``: one factory, or several by name."""
+def made_of(
+    environment: Any, arguments: Mapping[str, Any] | None = None
+) -> EnvironmentFactory | dict[str, EnvironmentFactory]:
+    """What makes the environments of a trainer's ``environment``: one factory, or several by name.
+
+    Args:
+        environment: An id or factory, or several by name.
+        arguments: Keyword arguments of the environment; of several, those of each by its name.
+
+    Raises:
+        ValueError: If one of them cannot be made.
+        ImportError: If a library that one of them needs is missing.
+    """
     if isinstance(environment, Mapping):
-        return environment_factories(environment)
-    return make_environment_factory(environment)
+        return environment_factories(environment, arguments)
+    return make_environment_factory(environment, **(arguments or {}))
+
+
+def names_of(environment: Any) -> list[str] | None:
+    """The names of several environments; None for one."""
+    return list(environment) if isinstance(environment, Mapping) else None
+
+
+def rows_of_environment(mixture: Mixture, rows: Any, name: str, count: int) -> list[dict[str, Any]]:
+    """The first rows that are for one environment, without the column that says so."""
+    named = (mixture.of_row(row) for row in rows)
+    return list(islice((options for chosen, options in named if chosen == name), count))
 
 
 def mixture_of(args: MultiTurnConfig, environment: Any) -> Mixture | None:

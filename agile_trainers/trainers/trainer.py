@@ -48,7 +48,7 @@ from agile_trainers.trainers.evaluation import EpisodeEvaluation
 from agile_trainers.trainers.evaluation_data import kept_columns, played_columns, with_best_metric
 from agile_trainers.trainers.inputs import Start, start_from
 from agile_trainers.trainers.launch import check_engine, check_parallelism
-from agile_trainers.trainers.mixture import first_rows, made_of, mixture_of, with_column, with_names
+from agile_trainers.trainers.mixture import first_rows, made_of, mixture_of, names_of, with_column, with_names
 from agile_trainers.trainers.noise import switch_off_noise
 from agile_trainers.trainers.recipe import decide_learning_rate, idle_recipe
 from agile_trainers.trainers.reference import ReferencePolicy
@@ -162,7 +162,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             refuse("tools", tools, "the environment answers the model")
             refuse("rollout_func", rollout_func, "the environment makes the rollout")
             refuse("environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both")
-            args = args.with_environment(list(environment) if isinstance(environment, Mapping) else None)
+            args = args.with_environment(names_of(environment))
             check_vllm(args)
             check_parallelism(args)
             check_kernels(args)

@@ -263,7 +263,7 @@ class _Whole(TrainerCallback):
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -> dict[str, float]:
+def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -> dict[str, Any]:
     """Play a model's episodes, the same seeds after every stage; what was played before is not played again.
 
     Args:
@@ -273,7 +273,8 @@ def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -
         of: What the result is of, besides the settings.
 
     Returns:
-        ``return``, ``return_sem``, ``episodes`` and, where the environment reports it, ``success``.
+        ``return``, ``return_sem``, ``episodes`` and, where the environment reports it, ``success``; of several environments
+        also ``environments``, the same of each by its name.
     """
     path, of = folder / "evaluation.json", {**of, "settings": pipeline.evaluation_options}
     if path.is_file() and (known := read_json(path))["of"] == of:
@@ -284,12 +285,18 @@ def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -
     for printing in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(printing)
     metrics = trainer.evaluate()
-    names = ("return", "return_sem", "success", "episodes")
-    kept = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
+    kept: dict[str, Any] = _scores(metrics, "eval")
+    if isinstance(pipeline.environment, dict):
+        kept["environments"] = {name: _scores(metrics, f"eval_{name}") for name in pipeline.environment}
     del trainer
     _forget()
     _write(path, {"of": of, "metrics": kept})
     return kept
+
+
+def _scores(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    names = ("return", "return_sem", "success", "episodes")
+    return {name: metrics[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in metrics}
 
 
 def _forget() -> None:
@@ -299,16 +306,20 @@ def _forget() -> None:
 
 
 def results(rows: list[dict[str, Any]]) -> Table:
-    """The return after each stage."""
+    """The return after each stage; of several environments also that of each."""
     episodes = rows[-1]["evaluation"].get("episodes", 0)
     table = Table("stage", "algorithm", "return", "success", "", "folder", title=f"{episodes:.0f} episodes each")
     for row in rows:
-        scores = row["evaluation"]
-        success = f"{scores['success']:.1%}" if "success" in scores else "-"
-        gained = f"{scores['return']:+.3f} ± {scores.get('return_sem', 0.0):.3f}"
         note = "" if row["trained"] or row["name"] == "start" else "done before"
-        table.add_row(row["name"], row["algorithm"], gained, success, note, row["folder"])
+        table.add_row(row["name"], row["algorithm"], *_gained(row["evaluation"]), note, row["folder"])
+        for name, scores in row["evaluation"].get("environments", {}).items():
+            table.add_row(f"  {name}", "", *_gained(scores), "", "")
     return table
+
+
+def _gained(scores: dict[str, float]) -> tuple[str, str]:
+    success = f"{scores['success']:.1%}" if "success" in scores else "-"
+    return f"{scores['return']:+.3f} ± {scores.get('return_sem', 0.0):.3f}", success
 
 
 def main(argv: Sequence[str]) -> None:

@@ -21,8 +21,8 @@ from agile_trainers import trainers
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.train import ALGORITHMS
 from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
-from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.imports import import_named
+from agile_trainers.trainers.mixture import made_of, names_of
 
 SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
 """Stages that TRL's own trainers train."""
@@ -32,7 +32,7 @@ EVALUATION = trainers.MultiTurnREINFORCEConfig
 EPISODES = (
     "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "max_observation_length", "stop_strings",
     "system_prompt", "training_chat_template", "chat_template_kwargs", "temperature", "top_p", "top_k", "min_p",
-    "num_eval_episodes", "eval_greedy",
+    "num_eval_episodes", "eval_greedy", "environment_limits",
 )  # fmt: skip
 """What an evaluation takes over from the last multi-turn stage, unless ``evaluation`` says otherwise."""
 RESERVED = ("start", "chain.json", "chain.json.partial")
@@ -68,7 +68,8 @@ class Pipeline:
 
     output_dir: Path
     model: str
-    environment: Callable[[], Any]
+    environment: Callable[[], Any] | dict[str, Callable[[], Any]]
+    """A factory, or several by name."""
     stages: list[Stage]
     evaluation: Any
     """Configuration of every evaluation."""
@@ -110,7 +111,7 @@ def parse_pipeline(content: Any) -> Pipeline:
     sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]  # for module.path:name
     arguments = _mapping(content.get("environment_args"), None, "`environment_args`")
     try:
-        environment = make_environment_factory(content["environment"], **arguments)
+        environment = made_of(content["environment"], arguments)
     except (ValueError, ImportError) as error:
         raise PipelineError(f"environment: {error}") from error
     if not isinstance(content["stages"], list):
@@ -119,7 +120,7 @@ def parse_pipeline(content: Any) -> Pipeline:
     shared = _mapping(content.get("options"), everything, "`options`")
     output = Path(content["output_dir"])
     raw = [_raw_stage(stage, number) for number, stage in enumerate(content["stages"], start=1)]
-    stages = [_stage(stage, shared, output) for stage in raw]
+    stages = [_stage(stage, shared, output, names_of(environment)) for stage in raw]
     names = [stage.name for stage in stages]
     folded = [name.casefold() for name in names]  # some disks take no notice of case
     twice = [name for name in names if folded.count(name.casefold()) > 1]
@@ -149,7 +150,7 @@ def _raw_stage(stage: Any, number: int) -> dict[str, Any]:
     return {"name": algorithm, **stage}
 
 
-def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path) -> Stage:
+def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environments: list[str] | None) -> Stage:
     name, algorithm = str(raw["name"]), raw["algorithm"]
     where = f"stage {name!r}"
     if not _NAME.fullmatch(name) or name.casefold() in RESERVED:
@@ -173,7 +174,7 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path) -> Stage:
     made = make_config(config, options, output / name, where)
     if algorithm not in SUPERVISED:
         try:
-            made.with_environment()
+            made.with_environment(environments)
         except ValueError as error:
             raise PipelineError(f"{where}: {error}") from error
         if dataset is None and made.max_steps <= 0:

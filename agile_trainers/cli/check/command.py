@@ -22,8 +22,11 @@ from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model
 from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, check_needed, load_rows, on_cpu, split_of
 from agile_trainers.embedded import make_embedded_model
-from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.envs.registry import describe_environment
+from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.construction import check_vllm, training_rows
+from agile_trainers.trainers.environment_options import for_environment
+from agile_trainers.trainers.mixture import first_rows, made_of, mixture_of, names_of, rows_of_environment
 from agile_trainers.trainers.options import option, with_args
 from agile_trainers.trainers.recipe import idle_recipe
 
@@ -90,13 +93,14 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         check, script, args, model, mixture = parsed
         if script.environment is None:
             parser.error("--environment is missing: the id of what to check, or module.path:Name.")
-        args = args.with_environment()
+        args = args.with_environment(names_of(script.environment))
     except ValueError as error:  # a configuration's own check
         if Progress.debug:
             raise
         parser.error(str(error))
     report = Report(console or Console())
-    report.console.rule(f"agile-trainers check: {script.environment}", characters="-")
+    shown = describe_environment(script.environment)["environment"]
+    report.console.rule(f"agile-trainers check: {shown}", characters="-")
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         named = model.model_name_or_path
@@ -110,37 +114,59 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         check_needed(parser, algorithm, script=script, model=model)
         player = check.player if check.player != "auto" else "model" if named else "random"
         try:
-            factory = make_environment_factory(script.environment, **(script.environment_args or {}))
+            made = made_of(script.environment, script.environment_args)
             check_model(str(model.model_name_or_path), model.model_revision)
             dataset = load_rows(script, mixture)
             train_rows = split_of(dataset, script.dataset_train_split)
             if train_rows:
                 training_rows(args, train_rows)
             check_vllm(args)
-            rows = train_rows and [dict(row) for row in islice(train_rows, check.episodes)]
+            rows = _rows_of_each(args, script, train_rows, check.episodes)
             tokenizer, ends = load_tokenizer(model, args.trust_remote_code)
             config = model_config(model, args.trust_remote_code)
         except (ValueError, TypeError, ImportError, OSError) as error:
             report.problem(message(error))
             return report.verdict()
-        run = Run(
-            environment=script.environment,
-            factory=factory,
-            algorithm=algorithm,
-            args=args,
-            model=model,
-            config=config,
-            named=named is not None,
-            tokenizer=tokenizer,
-            eos_token_ids=ends,
-            rows=rows,
-            episodes=check.episodes,
-            player=player,
-            time_limit=check.time_limit,
-            gpu_memory=check.gpu_memory,
-        )
-        check_run(report, run)
+        several = isinstance(made, dict)
+        for name, factory in made.items() if isinstance(made, dict) else [(None, made)]:
+            if several:
+                report.console.rule(f"environment {name}", characters="-")
+            run = Run(
+                environment=str(name or script.environment),
+                factory=factory,
+                algorithm=algorithm,
+                args=for_environment(args, name),
+                model=model,
+                config=config,
+                named=named is not None,
+                tokenizer=tokenizer,
+                eos_token_ids=ends,
+                rows=rows[name],
+                episodes=check.episodes,
+                player=player,
+                time_limit=check.time_limit,
+                gpu_memory=check.gpu_memory,
+            )
+            report.about = f"{name}: " if several else ""
+            check_run(report, run)
     return report.verdict()
+
+
+def _rows_of_each(
+    args: MultiTurnConfig, script: MultiTurnScriptArguments, train_rows: Any, count: int
+) -> dict[str | None, list[dict[str, Any]] | None]:
+    """The first rows that are for each environment, by its name; None without rows.
+
+    Raises:
+        ValueError: If a row is for no environment, or none is for one of them.
+    """
+    mixture = mixture_of(args, script.environment)
+    if mixture is None:
+        return {None: train_rows and [dict(row) for row in islice(train_rows, count)]}
+    if not train_rows:
+        return dict.fromkeys(mixture.names)
+    first_rows(mixture, args, train_rows, None)
+    return {name: rows_of_environment(mixture, train_rows, name, count) for name in mixture.names}
 
 
 def load_tokenizer(model: ModelConfig, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase, list[int]]:

@@ -90,6 +90,8 @@ class Report:
     console: Console
     problems: list[str] = field(default_factory=list)
     """Why training cannot start, or would learn nothing."""
+    about: str = ""
+    """What problems begin with: the environment's name, where there are several."""
 
     def section(self, title: str) -> None:
         """Begin a section."""
@@ -111,7 +113,7 @@ class Report:
 
     def problem(self, text: str) -> None:
         """A reason why training cannot start, or would learn nothing."""
-        self.problems.append(text)
+        self.problems.append(f"{self.about}{text}")
         self.line(f"problem: {text}", style="bold red")
 
     def show(self, what: RenderableType) -> None:
