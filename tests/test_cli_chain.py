@@ -22,7 +22,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from agile_environments.guess_number import GuessNumber, demonstrations, halving_player, random_legal_player
-from agile_trainers.cli.chain.command import command as chain
+from agile_trainers.cli.chain import command as chain
 from agile_trainers.cli.chain.stages import PipelineError, load_rows, parse_pipeline, read_pipeline
 from agile_trainers.cli.main import main
 from agile_trainers.envs.players import compare

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from agile_trainers.cli.check.command import command as check
+from agile_trainers.cli.check import command as check
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.cli.main import main
 from agile_trainers.embedded import make_tokenizer

@@ -7,6 +7,7 @@ Python blocks of a page run in order, in one namespace, as a reader would run th
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -188,7 +189,7 @@ EARNED = {
     "docs/chaining.md": [GUESS],
     "docs/launch.md": [GUESS],
     "docs/reasoning.md": [ideal_answers],
-    "docs/environments.md": [tool_calls],
+    "docs/environments.md": [GUESS, tool_calls],
     "docs/tools.md": [conversions, searches],
     "environments/calculator/README.md": [calculations],
 }
@@ -261,7 +262,7 @@ def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         _, script, args, model, _ = found
         given = dict(pairwise(arguments))
         assert (
-            script.environment == given["--environment"]
+            script.environment == (json.loads(named) if (named := given["--environment"]).startswith("{") else named)
             and model.use_peft
             and model.lora_target_modules == "all-linear"
         )

@@ -44,7 +44,7 @@ ALGORITHMS: dict[str, tuple[type[MultiTurnConfig], type[MultiTurnTrainer]]] = {
 class MultiTurnScriptArguments(GRPOScriptArguments):
     """What to train on: the options of ``trl grpo`` and these."""
 
-    environment: str | dict[str, Any] | None = option(
+    environment: dict[str, Any] | str | None = option(
         None,
         "Environment id (`gem:game:GuessTheNumber-v0-easy`, `agile:guess_number`), or `module.path:Name` of a class or "
         "factory; or several by name, a mapping in YAML and JSON on the command line. Default: train on the data set alone, "
