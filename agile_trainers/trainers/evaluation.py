@@ -153,6 +153,7 @@ class EpisodeEvaluation(Generation):
             self.engine.pool.close()
         scores = reward_summary(rewards, self.reward_weights, self.reward_func_names)
         scores |= drained_metrics(self._pending_metrics, self.accelerator)
+        scores["num_tokens"] = float(self.state.num_input_tokens_seen)
         local = rewards.view(world_size, -1, rewards.size(1))[rank, : len(specs)]
         played = gather_object([episode_row(trajectory) for trajectory in trajectories])
         rewarded = gather_object(totals(local, self.reward_weights).tolist())

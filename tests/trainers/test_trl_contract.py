@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 
+import pandas as pd
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from trl import GRPOTrainer
+from datasets import Dataset
+from games import LORA
+from peft import LoraConfig
+from transformers import TrainerState
+from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.models import utils as model_utils
 from trl.trainer import utils
@@ -143,3 +149,95 @@ def test_a_step_is_skipped_by_accelerates_flag():
 def test_helpers_exist():
     assert callable(model_utils.unwrap_model_for_generation) and callable(utils.use_adapter)
     assert callable(model_utils.disable_gradient_checkpointing)
+
+
+# ------------------------------------------------------------------------------------------------------- side effects
+
+
+def digest(value):
+    """What a method may have changed about an attribute: a number's value, what a container holds, else its identity."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {key: digest(item) for key, item in value.items()}
+    if isinstance(value, deque):
+        return repr(value)
+    return digest(vars(value)) if isinstance(value, TrainerState) else id(value)
+
+
+def left_by(trainer, method, *arguments):
+    """The attributes that a call changed, a state's field and a dictionary's key by their own names."""
+    before = {name: digest(value) for name, value in vars(trainer).items()}
+    getattr(trainer, method)(*arguments)
+    changed = set()
+    for name, value in vars(trainer).items():
+        now = digest(value)
+        if isinstance(now, dict) and isinstance(before.get(name), dict):
+            changed |= {f"{name}.{key}" for key in now if now[key] != before[name].get(key)}
+        elif now != before.get(name, "absent"):
+            changed.add(name)
+    return changed
+
+
+def judge(completions, log_metric, log_extra, **_):
+    log_metric("judged", len(completions))
+    log_extra("note", [completion[0]["content"] for completion in completions])
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def both(embedded_model, tmp_path_factory):
+    """TRL's trainer and ours after one step with an evaluation and the table, and what one more batch and loss left."""
+    from games import Chatter, make_trainer, settings
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "log_completions": True}
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": str(n)}] for n in range(4)]})
+    made = {}
+    for name in ("trl", "ours"):
+        folder = tmp_path_factory.mktemp(name)
+        if name == "ours":
+            trainer = make_trainer(
+                embedded_model, folder, environment=Chatter, reward_funcs=judge, train_dataset=rows, eval_dataset=rows,
+                num_eval_episodes=4, **options,
+            )  # fmt: skip
+        else:
+            changes = settings(folder, **options)
+            for theirs in ("max_turns", "max_new_tokens", "stop_strings"):
+                del changes[theirs]
+            args = GRPOConfig(**changes, max_completion_length=5, per_device_eval_batch_size=4)
+            trainer = GRPOTrainer(str(embedded_model), judge, args, rows, rows, peft_config=LoraConfig(**LORA))
+        trainer.train()
+        table = pd.read_parquet(folder / "completions/completions_00001.parquet")
+        history = trainer.state.log_history
+        trainer.model.train()
+        batches = []
+        score = trainer._generate_and_score_completions
+        trainer._keep = lambda inputs, score=score, batches=batches: batches.append(score(inputs))
+        inputs = [dict(rows[n // 4]) for n in range(8)]
+        scored = left_by(trainer, "_keep", inputs)
+        lost = left_by(trainer, "_compute_loss", trainer.model, batches[0])
+        made[name] = {
+            "train": set(history[0]), "eval": set(history[1]), "table": set(table.columns), "scored": scored, "loss": lost,
+            "pending": [*trainer._pending_metrics, *trainer._pending_extra_logs],
+        }  # fmt: skip
+    return made
+
+
+def test_what_a_batch_and_a_loss_leave_on_the_trainer(both):
+    batch = {"_metrics.train", "state.num_input_tokens_seen"} | {
+        f"_logs.{name}" for name in ("prompt", "completion", "rewards", "advantages", "extra")
+    }
+    assert both["trl"]["scored"] == batch and both["trl"]["loss"] == {"_metrics.train"}
+    assert both["ours"]["scored"] == batch | {"_rollout_seconds"} and both["ours"]["loss"] == {"_metrics.train"}
+    assert both["trl"]["pending"] == both["ours"]["pending"] == []
+
+
+def test_whoever_reads_trls_logs_finds_them(both):
+    assert both["trl"]["train"] <= both["ours"]["train"]
+    assert both["ours"]["table"] - both["trl"]["table"] == {"environment"}
+    assert both["trl"]["table"] <= both["ours"]["table"]
+    # Evaluation computes no loss and has no groups.
+    missing = both["trl"]["eval"] - both["ours"]["eval"]
+    assert {name for name in missing if "clip_ratio/" not in name} == {
+        "eval_loss", "eval_entropy", "eval_steps_per_second", "eval_frac_reward_zero_std",
+    }  # fmt: skip

@@ -16,7 +16,9 @@ from agile_trainers.rollout.episode_files import read_records
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
 LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns/mean", "tokens_per_turn", "reward",
-          "groups_without_signal", "turns_without_comparison", "num_tokens", "kl", "success"]  # fmt: skip
+          "groups_without_signal", "turns_without_comparison", "num_tokens", "kl", "success",
+          "reward_std", "frac_reward_zero_std", "completions/min_length", "completions/clipped_ratio", "judge/turns",
+          "rewards/judge/mean", "rewards/judge/std", "stop/environment_error"]  # fmt: skip
 
 
 CASES = {
@@ -32,6 +34,8 @@ CASES = {
         "max_steps": 2,
         "by_hand": True,
     },
+    # Five episodes of evaluation: one process scores one more than the other. Some fail.
+    "judged": {"judged": True},
     "kl-in-the-reward": {"kl_placement": "reward", "beta": 0.1, "max_steps": 2},
 }
 
@@ -88,5 +92,7 @@ def test_two_processes_are_one(runs, case):
     for name in LOGGED:
         if name in one["logged"]:
             assert two["logged"][name] == pytest.approx(one["logged"][name], abs=1e-5), name
-    for name in ("eval_return", "eval_return_sem", "eval_episodes", "eval_success"):
+    judged = [name for name in one["evaluation"] if name.startswith(("eval_reward", "eval_completions", "eval_judge"))]
+    assert ("eval_judge/turns" in judged) == (case == "judged") and "eval_reward" in judged
+    for name in ("eval_return", "eval_return_sem", "eval_episodes", "eval_success", *judged):
         assert two["evaluation"][name] == pytest.approx(one["evaluation"][name], abs=1e-6), name

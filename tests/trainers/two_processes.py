@@ -9,7 +9,24 @@ import sys
 from pathlib import Path
 
 import torch
-from games import Gradients, end_process, make_trainer
+from games import Chatter, Gradients, end_process, make_trainer
+
+
+class Fragile(Chatter):
+    """Fails on some answers."""
+
+    def step(self, action):
+        if len(action) == 2:
+            raise RuntimeError("two letters")
+        return super().step(action)
+
+
+def judge(trajectories, log_metric, log_extra, **_):
+    """Odd about turns, and logs of each episode."""
+    for episode in trajectories:
+        log_metric("judge/turns", len(episode.turns))
+    log_extra("turns", [len(episode.turns) for episode in trajectories])
+    return [None if len(episode.turns) == 1 else float(len(episode.completion_ids)) for episode in trajectories]
 
 
 def play(model: str, output: Path, changes: dict) -> None:
@@ -17,6 +34,8 @@ def play(model: str, output: Path, changes: dict) -> None:
     train by ``rollout`` and ``update``."""
     processes, by_hand = int(os.environ.get("WORLD_SIZE", "1")), changes.pop("by_hand", False)
     rows = changes.pop("per_device_train_batch_size") // processes
+    if changes.pop("judged", False):
+        changes |= {"environment": Fragile, "reward_funcs": judge}
     gradients = Gradients()
     trainer = make_trainer(
         model, output, callbacks=[gradients], num_eval_episodes=5, per_device_train_batch_size=rows, **changes
