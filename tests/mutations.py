@@ -575,7 +575,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a frame may differ from turn to turn", "rollout/chat/template_check.py",
-        "        if rendered != kept:", "        if not rendered:", TEMPLATES,
+        "frame = rendered[len(kept) :] if frame is None else frame", "frame = rendered[len(kept) :]", TEMPLATES,
     ),
     Mutation(
         "thinking is never sampled", "rollout/chat/template_check.py",
