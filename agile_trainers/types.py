@@ -89,7 +89,7 @@ class Trajectory:
     observations_cut: int = 0
     """How many observations, the first among them, were cut for their length."""
     environment: Any = field(default=None, repr=False, compare=False)
-    """The instance that was played, as the episode left it; a later episode may be played on it. None where it failed."""
+    """The instance that was played, as the episode left it, until the next rollout plays on it. None where it failed."""
     options: dict[str, Any] | None = None
     """The dataset row it was reset with."""
 

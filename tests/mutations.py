@@ -589,6 +589,35 @@ MUTATIONS = [
         "gpt-oss forgets its analysis", "rollout/chat/template_repair.py",
         '("elif loop.last and not add_generation_prompt", "elif true"),', "", TEMPLATES,
     ),
+    Mutation(
+        "evaluation forgets the weights of reward functions", "trainers/evaluation.py",
+        "reward_summary(rewards, self.reward_weights, self.reward_func_names)",
+        "reward_summary(rewards, self.reward_weights * 0 + 1, self.reward_func_names)",
+        "tests/trainers/test_reward_functions.py -k checkpoint",
+    ),
+    Mutation(
+        "the best checkpoint is by the return alone", "trainers/evaluation_data.py",
+        'metric = "reward" if by_reward else "return"', 'metric = "return"',
+        "tests/trainers/test_reward_functions.py -k checkpoint",
+    ),
+    Mutation(
+        "failed episodes are scored", "trainers/reward_functions.py",
+        "if not episode.stop_reason.failed]", "if episode.turns]", "tests/trainers/test_reward_functions.py -k not_scored",
+    ),
+    Mutation(
+        "values go to the wrong episodes", "trainers/reward_functions.py",
+        "by_place = dict(zip(sound, values))", "by_place = dict(enumerate(values))",
+        "tests/trainers/test_reward_functions.py -k not_scored",
+    ),
+    Mutation(
+        "trimming forgets the multiple", "train_batch.py",
+        "// (multiple or 1)) * (multiple or 1)", "// 1)", "tests/trainers/test_training_options.py -k multiple",
+    ),
+    Mutation(
+        "what reward functions log leaks", "trainers/reward_functions.py",
+        "        means[name] = total / count\n    pending.clear()", "        means[name] = total / count",
+        "tests/trainers/test_reward_functions.py -k loggers",
+    ),
 ]  # fmt: skip
 
 

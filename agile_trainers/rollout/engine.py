@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 
@@ -131,6 +132,8 @@ class RolloutEngine:
         self.environment_limits = environment_limits or {}
         self.system_prompt = system_prompt
         self.append_final_observation = append_final_observation
+        self._played: list[ref[Trajectory]] = []
+        """The last rollout's."""
 
     def run(
         self,
@@ -165,6 +168,9 @@ class RolloutEngine:
     def _play(
         self, episodes: list[_Episode], generator: Generator, on_finish: Callable[[Trajectory], None] | None
     ) -> list[Trajectory]:
+        for trajectory in (played() for played in self._played):
+            if trajectory is not None:
+                trajectory.environment = None  # it is played again
         for index, episode in enumerate(episodes):
             # A copy: what one environment does to its row is no concern of the next one.
             self.pool.reset(index, episode.spec.seed, deepcopy(episode.spec.options), episode.spec.environment)
@@ -191,6 +197,7 @@ class RolloutEngine:
                         on_finish(finished[index])
             for output in generator.step():
                 self._on_action(output, episodes[output.episode])
+        self._played = [ref(trajectory) for trajectory in finished.values()]
         return [finished[index] for index in range(len(episodes))]
 
     def limits_of(self, environment: str | None) -> Limits:

@@ -75,6 +75,11 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
         log = given["log_extra"]
         if environments:
             given[ENVIRONMENTS] = [_unwrapped(episode.environment) for episode in episodes]
+            if ENVIRONMENTS in takes and any(given[ENVIRONMENTS][place] is None for place in sound):
+                raise ValueError(
+                    f"The reward function {get_callable_name(function)!r} takes environments, but those of an episode have "
+                    "been played again since, or are not known. Call update() with what the last rollout() returned, whole."
+                )
         given = {
             name: [value[place] for place in sound] if isinstance(value, list) else value
             for name, value in given.items()

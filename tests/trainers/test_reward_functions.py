@@ -215,6 +215,15 @@ def test_what_a_reward_function_cannot_get_is_said_at_construction(embedded_mode
         make_trainer(embedded_model, tmp_path, **change)
 
 
+def test_an_environment_that_was_played_again_is_not_shown(embedded_model, tmp_path):
+    trainer = make_trainer(embedded_model, tmp_path, reward_funcs=by_environment)
+    episodes = trainer.rollout()
+    trainer.evaluate(num_episodes=1)
+    with pytest.raises(ValueError, match="'by_environment' takes environments"):
+        trainer.update(episodes)
+    trainer.update(trainer.rollout())
+
+
 @pytest.mark.parametrize("wrong", ["returned", "logged as 'note'"])
 def test_as_many_values_as_completions(embedded_model, tmp_path, wrong):
     def short(completions, log_extra, **_):
