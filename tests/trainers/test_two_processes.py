@@ -36,6 +36,20 @@ CASES = {
     },
     # Five episodes of evaluation: one process scores one more than the other. Some fail.
     "judged": {"judged": True},
+    # A group is of one environment, wherever it is played; the batch's statistics are each environment's own.
+    "mixture": {
+        "environment": {"chatter": "games:Chatter", "one": "games:OneTurn"},
+        "max_turns": 4,
+        "environment_limits": {"one": {"max_new_tokens": 3}},
+        "num_generations": 2,
+        "max_steps": 2,
+    },
+    "mixed-ReBN": {
+        "environment": {"chatter": "games:Chatter", "one": "games:OneTurn"},
+        "algorithm": "reinforce",
+        "environment_weights": {"chatter": 3, "one": 1},
+        "num_generations": 1,
+    },
     "kl-in-the-reward": {"kl_placement": "reward", "beta": 0.1, "max_steps": 2},
 }
 
@@ -59,7 +73,11 @@ def launch(script: Path, processes: int, model: Path, output: Path, cases: dict[
 
 def episodes(folder: Path, kind: str) -> list[dict]:
     records = [record for path in sorted((folder / "rollouts").glob(f"*{kind}*")) for record in read_records(path)]
-    return sorted(records, key=lambda r: (r.get("step", 0), r.get("group", 0), r.get("member", r["seed"])))
+    # The evaluation episodes of several environments have their seeds in common.
+    places = {"step": 0, "group": 0, "member": -1, "seed": 0}
+    return sorted(
+        records, key=lambda r: ([r.get(name, other) for name, other in places.items()], r["environment"] or "")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +97,7 @@ def test_two_processes_are_one(runs, case):
         batches = 2 if "max_steps" in CASES[case] and "num_iterations" not in CASES[case] else 1
         assert len(ours) == (8 * batches if kind == "generation" else 5)
         assert [r["completion_ids"] for r in ours] == [r["completion_ids"] for r in theirs]
-        for name in ("turn_ids", "seed", "return"):
+        for name in ("turn_ids", "seed", "return", "environment"):
             assert [r[name] for r in ours] == [r[name] for r in theirs]
     for ours, theirs in zip(*(episodes(folder, "generation") for folder in folders)):
         assert [t["advantage"] for t in ours["turns"]] == pytest.approx(
@@ -89,10 +107,13 @@ def test_two_processes_are_one(runs, case):
         assert relative_error(double, single) < 1e-5
     for name, value in one["adapter"].items():
         torch.testing.assert_close(two["adapter"][name], value, rtol=1e-5, atol=1e-7)
-    for name in LOGGED:
+    apart = [name for name in one["logged"] if name.startswith("environments/")]
+    assert bool(apart) == ("environment" in CASES[case])
+    for name in LOGGED + apart:
         if name in one["logged"]:
             assert two["logged"][name] == pytest.approx(one["logged"][name], abs=1e-5), name
     judged = [name for name in one["evaluation"] if name.startswith(("eval_reward", "eval_completions", "eval_judge"))]
     assert ("eval_judge/turns" in judged) == (case == "judged") and "eval_reward" in judged
-    for name in ("eval_return", "eval_return_sem", "eval_episodes", "eval_success", *judged):
+    parts = [f"eval_{part}_return" for part in CASES[case].get("environment", {})]
+    for name in ("eval_return", "eval_return_sem", "eval_episodes", "eval_success", *judged, *parts):
         assert two["evaluation"][name] == pytest.approx(one["evaluation"][name], abs=1e-6), name
