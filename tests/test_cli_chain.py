@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from agile_environments.guess_number import GuessNumber, demonstrations, halving_player, random_legal_player
 from agile_trainers.cli.chain import command as chain
-from agile_trainers.cli.chain.stages import PipelineError, load_rows, parse_pipeline, read_pipeline
+from agile_trainers.cli.chain.stages import PipelineError, parse_pipeline, read_pipeline, stage_rows
 from agile_trainers.cli.main import main
 from agile_trainers.envs.players import compare
 
@@ -369,10 +369,14 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
     rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     (tmp_path / "rows.csv").write_text("a,b\n1,x\n2,y\n")
-    load_rows(str(tmp_path / "rows.json"), {}).to_parquet(tmp_path / "rows.parquet")
-    for name in ("rows.json", "rows.csv", "rows.parquet"):
-        assert load_rows(str(tmp_path / name), {}).to_list() == rows
-    assert load_rows("test_cli_chain:pairs", {"count": 30}).to_list() == pairs(30)
+    stage_rows(str(tmp_path / "rows.json"), {}).to_parquet(tmp_path / "rows.parquet")
+    stage_rows(str(tmp_path / "rows.json"), {}).save_to_disk(tmp_path / "rows")
+    (tmp_path / "rows.tsv").write_text("a\tb\n1\tx\n2\ty\n")
+    for name in ("rows.json", "rows.csv", "rows.parquet", "rows.tsv", "rows"):
+        assert stage_rows(str(tmp_path / name), {}).to_list() == rows
+    assert stage_rows("test_cli_chain:pairs", {"count": 30}).to_list() == pairs(30)
+    with pytest.raises(ValueError, match=r"'valid'.*'train'"):
+        stage_rows(str(tmp_path / "rows"), {"split": "valid"})
 
 
 def test_dry_run(pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

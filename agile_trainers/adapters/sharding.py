@@ -6,11 +6,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from accelerate.utils import DeepSpeedPlugin
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agile_trainers.adapters.roles import belongs_to
+
+
+def is_zero3(plugin: DeepSpeedPlugin | None) -> bool:
+    """Whether a run partitions its weights by ZeRO-3.
+
+    Args:
+        plugin: The ``deepspeed_plugin`` of the training arguments, or of the accelerator's state.
+    """
+    return plugin is not None and plugin.zero_stage == 3
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from agile_trainers.adapters.folders import (
     step_of,
     write_json,
 )
+from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.checkpoints.nonfinite import StepGuard, check_finite
 from agile_trainers.checkpoints.output_lock import OutputDirInUseError, locked
 from agile_trainers.checkpoints.resumed_options import compare_options, recorded_options
@@ -313,7 +314,7 @@ class Checkpoints(GRPOTrainer):
         folder = Path(output_dir or self.args.output_dir)
         if self.engine is not None and self.args.should_save:
             write_json(folder / RECORD, self._stage_record())
-        sharded = self._dist.is_zero3 and isinstance(self.model, PeftModel)
+        sharded = is_zero3(self.accelerator.state.deepspeed_plugin) and isinstance(self.model, PeftModel)
         with naming_full_disk(folder), every_adapter_trainable(self.model) if sharded else nullcontext():
             super().save_model(output_dir, _internal_call)
 

@@ -5,47 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from agile_environments import TASKS
+from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.registry import list_environments
 
 _ABOUT = "Lists the environments, and what to install for the rest."
-_EXTRA, _NLTK = "pip install 'agile-trainers[envs]'", "python -m nltk.downloader"
-
-
-@dataclass(frozen=True)
-class Library:
-    """A library that environments come from."""
-
-    module: str
-    """Its adapter in ``agile_trainers.envs``."""
-    offers: str
-    install: str = _EXTRA
-    also: str = ""
-    """What some of its environments need besides."""
-
-
-LIBRARIES = {
-    "gem": Library("gem", "games, and questions with tools", also=f"Wordle, Hangman, WordSearch: {_NLTK} words"),
-    "reasoning_gym": Library("reasoning_gym", "questions without end, each with its own scorer"),
-    "textarena": Library(
-        "textarena",
-        "games for one player",
-        also=f"Wordle, Hangman, WordLadder, WordSearch: {_NLTK} words averaged_perceptron_tagger_eng universal_tagset",
-    ),
-    "gymnasium": Library("gymnasium", "text environments, gymnasium:<id>, and your own, gymnasium:my_module:MyEnv-v0"),
-    "openenv": Library("openenv", "any OpenEnv server, openenv:<url>"),
-    "trl": Library("trl_tools", "objects whose methods are tools, trl:my_module:MyEnvironment"),
-    "verifiers": Library(
-        "verifiers", "task sets of one answer, verifiers:<task set>", install="pip install 'verifiers>=0.4'"
-    ),
-}
-"""By the prefix of their ids."""
 
 
 def main(argv: Sequence[str], console: Console | None = None) -> int:
@@ -93,7 +62,7 @@ def _tasks(ids: Sequence[str]) -> Table:
 def _libraries(ids: Sequence[str]) -> Table:
     table = Table("\nlibrary", "\nenvironments", "\noffers", box=None, pad_edge=False)
     for prefix, library in LIBRARIES.items():
-        installed = importlib.import_module(f"agile_trainers.envs.{library.module}").is_installed()
+        installed = library.adapter.is_installed()
         count = sum(name.startswith(f"{prefix}:") for name in ids)
         state = (f"{count} listed" if count else "installed") if installed else "not installed"
         needs = (

@@ -23,6 +23,7 @@ from agile_trainers import trainers
 from agile_trainers.cli.errors import Progress, guard, message, nearest, take_debug
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model, check_output
+from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.imports import import_named
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.mixture import made_of
@@ -131,7 +132,7 @@ def train(
     environment: Any = script.environment
     if script.environment is not None and isinstance(script.environment_args, dict):
         environment = made_of(script.environment, script.environment_args)
-    dataset = load_rows(script, mixture)
+    dataset = script_dataset(script, mixture)
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "trust_remote_code": args.trust_remote_code,
@@ -165,8 +166,12 @@ def train(
     trainer.accelerator.end_training()  # processes that are left to the interpreter's end sometimes abort there
 
 
-def load_rows(script: MultiTurnScriptArguments, mixture: Any) -> Any:
-    from datasets import load_dataset
+def script_dataset(script: MultiTurnScriptArguments, mixture: Any) -> Any:
+    """The splits to train on by their names; None if no data set is named.
+
+    Raises:
+        ValueError: If two are named, or one cannot be loaded.
+    """
     from datasets.exceptions import DatasetsError
     from trl import get_dataset
 
@@ -176,17 +181,17 @@ def load_rows(script: MultiTurnScriptArguments, mixture: Any) -> Any:
         return get_dataset(mixture)
     if script.dataset_name:
         try:
-            return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+            return read_dataset(script.dataset_name, script.dataset_config, streaming=script.dataset_streaming)
         except (DatasetsError, OSError) as error:
             raise ValueError(
-                f"dataset_name={script.dataset_name!r} cannot be loaded: {message(error)} Expected a Hub id, or a folder of "
-                "JSON, CSV or Parquet files."
+                f"dataset_name={script.dataset_name!r} cannot be loaded: {message(error)} Expected a Hub id, or a file or "
+                "folder of JSON, CSV or Parquet files."
             ) from error
     return None
 
 
 def split_of(dataset: Any, name: str) -> Any:
-    """A split of what :func:`load_rows` returned; None without a data set.
+    """A split of what :func:`script_dataset` returned; None without a data set.
 
     Raises:
         ValueError: If there is no split of that name.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
-import importlib
 import inspect
 import json
 import re
@@ -24,18 +23,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.imports import import_named
 
 _registered: dict[str, Callable[..., Any]] = {}
-_LIBRARIES = {
-    "gymnasium": "gymnasium",
-    "openenv": "openenv",
-    "textarena": "textarena",
-    "trl": "trl_tools",
-    "verifiers": "verifiers",
-}
-"""Prefix of an id, and the module of ``libraries`` that defines ``is_installed()``, ``listed()`` (names worth listing),
-``knows(name)`` and ``make_factory(name, **kwargs)`` for it."""
 
 
 def register_environment(name: str, factory: Callable[..., Any]) -> None:
@@ -57,13 +48,9 @@ def register_environment(name: str, factory: Callable[..., Any]) -> None:
 
 def list_environments() -> list[str]:
     """Ids of every registered environment, task and probe, and of what the installed libraries offer."""
-    from agile_trainers.envs.libraries import gem, reasoning_gym
-
-    gem_ids = [f"gem:{game}" for game in gem.games()] if gem.is_installed() else []
-    gym_ids = [f"reasoning_gym:{name}" for name in reasoning_gym.data_sets()] if reasoning_gym.is_installed() else []
-    adapters = {prefix: _adapter(prefix) for prefix in _LIBRARIES}
-    others = [f"{prefix}:{name}" for prefix, it in adapters.items() if it.is_installed() for name in it.listed()]
-    return sorted([*_registered, *(f"agile:{name}" for name in _tasks()), *gem_ids, *gym_ids, *others])
+    adapters = {prefix: library.adapter for prefix, library in LIBRARIES.items()}
+    theirs = [f"{prefix}:{name}" for prefix, it in adapters.items() if it.is_installed() for name in it.listed()]
+    return sorted([*_registered, *(f"agile:{name}" for name in _tasks()), *theirs])
 
 
 def make_environment_factory(environment: str | Callable[..., Any], **kwargs: Any) -> EnvironmentFactory:
@@ -131,24 +118,12 @@ def _plain(value: Any) -> Any:
 
 def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
     source, _, name = environment.partition(":")
-    if source == "gem":
-        from agile_trainers.envs.libraries import gem
-
-        if name not in gem.games():
-            raise _unknown(environment)
-        return functools.partial(gem.GemEnvironment, name, **gem.check_kwargs(name, kwargs))
-    if source == "reasoning_gym":
-        from agile_trainers.envs.libraries import reasoning_gym
-
-        if name not in reasoning_gym.data_sets():
-            raise _unknown(environment)
-        kwargs = reasoning_gym.check_kwargs(name, kwargs)
-        return functools.partial(reasoning_gym.ReasoningGymEnvironment, name, **kwargs)
-    if source in _LIBRARIES:
-        if not _adapter(source).knows(name):
+    if source in LIBRARIES:
+        adapter = LIBRARIES[source].adapter
+        if not adapter.knows(name):
             raise _unknown(environment)
         try:
-            return _adapter(source).make_factory(name, **kwargs)
+            return adapter.make_factory(name, **kwargs)
         except TypeError as error:
             raise ValueError(f"{environment} cannot be made from the arguments {kwargs}: {error}") from error
     if source == "agile":
@@ -160,10 +135,6 @@ def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
     if source and name:
         return _bind(_load(environment), kwargs, environment)
     raise _unknown(environment)
-
-
-def _adapter(prefix: str) -> Any:
-    return importlib.import_module(f"{__package__}.libraries.{_LIBRARIES[prefix]}")
 
 
 def _tasks() -> dict[str, str]:

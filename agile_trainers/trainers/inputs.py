@@ -10,6 +10,7 @@ from transformers import AutoProcessor
 from transformers.utils import logging
 
 from agile_trainers.adapters import REFERENCE, SavedAdapters, find_adapters, load_policy
+from agile_trainers.adapters.sharding import is_zero3
 
 logger = logging.get_logger(__name__)
 
@@ -55,8 +56,7 @@ def start_from(start: Start) -> Start:
     if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         init["device_map"] = None  # as TRL does
     init.setdefault("trust_remote_code", args.trust_remote_code)
-    plugin = args.deepspeed_plugin
-    zero3 = plugin is not None and plugin.zero_stage == 3 and start.quantization_config is None
+    zero3 = is_zero3(args.deepspeed_plugin) and start.quantization_config is None
     model = load_policy(
         saved,
         peft_config=start.peft_config,

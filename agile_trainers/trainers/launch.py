@@ -10,6 +10,8 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+from agile_trainers.adapters.sharding import is_zero3
+
 _ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DEEPSPEED", "ACCELERATE_USE_FSDP": "FSDP"}
 """What ``accelerate launch`` sets for a configuration's ``distributed_type``."""
 _SPLIT = {"cp_size": "context", "sp_size": "sequence", "tp_size": "tensor"}
@@ -83,8 +85,7 @@ def check_engine(accelerator: Accelerator, args: Any) -> None:
             "fsdp_version=1 gathers weights layer by layer from all processes, whose episodes differ in length: a rollout "
             "would hang. Use fsdp_version=2, as accelerate_configs/fsdp2.yaml does."
         )
-    deepspeed = accelerator.state.deepspeed_plugin
-    if deepspeed is not None and deepspeed.zero_stage == 3 and not (args.ds3_gather_for_generation or args.use_vllm):
+    if is_zero3(accelerator.state.deepspeed_plugin) and not (args.ds3_gather_for_generation or args.use_vllm):
         raise ValueError(
             "ds3_gather_for_generation=False gathers weights layer by layer from all processes, whose episodes differ in "
             "length: a rollout would hang. Leave it True; the weights of the whole model must then fit on a GPU."

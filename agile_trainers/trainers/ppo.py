@@ -11,6 +11,7 @@ from transformers.utils import logging
 from trl.models.utils import disable_gradient_checkpointing
 
 from agile_trainers.adapters import CRITIC, POLICY, belongs_to, restore_adapter, start_critic, thaw
+from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.objectives.advantages import whiten
 from agile_trainers.objectives.returns import gae, token_gae
 from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, turn_lengths
@@ -180,9 +181,8 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
                 "MultiTurnPPOTrainer adds the critic's parameters to the model, which an optimizer made before cannot "
                 "hold. Leave `optimizers[0]` unset and use optim, learning_rate and critic_learning_rate."
             )
-        plugin = self.args.deepspeed_plugin
         # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
-        zero3 = plugin is not None and plugin.zero_stage == 3
+        zero3 = is_zero3(self.args.deepspeed_plugin)
         self._loss_totals = torch.zeros(4, device=self.accelerator.device)
         start_critic(
             self.model, self._saved, self.args.critic_start, seed=self.args.seed, autocast_adapter_dtype=not zero3

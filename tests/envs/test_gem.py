@@ -19,7 +19,7 @@ from agile_environments.guess_number import halving_player
 pytest.importorskip("gem", reason="GEM is not installed: pip install 'agile-trainers[envs]'")
 
 from agile_trainers.envs import Episode, check_environment, demonstrate, make_environment_factory, play
-from agile_trainers.envs.libraries.gem import OFFLINE_GAMES, GemEnvironment, games
+from agile_trainers.envs.libraries.gem import OFFLINE_GAMES, GemEnvironment, listed
 from agile_trainers.types import Message
 
 SLOW_TO_GENERATE = ("game:Sokoban-v0-hard", "game:Sokoban-v0-random")
@@ -55,7 +55,7 @@ def test_sixteen_random_episodes(game: str) -> None:
 
 
 def test_the_offline_games_are_gems_games() -> None:
-    assert set(OFFLINE_GAMES) <= set(games())
+    assert set(OFFLINE_GAMES) <= set(listed())
 
 
 def test_the_checker_finds_nothing() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agile-trainers[envs]'")
 
 from agile_trainers.envs import check_environment, list_environments, make_environment_factory
-from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, data_sets
+from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, listed
 from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
@@ -60,14 +60,14 @@ def play_all(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in data_sets()])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in listed()])
 def test_eight_episodes_of_every_data_set(name: str, embedded_model: Path) -> None:
     play_all(name, AutoTokenizer.from_pretrained(embedded_model))
 
 
 def test_there_are_more_than_sixty_quick_ones() -> None:
-    assert len(data_sets()) - len(SLOW) >= 60
-    assert {f"reasoning_gym:{name}" for name in data_sets()} <= set(list_environments())
+    assert len(listed()) - len(SLOW) >= 60
+    assert {f"reasoning_gym:{name}" for name in listed()} <= set(list_environments())
 
 
 def test_settings_reach_the_data_set_and_answers_its_scorer() -> None:

@@ -18,7 +18,7 @@ from agile_trainers.envs import make_environment_factory
 from agile_trainers.envs.isolation.calls import run_isolated
 from agile_trainers.envs.isolation.levels import NONE, OPTION, IsolationError
 from agile_trainers.envs.libraries import scorers
-from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, data_sets, evaluates
+from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, evaluates, listed
 
 REFUSED = re.compile(r"(PermissionError|OSError|FileNotFoundError|ProcessLookupError|MemoryError)\(")
 
@@ -100,7 +100,7 @@ def test_these_are_all_that_evaluate_an_answer() -> None:
     import reasoning_gym
 
     found = set()
-    for name in data_sets():
+    for name in listed():
         data_set = reasoning_gym.create_dataset(name, seed=0, size=2)
         code = inspect.getsource(type(data_set).score_answer)
         if re.search(r"\b(eval|exec|parse_expr|sympify|parse_latex|compile)\(", code):

@@ -13,7 +13,8 @@ from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs import check_environment
 from agile_trainers.envs.tools.calculator import calculate
 from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
-from agile_trainers.envs.tools.environment import ToolEnvironment, describe_tools
+from agile_trainers.envs.tools.environment import ToolEnvironment
+from agile_trainers.envs.tools.toolbox import describe_tools
 from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.types import Message
 

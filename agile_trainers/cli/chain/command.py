@@ -38,7 +38,7 @@ from agile_trainers.adapters.folders import (
     write_json,
 )
 from agile_trainers.checkpoints.secrets import blanked
-from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, load_rows, read_pipeline
+from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline, stage_rows
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.train import ALGORITHMS, Started
 from agile_trainers.trainers import MultiTurnREINFORCETrainer
@@ -188,7 +188,7 @@ def make_multi_turn(pipeline: Pipeline, stage: Stage, model: str) -> Any:
         model=model,
         environment=pipeline.environment,
         args=stage.config,
-        train_dataset=load_rows(stage.dataset, stage.dataset_args) if stage.dataset else None,
+        train_dataset=stage_rows(stage.dataset, stage.dataset_args) if stage.dataset else None,
         peft_config=_lora_of(pipeline, stage, model),
     )
 
@@ -209,7 +209,7 @@ def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
     trainer = (_SFT if stage.algorithm == "sft" else _DPO)(
         model=policy,
         args=args,
-        train_dataset=load_rows(str(stage.dataset), stage.dataset_args),
+        train_dataset=stage_rows(str(stage.dataset), stage.dataset_args),
         processing_class=tokenizer,
         peft_config=lora,
         callbacks=[_Whole()],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from peft import LoraConfig
 from trl import DPOConfig, SFTConfig
 
@@ -21,6 +21,7 @@ from agile_trainers import trainers
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.train import ALGORITHMS
 from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
+from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.imports import import_named
 from agile_trainers.trainers.mixture import made_of, names_of
 
@@ -39,7 +40,6 @@ RESERVED = ("start", "chain.json", "chain.json.partial")
 """Names in the chain's folder that no stage can have."""
 _NAME = re.compile(r"\w(?:[\w.+=@-]{0,98}\w)?")
 _STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
-_FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 class PipelineError(ValueError):
@@ -236,25 +236,23 @@ def check_dataset(name: str, where: str) -> None:
         if not found:
             nearest = _nearest(attribute, dir(sys.modules[module]))
             raise PipelineError(f"{where}: dataset {name!r}: {module} has no {attribute!r}{nearest}.")
-    elif path.suffix in _FILES and not path.is_file():
+    elif path.suffix.lower() in FILES and not path.is_file():
         raise PipelineError(f"{where}: there is no file {name}.")
 
 
-def load_rows(name: str, arguments: dict[str, Any]) -> Dataset:
+def stage_rows(name: str, arguments: dict[str, Any]) -> Dataset:
     """The rows of a stage.
 
     Args:
-        name: ``module.path:function`` that returns rows, a JSON, JSON-lines, CSV or Parquet file, or anything that
-            ``datasets.load_dataset`` takes (the split is ``train``).
-        arguments: Of the function, or of ``load_dataset``.
+        name: ``module.path:function`` that returns rows, or anything that
+            :func:`~agile_trainers.envs.questions.rows.read_dataset` takes (the split is ``train``).
+        arguments: Of the function, or of ``datasets.load_dataset``.
     """
     module, _, attribute = name.partition(":")
     if attribute and not Path(name).exists():
         rows = getattr(importlib.import_module(module), attribute)(**arguments)
         return rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
-    if Path(name).suffix in _FILES:
-        return load_dataset(_FILES[Path(name).suffix], data_files=name, split="train", **arguments)
-    return load_dataset(name, **{"split": "train", **arguments})
+    return read_dataset(name, **{"split": "train", **arguments})
 
 
 def _lora(raw: Any, where: str) -> LoraConfig | None:

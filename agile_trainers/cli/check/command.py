@@ -20,7 +20,14 @@ from agile_trainers.cli.check.sections import Report, Run, check_run, model_conf
 from agile_trainers.cli.errors import Progress, message
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model
-from agile_trainers.cli.train import ALGORITHMS, MultiTurnScriptArguments, check_needed, load_rows, on_cpu, split_of
+from agile_trainers.cli.train import (
+    ALGORITHMS,
+    MultiTurnScriptArguments,
+    check_needed,
+    on_cpu,
+    script_dataset,
+    split_of,
+)
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.trainers.config import MultiTurnConfig
@@ -116,7 +123,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         try:
             made = made_of(script.environment, script.environment_args)
             check_model(str(model.model_name_or_path), model.model_revision)
-            dataset = load_rows(script, mixture)
+            dataset = script_dataset(script, mixture)
             train_rows = split_of(dataset, script.dataset_train_split)
             if train_rows:
                 training_rows(args, train_rows)

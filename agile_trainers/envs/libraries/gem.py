@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -10,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agile_trainers.envs.base import ResetResult, StepResult, read_options
+from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
 from agile_trainers.envs.libraries.gem_isolation import isolate, isolate_code_runner
 from agile_trainers.envs.libraries.global_random import OwnRandomState
 from agile_trainers.envs.players import Player
@@ -72,13 +73,31 @@ def is_installed() -> bool:
     return importlib.util.find_spec("gem") is not None
 
 
-def games() -> list[str]:
+def listed() -> list[str]:
     """Ids of every GEM environment, as GEM writes them (``game:GuessTheNumber-v0-easy``).
 
     Raises:
         ImportError: If GEM is not installed.
     """
     return list(_registry())
+
+
+def knows(game: str) -> bool:
+    """Whether there is such an id.
+
+    Raises:
+        ImportError: If GEM is not installed.
+    """
+    return game in _registry()
+
+
+def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
+    """A factory of a game that reads all of ``kwargs``.
+
+    Raises:
+        ValueError: If one is unknown.
+    """
+    return functools.partial(GemEnvironment, game, **check_kwargs(game, kwargs))
 
 
 def check_kwargs(game: str, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.isolation import levels as isolation
 from agile_trainers.envs.isolation.calls import IsolatedDeath, run_isolated
 from agile_trainers.envs.libraries import scorers
@@ -38,13 +39,31 @@ def is_installed() -> bool:
     return importlib.util.find_spec("reasoning_gym") is not None
 
 
-def data_sets() -> list[str]:
+def listed() -> list[str]:
     """Names of every data set that can be made by itself (``composite`` is put together from others).
 
     Raises:
         ImportError: If reasoning-gym is not installed.
     """
     return sorted(set(_registry()) - {"composite"})
+
+
+def knows(name: str) -> bool:
+    """Whether there is such a data set.
+
+    Raises:
+        ImportError: If reasoning-gym is not installed.
+    """
+    return name in listed()
+
+
+def make_factory(name: str, **kwargs: Any) -> EnvironmentFactory:
+    """A factory of a data set that reads all of ``kwargs``.
+
+    Raises:
+        ValueError: If one is unknown.
+    """
+    return functools.partial(ReasoningGymEnvironment, name, **check_kwargs(name, kwargs))
 
 
 def check_kwargs(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -106,8 +125,8 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
         size: int = 10_000,
         **config: Any,
     ):
-        if name not in data_sets():
-            near = ", ".join(difflib.get_close_matches(name, data_sets(), n=3))
+        if name not in listed():
+            near = ", ".join(difflib.get_close_matches(name, listed(), n=3))
             raise ValueError(f"reasoning-gym has no data set {name!r}. Nearest: {near or 'none'}.")
         self.name = f"reasoning_gym:{name}"
         self.items = _items(name, size, check_kwargs(name, config))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
 import pkgutil
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
-from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
-from agile_trainers.envs.tools.environment import CallFormat, _schema, describe_tools
+from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, parse_tool_calls
+from agile_trainers.envs.tools.toolbox import CallFormat, Toolbox, as_observation, count_failed, describe_tools
 from agile_trainers.types import Message
 
 _OWN_METHODS = ("reset", "get_reward")
@@ -114,8 +113,8 @@ class TRLEnvironment:
             raise ValueError(f"{len(self.reward_funcs)} reward_funcs need as many weights, got {self.reward_weights}.")
         if announce not in ("system", "no"):
             raise ValueError(f"announce must be 'system' or 'no', got {announce!r}.")
-        self.schemas = [_schema(tool) for tool in self.tools.values()]
-        self._parameters = {s["function"]["name"]: s["function"].get("parameters", {}) for s in self.schemas}
+        self._toolbox = Toolbox(list(self.tools.values()))
+        self.schemas = self._toolbox.schemas
         self._announcement = describe_tools(self.schemas, call_format) if announce == "system" else ""
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
@@ -144,7 +143,7 @@ class TRLEnvironment:
         """Run the calls in an answer, or reward the episode if there are none."""
         calls = self._calls_in(action)
         if calls:
-            return self._continue([self._attempt(call) for call in calls])
+            return self._continue([self._toolbox.run(call) for call in calls])
         return self._end([reward() for reward in self._rewards()])
 
     def close(self) -> None:
@@ -156,34 +155,11 @@ class TRLEnvironment:
         self.completion.append({"role": "assistant", "content": action})
         return parse_tool_calls(action)
 
-    def _attempt(self, call: ToolCall | MalformedCall) -> str:
-        """What the model is shown for a call."""
-        try:
-            return _shown(self._invoke(call))
-        except Exception as error:
-            return self._failed(error)
-
-    def _invoke(self, call: ToolCall | MalformedCall) -> Any:
-        if isinstance(call, MalformedCall):
-            raise ValueError(call.reason)
-        if call.name not in self.tools:
-            raise ValueError(f"there is no tool {call.name[:40]!r}; the tools are: {', '.join(self.tools)}")
-        if (error := argument_error(self._parameters[call.name], call.arguments)) is not None:
-            raise ValueError(f"{call.name}: {error}")
-        return self.tools[call.name](**call.arguments)
-
-    def _failed(self, error: Exception) -> str:
-        self.failed_calls += 1
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return f"Error: {kind}{error}"
-
     def _continue(self, results: list[str]) -> StepResult:
         self.calls += len(results)
+        self.failed_calls += count_failed(results)
         self.completion += [{"role": "tool", "content": result} for result in results]
-        # A result must not pretend to end and another one to begin.
-        shown = (result.replace("tool_response>", "tool_response >") for result in results)
-        observation = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in shown)
-        return observation, 0.0, False, False, self._info()
+        return as_observation(results), 0.0, False, False, self._info()
 
     def _rewards(self) -> list[Callable[[], Any]]:
         """What rewards the episode, ``get_reward`` first."""
@@ -212,14 +188,8 @@ class AsyncTRLEnvironment(TRLEnvironment):
         """Await the calls in an answer, or reward the episode if there are none."""
         calls = self._calls_in(action)
         if calls:
-            return self._continue([await self._attempt_async(call) for call in calls])
+            return self._continue([await self._toolbox.run_awaited(call) for call in calls])
         return self._end([await _awaited(reward()) for reward in self._rewards()])
-
-    async def _attempt_async(self, call: ToolCall | MalformedCall) -> str:
-        try:
-            return _shown(await _awaited(self._invoke(call)))
-        except Exception as error:
-            return self._failed(error)
 
 
 def _tools(instance: Any) -> dict[str, Callable[..., Any]]:
@@ -240,10 +210,6 @@ def _prompt(prompt: Any, said: str | None, name: str) -> list[Message]:
         return [{"role": "user", "content": said}]
     messages[-1]["content"] += said or ""
     return messages
-
-
-def _shown(result: Any) -> str:
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _as_list(functions: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:

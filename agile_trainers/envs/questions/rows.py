@@ -16,7 +16,8 @@ Generate = Callable[[random.Random], Row]
 """Makes one row out of random numbers, and of nothing else."""
 
 TRAIN, TEST = "train", "test"
-_FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
+FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
+"""Kinds of files that hold rows, and the builder of ``datasets`` that reads each."""
 _ATTEMPTS = 1000
 
 
@@ -162,6 +163,37 @@ def load_rows(
     return TableRows(_tables(source, max_rows), question, test_fraction)
 
 
+def read_dataset(path: str, config: str | None = None, **options: Any) -> Any:
+    """The data set behind a name.
+
+    Args:
+        path: A file (json, jsonl, csv, tsv, parquet, txt), a folder (of such files, or of ``save_to_disk``) or a Hub id.
+        config: Name of the configuration, for a Hub id or folder that has several.
+        options: Of ``datasets.load_dataset``, such as ``split`` and ``streaming``. Without ``split``, the result holds
+            every split by its name.
+
+    Raises:
+        FileNotFoundError: If a file is not there.
+        ValueError: If a folder of ``save_to_disk`` has no such split.
+    """
+    import datasets
+
+    suffix = Path(path).suffix.lower()
+    if suffix in FILES:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no file {path!r} to take rows from.")
+        extra = {"sep": "\t"} if suffix == ".tsv" else {}
+        return datasets.load_dataset(FILES[suffix], data_files=path, **{**extra, **options})
+    if (Path(path) / "dataset_info.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
+        saved = datasets.load_from_disk(path)
+        splits = saved if isinstance(saved, Mapping) else {TRAIN: saved}
+        split = options.get("split")
+        if split is not None and split not in splits:
+            raise ValueError(f"There is no split {split!r} in {path!r}; it has {', '.join(map(repr, splits))}.")
+        return splits if split is None else splits[split]
+    return datasets.load_dataset(path, config, **options)
+
+
 def check_column(name: str, columns: Iterable[str], what: str) -> None:
     """Raise a ``ValueError`` that names the nearest column if there is none of that name."""
     columns = list(columns)
@@ -175,19 +207,7 @@ def check_column(name: str, columns: Iterable[str], what: str) -> None:
 def _load(
     path: str, config: str | None, question: str, test_fraction: float, streaming: bool, max_rows: int | None
 ) -> Rows:
-    import datasets
-
-    suffix = Path(path).suffix.lower()
-    if suffix in _FILES:
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"There is no file {path!r} to take rows from.")
-        extra = {"sep": "\t"} if suffix == ".tsv" else {}
-        source = datasets.load_dataset(_FILES[suffix], data_files=path, streaming=streaming, **extra)
-    elif (Path(path) / "dataset_info.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
-        source = datasets.load_from_disk(path)
-    else:
-        source = datasets.load_dataset(path, config, streaming=streaming)
-    return TableRows(_tables(source, max_rows), question, test_fraction)
+    return TableRows(_tables(read_dataset(path, config, streaming=streaming), max_rows), question, test_fraction)
 
 
 def _tables(source: Any, max_rows: int | None) -> dict[str, Sequence[Row]]:

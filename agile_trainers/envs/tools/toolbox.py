@@ -1,0 +1,124 @@
+"""Runs the tool calls of an answer: functions, their schemas, what the model is shown."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from transformers.utils import get_json_schema
+
+from agile_trainers.envs.isolation.levels import IsolationError
+from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error
+
+CallFormat = Literal["hermes", "llama3"]
+CALL_EXAMPLES = {
+    "hermes": '<tool_call>\n{"name": "<tool>", "arguments": {"<argument>": <value>}}\n</tool_call>',
+    "llama3": '{"name": "<tool>", "parameters": {"<argument>": <value>}}',
+}
+"""How a call is written in each format."""
+_FAILED = "Error: "
+
+
+class Toolbox:
+    """Typed functions that a model calls by name.
+
+    Args:
+        tools: The functions, each with a docstring that describes it and every argument.
+
+    Raises:
+        ValueError: If a tool has no usable docstring or type hints, two have the same name, or there is none.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any]]):
+        self.schemas = [_schema(tool) for tool in tools]
+        """JSON schemas, as chat templates take them."""
+        self.tools = {schema["function"]["name"]: tool for schema, tool in zip(self.schemas, tools)}
+        """Functions by name."""
+        if not tools or len(self.tools) < len(tools):
+            raise ValueError(f"Tools need different names, and there must be one: got {list(self.tools)}.")
+        self._parameters = {s["function"]["name"]: s["function"].get("parameters", {}) for s in self.schemas}
+
+    def error(self, call: ToolCall | MalformedCall) -> str | None:
+        """Why a call cannot be run, fit to be shown to the model; None if it can."""
+        if isinstance(call, MalformedCall):
+            return call.reason
+        if call.name not in self.tools:
+            return f"there is no tool {call.name[:40]!r}; the tools are: {', '.join(self.tools)}"
+        error = argument_error(self._parameters[call.name], call.arguments)
+        return None if error is None else f"{call.name}: {error}"
+
+    def run(self, call: ToolCall | MalformedCall) -> str:
+        """What the model is shown for a call: the result (as JSON unless it is text), or an error.
+
+        Raises:
+            IsolationError: If this machine cannot run the tool, whatever the model writes.
+        """
+        try:
+            return _shown(self._invoke(call))
+        except Exception as error:
+            return _failure(error)
+
+    async def run_awaited(self, call: ToolCall | MalformedCall) -> str:
+        """As :meth:`run`, with a result that is awaited if it can be."""
+        try:
+            result = self._invoke(call)
+            return _shown(await result if inspect.isawaitable(result) else result)
+        except Exception as error:
+            return _failure(error)
+
+    def _invoke(self, call: ToolCall | MalformedCall) -> Any:
+        error = self.error(call)
+        if error is not None or isinstance(call, MalformedCall):
+            raise ValueError(error)
+        return self.tools[call.name](**call.arguments)
+
+
+def count_failed(results: Sequence[str]) -> int:
+    """How many of the results of calls are errors."""
+    return sum(result.startswith(_FAILED) for result in results)
+
+
+def as_observation(results: Sequence[str]) -> str:
+    """Results as one text, each in ``<tool_response>`` tags. None can pretend to end and another one to begin."""
+    shown = (result.replace("tool_response>", "tool_response >") for result in results)
+    return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in shown)
+
+
+def describe_tools(schemas: Sequence[dict[str, Any]], call_format: CallFormat = "hermes") -> str:
+    """The list of tools and how to call them, for a model whose chat template has no place for it.
+
+    Args:
+        schemas: As ``transformers.utils.get_json_schema`` makes them.
+        call_format: ``"hermes"`` (Qwen's too) or ``"llama3"``.
+    """
+    listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+    return (
+        f"These tools can be called:\n<tools>\n{listed}\n</tools>\nTo call one, write\n{CALL_EXAMPLES[call_format]}\n"
+        "Its result comes back in <tool_response> tags. When you know the final answer, write it without calling a tool."
+    )
+
+
+def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    name = getattr(tool, "__name__", repr(tool))
+    try:
+        schema = get_json_schema(tool)
+    except Exception as error:  # transformers has several of its own
+        raise ValueError(
+            f"No schema can be made for the tool {name}: {error} A tool needs type hints and a docstring that describes it "
+            "and, under 'Args:', each argument."
+        ) from error
+    schema["function"].pop("return", None)  # no chat template shows it
+    return schema
+
+
+def _shown(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def _failure(error: Exception) -> str:
+    if isinstance(error, IsolationError):
+        raise error
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{_FAILED}{kind}{error}"
