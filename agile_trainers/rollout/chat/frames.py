@@ -278,7 +278,10 @@ class ChatFrames:
         if roles not in self._prompts:
             # A prompt of one user message was tried when the template was chosen.
             if roles != ("user",) and (rewrite := self._find_rewrite(template, self._kwargs, prompt=messages)):
-                fix = f"It does so after a prompt of the roles {list(roles)}: use others, or another chat_template."
+                fix = (
+                    f"It does so after a prompt of the roles {list(roles)}. Let the prompt be one message of role 'user' "
+                    "(a system prompt can be its first paragraph), or edit the template."
+                )
                 raise ValueError(self._refusal(rewrite, template, fix))
             probes = [{**message, "content": "agileProbe"} for message in messages]
             self._prompts[roles] = self._shield.count(self._render(probes))
@@ -315,7 +318,10 @@ class ChatFrames:
         if roles == ("user",):
             return
         if rewrite := self._find_rewrite(self.chat_template, self._kwargs, observation=messages):
-            fix = f"It does so with an observation of the roles {list(roles)}: use others, or another chat_template."
+            fix = (
+                f"It does so with an observation of the roles {list(roles)}. Let the environment return text, which "
+                "becomes a message of role 'user' (result_role='user' of a ToolEnvironment), or edit the template."
+            )
             raise ValueError(self._refusal(rewrite, self.chat_template, fix))
 
     def _after_answer(self, messages: list[Message]) -> str:
