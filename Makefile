@@ -35,8 +35,8 @@ check: $(VENV)/.installed-dev  ## style and types
 wheel: $(VENV)/.installed-dev  ## build the wheel, install it outside the clone and run the README's snippet and each command
 	$(RUN) -m pytest tests/test_wheel.py -s
 
-snippets: $(VENV)/.installed-dev  ## every code block of README and docs; the README's first one on three seeds
-	$(RUN) -m pytest tests/test_docs.py tests/test_first_snippet.py
+snippets: $(VENV)/.installed-dev  ## every code block of README and docs; the README's first one and AgileRL's on three seeds
+	$(RUN) -m pytest tests/test_docs.py tests/test_first_snippet.py tests/test_agilerl_scripts.py
 
 docs-tables: $(VENV)/.installed  ## write the tables of options in docs/ from the fields of the configurations
 	$(RUN) docs/option_tables.py

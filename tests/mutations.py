@@ -273,7 +273,7 @@ MUTATIONS = [
         "update trains on episodes of its own", "trainers/trainer.py",
         "trajectories: list[Trajectory] = inputs  #",
         "trajectories = self._play(rows_of_episodes(inputs), 9, first)[0]  #",
-        "tests/trainers/test_updates.py -k 'train and grpo'",
+        "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo-rows]",
     ),
     Mutation(
         "a resumed run by hand begins a new generation batch", "trainers/updates.py",
@@ -287,7 +287,7 @@ MUTATIONS = [
     Mutation(
         "an update does not move the stream of rows", "trainers/updates.py",
         "        self._peek()  # the stream", "        pass  # the stream",
-        "tests/trainers/test_updates.py -k 'train and grpo'",
+        "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo-rows]",
     ),
     Mutation(
         "a dataset row is dropped where reset has no place for it", "envs/base.py",

@@ -6,6 +6,7 @@ Python blocks of a page run in order, in one namespace, as a reader would run th
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import re
@@ -18,7 +19,8 @@ from typing import Any
 import pytest
 from doc_blocks import BLOCKS, PAGES, ROOT, SNIPPET, Block, of
 
-LANGUAGES = ("python", "sh", "yaml", "text")
+LANGUAGES = ("python", "py", "sh", "yaml", "text")
+"""``py`` is another library's code, which is read and not run."""
 
 GSM8K = [
     {"question": f"Ann has {n} apples and buys 2. How many has she?", "answer": f"{n} + 2 = {n + 2}.\n#### {n + 2}"}
@@ -30,7 +32,7 @@ EXCHANGED = (
     (r"Qwen/Qwen2\.5-[\d.]+B-Instruct", "model"),
     (r'load_rows\("openai/gsm8k", "main"\)', "load_rows(GSM8K)"),
     (r'dataset="gsm8k"', 'dataset="gsm8k", path="gsm8k"'),
-    (r"max_steps=200", "max_steps=1"),
+    (r"max_steps=(200|32)\b", "max_steps=1"),
     (r"max_new_tokens=\d+", "max_new_tokens=2"),
     (r"gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
     (r"critic_warmup_steps=10", "critic_warmup_steps=0"),
@@ -98,6 +100,15 @@ def test_a_drawing_hides_no_code(block: Block) -> None:
         r"^\s*(\$ |agile-trainers|accelerate|python|pip|make|vllm|import |from \w+ import|def |class |trainer[. ])"
     )
     assert not re.search(commands, block.text, flags=re.M)
+
+
+@pytest.mark.parametrize("block", of("py"), ids=str)
+def test_another_librarys_code_is_python(block: Block) -> None:
+    tree = ast.parse(block.text)
+    imported = {
+        node.module.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+    }
+    assert "agile_trainers" not in imported and not imported <= {"transformers", "trl", "peft", "datasets"}
 
 
 @pytest.mark.parametrize("pattern", [pattern for pattern, _ in EXCHANGED] + list(NOT_RUN))
@@ -179,6 +190,16 @@ def calculations(namespace: dict[str, Any]) -> list[float]:
     return [play(environment, player, seed=0).episode_return for player in environment.players().values()]
 
 
+def sums(namespace: dict[str, Any]) -> list[float]:
+    """The right answer to every question, to every question."""
+    environment = namespace["trainer"].environment()
+    return [answers_to(environment, row["answer"]) for row in namespace["train"]]
+
+
+def two_and_two(namespace: dict[str, Any]) -> list[float]:
+    return [answers_to(namespace["trainer"].environment(), answer) for answer in ("5", "It is 4.")]
+
+
 GEM = any_number("gem:game:GuessTheNumber-v0-easy", "\\boxed{{{}}}")
 GUESS = any_number("agile:guess_number")
 EARNED = {
@@ -191,6 +212,7 @@ EARNED = {
     "docs/reasoning.md": [ideal_answers],
     "docs/environments.md": [GUESS, tool_calls],
     "docs/tools.md": [conversions, searches],
+    "docs/agilerl.md": [sums] * 3 + [two_and_two] * 3,
     "environments/calculator/README.md": [calculations],
 }
 """For each block that makes a trainer, returns of some episodes: the best must earn something, and more than the worst."""
