@@ -37,6 +37,7 @@ ENUMERATION = "tests/trainers/test_enumeration.py"
 STOPPING = "tests/trainers/test_enumeration_stopping.py"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
+MIXTURE = "tests/trainers/test_mixture.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 GAP = "tests/trainers/test_gap.py"
@@ -617,6 +618,37 @@ MUTATIONS = [
         "what reward functions log leaks", "trainers/reward_functions.py",
         "        means[name] = total / count\n    pending.clear()", "        means[name] = total / count",
         "tests/trainers/test_reward_functions.py -k loggers",
+    ),
+    Mutation(
+        "an instance of one environment plays another", "rollout/environment_pool.py",
+        "self._idle[self._names[episode]].append(environment)", "self._idle[next(iter(self.factories))].append(environment)",
+        f"{MIXTURE} -k learned_within",
+    ),
+    Mutation(
+        "every environment has the limits of all", "rollout/engine.py",
+        "return self.limits if environment is None else self.environment_limits[environment]", "return self.limits",
+        f"{MIXTURE} -k limits_of_the_conversation",
+    ),
+    Mutation(
+        "the members of a group play different environments", "rollout/seeds.py",
+        "name, row = (drawn[group], None)", "name, row = (drawn[index % len(drawn)], None)", f"{MIXTURE} -k depends_on",
+    ),
+    Mutation(
+        "the first groups of a batch play the first environment", "rollout/mixture.py",
+        'chosen = random.permutation(np.searchsorted(ends[:-1], points, side="right"))',
+        'chosen = np.searchsorted(ends[:-1], points, side="right")', f"{MIXTURE} -k every_share",
+    ),
+    Mutation(
+        "an environment's share of a batch is never rounded up", "rollout/mixture.py",
+        "(np.arange(self.groups) + random.random())", "np.arange(self.groups)", f"{MIXTURE} -k every_share",
+    ),
+    Mutation(
+        "returns are normalized over all environments together", "objectives/advantages.py",
+        "chosen = mask & (sets == one)[:, None]", "chosen = mask", f"{MIXTURE} -k normalized_within",
+    ),
+    Mutation(
+        "reset gets the column that names the environment", "rollout/mixture.py",
+        "{column: value for column, value in row.items() if column != COLUMN}", "dict(row)", f"{MIXTURE} -k rows_choose",
     ),
 ]  # fmt: skip
 
