@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -132,16 +133,27 @@ def _loading(base: str, model_id: str, record: Mapping[str, Any], trainer: str) 
 def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
     stride = -(-len(evaluations) // _EVALUATIONS) or 1
     shown = list(reversed(list(reversed(evaluations))[::stride]))
+    # Of several environments, those of each.
+    names = sorted(
+        {found[1] for entry in shown for key in entry if (found := re.fullmatch(r"eval_(.+)_return_sem", key))}
+    )
     rows = [
         (
             str(entry["step"]),
-            f"{entry['eval_return']:.3f} ± {entry['eval_return_sem']:.3f}",
+            _with_error(entry, "eval"),
             f"{entry['eval_success']:.1%}" if "eval_success" in entry else "",
             f"{entry['eval_episodes']:.0f}",
+            *(_with_error(entry, f"eval_{name}") for name in names),
         )
         for entry in shown
     ]
-    return _table("Evaluation", ("update", "return (± standard error)", "success", "episodes"), rows)
+    header = ("update", "return (± standard error)", "success", "episodes", *(f"return of {name}" for name in names))
+    return _table("Evaluation", header, rows)
+
+
+def _with_error(entry: Mapping[str, Any], prefix: str) -> str:
+    there = f"{prefix}_return" in entry
+    return f"{entry[f'{prefix}_return']:.3f} ± {entry[f'{prefix}_return_sem']:.3f}" if there else ""
 
 
 def _lineage(record: Mapping[str, Any]) -> str:

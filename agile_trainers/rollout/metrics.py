@@ -40,6 +40,8 @@ class Start:
     """The first characters of the prompt's messages."""
     digest: str
     """Of all of them."""
+    environment: str | None = None
+    """The environment's name in a run of several."""
 
 
 def start_of(trajectory: Trajectory) -> Start | None:
@@ -47,7 +49,8 @@ def start_of(trajectory: Trajectory) -> Start | None:
     if not trajectory.prompt:
         return None
     text = "\n".join(f"{message['role']}: {message['content']}" for message in trajectory.prompt)
-    return Start(trajectory.seed, text[:_SHOWN], blake2b(text.encode(), digest_size=16).hexdigest())
+    digest = blake2b(text.encode(), digest_size=16).hexdigest()
+    return Start(trajectory.seed, text[:_SHOWN], digest, trajectory.environment_name)
 
 
 def differing_groups(starts: Sequence[Start | None], group_size: int) -> list[int]:

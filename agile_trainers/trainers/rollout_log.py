@@ -65,7 +65,8 @@ class RolloutLog(Generation):
         self._idle_batches = self._idle_batches + 1 if idle else 0
         if self.num_generations > 1:
             self._compare_starts(trajectories)
-        error = next((trajectory.error for trajectory in trajectories if trajectory.error is not None), None)
+        failed = next((trajectory for trajectory in trajectories if trajectory.error is not None), None)
+        error = None if failed is None else ": ".join(filter(None, (failed.environment_name, failed.error)))
         for warning in degeneracies(summary, self._idle_batches, error, self.mask_truncated_completions):
             logger.warning(warning)
 
@@ -78,13 +79,14 @@ class RolloutLog(Generation):
         if different and not self._warned_of_starts:
             self._warned_of_starts = True
             group = starts[different[0] * self.num_generations :][: self.num_generations]
-            seed = next(start.seed for start in group if start is not None)
+            start = next(start for start in group if start is not None)
             shown = list(dict.fromkeys(start.prompt for start in group if start is not None))[:2]
+            name = start.environment or self._environment_name
             logger.warning(
-                f"{len(different)} of {groups} groups did not start from the same observation: after reset(seed={seed}) the "
-                f"environment {self._environment_name} said {shown[0]!r} to one member and {shown[-1]!r} to another. A "
-                "group's returns are compared as if only the answers differed: derive all randomness of reset from its "
-                "seed. The metric groups_with_different_starts goes on counting."
+                f"{len(different)} of {groups} groups did not start from the same observation: after reset(seed={start.seed}) "
+                f"the environment {name} said {shown[0]!r} to one member and {shown[-1]!r} to another. A group's returns are "
+                "compared as if only the answers differed: derive all randomness of reset from its seed. The metric "
+                "groups_with_different_starts goes on counting."
             )
 
     @property

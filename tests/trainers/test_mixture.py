@@ -104,6 +104,7 @@ def test_each_environment_is_learned_within_its_limits_and_reported_apart(words,
         assert all(len({r["environment"] for r in group}) == 1 for group in groups), "groups never mix"
         for name, limits in LIMITS.items():
             own = [r for r in played if r["environment"] == name]
+            assert {r["prompt"][0]["content"] for r in own} == {BOTH[name].word}
             assert {len(r["turns"]) for r in own} == {limits["max_turns"]}
             lengths = [r["turn_ids"].count(k) for r in own for k in range(limits["max_turns"])]
             assert max(lengths) == limits["max_new_tokens"]
@@ -159,6 +160,40 @@ def test_evaluation_reports_each_environment(words, tmp_path):
     assert len(compared) > 20
     for name in compared:
         assert metrics[name.replace("eval_", "eval_high_")] == expected[name], name
+
+
+def test_what_is_said_of_a_batch_names_the_environment(embedded_model, tmp_path, caplog):
+    """A group that starts apart, an episode that fails, and the card's table."""
+
+    class Wrong(Low):
+        started = 0
+
+        def reset(self, seed=None, options=None):
+            Wrong.started += 1
+            return f"start {Wrong.started}", {}
+
+        def step(self, action):
+            if Wrong.started > 3:
+                raise RuntimeError("gone")
+            return super().step(action)
+
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment={"low": Low, "wrong": Wrong}, eval_strategy="steps", eval_steps=1,
+        num_eval_episodes=4, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    warnings = [record.message for record in caplog.records]
+    assert any(
+        "1 of 2 groups did not start" in text and "the environment wrong said 'user: start" in text for text in warnings
+    )
+    assert any("failed in" in text and "wrong: RuntimeError: gone" in text for text in warnings)
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "on the environment `low=Low, wrong=" in card
+    header, _, row = card.partition("## Evaluation")[2].strip().splitlines()[:3]
+    assert header.endswith("| episodes | return of low | return of wrong |")
+    assert row.split("|")[-3].strip().startswith("0.000 ± 0.000")
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
