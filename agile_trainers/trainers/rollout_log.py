@@ -83,10 +83,10 @@ class RolloutLog(Generation):
             shown = list(dict.fromkeys(start.prompt for start in group if start is not None))[:2]
             name = start.environment or self._environment_name
             logger.warning(
-                f"{len(different)} of {groups} groups did not start from the same observation: after reset(seed={start.seed}) "
-                f"the environment {name} said {shown[0]!r} to one member and {shown[-1]!r} to another. A group's returns are "
-                "compared as if only the answers differed: derive all randomness of reset from its seed. The metric "
-                "groups_with_different_starts goes on counting."
+                f"{len(different)} of {groups} groups did not start from the same observation: after "
+                f"reset(seed={start.seed}) the environment {name} said {shown[0]!r} to one member and {shown[-1]!r} to "
+                "another. A group's returns are compared as if only the answers differed: derive all randomness of reset "
+                "from its seed. The metric groups_with_different_starts goes on counting."
             )
 
     @property
