@@ -73,7 +73,7 @@ def model_card(
         pipeline_tag="text-generation",
         tags=list(tags),
         model_name=name,
-        eval_results=[_result(record["environment"], evaluations[-1])] if evaluations else None,
+        eval_results=[_result(record["environment"], evaluations[-1], measure(log_history))] if evaluations else None,
     )
     base_name = Path(base).name if local and base else base or "a model made in code"
     base_link = base_name if local else f"[{base}](https://huggingface.co/{base})"
@@ -84,7 +84,7 @@ def model_card(
         f"{base_link}, trained with {record['algorithm']} on the environment `{record['environment']}`{rows}: "
         f"{record['global_step']} updates.",
         _loading(base_name, model_id, record, trainer),
-        _evaluation_table(evaluations),
+        _evaluation_table(evaluations, measure(log_history)),
         f"## Learning curve\n\n![Return of the training episodes at each update]({CURVE})"
         if curve(log_history)
         else "",
@@ -96,14 +96,21 @@ def model_card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _result(environment: str, metrics: Mapping[str, Any]) -> EvalResult:
+def measure(log_history: Sequence[Mapping[str, Any]]) -> str:
+    """What a run is judged by: ``"reward"`` where reward functions add to the return, else ``"return"``."""
+    names = {name.removeprefix("eval_") for entry in log_history for name in entry}
+    own = {name for name in names if name.startswith("rewards/") and not name.startswith("rewards/environment/")}
+    return "reward" if own else "return"
+
+
+def _result(environment: str, metrics: Mapping[str, Any], measured: str) -> EvalResult:
     return EvalResult(
         task_type="reinforcement-learning",
         dataset_type=environment,
         dataset_name=environment,
         metric_type="mean_reward",
-        metric_name="mean episode return",
-        metric_value=f"{metrics['eval_return']:.3f} +/- {metrics['eval_return_sem']:.3f}",
+        metric_name=f"mean episode {measured}",
+        metric_value=f"{metrics[f'eval_{measured}']:.3f} +/- {metrics[f'eval_{measured}_sem']:.3f}",
     )
 
 
@@ -130,7 +137,7 @@ def _loading(base: str, model_id: str, record: Mapping[str, Any], trainer: str) 
     return f"## How to load it\n\n```python\n{code}\n```\n\n{onward}"
 
 
-def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
+def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], measured: str) -> str:
     stride = -(-len(evaluations) // _EVALUATIONS) or 1
     shown = list(reversed(list(reversed(evaluations))[::stride]))
     # Of several environments, those of each.
@@ -140,20 +147,22 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         (
             str(entry["step"]),
-            _with_error(entry, "eval"),
+            _with_error(entry, "eval", measured),
             f"{entry['eval_success']:.1%}" if "eval_success" in entry else "",
             f"{entry['eval_episodes']:.0f}",
             *(_with_error(entry, f"eval_{name}") for name in names),
         )
         for entry in shown
     ]
-    header = ("update", "return (± standard error)", "success", "episodes", *(f"return of {name}" for name in names))
+    header = (
+        "update", f"{measured} (± standard error)", "success", "episodes", *(f"return of {name}" for name in names)
+    )  # fmt: skip
     return _table("Evaluation", header, rows)
 
 
-def _with_error(entry: Mapping[str, Any], prefix: str) -> str:
-    there = f"{prefix}_return" in entry
-    return f"{entry[f'{prefix}_return']:.3f} ± {entry[f'{prefix}_return_sem']:.3f}" if there else ""
+def _with_error(entry: Mapping[str, Any], prefix: str, measured: str = "return") -> str:
+    name = f"{prefix}_{measured}"
+    return f"{entry[name]:.3f} ± {entry[f'{name}_sem']:.3f}" if name in entry else ""
 
 
 def _lineage(record: Mapping[str, Any]) -> str:
@@ -185,8 +194,9 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def curve(log_history: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Update and mean return of its training episodes."""
-    return [(entry["step"], entry["return/mean"]) for entry in log_history if "return/mean" in entry]
+    """Update and mean return of its training episodes, or their mean reward; see :func:`measure`."""
+    name = "reward" if measure(log_history) == "reward" else "return/mean"
+    return [(entry["step"], entry[name]) for entry in log_history if name in entry]
 
 
 def plot_curve(log_history: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -197,14 +207,15 @@ def plot_curve(log_history: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*curve(log_history)), color="tab:blue", linewidth=1, label="training episodes")
-    evaluations = [entry for entry in log_history if "eval_return" in entry]
+    measured = measure(log_history)
+    evaluations = [entry for entry in log_history if f"eval_{measured}" in entry]
     if evaluations:
         axes.errorbar(
             [entry["step"] for entry in evaluations],
-            [entry["eval_return"] for entry in evaluations],
-            [entry["eval_return_sem"] for entry in evaluations],
+            [entry[f"eval_{measured}"] for entry in evaluations],
+            [entry[f"eval_{measured}_sem"] for entry in evaluations],
             color="tab:orange", marker="o", label="evaluation (± standard error)",
         )  # fmt: skip
-    axes.set(xlabel="update", ylabel="mean return of an episode")
+    axes.set(xlabel="update", ylabel=f"mean {measured} of an episode")
     axes.legend(fontsize="small")
     FigureCanvasAgg(figure).print_png(path)

@@ -18,7 +18,7 @@ from launching import run as run_to_end
 from transformers import AutoTokenizer
 
 from agile_trainers.adapters.folders import check_complete
-from agile_trainers.checkpoints.model_card import hyperparameters, model_card
+from agile_trainers.checkpoints.model_card import curve, hyperparameters, model_card
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 SCRIPT = Path(__file__).with_name("hub_push.py")
@@ -200,6 +200,18 @@ def test_the_card_tells_the_stages_and_the_base():
 def test_the_evaluation_table_is_short_and_has_the_last_row():
     rows = [line for line in card().splitlines() if "± 0.010" in line]
     assert len(rows) <= 10 and rows[-1] == "| 25 | 2.500 ± 0.010 | 50.0% | 128 |"
+
+
+def test_a_run_with_reward_functions_is_judged_by_the_reward():
+    log = [
+        {"step": step, "eval_return": 0.0, "eval_return_sem": 0.0, "eval_reward": step / 10, "eval_reward_sem": 0.02,
+         "eval_rewards/environment/mean": 0.0, "eval_rewards/judge/mean": step / 10, "eval_episodes": 4.0}
+        for step in (1, 2)
+    ]  # fmt: skip
+    text = card(log_history=[*log, {"step": 2, "return/mean": 0.0, "reward": 0.2}])
+    assert "| 2 | 0.200 ± 0.020 |  | 4 |" in text and "| update | reward (± standard error)" in text
+    assert "value: 0.200 +/- 0.020" in text and "name: mean episode reward" in text
+    assert curve([*log, {"step": 2, "return/mean": 0.0, "reward": 0.2}]) == [(2, 0.2)]
 
 
 def test_a_whole_model_loads_as_one():

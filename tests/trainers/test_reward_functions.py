@@ -252,3 +252,24 @@ def test_rewards_of_a_batch_by_hand():
             "rewards/b/std": 0.0,
         }
     )  # fmt: skip
+
+
+def test_a_reward_model_scores_what_did_not_fail(embedded_model, tmp_path, failing):
+    """It reads every conversation, also of failed episodes, whose scores do not count."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    judge = AutoModelForSequenceClassification.from_pretrained(embedded_model, num_labels=1, dtype=torch.float32)
+    judge.config.pad_token_id = tokenizer.pad_token_id
+    failing.training = False
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=failing, reward_funcs=judge, per_device_train_batch_size=16, seed=5
+    )
+    failing.training = True
+    trainer.train()
+    logged, (name,) = trainer.state.log_history[0], trainer.reward_func_names[1:]
+    scores = torch.tensor(list(trainer._logs["rewards"][name]))
+    failed = torch.tensor([row != row for row in trainer._logs["rewards"]["environment"]])
+    assert 0 < failed.sum() < 16 and torch.equal(scores.isnan(), failed)
+    assert logged["stop/environment_error"] == failed.float().mean()
+    assert logged[f"rewards/{name}/mean"] == pytest.approx(scores.nanmean().item()) and scores.nanmean() != 0
