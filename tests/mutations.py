@@ -288,6 +288,11 @@ MUTATIONS = [
     Mutation(
         "an update does not move the stream of rows", "trainers/updates.py",
         "        self._peek()  # the stream", "        pass  # the stream",
+        "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo]",
+    ),
+    Mutation(
+        "every update is of the first rows", "trainers/updates.py",
+        "        self._pending = None\n        return", "        return",
         "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo-rows]",
     ),
     Mutation(

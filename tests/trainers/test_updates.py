@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from games import Chatter, make_trainer
+from games import Chatter, OneTurn, make_trainer
 from ppo_games import make_ppo
 from transformers import TrainerCallback
 
@@ -21,9 +21,10 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 4},
     # Seven rows make epochs of three updates and a row that is left over; two steps for each generation batch.
     "grpo-rows": {"rows": True, "steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 7, "beta": 0.1},
-    # A step takes two generation batches.
+    # A step takes two generation batches, of two environments.
     "reinforce": {"algorithm": "reinforce", "num_generations": 1, "steps_per_generation": 2, "max_steps": 3,
-                  "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
+                  "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2,
+                  "environment": {"chatter": Chatter, "short": OneTurn}},
     "ppo": {"algorithm": "ppo", "num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4,
             "max_steps": 4, "critic_learning_rate": 0.05},
 }  # fmt: skip
