@@ -72,7 +72,6 @@ def _evaluated(rows: Sequence[dict[str, Any]], others: dict[str, float], prefix:
     sound = len(rows) * (1 - failures)
     summary["return"] = summary.get("return/mean", float("nan"))
     summary["return_sem"] = summary["return/std"] / sound**0.5 if sound else float("nan")
-    summary["reward_sem"] = summary["reward_std"] / sound**0.5 if sound else float("nan")
     summary["episodes"] = float(len(rows))
     return {f"{prefix}_{name}": value for name, value in summary.items()}
 

@@ -208,17 +208,19 @@ def reward_summary(rewards: torch.Tensor, weights: torch.Tensor, names: Sequence
         names: Of the functions.
 
     Returns:
-        ``reward`` and ``reward_std`` of the weighted sum, ``rewards/<name>/mean`` and ``rewards/<name>/std`` of each
+        ``reward``, ``reward_std`` and ``reward_sem`` (standard error) of the weighted sum, ``rewards/<name>/mean`` and ``rewards/<name>/std`` of each
         function, over the episodes that have one. NaN without any.
     """
     columns = {"reward": totals(rewards, weights)}
     columns |= {f"rewards/{name}": rewards[:, place] for place, name in enumerate(names)}
     summary = {}
     for name, column in columns.items():
-        few = int((~column.isnan()).sum()) == 1
+        count = int((~column.isnan()).sum())
         mean_name, std_name = (name, f"{name}_std") if name == "reward" else (f"{name}/mean", f"{name}/std")
         summary[mean_name] = torch.nanmean(column).item()
-        summary[std_name] = 0.0 if few else nanstd(column).item()
+        summary[std_name] = 0.0 if count == 1 else nanstd(column).item()
+        if name == "reward":
+            summary["reward_sem"] = summary[std_name] / count**0.5 if count else torch.nan
     return summary
 
 
