@@ -208,8 +208,8 @@ def reward_summary(rewards: torch.Tensor, weights: torch.Tensor, names: Sequence
         names: Of the functions.
 
     Returns:
-        ``reward``, ``reward_std`` and ``reward_sem`` (standard error) of the weighted sum, ``rewards/<name>/mean`` and ``rewards/<name>/std`` of each
-        function, over the episodes that have one. NaN without any.
+        ``reward``, ``reward_std`` and ``reward_sem`` (its standard error) of the weighted sum, ``rewards/<name>/mean`` and
+        ``rewards/<name>/std`` of each function, over the episodes that have one. NaN without any.
     """
     columns = {"reward": totals(rewards, weights)}
     columns |= {f"rewards/{name}": rewards[:, place] for place, name in enumerate(names)}

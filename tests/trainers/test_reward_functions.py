@@ -248,7 +248,8 @@ def test_rewards_of_a_batch_by_hand():
     found = reward_summary(rewards, torch.tensor([1.0, 0.5]), ["a", "b"])
     assert found == pytest.approx(
         {
-            "reward": 2.5, "reward_std": 0.5**0.5, "reward_sem": 0.5, "rewards/a/mean": 2.0, "rewards/a/std": 2**0.5, "rewards/b/mean": 2.0,
+            "reward": 2.5, "reward_std": 0.5**0.5, "reward_sem": 0.5,
+            "rewards/a/mean": 2.0, "rewards/a/std": 2**0.5, "rewards/b/mean": 2.0,
             "rewards/b/std": 0.0,
         }
     )  # fmt: skip
