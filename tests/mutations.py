@@ -627,7 +627,7 @@ MUTATIONS = [
     Mutation(
         "an instance of one environment plays another", "rollout/environment_pool.py",
         "self._idle[self._names[episode]].append(environment)", "self._idle[next(iter(self.factories))].append(environment)",
-        f"{MIXTURE} -k learned_within",
+        "tests/rollout/test_several_environments.py",
     ),
     Mutation(
         "every environment has the limits of all", "rollout/engine.py",

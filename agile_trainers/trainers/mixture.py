@@ -109,7 +109,7 @@ def first_rows(
 ) -> dict[str | None, dict[str, Any] | None]:
     """The row that each environment is probed with, None without rows; the rows are checked on the way.
 
-    Of a stream the first thousand rows are read; an environment that none of them is for is left out.
+    Of a stream no more than the first thousand rows are read; an environment that none of them is for is left out.
 
     Args:
         mixture: The run's; None for a single environment, whose name is None.
@@ -123,6 +123,11 @@ def first_rows(
     """
     if mixture is None:
         return {None: None if train_rows is None else dict(next(iter(train_rows)))}
+    if args.remove_unused_columns and (train_rows is not None or eval_rows is not None):
+        raise ValueError(
+            f"remove_unused_columns=True drops the column {COLUMN!r}, which says which of the environments each row is for. "
+            "Set remove_unused_columns=False."
+        )
     parts = eval_rows.items() if isinstance(eval_rows, Mapping) else [(None, eval_rows)]
     found: dict[str, dict[str, Any]] = {}
     for name, rows in parts:
@@ -172,4 +177,6 @@ def _first_of_each(mixture: Mixture, rows: Any, where: str) -> dict[str, dict[st
     for row in chosen:
         name, options = mixture.of_row(row, where)
         found.setdefault(name, options)
+        if len(found) == len(mixture.names) and not isinstance(rows, Dataset):
+            break  # no more of a stream is read than it takes
     return found

@@ -249,7 +249,7 @@ def test_reward_functions_get_the_drawn_environment(embedded_model, tmp_path):
     ("rows", "message"),
     [
         ([{"n": 1}] * 2, "no column 'environment'"),
-        ([{"environment": "low"}, {"environment": "hgih"}], "'hgih', which is none of low, high"),
+        ([{"environment": name} for name in ("low", "high", "hgih")], "'hgih', which is none of low, high"),
         ([{"environment": "low"}, {"environment": None}], "None, which is none of"),
         ([{"environment": "low"}] * 2, "No row of train_dataset is for the environment 'high'"),
     ],
@@ -271,6 +271,12 @@ def test_rows_to_evaluate_on_are_checked_too(embedded_model, tmp_path):
         make_trainer(
             embedded_model, tmp_path, environment=BOTH, train_dataset=rows, environment_weights={"low": 1, "high": 1}
         )
+
+
+def test_columns_that_would_be_removed_are_not_looked_for(embedded_model, tmp_path):
+    rows = Dataset.from_list([{"environment": name, "prompt": "?"} for name in BOTH])
+    with pytest.raises(ValueError, match="remove_unused_columns=True drops the column 'environment'"):
+        make_trainer(embedded_model, tmp_path, environment=BOTH, train_dataset=rows, remove_unused_columns=True)
 
 
 def test_a_stream_chooses_too(embedded_model, tmp_path):
