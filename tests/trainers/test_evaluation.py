@@ -7,7 +7,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from datasets import Dataset, IterableDataset
-from games import Chatter, make_trainer
+from games import Chatter, make_trainer, settings
+
+from agile_trainers.trainers import MultiTurnGRPOConfig
+from agile_trainers.trainers.evaluation_data import with_best_metric
 
 
 class Secret(Chatter):
@@ -91,3 +94,18 @@ def test_unused_columns_are_removed_before_they_are_checked(embedded_model, tmp_
     assert len(seen) == 1 + 8 + 2 + 2 and all(set(options) == {"prompt"} for options in seen)
     with pytest.raises(ValueError, match=r"remove_unused_columns=True leaves nothing of train_dataset.*secret"):
         make_trainer(embedded_model, tmp_path, train_dataset=rows(1, 2), remove_unused_columns=True)
+
+
+def test_the_metric_is_chosen_where_one_is_needed(tmp_path):
+    def chosen(**changes):
+        args = MultiTurnGRPOConfig(**settings(tmp_path, eval_strategy="steps", eval_steps=1, **changes))
+        return with_best_metric(args.with_environment(), by_reward=False, eval_dataset=None)
+
+    assert chosen().metric_for_best_model is None
+    assert chosen(save_strategy="best").metric_for_best_model == "return"
+    plateau = chosen(lr_scheduler_type="reduce_lr_on_plateau")
+    assert plateau.metric_for_best_model == "return" and plateau.lr_scheduler_kwargs["mode"] == "max"
+    given = chosen(save_strategy="best", metric_for_best_model="turns/mean", greater_is_better=False)
+    assert given.metric_for_best_model == "turns/mean" and given.greater_is_better is False
+    with pytest.raises(ValueError, match="greater_is_better=False"):
+        chosen(save_strategy="best", greater_is_better=False)
