@@ -17,71 +17,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from chain_files import lineage, pairs
 from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from agile_environments.guess_number import GuessNumber, demonstrations, halving_player, random_legal_player
 from agile_trainers.cli.chain import command as chain
 from agile_trainers.cli.chain.stages import PipelineError, parse_pipeline, read_pipeline, stage_rows
 from agile_trainers.cli.main import main
-from agile_trainers.envs.players import compare
 
 IDS = torch.arange(3, 43).view(2, 20)
 QUIET = Console(file=StringIO())
-
-
-def pairs(count: int) -> list[dict[str, Any]]:
-    """Found by its path: ``test_cli_chain:pairs``."""
-    return compare(GuessNumber(level="easy"), halving_player, random_legal_player, range(count))
-
-
-class Talk(GuessNumber):
-    """The same game, but any answer earns something, even an untrained model's."""
-
-    def step(self, action: str) -> Any:
-        observation, _, terminated, truncated, info = super().step(action)
-        return observation, sum(map(ord, action)) % 5 / 4, terminated, truncated, info
-
-
-@pytest.fixture
-def pipeline(embedded_model: Path, tmp_path: Path) -> dict[str, Any]:
-    """SFT on a file, DPO on a function's rows, and two multi-turn stages; two small steps each."""
-    rows = demonstrations(8, environment=GuessNumber(level="easy"))
-    (tmp_path / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    steps = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": "1e-2"}
-    episodes = {**steps, "max_turns": 2, "max_new_tokens": 3, "per_device_train_batch_size": 4, "beta": 0.1}
-    episodes["gradient_accumulation_steps"] = 1
-    return {
-        "output_dir": str(tmp_path / "chain"),
-        "model": str(embedded_model),
-        "environment": "test_cli_chain:Talk",
-        "environment_args": {"level": "easy"},
-        "lora": {"r": 4, "lora_alpha": 8, "target_modules": r".*_proj"},
-        "options": {
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "save_strategy": "steps",
-            "save_steps": 1,
-            "lr_scheduler_type": "constant",
-        },
-        "evaluation": {"num_eval_episodes": 3},
-        "stages": [
-            {"algorithm": "sft", "dataset": str(tmp_path / "games.jsonl"), "assistant_only_loss": True, **steps},
-            {"algorithm": "dpo", "dataset": "test_cli_chain:pairs", "dataset_args": {"count": 30}, **steps},
-            {"algorithm": "grpo", "num_generations": 2, **episodes},
-            {
-                "algorithm": "ppo",
-                "name": "ppo-after",
-                "lora": {"r": 8, "lora_alpha": 16, "target_modules": r".*_proj"},
-                "merge_lora_configs": True,
-                **episodes,
-            },
-        ],
-    }
 
 
 @torch.no_grad()
@@ -95,15 +41,6 @@ def load(base: Path, folder: Path) -> torch.Tensor:
 
 def adapter(folder: Path) -> bytes:
     return (folder / "adapter_model.safetensors").read_bytes()
-
-
-def lineage(folder: Path) -> list[str]:
-    """The algorithms that a folder's record names, the latest first."""
-    found, stage = [], json.loads((folder / "agile_trainers.json").read_text())
-    while stage is not None:
-        found.append(stage["algorithm"])
-        stage = stage["parent"]
-    return found
 
 
 def test_a_chain_carries_the_adapter_on(pipeline: dict, embedded_model: Path, tmp_path: Path) -> None:
@@ -266,7 +203,7 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
         ("stages.2.max_steps", -1, "stage 'grpo': without a `dataset`, `max_steps`"),
         ("stages.2.output_dir", "x", "stage 'grpo' knows no 'output_dir'"),
         ("stages.1.dataset", None, "stage 'dpo': `dataset` is missing"),
-        ("stages.1.dataset", "test_cli_chain:pears", r"test_cli_chain has no 'pears' \(did you mean pairs"),
+        ("stages.1.dataset", "chain_files:pears", r"chain_files has no 'pears' \(did you mean pairs"),
         ("stages.1.dataset", "no_such_module:pairs", "there is no module 'no_such_module'"),
         ("stages.1.dataset", "gone.jsonl", "stage 'dpo': there is no file gone.jsonl"),
         ("stages.3.name", "grpo", "Two stages are named 'grpo'"),
@@ -330,7 +267,7 @@ def test_a_chain_trains_on_several_environments(pipeline: dict, tmp_path: Path) 
     limits = {"easy": {"max_turns": 2}, "hard": {"max_turns": 1, "max_new_tokens": 2}}
     stage = {key: value for key, value in pipeline["stages"][2].items() if key not in ("max_turns", "beta")}
     pipeline |= {
-        "environment": dict.fromkeys(limits, "test_cli_chain:Talk"), "environment_args": {"easy": {"level": "easy"}},
+        "environment": dict.fromkeys(limits, "chain_files:Talk"), "environment_args": {"easy": {"level": "easy"}},
         "stages": [stage | {"environment_limits": limits, "environment_weights": {"easy": 1, "hard": 3}, "max_steps": 1}],
     }  # fmt: skip
     rows = chain.run_pipeline(parse_pipeline(pipeline), QUIET)
@@ -374,7 +311,7 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "rows.tsv").write_text("a\tb\n1\tx\n2\ty\n")
     for name in ("rows.json", "rows.csv", "rows.parquet", "rows.tsv", "rows"):
         assert stage_rows(str(tmp_path / name), {}).to_list() == rows
-    assert stage_rows("test_cli_chain:pairs", {"count": 30}).to_list() == pairs(30)
+    assert stage_rows("chain_files:pairs", {"count": 30}).to_list() == pairs(30)
     with pytest.raises(ValueError, match=r"'valid'.*'train'"):
         stage_rows(str(tmp_path / "rows"), {"split": "valid"})
 

@@ -22,7 +22,7 @@ from trl import ModelConfig, get_peft_config
 
 from agile_trainers.cli.check.memory_plan import MemoryPlan, estimate_memory, plan_memory, readable
 from agile_trainers.embedded import make_tokenizer
-from agile_trainers.rollout.generators.transformers.generator import generator as generator_module
+from agile_trainers.rollout.generators.transformers import generator as generator_module
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
 
 VOCABULARY = 512

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from agile_environments.guess_number import demonstrations, halving_player, random_player
 from agile_trainers.cli.demo import command as demo
-from agile_trainers.cli.demo.command import Budget, report
+from agile_trainers.cli.demo import report
+from agile_trainers.cli.demo.command import Budget
 from agile_trainers.cli.demo.report import Score
 from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.episode_files import write_records

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+from checkpointed_runs import SAVING, KillBefore, Killed, weights
 from games import end_process
 from mixtures import make
-from test_checkpoint import SAVING, KillBefore, Killed, weights
 
 STEPS = {"grpo": 18, "reinforce": 24, "ppo": 24}
 

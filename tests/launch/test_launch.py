@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,31 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from chain_files import lineage
+from launched_runs import ROOT, SCRIPT, distance, episodes, launch, of, weights
 from launching import run
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_cli_chain import lineage, pipeline  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.adapters import CRITIC, REFERENCE, add_value_head
-from agile_trainers.rollout.episode_files import read_records
 
 pytestmark = pytest.mark.launch
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).with_name("launched.py")
 CASES = ("grpo", "grpo-full", "reinforce", "reinforce-full", "ppo")
 STAGES = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
-
-
-def launch(config: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """As a user would, from the repository's root."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-    return run(
-        [*command, "--main_process_port", "0", *map(str, arguments)],
-        timeout=900,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("tests", "tests/trainers"))},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -54,28 +40,6 @@ def runs(request, single, embedded_model, tmp_path_factory) -> tuple[str, Path]:
     done = launch(f"cpu/{request.param}", SCRIPT, embedded_model, folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return request.param, folder
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of all adapters, or of the whole model, by file and name."""
-    files = sorted(folder.rglob("*.safetensors"))
-    return {
-        f"{file.parent.relative_to(folder)}/{name}": value for file in files for name, value in load_file(file).items()
-    }
-
-
-def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    assert left.keys() == right.keys() and left
-    return sum(float(((left[name] - right[name]) ** 2).sum()) for name in left) ** 0.5
-
-
-def of(adapter: str, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in named.items() if name.startswith(f"{adapter}/")}
-
-
-def episodes(folder: Path) -> list[dict]:
-    records = [record for path in sorted((folder / "rollouts").glob("*generation*")) for record in read_records(path)]
-    return sorted(records, key=lambda record: (record["step"], record["seed"], record["group"], record["member"]))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -214,7 +178,7 @@ def test_an_example_runs_on_two_processes(tmp_path):
     assert done.stdout.count("after: return") == 1 and (tmp_path / "adapter_model.safetensors").is_file()
 
 
-def test_a_chain_runs_on_two_processes(pipeline, embedded_model, tmp_path):  # noqa: F811
+def test_a_chain_runs_on_two_processes(pipeline, embedded_model, tmp_path):
     """SFT, DPO, GRPO and PPO, as one run; what is finished is not done again."""
     (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
     command = ["cpu/ddp", "--module", "agile_trainers.cli.main", "chain", tmp_path / "pipeline.yaml"]

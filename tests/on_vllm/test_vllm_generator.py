@@ -11,45 +11,18 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from test_generators import EOS, PAD, SETTINGS, letters, observation, play, processed, qwen2, uniforms
+from engines import GREEDILY, GREEDY, agree, make, on_transformers, policy, run, serve
+from generated import EOS, SETTINGS, letters, observation, play, processed, uniforms
+from peft import PeftModel, get_peft_model_state_dict
 
 from agile_trainers.rollout.generators import (
-    GenerationOutput,
     GenerationRequest,
     SamplingSettings,
-    TransformersGenerator,
 )
-from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 
-GREEDY = SamplingSettings(do_sample=False)
 SETTINGS = {**SETTINGS, "hot": SamplingSettings(temperature=1.9), "all": replace(SETTINGS["all"], min_p=None)}
 """Within what vLLM takes: temperatures up to 2, and not min_p beside top_p."""
-
-
-def policy(seed: int) -> PeftModel:
-    """The same base each time (heads of 32, which vLLM asks for on CPU), under an adapter of this seed."""
-    base = qwen2(hidden_size=128, intermediate_size=64)
-    torch.manual_seed(seed)
-    return get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
-    folder = tmp_path_factory.mktemp("base")
-    qwen2(hidden_size=128, intermediate_size=64).save_pretrained(folder)
-    return VllmEngine(
-        str(folder),
-        dtype=torch.float32,
-        max_model_length=256,
-        max_batch_size=64,
-        max_lora_rank=8,
-    )
-
-
-def serve(engine: VllmEngine, model: PeftModel) -> int:
-    return engine.load_adapter(get_peft_model_state_dict(model), model.peft_config["default"])
 
 
 @pytest.fixture
@@ -59,42 +32,6 @@ def model(engine: VllmEngine) -> Iterator[PeftModel]:
     serve(engine, model)
     yield model
     assert not engine.engine.has_unfinished_requests()
-
-
-def make(engine: VllmEngine, settings: SamplingSettings = GREEDY, eos: list[int] = EOS) -> VllmGenerator:
-    return VllmGenerator(engine, eos_token_ids=eos, settings=settings, tokenizer=letters())
-
-
-def on_transformers(model: PeftModel, settings: SamplingSettings, eos: list[int] = EOS) -> TransformersGenerator:
-    return TransformersGenerator(model, eos_token_ids=eos, pad_token_id=PAD, settings=settings, tokenizer=letters())
-
-
-def run(generator: Generator, request: GenerationRequest) -> GenerationOutput:
-    generator.submit(request)
-    while generator.pending:
-        for output in generator.step():
-            return output
-    raise AssertionError
-
-
-GREEDILY = {
-    "greedy": GREEDY,
-    "penalty": replace(GREEDY, repetition_penalty=1.7),
-    "min_new_tokens": replace(GREEDY, min_new_tokens=4),
-    "stop_strings": replace(GREEDY, stop_strings=("jx", "q", "b")),
-}
-
-
-def agree(ours: dict[int, list[GenerationOutput]], theirs: dict[int, list[GenerationOutput]]) -> None:
-    """Tokens, log-probabilities and reasons, of which both occur."""
-    reasons = set()
-    for episode, turns in ours.items():
-        for output, reference in zip(turns, theirs[episode], strict=True):
-            assert output.token_ids == reference.token_ids
-            assert output.finish_reason == reference.finish_reason
-            assert output.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
-            reasons.add(output.finish_reason)
-    assert reasons == {"stop", "length"}
 
 
 @pytest.mark.parametrize("settings", GREEDILY.values(), ids=GREEDILY)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
 from launched import VLLM
-from test_launch import SCRIPT, distance, episodes, launch, of, weights
+from launched_runs import SCRIPT, distance, episodes, launch, of, weights
 
 
 @pytest.fixture(scope="module")

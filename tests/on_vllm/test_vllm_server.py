@@ -15,15 +15,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 
 import requests
 import torch
+from engines import GREEDILY, GREEDY, agree, on_transformers, policy, run, serve
+from engines import make as make_colocated
 from games import make_trainer, relative_error
+from generated import EOS, SETTINGS, VOCAB, letters, play, qwen2, uniforms
 from killed_run import ENDS_IN, UPDATES, Fatal, middle_of_the_last_rollout
 from peft import PeftModel, get_peft_model_state_dict
 from requests.adapters import HTTPAdapter
 from serving import Served, serving
-from test_generators import EOS, SETTINGS, VOCAB, letters, play, qwen2, uniforms
-from test_two_processes import SCRIPT, episodes, launch
-from test_vllm_generator import GREEDILY, GREEDY, agree, engine, on_transformers, policy, run, serve  # noqa: F401
-from test_vllm_generator import make as make_colocated
+from several_processes import SCRIPT, episodes, launch
 
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine
@@ -78,7 +78,7 @@ def test_sampled_answers_are_those_of_an_engine_in_this_process(
     name: str,
     server: VllmServer,
     model: PeftModel,
-    engine: VllmEngine,  # noqa: F811
+    engine: VllmEngine,
 ) -> None:
     settings = {**SETTINGS, "stop_strings": SamplingSettings(stop_strings=("q", "jx"))}[name]
     settings = replace(settings, min_p=None, stop_strings=() if name == "all" else settings.stop_strings)

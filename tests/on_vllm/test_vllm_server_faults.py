@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
 import requests
+from engines import policy
+from generated import VOCAB
 from peft import get_peft_model_state_dict
-from test_generators import VOCAB
-from test_vllm_generator import policy
 
 from agile_trainers.rollout.generators.vllm.engine import server as server_module
 from agile_trainers.rollout.generators.vllm.server import VllmServer

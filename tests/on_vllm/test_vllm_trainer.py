@@ -14,9 +14,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 import torch
 from games import Chatter, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
 from hub_push import IDS
+from hub_runs import run
 from hub_server import running_hub
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-from test_hub import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 
 import torch
 from games import relative_error
-from test_two_processes import SCRIPT, episodes, launch
+from several_processes import SCRIPT, episodes, launch
 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"num_generations": 8, "vllm_importance_sampling_mode": "turn_mask"},

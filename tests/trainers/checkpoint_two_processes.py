@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from test_checkpoint import CASES, SAVING, KillBefore, Told, make, press_ctrl_c, run_until, weights
+from checkpointed_runs import CASES, SAVING, KillBefore, Told, make, press_ctrl_c, run_until, weights
 from transformers import TrainerCallback
 
 CASES["grpo"] |= {"max_steps": 3}

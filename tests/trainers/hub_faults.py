@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from checkpointed_runs import SAVING
 from games import make_trainer
 from hub_push import TOKEN
-from test_checkpoint import SAVING
 
 from agile_trainers.checkpoints import background_pushes
 

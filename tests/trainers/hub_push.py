@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import torch
+from checkpointed_runs import SAVING
 from games import make_trainer
 from peft import PeftModel
 from ppo_games import make_ppo
-from test_checkpoint import SAVING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TOKEN = "hf_" + "secret" * 6

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from checkpointed_runs import CASES, SAVING, KillBefore, Killed, assert_same, make, press_ctrl_c, run_until, weights
 from games import Chatter, make_trainer
 from peft import LoraConfig, PeftModel
-from ppo_games import make_ppo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -31,90 +30,6 @@ from agile_trainers.adapters.folders import (
     mark_complete,
     newest_complete,
 )
-from agile_trainers.checkpoints import nonfinite, output_lock, stopping
-from agile_trainers.checkpoints import record as checkpoint_module
-
-SAVING = {"save_strategy": "steps", "save_steps": 1}
-
-
-class Told(Chatter):
-    """Chatter whose length and reward a dataset row decides, so that the order of the rows matters."""
-
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        observation = super().reset((seed or 0) + options["number"])
-        self.length = 1 + options["number"] % 3
-        return observation
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        observation, reward, *rest = super().step(action)
-        return observation, reward * self.length, *rest
-
-
-CASES: dict[str, dict[str, Any]] = {
-    # A generation batch serves four optimizer steps: two passes over four micro-batches, two at a time.
-    "grpo": {
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2,
-        "max_steps": 6, "beta": 0.1, "reference_adapter": True, "reference_update_steps": 2, "use_adaptive_entropy": True,
-        "optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear",
-    },
-    # Shuffled rows over more than one epoch of four steps; a generation batch serves two steps.
-    "reinforce": {
-        "algorithm": "reinforce", "num_generations": 1, "per_device_train_batch_size": 4, "steps_per_generation": 2,
-        "max_steps": 6, "environment": Told, "train_dataset": Dataset.from_dict({"number": list(range(16))}),
-        "optim": "adamw_torch", "learning_rate": 1e-2,
-    },
-    "ppo": {
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 3,
-        "critic_learning_rate": 2e-2, "beta": 0.1, "optim": "adamw_torch", "learning_rate": 1e-2,
-    },
-    "whole-model": {
-        "lora": False, "per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3, "beta": 0.1,
-        "reference_update_steps": 1,
-    },
-}  # fmt: skip
-
-
-def make(case: str, model: Path, folder: Path, **changes: Any) -> Any:
-    settings = {**CASES[case], **changes}
-    return make_ppo(model, folder, **settings) if case == "ppo" else make_trainer(model, folder, **settings)
-
-
-class Killed(BaseException):
-    """What nothing in the trainer expects."""
-
-
-class KillBefore(TrainerCallback):
-    """Ends the run as its next step begins, so that only what was saved before is left."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise Killed
-
-
-def run_until(step: int, case: str, model: Path, folder: Path, *, resume: Any = None, **changes: Any) -> Any:
-    """Train and be killed after ``step`` steps, unless the run is over by then."""
-    trainer = make(case, model, folder, callbacks=[KillBefore(step)], **{**SAVING, **changes})
-    try:
-        trainer.train(resume_from_checkpoint=resume)
-    except Killed:
-        trainer.engine.pool.close()
-    return trainer
-
-
-def weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """Everything that is trained, and the reference."""
-    found = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad or ".ref." in n}
-    if trainer.ref_model is not None:
-        found |= {f"reference.{n}": p.detach().clone() for n, p in trainer.ref_model.named_parameters()}
-    return found
-
-
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys() and left
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
@@ -130,15 +45,6 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 def digest(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-@pytest.fixture
-def warned(monkeypatch) -> list[str]:
-    messages: list[str] = []
-    record = lambda text, *values, **_: messages.append(text % values)  # noqa: E731
-    for module in (checkpoint_module, stopping, nonfinite, output_lock):
-        monkeypatch.setattr(module.logger, "warning", record)
-    return messages
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -237,12 +143,6 @@ def test_killed_while_saving(embedded_model, tmp_path):
         check_complete(late / "checkpoint-3")
 
 
-def press_ctrl_c() -> None:
-    """Interrupt this thread, and return when the handler has run: no interrupt comes late, no two become one."""
-    signal.raise_signal(signal.SIGINT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ())  # runs the handlers of what has arrived
-
-
 class Interrupt(TrainerCallback):
     """Presses Ctrl-C inside the second step."""
 
@@ -312,14 +212,6 @@ def test_the_same_trainer_trains_anew_after_an_interruption(embedded_model, tmp_
 
 
 # ---------------------------------------------------------------------------------------------------------- what is saved
-
-
-@pytest.fixture(scope="module")
-def saved(embedded_model, tmp_path_factory) -> Path:
-    """A run of GRPO after one of its steps, in the middle of a generation batch. Read only."""
-    folder = tmp_path_factory.mktemp("saved") / "run"
-    make("grpo", embedded_model, folder, **{**SAVING, "max_steps": 1}).train()
-    return folder
 
 
 def test_the_record(embedded_model, saved):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpointed_runs import assert_same
 from launching import run
 from safetensors.torch import load_file
-from test_checkpoint import assert_same
 
 from agile_trainers.adapters.folders import newest_complete
 

@@ -1,6 +1,6 @@
 """Weights that make up for penalties at sampling, proved over all episodes of a task small enough to list them.
 
-The task and its policy are those of ``test_enumeration``. The sampler is the rollout's own ``Sampler`` on the policy's
+The task and its policy are those of ``enumerated``. The sampler is the rollout's own ``Sampler`` on the policy's
 logits, so an episode is drawn with another probability than the policy's; the trainer weighs it.
 """
 
@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_enumeration
 import torch
-from games import draw_batch, loss_and_gradients, make_trainer
-from games import relative_error as relative_error_of
-from test_enumeration import (
+from enumerated import (
     EPISODES,
     TURN_IDS,
     Table,
@@ -25,13 +22,14 @@ from test_enumeration import (
     turn_batch,
     turn_rewards,
 )
+from games import draw_batch, loss_and_gradients, make_trainer
+from games import relative_error as relative_error_of
 
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.rollout.generators.transformers.sampling import Sampler
 
 WHOLE: dict[str, Any] = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1e6}
 """The whole episode's ratio, however large."""
-table = test_enumeration.table
 
 
 def sampled(table: Table, settings: SamplingSettings) -> torch.Tensor:

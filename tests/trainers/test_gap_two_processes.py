@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_two_processes import launch
+from several_processes import launch
 
 SCRIPT = Path(__file__).with_name("gap_two_processes.py")
 CASES = {

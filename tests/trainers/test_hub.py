@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from copy import copy
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from games import make_trainer
 from hub_push import TOKEN
-from hub_server import Hub, running_hub
+from hub_runs import SCRIPT, environment, run
+from hub_server import running_hub
 from launching import run as run_to_end
 from transformers import AutoTokenizer
 
 from agile_trainers.adapters.folders import check_complete
 from agile_trainers.checkpoints.model_card import curve, hyperparameters, model_card
 from agile_trainers.trainers import MultiTurnGRPOConfig
-
-SCRIPT = Path(__file__).with_name("hub_push.py")
-
-
-def environment(hub: Hub, home: Path) -> dict[str, str]:
-    return {
-        **os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }  # fmt: skip
-
-
-def run(hub: Hub, command: str, model: Path, folder: Path) -> None:
-    done = run_to_end(
-        [sys.executable, str(SCRIPT), command, str(model), str(folder)],
-        env=environment(hub, folder / f"home-{command}"),
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")

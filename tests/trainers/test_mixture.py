@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
 from datasets import Dataset
 from games import make_trainer
 from mixtures import BOTH, LIMITS, High, Low, make
-from test_checkpoint import SAVING, KillBefore, Killed, assert_same, weights
 
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json
 from agile_trainers.embedded import make_embedded_model

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointed_runs import SAVING, assert_same, make, weights
 from safetensors.torch import load_file
-from test_checkpoint import SAVING, assert_same, make, weights
 from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import newest_complete

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_enumeration import (
+from enumerated import (
     EPISODES,
     GAMMA,
     LEVELS,
@@ -14,13 +14,10 @@ from test_enumeration import (
     exact_return_gradient,
     grpo,
     relative_error,
-    table,
     turn_rewards,
 )
 
 from agile_trainers.objectives.returns import gae, token_gae
-
-__all__ = ["table"]  # a fixture
 
 
 def exact_values(table, gamma):
@@ -66,7 +63,7 @@ def test_token_gae_estimates_the_exact_policy_gradient(embedded_model, tmp_path,
     advantages, values = turn_gae(table, 1.0, gae_lambda)
     by_token = token_gae(advantages + values, exact_values(table, 1.0), TURN_IDS.expand(8, -1))
     # Each token an advantage of its own, by way of a turn of its own.
-    monkeypatch.setattr("test_enumeration.TURN_IDS", torch.tensor([0, -1, 1, 2]))
+    monkeypatch.setattr("enumerated.TURN_IDS", torch.tensor([0, -1, 1, 2]))
     rows = [estimate(trainer, table, EPISODES[[i]], by_token[[i]][:, TURN_IDS >= 0]) for i in range(8)]
     estimated = sum(p * row for p, row in zip(table.probability().detach(), rows))
     assert relative_error(estimated, exact_return_gradient(table)) < 1e-5

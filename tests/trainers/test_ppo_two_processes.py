@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from games import relative_error
-from test_two_processes import episodes, launch
+from several_processes import episodes, launch
 
 SCRIPT = Path(__file__).with_name("ppo_two_processes.py")
 LOGGED = ["return/mean", "advantage/std", "advantage/mean", "value/mean", "value/error", "value/explained_variance",

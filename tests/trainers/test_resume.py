@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpointed_runs import SAVING, assert_same, make, run_until, weights
 from games import Chatter
-from test_checkpoint import SAVING, assert_same, make, run_until, saved, warned, weights  # noqa: F401
 
 from agile_trainers.adapters.folders import MARKER, RECORD, CheckpointError, check_complete, mark_complete
 from agile_trainers.checkpoints.output_lock import LOCK, OutputDirInUseError, locked
@@ -24,7 +24,7 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_finished_run_trains_no_further(embedded_model, tmp_path, warned, steps):  # noqa: F811
+def test_a_finished_run_trains_no_further(embedded_model, tmp_path, warned, steps):
     """Neither with the same ``max_steps`` nor with a lower one; it still ends with the checkpoint's weights."""
     done = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 2})
     done.train()
@@ -35,7 +35,7 @@ def test_a_finished_run_trains_no_further(embedded_model, tmp_path, warned, step
     assert any("at step 2 of" in text and "max_steps" in text for text in warned)
 
 
-def test_auto_starts_or_goes_on(embedded_model, tmp_path, warned):  # noqa: F811
+def test_auto_starts_or_goes_on(embedded_model, tmp_path, warned):
     whole = make("grpo", embedded_model, tmp_path / "whole", max_steps=3)
     whole.train()
     run_until(2, "grpo", embedded_model, tmp_path / "run", resume="auto", max_steps=3)
@@ -66,7 +66,7 @@ def test_options_that_changed_are_told_apart():
     assert changes.active == ["gamma: 1.0 -> 0.9"]
 
 
-def test_a_resumed_run_says_which_options_take_effect(embedded_model, tmp_path, warned):  # noqa: F811
+def test_a_resumed_run_says_which_options_take_effect(embedded_model, tmp_path, warned):
     """And it is so: the rate comes from the checkpoint, the number of turns from the options."""
     run_until(4, "grpo", embedded_model, tmp_path / "run", max_steps=5)  # the next step begins a generation batch
     shutil.copytree(tmp_path / "run", tmp_path / "same")
@@ -83,7 +83,7 @@ def test_a_resumed_run_says_which_options_take_effect(embedded_model, tmp_path, 
     assert [e["turns/max"] for e in resumed.state.log_history if "turns/max" in e][-1] == 1
 
 
-def test_options_that_do_not_fit_the_saved_states_are_refused(embedded_model, tmp_path, saved):  # noqa: F811
+def test_options_that_do_not_fit_the_saved_states_are_refused(embedded_model, tmp_path, saved):
     trainer = make("grpo", embedded_model, tmp_path, max_steps=2, optim="sgd")
     with pytest.raises(CheckpointError, match="optim: 'adamw_torch' -> 'sgd' does not fit"):
         trainer.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
@@ -131,7 +131,7 @@ def test_another_environment_from_the_same_factory_is_refused(embedded_model, tm
 # --------------------------------------------------------------------------------------------------------------- branches
 
 
-def test_going_on_from_an_older_checkpoint_sets_the_old_branch_aside(embedded_model, tmp_path, warned):  # noqa: F811
+def test_going_on_from_an_older_checkpoint_sets_the_old_branch_aside(embedded_model, tmp_path, warned):
     """A later resume goes on with the new branch, although the old one had got further."""
     run_until(4, "grpo", embedded_model, tmp_path, max_steps=6)
     first = record_of(tmp_path / "checkpoint-1")["run_id"]
@@ -203,7 +203,7 @@ def test_two_runs_in_one_folder(embedded_model, tmp_path):
     assert trainer.state.global_step == 1
 
 
-def test_a_lock_of_another_host_blocks_nobody(tmp_path, warned):  # noqa: F811
+def test_a_lock_of_another_host_blocks_nobody(tmp_path, warned):
     with locked(tmp_path):
         (tmp_path / LOCK).write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
         with locked(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoint import assert_same, make, warned, weights  # noqa: F401
+from checkpointed_runs import assert_same, make, weights
 from transformers import TrainerCallback
 
 from agile_trainers.checkpoints import stopping
@@ -27,7 +27,7 @@ class Signal(TrainerCallback):
             signal.raise_signal(self.number)
 
 
-def test_sigterm_saves_and_exits_with_143(embedded_model, tmp_path, warned):  # noqa: F811
+def test_sigterm_saves_and_exits_with_143(embedded_model, tmp_path, warned):
     whole = make("grpo", embedded_model, tmp_path / "whole", max_steps=4)
     whole.train()
     before = signal.getsignal(signal.SIGTERM)

@@ -1,0 +1,44 @@
+"""Fixtures that several tests of the trainers share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpointed_runs import SAVING, make
+from enumerated import Table
+from trl import GRPOTrainer
+
+from agile_trainers.checkpoints import nonfinite, output_lock, stopping
+from agile_trainers.checkpoints import record as checkpoint_module
+
+
+@pytest.fixture
+def warned(monkeypatch) -> list[str]:
+    messages: list[str] = []
+    record = lambda text, *values, **_: messages.append(text % values)  # noqa: E731
+    for module in (checkpoint_module, stopping, nonfinite, output_lock):
+        monkeypatch.setattr(module.logger, "warning", record)
+    return messages
+
+
+@pytest.fixture(scope="module")
+def saved(embedded_model, tmp_path_factory) -> Path:
+    """A run of GRPO after one of its steps, in the middle of a generation batch. Read only."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    make("grpo", embedded_model, folder, **{**SAVING, "max_steps": 1}).train()
+    return folder
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """The policy, in the place of a network: TRL's loss asks for its log-probabilities."""
+    policy = Table(0)
+
+    def scored(self, model, input_ids, *args, **kwargs):
+        log_probs = policy.log_probs(input_ids[:, [1, 3, 4]])  # without the prompt and the observation
+        return log_probs, torch.zeros_like(log_probs), None
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", scored)
+    return policy

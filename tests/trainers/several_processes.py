@@ -1,0 +1,40 @@
+"""Runs of a script in several processes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from launching import run
+
+from agile_trainers.rollout.episode_files import read_records
+
+SCRIPT = Path(__file__).with_name("two_processes.py")
+
+
+def launch(script: Path, processes: int, model: Path, output: Path, cases: dict[str, dict]) -> Path:
+    """All cases in one go: several processes as ``torchrun`` starts them, one as it is, in this process."""
+    for name in cases:
+        (output / name).mkdir(parents=True)
+    if processes == 1:
+        for name, case in cases.items():
+            importlib.import_module(script.stem).play(str(model), output / name, dict(case))
+        return output
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    done = run(
+        [*command, str(script), str(model), str(output), json.dumps(cases)],
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return output
+
+
+def episodes(folder: Path, kind: str) -> list[dict]:
+    records = [record for path in sorted((folder / "rollouts").glob(f"*{kind}*")) for record in read_records(path)]
+    # The evaluation episodes of several environments have their seeds in common.
+    places = {"step": 0, "group": 0, "member": -1, "seed": 0}
+    return sorted(
+        records, key=lambda r: ([r.get(name, other) for name, other in places.items()], r["environment"] or "")
+    )
