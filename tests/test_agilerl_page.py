@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from dataclasses import fields
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
+from agilerl_options import FAMILIES, PAGE, ROOT, ROWS, Row, _spans, _tables
 from peft import LoraConfig
 from transformers import TrainingArguments
 from trl import GRPOConfig
@@ -21,9 +20,6 @@ from agile_trainers.cli.train import ALGORITHMS, make_parser
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "agilerl.md").read_text(encoding="utf-8")
-FAMILIES = {"GRPO": ("grpo", "gspo", "cispo"), "REINFORCE": ("reinforce",), "PPO": ("ppo",)}
 KINDS = ["ours", "TRL", "transformers", "trainer", "PEFT", "accelerate", "command", "automatic", "not_yet", "none"]
 
 SHARED = """pad_token_id pad_token model_name actor_network model_config hp_config index batch_size beta clip_coef
@@ -48,50 +44,6 @@ VLLM_CONFIG = """tensor_parallel_size gpu_memory_utilization max_num_seqs max_nu
 sleep_mode sleep_mode_level dtype quantization vllm_model_name_or_path kv_cache_dtype max_lora_rank max_loras
 strip_multimodal_towers stop_sequences presence_penalty frequency_penalty kv_cache_memory_bytes limit_mm_per_prompt
 lora_staging_dir"""
-
-
-class Row(NamedTuple):
-    """A row of an option table."""
-
-    section: str
-    theirs: list[str]
-    of: list[str]
-    """Families of algorithms."""
-    ours: list[tuple[str, Any]]
-    """Names, and the values written with them or None."""
-    kind: str
-    note: str
-
-
-def _tables(header: str) -> list[tuple[str, list[str]]]:
-    """(section, cells) of every row of the tables with this header."""
-    rows, section, inside = [], "", False
-    for line in PAGE.splitlines():
-        if line.startswith("#"):
-            section = line.lstrip("# ")
-        inside = line.startswith("|") and (inside or line == header)
-        if inside and line != header and not line.startswith("|---"):
-            rows.append((section, [cell.strip() for cell in line.strip("|").split("|")]))
-    assert rows, header
-    return rows
-
-
-def _spans(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
-
-
-def _options() -> list[Row]:
-    rows = []
-    for section, (theirs, ours, kind, note) in _tables("| AgileRL | here | where | note |"):
-        of = re.search(r"\(([A-Z, ]+)\)", theirs)
-        names = [span.partition("=") for span in _spans(ours)]
-        values = [(name, ast.literal_eval(value) if value else None) for name, _, value in names]
-        families = of.group(1).split(", ") if of else list(FAMILIES)
-        rows.append(Row(section, _spans(theirs), families, values, kind.replace(" ", "_"), note))
-    return rows
-
-
-ROWS = _options()
 
 
 def _names(config: type) -> set[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agilerl_options import ROWS
 from doc_blocks import ROOT, Block, blocks
-from test_agilerl_page import ROWS
 
 SCRIPTS = {
     "reasoning-grpo": "GRPO",

@@ -120,3 +120,9 @@ def test_constraints_pin_every_core_requirement_exactly() -> None:
     core = [requirement for requirement in requires("agile-trainers") or [] if "extra ==" not in requirement]
     names = {requirement.split(">")[0].split("<")[0].strip() for requirement in core}
     assert {"torch", "trl", "transformers", "peft"} <= names <= set(pins)
+
+
+def test_no_test_imports_another() -> None:
+    """Helpers are in modules of their own, shared fixtures in conftest files."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not {name for name in _top_level_imports(path) if name.startswith("test_")}, path
