@@ -45,6 +45,12 @@ sleep_mode sleep_mode_level dtype quantization vllm_model_name_or_path kv_cache_
 strip_multimodal_towers stop_sequences presence_penalty frequency_penalty kv_cache_memory_bytes limit_mm_per_prompt
 lora_staging_dir"""
 
+OLDER = """finetune_llm_reasoning finetune_llm_multiturn ReasoningGym TokenObservationWrapper conversation_template
+data_batch_size_per_gpu save_llm_checkpoint use_memory_efficient_params fused_logprobs_chunk_rows fused_loss_chunk_rows
+action_granularity adv_whitening lora_only save_optimizer load_optimizer overwrite_reference_adapter
+overwrite_critic_adapter merge_lora_configs accelerator mean_pg_loss value_clip_range"""
+"""Names that AgileRL's older documentation uses."""
+
 
 def _names(config: type) -> set[str]:
     return {field.name for field in fields(config)}
@@ -106,6 +112,11 @@ def test_every_constructor_argument_has_one_row(family: str) -> None:
 def test_every_field_of_vllm_config_has_one_row() -> None:
     listed = [name for row in ROWS if row.section == "`VLLMConfig`" for name in row.theirs]
     assert sorted(listed) == sorted(VLLM_CONFIG.split())
+
+
+def test_every_name_of_older_documentation_has_one_row() -> None:
+    listed = [name for row in ROWS if row.section == "Names of older documentation" for name in row.theirs]
+    assert set(OLDER.split()) <= set(listed) and len(listed) == len(set(listed))
 
 
 CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none"}
