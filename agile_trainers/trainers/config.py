@@ -59,6 +59,12 @@ class MultiTurnConfig(GRPOConfig):
         "Tokens of an episode, which is also Dr. GRPO's divisor. With an environment it is derived and cannot be set. "
         "Default: `max_turns * max_new_tokens`; without an environment 512, as in TRL.",
     )
+    metric_for_best_model: str | None = option(
+        None,
+        "Which of the metrics that `evaluate()` returns chooses the best checkpoint; `load_best_model_at_end` and the like "
+        "need one. With several evaluation data sets it must be set. Default: `reward` where there are `reward_funcs`, else "
+        "`return`; without an environment the loss, as in transformers.",
+    )
     disable_dropout: bool | None = option(
         None,
         "Disable dropout, layer drop and router jitter of every kind, in the model's configuration too, so that every "

@@ -99,7 +99,9 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             zero-argument factory of environments; or several of these by name, chosen by the column ``environment`` of the
             rows, or by ``environment_weights`` without rows. None: this is TRL's ``GRPOTrainer``.
         reward_funcs: With an environment optional, in TRL's form; their (weighted) values are added to the reward of an
-            episode's last turn. ``reward_weights`` weighs these only; the environment's own reward has weight 1.
+            episode's last turn. ``reward_weights`` weighs these only; the environment's own reward has weight 1. Beside
+            TRL's arguments they get ``trajectories`` and, where every episode has an instance of its own in this process,
+            ``environments``. Episodes that failed are not scored.
         train_dataset: With an environment optional: each row is handed to ``reset`` as ``options``. Without rows, set
             ``max_steps``; the environment's seed is then all that distinguishes one episode from another.
 
