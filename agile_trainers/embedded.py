@@ -1,4 +1,4 @@
-"""A tiny chat model and its tokenizer, made in code in a second: the default of the demo and of the tests."""
+"""Builds a tiny chat model and its tokenizer in a second, the default of the demo and the tests."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML. The generation markers hold exactly what a rollout samples: the answer and its terminator."""
+"""ChatML. The generation markers enclose what a rollout samples: the answer and its end-of-turn token."""
 
 SAMPLE_TEXTS = (
     "Guess the number between 1 and 12. You have 4 guesses. Answer with one number.",
     "higher lower correct invalid too high too low yes no left right up down wall goal",
     "You won. You lost. The secret was 7. Try again. Remember this number. What was it?",
 )
-_ROLES = "system\nuser\nassistant\n" * 1000  # often enough to be single tokens whatever the texts hold
+_ROLES = "system\nuser\nassistant\n" * 1000  # often enough to become single tokens with any texts
 _SPECIAL_TOKENS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)
 _LONG_NUMBERS = tuple(str(number) for number in range(10, 100))  # the digits are bytes
 
-# A newline and a number of one or two digits are always pieces of their own, so that an answer is tokenized the same
-# way wherever it stands; other words keep the space before them.
+# A newline and a number of one or two digits are always separate pieces, so that an answer is tokenized the same way in
+# every position; other words keep the space before them.
 _PIECES = r" ?\p{L}+|\d{1,2}| ?[^\s\p{L}\d]+|\n|[^\S\n]+(?!\S)|[^\S\n]"
 
 
 def make_tokenizer(texts: Iterable[str] | None = None, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
     """Make a byte-level BPE tokenizer with ChatML special tokens and a chat template.
 
-    Any text survives ``decode(encode(text))``. Each of the numbers 0 to 99 is one token, wherever it stands. The padding
+    Any text survives ``decode(encode(text))``. Each of the numbers 0 to 99 is one token in every position. The padding
     token (``<|endoftext|>``) differs from the end-of-turn token (``<|im_end|>``), which is the EOS token.
 
     Args:
@@ -56,7 +56,7 @@ def make_tokenizer(texts: Iterable[str] | None = None, vocab_size: int = 1024) -
             fewer.
 
     Raises:
-        ValueError: If ``vocab_size`` does not hold the bytes, the numbers and the special tokens.
+        ValueError: If ``vocab_size`` is too small for the bytes, the numbers and the special tokens.
     """
     required = 256 + len(_LONG_NUMBERS) + len(_SPECIAL_TOKENS)
     if vocab_size < required:
@@ -95,7 +95,7 @@ def _with_chat(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _with_numbers(tokenizer: Tokenizer) -> models.BPE:
-    """The tokenizer's model with a token for each number, whether or not the texts contained it."""
+    """Return the tokenizer's model with a token added for each number."""
     model = json.loads(tokenizer.to_str())["model"]
     vocab, merges = model["vocab"], [tuple(merge) for merge in model["merges"]]
     for number in _LONG_NUMBERS:
@@ -106,14 +106,14 @@ def _with_numbers(tokenizer: Tokenizer) -> models.BPE:
 
 
 def make_word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Make a tokenizer whose tokens are these words, for tasks so small that every token must count.
+    """Make a tokenizer whose tokens are the given words, for very small tasks.
 
     Words are separated by single spaces, in ``decode`` too. Special tokens and chat template are those of
     :func:`make_tokenizer`; a newline and the roles ``user`` and ``assistant`` are tokens, so that ChatML can be written.
     Text with any other word cannot be encoded: the tokenizers library raises "Missing [UNK] token".
 
     Args:
-        words: Without spaces or newlines; duplicates count once.
+        words: Words without spaces or newlines; duplicates count once.
     """
     vocab = {token: i for i, token in enumerate(dict.fromkeys((*_SPECIAL_TOKENS, "\n", "user", "assistant", *words)))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
@@ -137,22 +137,22 @@ def make_embedded_model(
     max_position_embeddings: int = 4096,
     seed: int = 0,
 ) -> Path:
-    """Make an untrained Qwen3 of about 200 thousand parameters and save it as an ordinary Hugging Face folder.
+    """Make an untrained Qwen3 of about 200 thousand parameters and save it as a Hugging Face folder.
 
-    ``AutoModelForCausalLM`` and ``AutoTokenizer`` load the folder, and so does vLLM, on CPU too. Without training the
-    model talks nonsense.
+    ``AutoModelForCausalLM``, ``AutoTokenizer`` and vLLM (on CPU too) load the folder. The untrained model answers at
+    random.
 
     Args:
-        path: Folder to write; made if missing.
-        texts: What the tokenizer learns words from, see :func:`make_tokenizer`.
-        words: Use :func:`make_word_tokenizer` with these words instead; ``texts`` and ``vocab_size`` then play no part.
+        path: Folder to write; created if missing.
+        texts: Text that the tokenizer learns words from, see :func:`make_tokenizer`.
+        words: Use :func:`make_word_tokenizer` with these words instead; ``texts`` and ``vocab_size`` are then ignored.
         vocab_size: Upper limit on the number of tokens.
         hidden_size: Width of the residual stream.
         num_layers: Number of decoder layers.
         num_heads: Number of attention heads (and of key-value heads), each ``HEAD_DIM`` wide.
         intermediate_size: Width of the feed-forward layers.
         max_position_embeddings: Longest conversation, in tokens.
-        seed: Seed of the weights. The process's random state is left as it was.
+        seed: Seed of the weights. The process's random state does not change.
 
     Returns:
         ``path``.
@@ -170,7 +170,7 @@ def make_embedded_model(
         intermediate_size=intermediate_size,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=False,
-        initializer_range=0.1,  # the usual 0.02 is for wide models; here it starts too flat to learn quickly
+        initializer_range=0.1,  # the usual 0.02 suits wide models; this model would start too flat to learn quickly
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -187,7 +187,7 @@ def make_embedded_model(
 
 
 def words_of(rows: Iterable[dict[str, Any]], *more: str) -> list[str]:
-    """The words of conversations for :func:`make_embedded_model`, ``more`` words, and ``[UNK]`` for all others."""
+    """Collect the words of conversations, ``more`` words, and ``[UNK]`` for others, for :func:`make_embedded_model`."""
     said = {word for row in rows for message in row["messages"] for word in message["content"].split()}
     return sorted({*said, *more, "[UNK]"})
 
@@ -195,17 +195,17 @@ def words_of(rows: Iterable[dict[str, Any]], *more: str) -> list[str]:
 def sft_trainer(
     model: str | Path, rows: list[dict[str, Any]], output_dir: str | Path, *, seed: int = 0, **options: Any
 ) -> SFTTrainer:
-    """TRL's trainer for teaching an embedded model a format before reinforcement learning, on CPU.
+    """Build TRL's ``SFTTrainer`` that teaches an embedded model a format before reinforcement learning, on CPU.
 
     Args:
         model: Folder of the model.
-        rows: Conversations, ``{"messages": [...]}``; the answers are trained on.
-        output_dir: Where ``trainer.save_model()`` writes to.
-        seed: Of the order of the rows.
-        options: Further options of ``SFTConfig``: how long to train, at least.
+        rows: Conversations, ``{"messages": [...]}``; the loss is on the answers.
+        output_dir: Folder that ``trainer.save_model()`` writes to.
+        seed: Seed of the order of the rows.
+        options: Further options of ``SFTConfig``, at least the length of training.
     """
     from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer  # takes seconds to import, and the model needs none of it
+    from trl import SFTConfig, SFTTrainer  # takes seconds to import; making the model does not need it
 
     defaults = {
         "per_device_train_batch_size": 32, "learning_rate": 3e-3, "lr_scheduler_type": "constant", "save_strategy": "no",

@@ -11,11 +11,11 @@ def import_named(module: str) -> ModuleType:
     """Import a module.
 
     Args:
-        module: Its dotted name.
+        module: Dotted name of the module.
 
     Raises:
         ModuleNotFoundError: If the module, or one that it imports, does not exist.
-        ValueError: If its code raises anything else, or ends the program. The message says what, and in which line.
+        ValueError: If the module's code raises another exception or exits. The message gives the exception and the line.
     """
     try:
         return importlib.import_module(module)

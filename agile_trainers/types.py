@@ -1,4 +1,4 @@
-"""The vocabulary of the package: what an episode is, before and after it becomes tensors.
+"""The types that describe an episode, as Python objects and as tensors.
 
 Shape letters used everywhere: ``B`` episodes, ``K`` turns, ``P`` prompt tokens, ``T`` completion tokens. Token
 positions are *completion coordinates*: index 0 is the first token after the prompt. Nothing is shifted by one anywhere.
@@ -20,12 +20,12 @@ NO_TURN = -1
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. The value is the name used in metrics (``stop/<value>``) and in the rollout log."""
+    """Reason why an episode ended. The value is the name used in metrics (``stop/<value>``) and in the rollout log."""
 
     TERMINATED = "terminated"
-    """The environment reached an end of its own; nothing would follow, so the value of the final state is zero."""
+    """The environment reached a terminal state; the value of the final state is zero."""
     TRUNCATED = "truncated"
-    """The environment cut the episode short (a step limit of its own, for example)."""
+    """The environment truncated the episode (by its own step limit, for example)."""
     MAX_TURNS = "max_turns"
     """The episode used all of ``max_turns``."""
     CONTEXT_FULL = "context_full"
@@ -37,38 +37,38 @@ class StopReason(StrEnum):
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit, rather than the environment's own end, stopped the episode."""
+        """True if a limit stopped the episode before the environment ended it."""
         return self in (StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL)
 
     @property
     def failed(self) -> bool:
-        """Whether the environment failed, so that rewards and statistics of the episode cannot be trusted."""
+        """True if the environment failed; rewards and statistics of the episode are then invalid."""
         return self in (StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_TIMEOUT)
 
 
 @dataclass
 class Turn:
-    """One action and what the environment said to it."""
+    """One action and the environment's response."""
 
     start: int
     """First action token, in completion coordinates."""
     end: int
     """One past the last action token. The sampled end-of-turn token belongs to the action."""
     text: str
-    """The action as the environment got it: decoded, without special tokens."""
+    """The action that the environment received: decoded, without special tokens."""
     finish_reason: str
     """``"stop"`` (an end-of-turn token or stop string) or ``"length"`` (a token limit)."""
     reward: float = 0.0
     """The environment's reward for this action. 0 when the environment failed on it."""
     observation: str | list[Message] | None = None
-    """What the environment answered; None when it failed."""
+    """The environment's next observation; None when it failed."""
     info: dict[str, Any] = field(default_factory=dict)
-    """The environment's info of this step."""
+    """The environment's ``info`` of this step."""
 
 
 @dataclass
 class Trajectory:
-    """One episode, exactly as it was sampled. Token ids are never made again from text."""
+    """One episode with the sampled token ids, which are never re-encoded from text."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -83,15 +83,15 @@ class Trajectory:
     seed: int = 0
     """The environment's seed; members of one group share it."""
     environment_name: str | None = None
-    """The environment's in a run of several; None in a run of one."""
+    """Name of the environment in a run of several; None in a run of one."""
     error: str | None = None
-    """What the environment raised, when it failed."""
+    """The environment's exception, as text, when it failed."""
     observations_cut: int = 0
-    """How many observations, the first among them, were cut for their length."""
+    """Number of observations, the first one included, that were cut to the length limit."""
     environment: Any = field(default=None, repr=False, compare=False)
-    """The instance that was played, as the episode left it, until the next rollout plays on it. None where it failed."""
+    """The environment instance in its final state, until the next rollout reuses it. None if it failed."""
     options: dict[str, Any] | None = None
-    """The dataset row it was reset with."""
+    """The dataset row passed to ``reset``."""
 
     @property
     def rewards(self) -> list[float]:
@@ -105,7 +105,7 @@ class Trajectory:
 
     @property
     def clipped(self) -> bool:
-        """Whether a limit cut it short: of turns, the conversation, the environment, or the tokens of its last answer."""
+        """True if a limit ended the episode: on turns, context, the environment, or the tokens of the last answer."""
         return self.stop_reason.truncated or any(turn.finish_reason == "length" for turn in self.turns[-1:])
 
     @property
@@ -117,7 +117,7 @@ class Trajectory:
 
     @property
     def anchors(self) -> list[str | None]:
-        """``info["anchor"]`` of the state each turn started from: reset's for the first, the step before for the others."""
+        """``info["anchor"]`` of the state each turn started from: of ``reset`` for the first, else of the previous step."""
         infos = [self.reset_info, *(turn.info for turn in self.turns[:-1])][: len(self.turns)]
         return [None if info.get("anchor") is None else str(info["anchor"]) for info in infos]
 
@@ -136,7 +136,7 @@ class Trajectory:
 
 @dataclass
 class TurnBatch:
-    """Trajectories as padded tensors; the only form the trainers see."""
+    """Trajectories as padded tensors, the trainers' only input."""
 
     prompt_ids: torch.Tensor
     """(B, P) int64, left-padded."""
@@ -151,28 +151,28 @@ class TurnBatch:
     turn_rewards: torch.Tensor
     """(B, K) float32, 0 where there was no turn."""
     turn_mask: torch.Tensor
-    """(B, K) bool, which turns happened."""
+    """(B, K) bool, True for turns that happened."""
     state_positions: torch.Tensor
-    """(B, K+1) int64, where V(s_k) is read, in *padded* prompt+completion coordinates (column P-1 is the last prompt
-    token): the token before the turn's first action token. Entry ``n`` of an episode of ``n`` turns is its final state
-    (its last token); entries beyond that repeat it and are not to be read."""
+    """(B, K+1) int64, the positions at which V(s_k) is read: the token before the turn's first action token, in *padded*
+    prompt+completion coordinates (column P-1 is the last prompt token). Entry ``n`` of an episode of ``n`` turns is its
+    final state (its last token); later entries repeat it and have no meaning."""
     truncated: torch.Tensor
-    """(B,) bool, ended by a limit and not by the environment."""
+    """(B,) bool, True if a limit ended the episode."""
     failed: torch.Tensor
-    """(B,) bool, the environment failed: masked out of loss and statistics."""
+    """(B,) bool, True if the environment failed; such episodes are masked out of loss and statistics."""
     sampling_logprobs: torch.Tensor
-    """(B, T) float32, 0 on everything but action tokens."""
+    """(B, T) float32, 0 outside action tokens."""
     anchors: torch.Tensor
-    """(B, K) int64, a hash of the state each turn started from, as the environment names it; 0 where it names none."""
+    """(B, K) int64, a hash of the environment's name for the state each turn started from; 0 if it has none."""
     environments: torch.Tensor
     """(B,) int64, a hash of the environment's name; 0 in a run of one."""
 
     @property
     def action_mask(self) -> torch.Tensor:
-        """(B, T) bool, the tokens the policy sampled."""
+        """(B, T) bool, True on the tokens that the policy sampled."""
         return self.turn_ids >= 0
 
     @property
     def valid_mask(self) -> torch.Tensor:
-        """(B, T) bool, those of them in episodes that did not fail."""
+        """(B, T) bool, True on the sampled tokens of episodes that did not fail."""
         return self.action_mask & ~self.failed[:, None]

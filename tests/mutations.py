@@ -57,16 +57,16 @@ MUTATIONS = [
         "device=rewards.device) // group_size)", "device=rewards.device).add(1) // group_size)", ADVANTAGES,
     ),
     Mutation(
-        "a lonely turn gets its episode's return", "objectives/advantages.py",
+        "an uncompared turn gets its episode's return", "objectives/advantages.py",
         "torch.where(own, returns[rows, turns, None], returns[group, 0])",
         "torch.where(own, returns[rows, 0, None], returns[group, 0])", f"{STOPPING} -k leave_one_out",
     ),
     Mutation(
-        "a lonely turn gets nothing", "trainers/grpo.py",
+        "an uncompared turn gets nothing", "trainers/grpo.py",
         'args.turn_advantage_trajectory_fallback is not False and', "False and", f"{STOPPING} -k leave_one_out",
     ),
     Mutation(
-        "a lonely turn is compared with failed episodes", "objectives/advantages.py",
+        "an uncompared turn is compared with failed episodes", "objectives/advantages.py",
         "        members[group],\n", "        torch.ones_like(own),\n", ADVANTAGES,
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""A critic that shares the policy's base: an adapter of its own and a value head on top of the decoder."""
+"""A critic on the policy's base model: a LoRA adapter and a value head on top of the decoder."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.roles import CRITIC, POLICY, AdapterRouter, belongs_to
 
 VALUE_HEAD = "value_head"
-"""Name of the head on the base model, and in ``modules_to_save`` of the critic's configuration."""
+"""Name of the value head on the base model and in ``modules_to_save`` of the critic's configuration."""
 
 
 @dataclass
 class ActorCriticOutput(FusedCausalLMOutput):
-    """What the model returns when it is asked for values: TRL's per-token fields, if it was asked for these too."""
+    """Output of a forward pass with ``value_positions``: the values, and TRL's per-token fields if they were requested."""
 
     state_values: torch.Tensor | None = None
     """(B, N) float32, V at ``value_positions``."""
 
 
 def add_value_head(base: PreTrainedModel) -> None:
-    """Put a value head, hidden size to 1, on a base model that has none. It starts at zero: every value is 0.
+    """Add a value head (hidden size to 1, initialized to zero) to a base model that has none.
 
-    Needed before a saved critic can be loaded: ``add_value_head(base)``, then
+    Call it before loading a saved critic: ``add_value_head(base)``, then
     ``PeftModel.from_pretrained(base, f"{output_dir}/critic")``.
     """
     if not hasattr(base, VALUE_HEAD):
         head = torch.nn.Linear(base.config.get_text_config().hidden_size, 1)
         torch.nn.init.zeros_(head.weight)
         torch.nn.init.zeros_(head.bias)
-        # Frozen like the rest of the base; what is trained is the adapter's copy.
+        # Frozen like the rest of the base: the adapter's copy is trained.
         base.value_head = head.to(base.get_output_embeddings().weight.device).requires_grad_(False)
 
 
 def add_critic(
     model: PeftModel, *, config: LoraConfig | None = None, seed: int = 0, autocast_adapter_dtype: bool = True
 ) -> AdapterRouter:
-    """Add the adapter ``critic`` with its value head to a policy, and teach the base's ``forward`` to return values.
+    """Add the adapter ``critic`` with a value head to a policy, and make the base's ``forward`` return values.
 
     The critic is freshly initialized. Afterwards
     ``model(input_ids=..., attention_mask=..., value_positions=...)`` reads values with the critic's adapter, and with
@@ -54,7 +54,7 @@ def add_critic(
     Args:
         model: The policy, a LoRA adapter named ``default``. Do this after TRL has put its fused head on the base.
         config: The critic's LoRA configuration. Default: the policy's.
-        seed: Of the initial weights; the process's random state is left as it was.
+        seed: Seed of the initial weights. The process's random state does not change.
         autocast_adapter_dtype: PEFT's option of that name.
 
     Returns:
@@ -78,7 +78,7 @@ def add_critic(
     weights = [p for name, p in model.named_parameters() if belongs_to(name, POLICY)]
     critic = copy.deepcopy(config or policy)
     critic.modules_to_save, critic.trainable_token_indices = [VALUE_HEAD], None
-    critic.init_lora_weights = True  # anything else would change the base below the policy
+    critic.init_lora_weights = True  # any other initialization would change the base that the policy uses
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         add_value_head(base)
@@ -93,10 +93,10 @@ def add_critic(
 
 
 def _return_values(base: PreTrainedModel, router: AdapterRouter) -> None:
-    """Add the keyword ``value_positions`` to the base's ``forward``; without it, nothing changes."""
+    """Add the keyword ``value_positions`` to the base's ``forward``; calls without it are unchanged."""
     original = base.forward
 
-    # The original signature: `generate` and the rollout generator look at it.
+    # Keeps the original signature, which `generate` and the rollout generator inspect.
     @functools.wraps(type(base).forward)
     def forward(self: PreTrainedModel, *args: Any, value_positions: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if value_positions is None:
@@ -112,7 +112,7 @@ def _return_values(base: PreTrainedModel, router: AdapterRouter) -> None:
 
 
 def read_values(hidden: torch.Tensor, positions: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
-    """The value head at some positions of a sequence.
+    """Return the value head's outputs at the given positions of each sequence.
 
     Args:
         hidden: (B, S, H), the decoder's last hidden states.

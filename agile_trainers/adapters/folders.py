@@ -1,8 +1,8 @@
-"""What says where a folder comes from, and whether all of it is there.
+"""Records the origin of saved folders and verifies that checkpoints are complete.
 
 Every folder that a trainer saves has a record, ``agile_trainers.json``, written before anything else. A checkpoint also has
-a marker, ``complete.json``, written after everything else: it lists the other files, so that what was cut off, lost or
-changed later is noticed too.
+a marker, ``complete.json``, written after everything else. It lists the size and hash of every other file, so that a
+truncated, lost or changed file is detected.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from agile_trainers.adapters.trust import is_trusted, pickles, sign
 _UNREAD = "training_args.bin"
 RECORD, MARKER = "agile_trainers.json", "complete.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
-"""What ``Trainer`` calls the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
+"""File names of the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
 _LITTLE = 1 << 20
-"""Bytes: with less left, a disk is full."""
+"""Bytes of free space below which a disk counts as full."""
 NOT_LORA_SETTINGS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
 }  # fmt: skip
-"""Fields of a LoRA configuration that are book-keeping, or say how weights are drawn that come from a file by now."""
+"""Fields of a LoRA configuration that are book-keeping, or that only affect how new weights are initialized."""
 
 
 class CheckpointError(ValueError):
-    """A folder cannot be resumed from; the message says why and what to do."""
+    """Raised when a folder cannot be resumed from; the message gives the reason and the remedy."""
 
 
 @contextmanager
 def naming_full_disk(path: str | Path) -> Iterator[None]:
-    """Turn what a full disk makes of writing into one error that names the path.
+    """Raise one error that names the path when writing inside the block fails on a full disk.
 
-    The operating system's own error names none; safetensors and PyTorch raise errors of theirs.
+    The operating system's error names no path, and safetensors and PyTorch raise errors of their own.
 
     Args:
-        path: What is written, or the folder that it is written to.
+        path: The file that is written, or its folder.
 
     Raises:
         OSError: With ``errno.ENOSPC`` and the path as ``filename``, if the disk is full.
@@ -62,7 +62,9 @@ def naming_full_disk(path: str | Path) -> Iterator[None]:
         if not _is_full(error, Path(path)) or getattr(error, "filename", None) is not None:
             raise
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        full.add_note("Free some space, or choose a folder on another disk. What was whole before still is.")
+        full.add_note(
+            "Free some space, or choose a folder on another disk. Files that were complete before are unchanged."
+        )
         raise full from error
 
 
@@ -71,16 +73,16 @@ def _is_full(error: BaseException, path: Path) -> bool:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, SafetensorError):
         return "os error 28" in str(error) or "os error 122" in str(error)
-    # PyTorch says no more than that a file is shorter than what was written to it.
+    # PyTorch only reports that the file is shorter than the data written to it.
     there = next((folder for folder in (path, *path.parents) if folder.exists()), None)
     return "inline_container" in str(error) and there is not None and shutil.disk_usage(there).free < _LITTLE
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file, whole or not at all.
+    """Write a JSON file atomically.
 
     Raises:
-        OSError: If it cannot be written. A full disk's names the file.
+        OSError: If the file cannot be written. On a full disk, the error names the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -96,7 +98,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Raises:
-        CheckpointError: If it does not.
+        CheckpointError: If the file cannot be read or holds something else.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -108,19 +110,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def lora_settings(config: LoraConfig) -> dict[str, Any]:
-    """The settings of a LoRA configuration that make a difference, as JSON holds them."""
+    """Return the settings of a LoRA configuration that change the adapter's function, as JSON values."""
     settings = {name: value for name, value in config.to_dict().items() if name not in NOT_LORA_SETTINGS and value}
     if changes_base(config):
-        settings["init_lora_weights"] = config.init_lora_weights  # on another base the weights mean something else
+        settings["init_lora_weights"] = config.init_lora_weights  # the weights are relative to that base
     return json.loads(
         json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
     )
 
 
 def mark_complete(folder: Path) -> None:
-    """Write the marker: from now on the folder is a checkpoint.
+    """Write the marker that makes the folder a complete checkpoint.
 
-    Text for people (``*.md``) may still be edited, and ``training_args.bin``, a pickle that nothing reads, be deleted.
+    The marker leaves out ``*.md`` files, which may be edited, and ``training_args.bin``, an unread pickle, which may be
+    deleted.
     """
     files = sorted(
         path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md" and path.name != _UNREAD
@@ -131,11 +134,11 @@ def mark_complete(folder: Path) -> None:
 
 
 def check_complete(folder: Path) -> Path:
-    """Return the folder if it is a whole checkpoint.
+    """Check that a folder is a complete checkpoint, and return it.
 
     Raises:
-        CheckpointError: If it does not exist, nobody of us wrote it, its saving was interrupted, a file of it was lost,
-            cut off or changed, or reading it could run code that somebody else put there.
+        CheckpointError: If the folder does not exist, was not written by this library, was not saved to the end, has a
+            lost, truncated or changed file, or holds pickles that are not signed by this user.
     """
     if not folder.is_dir():
         near = ", ".join(path.name for path in checkpoints(folder.parent)) or "no checkpoint"
@@ -149,35 +152,35 @@ def check_complete(folder: Path) -> Path:
                 f"{folder} holds a model, not a checkpoint. Its checkpoints are "
                 f"{', '.join(path.name for path in checkpoints(folder))}."
             )
-        raise CheckpointError(f"{folder} is not whole: its saving was interrupted ({MARKER} is missing).")
+        raise CheckpointError(f"{folder} is incomplete: saving was interrupted ({MARKER} is missing).")
     listed = read_json(folder / MARKER).get("files")
     if not isinstance(listed, dict):
         raise CheckpointError(f"{folder / MARKER} does not list the checkpoint's files.")
     for name, expected in listed.items():
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} is not whole: {name} is missing.")
+            raise CheckpointError(f"{folder} is incomplete: {name} is missing.")
         found = _fingerprint(folder / name)
         if found != expected:
             size = f"{found['size']} bytes" if found["size"] != expected.get("size") else "another content"
             raise CheckpointError(f"{folder} is damaged: {name} has {size}, expected {json.dumps(expected)}.")
     for what, patterns in _needed(read_json(folder / RECORD)).items():
         if not any(fnmatch(name, pattern) for name in listed for pattern in patterns):
-            raise CheckpointError(f"{folder} is not whole: it was saved without {what} ({' or '.join(patterns)}).")
+            raise CheckpointError(f"{folder} is incomplete: it was saved without {what} ({' or '.join(patterns)}).")
     if not any((folder / name).exists() for name in _OPTIMIZER):
         raise CheckpointError(
-            f"{folder} has no optimizer state (save_only_model=True), so that a run cannot go on exactly. Start a new "
+            f"{folder} has no optimizer state (save_only_model=True), so the run cannot resume exactly. Start a new "
             f"run with model={str(folder)!r}."
         )
     if not is_trusted(folder, listed, read_json(folder / MARKER).get("signature")):
         raise CheckpointError(
-            f"{folder} is read with Python's full pickle protocol, which can run code ({pickles(folder)[0]}), and was not "
-            f"signed by a run of yours on this machine. If you trust whoever wrote it, set {TRUST}=1."
+            f"{folder} holds files in Python's full pickle protocol, which can run code ({pickles(folder)[0]}), and was not "
+            f"signed by one of your runs on this machine. If you trust its author, set {TRUST}=1."
         )
     return folder
 
 
 def _needed(record: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The files that an algorithm cannot go on without, and what each is."""
+    """Return the files that an algorithm needs to resume: description to file name patterns."""
     if record.get("lora") is None:
         return {"the model": ("*model*.safetensors", "pytorch_model*", "global_step*")}
     needed: dict[str, tuple[str, ...]] = {"the policy": ("adapter_model*",)}
@@ -187,10 +190,10 @@ def _needed(record: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def set_aside(folders: list[Path], output_dir: Path) -> Path:
-    """Move checkpoints of another branch of a run out of the way, into a new folder below ``output_dir/superseded``.
+    """Move checkpoints of another branch of a run into a new folder below ``output_dir/superseded``.
 
     Returns:
-        That folder.
+        The new folder.
     """
     parent = output_dir / "superseded"
     number = 1 + max((int(path.name) for path in parent.glob("*") if path.name.isdigit()), default=0)
@@ -202,22 +205,22 @@ def set_aside(folders: list[Path], output_dir: Path) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """The step in the name of a folder ``checkpoint-<step>``."""
+    """Return the step in the name of a folder ``checkpoint-<step>``."""
     return int(folder.name.rpartition("-")[2])
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The folders ``checkpoint-<step>``, whole or not, by step."""
+    """Return the folders ``checkpoint-<step>`` ordered by step, incomplete ones included."""
     steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in output_dir.glob("checkpoint-*")}
     found = {path: int(match[1]) for path, match in steps.items() if match and path.is_dir()}
     return sorted(found, key=lambda path: found[path])
 
 
 def newest_complete(output_dir: Path) -> tuple[Path, list[str]]:
-    """The whole checkpoint of the latest step, and why each later one was passed over.
+    """Return the complete checkpoint of the latest step, and the reason why each later one was skipped.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If no checkpoint is complete.
     """
     skipped: list[str] = []
     for folder in reversed(checkpoints(output_dir)):

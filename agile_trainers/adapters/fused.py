@@ -1,7 +1,7 @@
-"""LoRA's forward pass without passes over the output that the matrix product can do on its way.
+"""Fuses the scaling and the addition of LoRA's forward pass into its second matrix product.
 
-PEFT adds ``lora_B(lora_A(x)) * scaling`` to the base's output: besides the products, a multiplication and an addition as
-large as the output, forward and backward. One ``addmm`` does both inside the second product.
+PEFT adds ``lora_B(lora_A(x)) * scaling`` to the base's output. The multiplication and the addition are as large as the
+output, forward and backward. One ``addmm`` does both inside the second product.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import nn
 
 
 class FusedLinear(Linear):
-    """PEFT's LoRA on a linear layer: the same function of the same parameters, up to rounding.
+    """A LoRA linear layer that computes PEFT's function of the same parameters, up to rounding, with fewer operations.
 
-    What is not one plain adapter on a plain layer (several at once, DoRA and other variants, merged or disabled, weights
-    that DeepSpeed partitions, mixed precision without autocast) runs as in PEFT.
+    PEFT's own code runs in all other cases than one plain adapter on a plain layer: several adapters at once, DoRA and
+    other variants, merged or disabled adapters, weights that DeepSpeed partitions, mixed precision without autocast.
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The layer's output, (..., out) for ``x`` of shape (..., in)."""
+        """Return the layer's output, (..., out), for ``x`` of shape (..., in)."""
         name = self._plain_adapter(x)
         if name is None or args or kwargs:
             return super().forward(x, *args, **kwargs)
@@ -45,7 +45,7 @@ class FusedLinear(Linear):
 
 
 def fuse(model: nn.Module) -> None:
-    """Let every LoRA layer of ``model`` run as :class:`FusedLinear`; layers that an adapter adds later need another call."""
+    """Run every LoRA layer of ``model`` as :class:`FusedLinear`. Call it again after another adapter adds layers."""
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = FusedLinear

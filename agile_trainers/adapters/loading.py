@@ -1,4 +1,4 @@
-"""Adapters in a folder or on the Hub: finding them, and continuing one as the policy. Only safetensors are ever read."""
+"""Finds adapters in a folder or on the Hub and continues one as the policy. Weights are read from safetensors only."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ logger = logging.get_logger(__name__)
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEAD = "model.safetensors"
-"""AgileRL's value head, beside its adapters."""
+"""File of AgileRL's value head, beside its adapters."""
 LAYOUTS = (
     {POLICY: "", REFERENCE: REFERENCE, CRITIC: CRITIC},
     {POLICY: "actor", REFERENCE: "reference", CRITIC: CRITIC},  # AgileRL's
 )
-"""Where the adapters of a folder are, by role."""
+"""Known folder layouts: role to subfolder."""
 _BESIDE = [
     "agile_trainers.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab*",
     "merges.txt",
 ]  # fmt: skip
-"""Of a Hub repository: where it comes from, and its tokenizer."""
+"""Further files that are downloaded from a Hub repository: the record and the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,29 @@ class SavedAdapters:
     """The adapters of a folder."""
 
     source: str
-    """The folder or Hub id, as it was given."""
+    """The folder or Hub id that the user gave."""
     folder: Path
-    """Where the files are."""
+    """Local folder of the files."""
     folders: dict[str, Path]
-    """Role to folder; ``default`` always, ``ref`` and ``critic`` if they are there."""
+    """Role to folder: always ``default``; ``ref`` and ``critic`` if they exist."""
     config: LoraConfig
-    """The policy's."""
+    """The policy's configuration."""
     commit: str | None = None
-    """On the Hub, the commit."""
+    """The commit on the Hub; None for a local folder."""
 
 
 def parent_of(saved: SavedAdapters | None, model: str) -> dict[str, Any] | None:
-    """What a record says about the folder or Hub repository that a policy was started from, and about its own parents.
+    """Return the record of the folder or Hub repository that a policy started from, its own parents included.
 
     Args:
-        saved: The adapters that it was started from, if any.
-        model: Otherwise the model: one that was trained whole has a record of its own.
+        saved: The adapters that the policy started from, if any.
+        model: The trainer's ``model``, read if ``saved`` is None: a fully trained model has a record too.
 
     Returns:
-        None if nothing is known of what was done before.
+        The record, or None if there is none.
 
     Raises:
-        CheckpointError: If there is a record that cannot be read.
+        CheckpointError: If a record exists but cannot be read.
     """
     if saved is None and not (model and (Path(model) / RECORD).is_file()):
         return None
@@ -81,15 +81,15 @@ def parent_of(saved: SavedAdapters | None, model: str) -> dict[str, Any] | None:
 
 
 def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | None:
-    """The adapters that a folder (ours, any PEFT adapter's, AgileRL's) or Hub repository holds; None if it holds none.
+    """Find the adapters in a folder (of this library, PEFT or AgileRL) or Hub repository; None if there are none.
 
     Args:
-        model: What a trainer was given as ``model``.
-        revision: Of a Hub repository: branch, tag or commit.
+        model: The trainer's ``model``.
+        revision: Branch, tag or commit of a Hub repository.
 
     Raises:
-        ValueError: If there is a folder of that name that holds neither adapter nor model, or an adapter that is damaged,
-            no LoRA adapter, stored as a pickle, or without a base model's name.
+        ValueError: If the folder holds neither an adapter nor a model, or its adapter is damaged, is no LoRA adapter, is
+            stored as a pickle, or does not name its base model.
     """
     folder, commit = Path(model), None
     if folder.is_dir():
@@ -109,7 +109,7 @@ def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | No
 
 
 def _hub_config(repository: str, revision: str | None) -> str | None:
-    """The adapter's configuration, or None if there is no such repository, file or connection."""
+    """Download the adapter's configuration; None if there is no such repository, file or connection."""
     try:
         return cached_file(
             repository,
@@ -120,7 +120,7 @@ def _hub_config(repository: str, revision: str | None) -> str | None:
             _raise_exceptions_for_connection_errors=False,
         )
     except OSError:
-        # No repository of that name, or no name of a repository: loading it as a model says so best.
+        # Not a repository: loading it as a model raises the clearest error.
         return None
 
 
@@ -135,19 +135,19 @@ def _check_is_model(folder: Path) -> None:
 
 
 def read_config(folder: Path, policy: bool = False) -> LoraConfig:
-    """The configuration of an adapter that can be continued.
+    """Read the configuration of an adapter, and check that training can continue from it.
 
     Args:
-        folder: The adapter's.
-        policy: Whether it comes first on its base, which it may then change, if it does so the same way each time.
+        folder: Folder of the adapter.
+        policy: True for the first adapter on its base, whose initialization may change the base deterministically.
 
     Raises:
-        ValueError: If it cannot.
+        ValueError: If training cannot continue from the adapter.
     """
     try:
         config = PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # what PEFT raises depends on what is wrong
-        raise ValueError(f"{folder / CONFIG} is no PEFT configuration: {type(error).__name__}: {error}.") from error
+    except Exception as error:  # PEFT raises different exceptions
+        raise ValueError(f"{folder / CONFIG} is not a PEFT configuration: {type(error).__name__}: {error}.") from error
     if not isinstance(config, LoraConfig):
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise ValueError(f"{folder} holds a {kind} adapter; only {PeftType.LORA.value} adapters can be continued.")
@@ -162,7 +162,7 @@ def read_config(folder: Path, policy: bool = False) -> LoraConfig:
         if (folder / PICKLE).is_file():
             raise ValueError(
                 f"{folder} has its weights in {PICKLE}, a pickle, which can run code when it is loaded; only {WEIGHTS} is "
-                "read. If you trust where it comes from, load it with PEFT and save it again."
+                "read. If you trust its source, load it with PEFT and save it again."
             )
         raise ValueError(f"{folder} has {CONFIG} but no {WEIGHTS}; it is incomplete.")
     config.inference_mode = False
@@ -170,7 +170,7 @@ def read_config(folder: Path, policy: bool = False) -> LoraConfig:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """An adapter's weights, by name.
+    """Read an adapter's weights: parameter name to tensor.
 
     Raises:
         ValueError: If the file is damaged.
@@ -182,10 +182,10 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model: PeftModel, adapter: str, weights: dict[str, torch.Tensor], source: Path) -> None:
-    """Give an adapter of the model weights from a file, all of them.
+    """Load weights into an adapter of the model; the names must match exactly.
 
     Raises:
-        ValueError: If a weight is missing, left over or of another shape.
+        ValueError: If a weight is missing, unexpected or of another shape.
     """
     try:
         result = set_adapter_weights(model, weights, adapter_name=adapter)
@@ -212,15 +212,15 @@ def load_policy(
     autocast_adapter_dtype: bool = True,
     **model_init_kwargs: Any,
 ) -> PeftModel:
-    """The base model with the saved policy as its trainable adapter ``default``.
+    """Load the base model with the saved policy as its trainable adapter ``default``.
 
     Args:
         saved: See :func:`find_adapters`.
-        peft_config: LoRA settings asked for. Default: those of the adapter.
-        merge_lora_configs: Make an adapter that serves both, see :mod:`agile_trainers.adapters.merge`.
-        seed: Of weights that are new.
+        peft_config: The requested LoRA settings. Default: those of the adapter.
+        merge_lora_configs: Extend the adapter to both settings, see :mod:`agile_trainers.adapters.merge`.
+        seed: Seed of new weights.
         autocast_adapter_dtype: PEFT's option of that name.
-        **model_init_kwargs: How to load the base.
+        **model_init_kwargs: Arguments of the base's ``from_pretrained``.
 
     Raises:
         ValueError: If the base cannot be found, the adapter does not fit it, or the settings differ.
@@ -231,12 +231,12 @@ def load_policy(
     if different and not merge_lora_configs:
         raise ValueError(
             f"peft_config differs from the LoRA settings of {saved.source}:\n{describe(different)}\nLeave peft_config unset "
-            "to go on with the adapter's settings, or set merge_lora_configs=True to extend it to both."
+            "to continue with the adapter's settings, or set merge_lora_configs=True to extend it to both."
         )
     if different and changes_base(config):
         raise ValueError(
             f"{saved.source} was made with init_lora_weights={config.init_lora_weights!r}, whose part of the base depends "
-            f"on the LoRA settings, so that it cannot be extended:\n{describe(different)}\nLeave peft_config unset."
+            f"on the LoRA settings, so it cannot be extended:\n{describe(different)}\nLeave peft_config unset."
         )
     if different:
         assert isinstance(peft_config, LoraConfig)
@@ -263,8 +263,8 @@ def _load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedMode
     name = saved.config.base_model_name_or_path
     if not name:
         raise ValueError(
-            f"{saved.folders[POLICY] / CONFIG} does not name its base model. Write the folder or Hub id of the model that "
-            'the adapter was trained on into it as "base_model_name_or_path".'
+            f"{saved.folders[POLICY] / CONFIG} does not name its base model. Add the folder or Hub id of the model that the "
+            'adapter was trained on as "base_model_name_or_path".'
         )
     try:
         return create_model_from_path(name, **{**model_init_kwargs, "revision": saved.config.revision})
@@ -278,17 +278,17 @@ def _load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedMode
 def _differences(base: PreTrainedModel, saved: SavedAdapters, peft_config: PeftConfig) -> dict[str, tuple[Any, Any]]:
     if not isinstance(peft_config, LoraConfig):
         raise ValueError(
-            f"{saved.source} is a LoRA adapter, but peft_config is a {type(peft_config).__name__}. Pass a LoraConfig, or "
-            "none."
+            f"{saved.source} is a LoRA adapter, but peft_config is a {type(peft_config).__name__}. Pass a LoraConfig or "
+            "leave it unset."
         )
     return differences(base, saved.config, peft_config)
 
 
 def load_reference(model: PeftModel, folder: Path) -> None:
-    """Make a saved adapter the model's reference, frozen, in place of the one that is there.
+    """Load a saved adapter as the model's frozen reference, replacing an existing one.
 
     Raises:
-        ValueError: If it does not fit the model.
+        ValueError: If the adapter does not fit the model.
     """
     config = read_config(folder)
     config.lora_dropout = 0.0  # it is never trained
@@ -300,10 +300,10 @@ def load_reference(model: PeftModel, folder: Path) -> None:
 
 
 def restore_adapter(model: PeftModel, adapter: str, folder: Path) -> None:
-    """Give an adapter of a model, which may be sharded, the weights that were saved of it.
+    """Load the saved weights of an adapter into a model, which may be sharded.
 
     Raises:
-        ValueError: If a weight is missing or left over.
+        ValueError: If a weight is missing or unexpected.
     """
     own = [(name, p) for name, p in model.named_parameters() if belongs_to(name, adapter)]
     numbered = {name: torch.tensor(index) for index, (name, _) in enumerate(own)}
@@ -326,14 +326,15 @@ def start_critic(
     seed: int = 0,
     autocast_adapter_dtype: bool = True,
 ) -> None:
-    """Add a critic (:func:`~agile_trainers.adapters.critic.add_critic`) that starts from what there is.
+    """Add a critic (:func:`~agile_trainers.adapters.critic.add_critic`) and initialize it as ``start`` says.
 
     Args:
         model: The policy.
-        saved: Where it came from, if from a folder.
-        start: ``"new"``; ``"policy"``, a copy of the policy's adapter; ``"saved"``, the folder's critic; ``"auto"``, the
-            folder's if it holds one, else new; a copy where the policy's start changed the base (PiSSA, OLoRA).
-        seed: Of weights that are new.
+        saved: The adapters that the policy was loaded from, if any.
+        start: ``"new"``: fresh weights. ``"policy"``: a copy of the policy's adapter. ``"saved"``: the folder's critic.
+            ``"auto"``: the folder's critic if it holds one, else ``"new"``, or ``"policy"`` if the policy's initialization
+            changed the base (PiSSA, OLoRA).
+        seed: Seed of new weights.
         autocast_adapter_dtype: PEFT's option of that name.
 
     Raises:
@@ -341,7 +342,7 @@ def start_critic(
     """
     folder = saved.folders.get(CRITIC) if saved is not None else None
     if start == "auto" and folder is None:
-        # Where the policy took a part of the base, the rest of it is no model to start from.
+        # The policy's initialization took a part of the base away, so a new critic would start from a damaged model.
         start = "policy" if changes_base(model.peft_config[POLICY]) else "new"
     elif start == "auto":
         start = "saved"
@@ -362,7 +363,7 @@ def start_critic(
 
 
 def _critic_weights(saved: SavedAdapters, model: PeftModel) -> dict[str, torch.Tensor]:
-    """The saved critic with its value head, which AgileRL keeps outside the adapter."""
+    """Read the saved critic's weights with its value head, which AgileRL stores outside the adapter."""
     weights = read_weights(saved.folders[CRITIC])
     if any(f".{VALUE_HEAD}." in name for name in weights):
         return weights

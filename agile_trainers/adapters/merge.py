@@ -1,4 +1,4 @@
-"""Two LoRA configurations side by side: where they differ, and one adapter that serves both.
+"""Compares two LoRA configurations and extends a saved adapter to both.
 
 Merging is exact. A new column of B is zero, so a larger rank adds nothing to ``scaling * B @ A`` at first; B is rescaled
 where ``scaling`` changes; a new module's B is zero, as in any fresh adapter. New rows of A are drawn as PEFT draws them, so
@@ -20,26 +20,26 @@ from transformers import PreTrainedModel
 from agile_trainers.adapters.folders import NOT_LORA_SETTINGS
 
 _SELECTION = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-"""Fields that choose the adapted modules; compared by what they choose, not by how they say it."""
+"""Fields that select the adapted modules; compared by the selected modules."""
 RESOLVED = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "target_modules")
-"""What merging can resolve."""
+"""Fields whose differences merging can resolve."""
 _OTHER_ALGEBRA = ("target_parameters", "use_qalora", "use_bdlora", "layer_replication", "arrow_config", "kasa_config")
-"""Options under which the weights are not one A (rank, in) and one B (out, rank) per module."""
+"""Options with which a module's weights are not one A (rank, in) and one B (out, rank)."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a LoRA configuration makes of one module."""
+    """Rank and scaling that a LoRA configuration gives one module."""
 
     rank: int
     scaling: float
 
 
 def layers(base: PreTrainedModel, config: LoraConfig) -> dict[str, Layer]:
-    """The modules that a configuration adapts on a model of this kind; the model itself stays as it is.
+    """Return the modules that a configuration adapts on a model of this architecture; the model is not changed.
 
     Raises:
-        ValueError: If the configuration chooses none (PEFT's own message).
+        ValueError: If the configuration selects no module (PEFT's own message).
     """
     settings = copy.deepcopy(base.config)
     if hasattr(settings, "quantization_config"):
@@ -54,11 +54,11 @@ def layers(base: PreTrainedModel, config: LoraConfig) -> dict[str, Layer]:
 
 
 def differences(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) -> dict[str, tuple[Any, Any]]:
-    """The settings in which two LoRA configurations differ on a model.
+    """Return the settings in which two LoRA configurations differ on a model.
 
     Returns:
-        Field to (saved, wanted). ``target_modules`` stands for everything that chooses modules; its values are the modules
-        that only one of the two adapts.
+        Field to (saved, wanted). ``target_modules`` stands for all fields that select modules; its values are the modules
+        that only one of the two configurations adapts.
     """
     found = {}
     for name in (f.name for f in fields(LoraConfig) if f.name not in {*NOT_LORA_SETTINGS, *_SELECTION}):
@@ -72,7 +72,7 @@ def differences(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) ->
 
 
 def describe(found: dict[str, tuple[Any, Any]]) -> str:
-    """Differences in one line each."""
+    """Format differences, one line each."""
     lines = []
     for name, (left, right) in found.items():
         if name == "target_modules":
@@ -84,10 +84,10 @@ def describe(found: dict[str, tuple[Any, Any]]) -> str:
 
 
 def merged_config(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) -> LoraConfig:
-    """The configuration of an adapter that holds both: the larger rank, all modules, everything else as ``wanted``.
+    """Return the configuration of an adapter that contains both: the larger rank, all modules, other fields of ``wanted``.
 
     Raises:
-        ValueError: If they differ in more than can be resolved exactly.
+        ValueError: If a difference cannot be resolved exactly.
     """
     found = differences(base, saved, wanted)
     beyond = {name: found[name] for name in found if name not in RESOLVED}
@@ -111,7 +111,7 @@ def merged_config(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) 
         config.rank_pattern = {name: rank for name, rank in ranks.items() if rank != config.r}
     for name in _SELECTION:
         setattr(config, name, None)
-    # The shortest names that choose these modules and no others.
+    # The shortest names that select exactly these modules.
     config.target_modules = _endings(names)
     if set(layers(base, config)) != set(names):
         config.target_modules = names
@@ -121,16 +121,16 @@ def merged_config(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) 
 def padded(
     weights: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor], scalings: dict[str, float]
 ) -> dict[str, torch.Tensor]:
-    """An adapter's weights in the shapes of a larger one that computes the same function.
+    """Pad an adapter's weights to the shapes of a larger adapter that computes the same function.
 
     Args:
         weights: By PEFT's name, without the adapter's own: ``"base_model.model.<module>.lora_A.weight"``, (r, in);
             ``lora_B``, (out, r). Convolutions and embeddings have their rank in the same place.
-        fresh: The larger adapter's, freshly drawn.
+        fresh: Weights of the larger adapter, freshly initialized.
         scalings: Module to the old scaling divided by the new.
 
     Returns:
-        Every weight of ``fresh``, in its dtype, and those of ``weights`` that it lacks.
+        All weights of ``fresh``, in their dtypes, and the weights that only ``weights`` has.
     """
     result = dict(fresh)
     for name, weight in weights.items():

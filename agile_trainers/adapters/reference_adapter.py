@@ -1,4 +1,4 @@
-"""The reference policy as an adapter of its own, beside the policy's."""
+"""The reference policy as a second adapter on the policy's base model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_reference(model: PeftModel) -> None:
     """Add the adapter ``ref``, a frozen copy of the policy, unless the model has one.
 
     Args:
-        model: With an adapter ``default``, which stays active.
+        model: A model with an adapter ``default``, which stays active.
     """
     if REFERENCE not in model.peft_config:
         model.add_adapter(REFERENCE, plain(model.peft_config[POLICY]))
@@ -24,10 +24,10 @@ def add_reference(model: PeftModel) -> None:
 
 @torch.no_grad()
 def copy_adapter(model: PeftModel, source: str, target: str) -> None:
-    """Give one adapter the weights of another with the same configuration.
+    """Copy the weights of one adapter to another with the same configuration.
 
     Raises:
-        ValueError: If ``target`` lacks a weight of ``source``, or has it in another shape.
+        ValueError: If a weight of ``source`` is missing in ``target`` or has another shape.
     """
     weights = dict(model.named_parameters())
     twins = {name: f".{target}".join(name.rsplit(f".{source}", 1)) for name in weights if belongs_to(name, source)}

@@ -1,7 +1,7 @@
-"""Who an adapter is, and which one runs.
+"""Names the adapters of a model and selects the one that runs.
 
-PEFT's own ``set_adapter`` also moves ``requires_grad`` from one adapter to the other, so it cannot serve a step that runs
-two of them and trains both. The router below switches what is computed and nothing else.
+PEFT's ``set_adapter`` also moves ``requires_grad`` from one adapter to the other, so it cannot serve a step that runs and
+trains two of them. The router below changes only which adapter is computed.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from peft.utils import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
 
 POLICY, REFERENCE, CRITIC = "default", "ref", "critic"
-"""Adapter names: PEFT's default, TRL's reference, ours."""
+"""Adapter names: PEFT's default, TRL's reference, this library's critic."""
 
 
 def belongs_to(name: str, adapter: str) -> bool:
-    """Whether a parameter is an adapter's, by its name in the model. An embedding's ends with the adapter's name."""
+    """Return whether a parameter belongs to an adapter, by its name. An embedding's name ends with the adapter's."""
     return f".{adapter}." in name or name.endswith(f".{adapter}")
 
 
 class AdapterRouter:
-    """Chooses the adapter of a forward pass, and of its recomputation under gradient checkpointing.
+    """Selects the adapter of a forward pass, and of its recomputation under gradient checkpointing.
 
-    Checkpointing recomputes a layer during the backward pass, when another adapter may be active: the gradients would then
-    be those of another function, without any error. The router makes every checkpoint remember its adapter, in reentrant
-    and non-reentrant mode.
+    Checkpointing recomputes a layer during the backward pass, when another adapter may be active. The gradients would then
+    silently be those of another function. The router records the adapter of every checkpoint, in reentrant and
+    non-reentrant mode.
 
     Args:
-        model: With all adapters that will be routed to. Its base's ``_set_gradient_checkpointing`` is replaced on the
-            instance, so make the router before checkpointing is enabled.
+        model: A model with all adapters that the router selects from. Its base's ``_set_gradient_checkpointing`` is
+            replaced on the instance, so make the router before checkpointing is enabled.
     """
 
     def __init__(self, model: PeftModel):
@@ -44,7 +44,7 @@ class AdapterRouter:
 
     @contextmanager
     def route(self, adapter: str | None) -> Iterator[None]:
-        """Run ``adapter`` inside the ``with`` block; None, or the adapter that already runs, changes nothing."""
+        """Run ``adapter`` inside the ``with`` block. None and the active adapter change nothing."""
         if adapter is None or adapter == self._active:
             yield
             return
@@ -60,7 +60,7 @@ class AdapterRouter:
                 layer._active_adapter = names
 
     def remembering(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """A checkpoint function that recomputes with the adapter of the forward pass."""
+        """Wrap a checkpoint function so that it recomputes with the adapter of the forward pass."""
 
         def checkpoint_with_adapter(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             adapter = self._active
@@ -75,7 +75,7 @@ class AdapterRouter:
 
 
 def _knows(layer: BaseTunerLayer | AuxiliaryTrainingWrapper, adapter: str) -> bool:
-    """Whether the adapter has weights for a layer; without, a wrapped module or token runs as it is in the base."""
+    """Return whether the adapter has weights for a layer; otherwise the base's module or token embedding runs."""
     if isinstance(layer, TrainableTokensLayer):
         return adapter in layer.token_indices
     return isinstance(layer, BaseTunerLayer) or adapter in layer._adapters
@@ -95,7 +95,7 @@ def _remember_adapters(base: PreTrainedModel, router: AdapterRouter) -> None:
 def thaw(model: PeftModel, adapters: Iterable[str]) -> None:
     """Make these adapters trainable.
 
-    PEFT leaves only the active adapter trainable whenever one is switched or disabled, which a reference pass does in the
-    middle of a training step. Call this right before the forward pass that is trained on: done earlier it is undone.
+    PEFT leaves only the active adapter trainable whenever an adapter is switched or disabled, and a reference pass does so
+    in the middle of a training step. Call this function right before the forward pass of the loss.
     """
     model.set_requires_grad(list(adapters), True)

@@ -1,4 +1,4 @@
-"""LoRA on a part of the model only."""
+"""Restricts LoRA to a part of the model."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from peft import LoraConfig, PeftConfig
 
 
 def within_scope(config: PeftConfig, scope: str) -> LoraConfig:
-    """A copy of a LoRA configuration that leaves everything outside a part of the model alone.
+    """Return a copy of a LoRA configuration that adapts only modules inside one part of the model.
 
     Args:
-        config: Its ``target_modules`` say what is adapted inside the part.
-        scope: Dotted path of a module, whole or its end: ``"language_model"`` stands for ``model.language_model`` too.
+        config: LoRA configuration; its ``target_modules`` select the modules inside the part.
+        scope: Dotted path of a module, or the end of one: ``"language_model"`` also matches ``model.language_model``.
 
     Raises:
-        ValueError: If ``config`` is no LoRA configuration, or excludes modules by itself.
+        ValueError: If ``config`` is not a LoRA configuration, or already excludes modules.
     """
     if not isinstance(config, LoraConfig):
         raise ValueError(f"lora_target_scope={scope!r} needs a LoraConfig as peft_config, got {type(config).__name__}.")
     if config.exclude_modules:
         raise ValueError(
-            f"lora_target_scope={scope!r} and peft_config.exclude_modules={config.exclude_modules!r} both say what to leave "
-            "out; keep one of them."
+            f"lora_target_scope={scope!r} and peft_config.exclude_modules={config.exclude_modules!r} both exclude modules; "
+            "keep one of them."
         )
     config = copy.deepcopy(config)
-    config.exclude_modules = rf"(?!(?:.*\.)?{re.escape(scope)}\.).*"  # PEFT matches the whole name of a module
+    config.exclude_modules = rf"(?!(?:.*\.)?{re.escape(scope)}\.).*"  # PEFT matches the full name of a module
     return config
 
 
 @contextmanager
 def explaining_scope(scope: str | None) -> Iterator[None]:
-    """Say in the caller's words that a scope left PEFT nothing to adapt."""
+    """Replace PEFT's error inside the block by one that names ``lora_target_scope``."""
     try:
         yield
     except ValueError as error:
         if scope is None or "exclu" not in str(error):
             raise
         raise ValueError(
-            f"lora_target_scope={scope!r} leaves nothing to adapt: no module that peft_config.target_modules names lies "
-            "below a module of that name. Expected a dotted path such as 'model.layers' or 'language_model' (see "
+            f"lora_target_scope={scope!r} selects no module: none of peft_config.target_modules lies below a module "
+            "of that name. Expected a dotted path such as 'model.layers' or 'language_model' (see "
             "model.named_modules())."
         ) from error

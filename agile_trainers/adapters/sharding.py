@@ -1,4 +1,4 @@
-"""Parameters of which each process keeps a share only: DeepSpeed's ZeRO-3 and PyTorch's FSDP2."""
+"""Access to parameters that DeepSpeed's ZeRO-3 or PyTorch's FSDP2 shards over the processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agile_trainers.adapters.roles import belongs_to
 
 
 def is_zero3(plugin: DeepSpeedPlugin | None) -> bool:
-    """Whether a run partitions its weights by ZeRO-3.
+    """Return whether a run partitions its weights by ZeRO-3.
 
     Args:
         plugin: The ``deepspeed_plugin`` of the training arguments, or of the accelerator's state.
@@ -25,15 +25,16 @@ def is_zero3(plugin: DeepSpeedPlugin | None) -> bool:
 
 @contextmanager
 def whole(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Inside the block these parameters are whole, and may be written to (ZeRO-3).
+    """Gather these parameters inside the block, for reading and writing (ZeRO-3).
 
-    Every process must enter and leave; all keep what the first one wrote. Where nothing is sharded, nothing happens.
+    Every process must enter and leave the block; all keep the values that the first one wrote. Parameters that are not
+    sharded are unaffected.
     """
     shared = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not shared:
         yield
         return
-    import deepspeed  # only where it is in use: it looks for an accelerator, and says so
+    import deepspeed  # imported only when in use: the import searches for an accelerator and logs the result
 
     with deepspeed.zero.GatheredParameters(shared, modifier_rank=0):
         yield
@@ -50,10 +51,10 @@ def write(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
 
 @contextmanager
 def gathered_once(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block forward passes need no other process, so that each may do as many as it likes (FSDP2).
+    """Keep the model gathered inside the block, so that processes may run different numbers of forward passes (FSDP2).
 
-    A process whose episodes are over would otherwise leave the others waiting for its share. Where nothing is sharded,
-    nothing happens.
+    Otherwise a process that has finished its episodes would block the others, which wait for its shard. A model that is not
+    sharded is unaffected.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
@@ -72,10 +73,10 @@ def gathered_once(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def every_adapter_trainable(model: PeftModel) -> Iterator[None]:
-    """Inside the block the frozen adapters require gradients too.
+    """Make the frozen adapters require gradients inside the block.
 
-    Saving under ZeRO-3, ``Trainer`` takes what requires gradients, and PEFT then files the policy's weights under a frozen
-    adapter's name.
+    When ``Trainer`` saves under ZeRO-3, it collects the parameters that require gradients, and PEFT would then store the
+    policy's weights under a frozen adapter's name.
     """
     frozen = [
         parameter

@@ -1,8 +1,8 @@
-"""Tells checkpoints that this library wrote from others, where reading one could run code that is in it.
+"""Signs checkpoints that contain pickles, and rejects those that this user's runs did not sign.
 
-DeepSpeed reads its states with the full pickle protocol, and so does PyTorch the ``.metadata`` of sharded FSDP states; both
-run whatever code a file brings. A folder with such files is signed when it is saved, with a key that only this user can
-read, and read only if the signature holds.
+DeepSpeed reads its states with the full pickle protocol, and PyTorch reads the ``.metadata`` of sharded FSDP states with it.
+Unpickling can run any code in the file. A folder with such files is signed when it is saved, with a key that only this user
+can read, and is only loaded if the signature matches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def pickles(folder: Path) -> list[str]:
-    """Names of the files of a checkpoint that are read with the full pickle protocol."""
+    """Return the names of a checkpoint's files that are read with the full pickle protocol."""
     found = [*folder.rglob(".metadata")]
     if (folder / "latest").is_file():
         found += [path for path in folder.rglob("*.pt") if path.parent != folder]
@@ -32,25 +32,25 @@ def pickles(folder: Path) -> list[str]:
 
 
 def sign(files: dict[str, Any]) -> str | None:
-    """The signature of a checkpoint's files and their fingerprints; None, with a warning, if no key can be kept."""
+    """Sign a checkpoint's files and their fingerprints; None, with a warning, if no key can be stored."""
     try:
         return _digest(_key(create=True), files)
     except OSError as error:
         logger.warning(
-            "This checkpoint could not be signed (%s), so resuming from it will need %s=1. Point %s to a file in a folder "
-            "that can be written.",
+            "This checkpoint could not be signed (%s), so resuming from it will need %s=1. Set %s to a file in a writable "
+            "folder.",
             error, OPTION, KEY_FILE,
         )  # fmt: skip
         return None
 
 
 def is_trusted(folder: Path, files: dict[str, Any], signature: Any) -> bool:
-    """Whether reading a checkpoint runs no code but what this user's own runs wrote, or the user insists.
+    """Return whether a checkpoint holds no pickles, was signed by this user, or is trusted by the environment variable.
 
     Args:
         folder: The checkpoint.
-        files: What its marker lists, compared with the files already.
-        signature: What its marker holds as the signature.
+        files: Files that the marker lists, already compared with those on disk.
+        signature: The signature in the marker.
     """
     found = pickles(folder)
     if not found or os.environ.get(OPTION) == "1":
@@ -82,5 +82,5 @@ def _key(create: bool) -> bytes:
             partial.unlink()
     key = path.read_bytes()
     if len(key) < _KEY_BYTES:
-        raise OSError(f"{path} holds no key: it has {len(key)} bytes, expected {_KEY_BYTES}")
+        raise OSError(f"{path} is not a key: it has {len(key)} bytes, expected {_KEY_BYTES}")
     return key

@@ -1,1 +1,1 @@
-"""Pure functions from tensors to tensors: the mathematics of turn-level credit. Imports nothing else of the package."""
+"""The mathematics of turn-level credit, as pure functions of tensors. Imports nothing else of the package."""

@@ -1,4 +1,4 @@
-"""Advantages of turns. Statistics are over whatever rows are given: pass the rows of all ranks."""
+"""Advantages of turns. Statistics are over the given rows: pass the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ STD_EPSILON = 1e-4
 
 @dataclass
 class GroupAdvantages:
-    """Advantages and what is worth logging about them."""
+    """Advantages and their statistics for the log."""
 
     advantages: torch.Tensor
     """(B, K), 0 where no turn happened and on failed episodes."""
     groups_without_signal: float
-    """Share of groups in which every advantage is 0, for equal rewards or too few members."""
-    lonely_turns: float
-    """Share of turns that no other member of the group reached, or, with anchors, no other turn shared the state of."""
+    """Share of groups in which every advantage is 0, because of equal rewards or too few members."""
+    uncompared_turns: float
+    """Share of turns with nothing to compare: no other member of the group reached the turn or, with anchors, the state."""
 
 
 @dataclass
 class _Comparison:
-    """Values, and which of them are compared with each other. All of one shape."""
+    """Values and the sets within which they are compared. All tensors have one shape."""
 
     values: torch.Tensor
     sets: torch.Tensor
-    """int64, the set each value belongs to."""
+    """int64, the set of each value."""
     mask: torch.Tensor
-    """Which values count at all."""
+    """bool, False on values that are ignored."""
 
     def advantages(
         self, scale: Scale, baseline: Baseline, batch: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Advantages (0 where the mask is False), which values had no other in their set, and which had a signal.
+        """Compute advantages (0 outside the mask), and masks of values that are alone in their set and that have a signal.
 
-        ``batch`` holds the values whose deviation ``scale="batch"`` divides by. Default: those that are compared.
+        ``batch`` holds the values whose deviation ``scale="batch"`` divides by. Default: the compared values.
         """
         count = self._total(torch.ones_like(self.values))
         mean = self._total(self.values) / count.clamp(min=1)
         centred = self.values - mean
         std = (self._total(centred**2) / (count - 1).clamp(min=1)).sqrt()
-        # Equal rewards have a spread of rounding size, not of exactly 0; it must not be blown up to a signal.
+        # Rounding gives equal rewards a tiny spread instead of 0, which must not be scaled up to a signal.
         signal = self.mask & (count >= 2) & (std > 1e-6 * mean.abs().clamp(min=1.0))
         centred = torch.where(signal, centred, 0.0)
         if baseline == "leave_one_out":
@@ -64,7 +64,7 @@ class _Comparison:
         return centred, self.mask & (count < 2), signal
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
-        """Of each value's set, given to each of its values."""
+        """Return the sum of each value's set, at each of its values."""
         kept = torch.where(self.mask, values, 0.0).flatten()
         return kept.new_zeros(int(self.sets.max()) + 1).index_add(0, self.sets.flatten(), kept)[self.sets]
 
@@ -84,18 +84,17 @@ def group_advantages(
     anchors: torch.Tensor | None = None,
     anchor_weight: float = 1.0,
 ) -> GroupAdvantages:
-    """Group-relative advantages (GRPO: Shao et al., 2024, eq. 3), per trajectory or per turn.
+    """Compute group-relative advantages (GRPO: Shao et al., 2024, eq. 3), per trajectory or per turn.
 
     ``"trajectory"``: ``(R - mean of the group) / (std of the group + 1e-4)`` with ``R`` the sum of the turn rewards, the
     same for every turn. ``"turn"``: the same per turn index, over the members of the group that reached that turn, with
     ``R`` the discounted return from that turn on (``turn_credit="return"``) or the turn's own reward (``"reward"``).
     ``"anchor"`` (GiGPO: Feng et al., 2025): the trajectory's advantage plus ``anchor_weight`` times that of the turn among
-    all turns of the group that started from the same state. A turn with nothing to be compared with gets 0.
+    all turns of the group that started from the same state. A turn with nothing to compare gets 0.
 
-    A turn of one member may be compared with whatever does not depend on its action. Where no other member reached it,
+    Any baseline that does not depend on a turn's action is unbiased. If no other member reached the turn,
     ``trajectory_fallback`` compares its ``R`` with the discounted returns of the other members' whole episodes, which
-    estimate the value of the state that the group started from. Without it a turn that few episodes reach is hardly
-    trained.
+    estimate the value of the group's initial state. Without it, a turn that few episodes reach is hardly trained.
 
     Args:
         turn_rewards: (B, K); rows ``i * group_size`` to ``(i + 1) * group_size`` are one group.
@@ -105,12 +104,12 @@ def group_advantages(
         granularity: ``"turn"``, ``"trajectory"`` or ``"anchor"``.
         turn_credit: ``"return"`` or ``"reward"``; not for ``"trajectory"``.
         gamma: Discount per turn for ``turn_credit="return"``.
-        scale: TRL's ``scale_rewards``: divide by the standard deviation of those compared (``"group"``), by that of the
-            ``"batch"``, or not at all (``"none"``, Dr. GRPO).
-        baseline: The ``"mean"`` of those compared, or of the others only (``"leave_one_out"``, RLOO: Ahmadian et al.,
-            2024), which does not shrink the gradient: unscaled, its expectation is the exact one, at granularity
-            ``"turn"`` together with ``trajectory_fallback`` where episodes differ in length.
-        trajectory_fallback: For ``"turn"`` with ``turn_credit="return"``: see above.
+        scale: TRL's ``scale_rewards``: divide by the standard deviation of the compared values (``"group"``), of the
+            whole ``"batch"``, or not at all (``"none"``, Dr. GRPO).
+        baseline: The ``"mean"`` of the compared values, or of the other values only (``"leave_one_out"``, RLOO: Ahmadian
+            et al., 2024), which does not shrink the gradient: without scaling, its expectation is exact, at granularity
+            ``"turn"`` together with ``trajectory_fallback`` if episodes differ in length.
+        trajectory_fallback: For ``"turn"`` with ``turn_credit="return"``, as described above.
         anchors: (B, K) int64, the state each turn started from, 0 for none. For ``"anchor"`` only.
         anchor_weight: For ``"anchor"`` only.
 
@@ -121,10 +120,10 @@ def group_advantages(
     rewards = torch.where(valid, turn_rewards.double(), 0.0)
     groups = (torch.arange(len(rewards), device=rewards.device) // group_size)[:, None].expand_as(rewards)
     episodes = _Comparison(rewards.sum(dim=1), groups[:, 0], ~failed)
-    whole, lonely, signal = episodes.advantages(scale, baseline)
+    whole, uncompared, signal = episodes.advantages(scale, baseline)
     whole = whole[:, None] * valid
     if granularity == "trajectory":
-        return _result(whole, lonely, ~failed, signal, group_size)
+        return _result(whole, uncompared, ~failed, signal, group_size)
 
     values = discounted_returns(rewards, valid, gamma) if turn_credit == "return" else rewards
     indices = torch.arange(rewards.size(1), device=rewards.device).expand_as(groups)
@@ -132,35 +131,35 @@ def group_advantages(
         compared, keys = valid, indices
     else:
         assert anchors is not None
-        # A state without a name is like no other.
+        # A state without a name equals no other.
         compared, keys = valid & (anchors != 0), anchors
     sets = torch.stack([groups, keys], dim=-1).view(-1, 2).unique(dim=0, return_inverse=True)[1].view(keys.shape)
-    advantages, lonely, turn_signal = _Comparison(values, sets, compared).advantages(scale, baseline)
-    lonely |= valid & ~compared
+    advantages, uncompared, turn_signal = _Comparison(values, sets, compared).advantages(scale, baseline)
+    uncompared |= valid & ~compared
     signal_of_turns = turn_signal.any(dim=1)
     if granularity == "anchor":
         advantages, signal_of_turns = whole + anchor_weight * advantages, signal | signal_of_turns
-    elif trajectory_fallback and lonely.any():
-        against_episodes, heard = _against_episodes(values, valid, lonely, ~failed, group_size, scale, baseline)
-        advantages = torch.where(lonely, against_episodes, advantages)
+    elif trajectory_fallback and uncompared.any():
+        against_episodes, heard = _against_episodes(values, valid, uncompared, ~failed, group_size, scale, baseline)
+        advantages = torch.where(uncompared, against_episodes, advantages)
         signal_of_turns |= heard.any(dim=1)
-    return _result(advantages, lonely, valid, signal_of_turns, group_size)
+    return _result(advantages, uncompared, valid, signal_of_turns, group_size)
 
 
 def _against_episodes(
     returns: torch.Tensor,
     valid: torch.Tensor,
-    lonely: torch.Tensor,
+    uncompared: torch.Tensor,
     members: torch.Tensor,
     group_size: int,
     scale: Scale,
     baseline: Baseline,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages (B, K) of lonely turns among the returns from turn 0 of the group's other members, and which had a signal.
+    """Compute advantages (B, K) of uncompared turns against the other members' returns from turn 0, and their signal mask.
 
-    ``members`` (B,) says which episodes count.
+    ``members`` (B,) is True for episodes that count.
     """
-    rows, turns = lonely.nonzero(as_tuple=True)
+    rows, turns = uncompared.nonzero(as_tuple=True)
     group = (rows // group_size * group_size)[:, None] + torch.arange(group_size, device=rows.device)
     own = group == rows[:, None]
     comparison = _Comparison(
@@ -169,23 +168,23 @@ def _against_episodes(
         members[group],
     )
     compared, _, heard = comparison.advantages(scale, baseline, returns[valid])
-    advantages, signal = torch.zeros_like(returns), torch.zeros_like(lonely)
+    advantages, signal = torch.zeros_like(returns), torch.zeros_like(uncompared)
     advantages[rows, turns], signal[rows, turns] = compared[own], heard[own]
     return advantages, signal
 
 
 def _result(
-    advantages: torch.Tensor, lonely: torch.Tensor, valid: torch.Tensor, signal: torch.Tensor, group_size: int
+    advantages: torch.Tensor, uncompared: torch.Tensor, valid: torch.Tensor, signal: torch.Tensor, group_size: int
 ) -> GroupAdvantages:
     silent = ~signal.view(-1, group_size).any(dim=1)
-    share = lonely.sum() / valid.sum().clamp(min=1)
+    share = uncompared.sum() / valid.sum().clamp(min=1)
     return GroupAdvantages(advantages.float(), silent.double().mean().item(), share.item())
 
 
 def whiten_each(
     advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor | None, sets: torch.Tensor
 ) -> torch.Tensor:
-    """:func:`whiten` within each set of episodes.
+    """Apply :func:`whiten` within each set of episodes.
 
     Args:
         advantages: (B, K).
@@ -226,14 +225,14 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor |
 
 
 def pool_over_turns(advantages: torch.Tensor, turn_mask: torch.Tensor) -> torch.Tensor:
-    """Mean over an episode's turns, given to each of them: for a ratio that spans the whole episode.
+    """Assign each turn the mean over its episode's turns, for a ratio that spans the whole episode.
 
     Args:
         advantages: (B, K).
         turn_mask: (B, K) bool.
 
     Returns:
-        (B, K), 0 where no turn happened. A turn counts once, whatever its length.
+        (B, K), 0 where no turn happened. Every turn counts once, independent of its length.
     """
     kept = torch.where(turn_mask, advantages, advantages.new_zeros(()))
     mean = kept.sum(dim=1, keepdim=True) / turn_mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""The penalty for leaving the reference, where it is not a term of the loss.
+"""KL penalties against the reference policy, for use in rewards and advantages.
 
 Both forms use the plain log-ratio ``log pi - log ref`` of the tokens that were sampled: an unbiased estimate of KL(policy ||
 reference) whose score-function gradient is the KL's own. (k3, which TRL's loss uses, has the same mean but would have the
@@ -15,7 +15,7 @@ from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens
 def turn_log_ratio(
     log_probs: torch.Tensor, reference: torch.Tensor, turn_ids: torch.Tensor, turns: int
 ) -> torch.Tensor:
-    """Log-ratio of whole turns: the sum over a turn's tokens, so that its expectation is the turn's KL divergence.
+    """Sum the log-ratios of each turn's tokens; the expectation is the turn's KL divergence.
 
     Args:
         log_probs: (B, T), of the policy that sampled.

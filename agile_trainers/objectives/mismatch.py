@@ -1,8 +1,8 @@
-"""When the sampler's log-probabilities are not the trainer's: how far apart they are, and the weights that make up for it.
+"""Importance weights and metrics for the mismatch between the sampler's and the trainer's log-probabilities.
 
-A token drawn from the sampler stands for the trainer's policy with the weight ``pi_trainer / pi_sampler``, which is cut or
-masked for the sake of variance (Yao et al., 2025, https://fengyao.notion.site/off-policy-rl). Modes, bounds and metric names
-are TRL's; the turn modes are the same rule on one action.
+A token from the sampler is weighted by ``pi_trainer / pi_sampler``, truncated or masked to limit the variance (Yao et al.,
+2025, https://fengyao.notion.site/off-policy-rl). Modes, bounds and metric names are TRL's; the turn modes apply the same
+rule to the tokens of one turn.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens
 
 UNITS = ("token", "turn", "sequence")
 MODES = tuple(f"{unit}_{bound}" for unit in UNITS for bound in ("truncate", "mask"))
-"""A unit, whose log-ratios are summed, and what happens to a ratio out of bounds: cut to the bound, or set to 0."""
+"""Correction modes: the unit over which log-ratios are summed, and ``truncate`` (to the bound) or ``mask`` (to 0)."""
 
 
 @dataclass
 class Correction:
-    """What a batch is weighed with."""
+    """Importance weights of a batch."""
 
     weights: torch.Tensor
-    """(B, T) float32; 1 on tokens that are not counted."""
+    """(B, T) float32; 1 on tokens outside the mask."""
     clipped: torch.Tensor
-    """(B, T) bool, the tokens whose ratio was out of bounds."""
+    """(B, T) bool, tokens whose ratio was out of bounds."""
 
 
 def importance_weights(
@@ -39,16 +39,16 @@ def importance_weights(
     lowest: float | None = None,
     highest: float | None = None,
 ) -> Correction:
-    """Weight of each token of a batch that another distribution was sampled from.
+    """Compute the importance weight of each token of a batch that was drawn from another distribution.
 
     Args:
         log_probs: (B, T), of the trainer's policy as it was then.
         sampling_log_probs: (B, T), as the sampler reported them.
         turn_ids: (B, T) int64.
-        mask: (B, T) bool, the tokens that count. What stands elsewhere has no influence, whatever it is.
+        mask: (B, T) bool, the tokens that count. Values elsewhere have no influence.
         mode: One of ``MODES``. The ratio is the product over the token, its turn or the whole episode.
-        lowest: Ratios below are out of bounds. Default: none is.
-        highest: Ratios above are out of bounds. Default: none is.
+        lowest: Lower bound of the ratio. Default: none.
+        highest: Upper bound of the ratio. Default: none.
 
     Raises:
         ValueError: For another mode.
@@ -74,7 +74,7 @@ def gap_metrics(
     clipped: torch.Tensor,
     mask: torch.Tensor,
 ) -> dict[str, float]:
-    """How far sampler and trainer are apart, over the tokens of a batch.
+    """Measure the difference between sampler and trainer over the tokens of a batch.
 
     Args:
         log_probs: (B, T), of the trainer.
@@ -86,7 +86,8 @@ def gap_metrics(
     Returns:
         Under ``sampling/``: ``sampling_logp_difference/p95`` of the absolute difference in nats; ``kl``, the k3 estimate of
         KL(sampler || trainer) per token (http://joschu.net/blog/kl-approx.html); ``importance_sampling_ratio/min``,
-        ``/mean`` and ``/max`` of the weights; ``clipped``, the share of tokens out of bounds. Empty without any token.
+        ``/mean`` and ``/max`` of the weights; ``clipped``, the share of tokens out of bounds. Empty without
+        tokens.
     """
     if not mask.any():
         return {}

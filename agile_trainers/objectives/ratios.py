@@ -1,7 +1,7 @@
 """Turn-level importance ratios as a change of variables on the log-probabilities.
 
-TRL's loss uses ``exp(logp - old_logp)`` per token. Handing it ``old + pool(logp - old)`` instead of ``logp`` makes that
-ratio the turn's, for every ``loss_type``, without copying the loss. With one turn, mean pooling is the sequence ratio of
+TRL's loss uses ``exp(logp - old_logp)`` per token. Passing ``old + pool(logp - old)`` instead of ``logp`` gives the
+turn's ratio, for every ``loss_type``, without copying the loss. With one turn, mean pooling is the sequence ratio of
 GSPO (Zheng et al., 2025, eq. 7); with a turn per token it is the token ratio.
 """
 
@@ -15,7 +15,7 @@ from agile_trainers.objectives.segments import Reduction, pool_to_turns, spread_
 def pool_log_probs(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, turn_ids: torch.Tensor, num_turns: int, pooling: Reduction
 ) -> torch.Tensor:
-    """Log-probabilities whose ratio to ``old_log_probs`` is the same on all tokens of a turn.
+    """Return log-probabilities whose ratio to ``old_log_probs`` is the same on all tokens of a turn.
 
     Args:
         log_probs: (B, T), with gradient.

@@ -1,4 +1,4 @@
-"""Returns of turns."""
+"""Discounted returns and generalized advantage estimates of turns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from agile_trainers.objectives.segments import spread_to_tokens
 
 
 def discounted_returns(turn_rewards: torch.Tensor, turn_mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted return from each turn on, ``G_k = r_k + gamma * G_{k+1}``.
+    """Compute the discounted return from each turn on, ``G_k = r_k + gamma * G_{k+1}``.
 
-    The discount is per turn; a turn's length in tokens plays no part.
+    The discount is per turn and does not depend on the number of tokens.
 
     Args:
         turn_rewards: (B, K).
@@ -38,7 +38,7 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> torch.Tensor:
-    """Generalized advantage estimates over turns (Schulman et al., 2016, eq. 16; a turn is one step).
+    """Compute generalized advantage estimates over turns (Schulman et al., 2016, eq. 16; a turn is one step).
 
     ``A_k = delta_k + gamma * lambda * A_{k+1}`` with ``delta_k = r_k + gamma * V(s_{k+1}) - V(s_k)``; after the last
     turn, ``V`` is ``final_values`` and ``A`` is 0.
@@ -46,14 +46,14 @@ def gae(
     Args:
         turn_rewards: (B, K).
         values: (B, K), V(s_k) before turn k's action.
-        final_values: (B,), the value of what would have followed the last turn: V(final state) of an episode cut short
-            by a limit, 0 of one that the environment ended.
+        final_values: (B,), the value after the last turn: V(final state) for an episode truncated by a limit, 0 for one
+            that the environment ended.
         turn_mask: (B, K) bool, the turns that happened; they come first in every row.
         gamma: Discount per turn, in [0, 1].
         gae_lambda: Lambda per turn, in [0, 1].
 
     Returns:
-        (B, K), 0 where no turn happened. ``A_k + V(s_k)`` is the lambda return, what the critic is trained towards.
+        (B, K), 0 where no turn happened. ``A_k + V(s_k)`` is the lambda return, the critic's target.
     """
     advantages = torch.zeros_like(values)
     running, following = torch.zeros_like(final_values), final_values
@@ -67,10 +67,10 @@ def gae(
 
 
 def token_gae(lambda_returns: torch.Tensor, token_values: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
-    """Advantages of single tokens: the reward sits on a turn's last token, discount and lambda are 1 inside a turn.
+    """Compute advantages of single tokens: the reward is on a turn's last token, discount and lambda are 1 inside a turn.
 
-    Inside a turn the sum of the deltas telescopes, so a token's advantage is the lambda return of its turn (see
-    :func:`gae`) minus the value before that token, and a turn's length earns or costs nothing.
+    Inside a turn the sum of the deltas telescopes. A token's advantage is therefore the lambda return of its turn (see
+    :func:`gae`) minus the value before that token, independent of the turn's length.
 
     Args:
         lambda_returns: (B, K).

@@ -1,4 +1,4 @@
-"""Moving between tokens ``(B, T)`` and turns ``(B, K)``. ``turn_ids`` is -1 on every token outside an action."""
+"""Conversions between tokens ``(B, T)`` and turns ``(B, K)``. ``turn_ids`` is -1 on every token outside an action."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Reduction = Literal["mean", "sum"]
 
 
 def turn_lengths(turn_ids: torch.Tensor, num_turns: int) -> torch.Tensor:
-    """Number of action tokens of each turn, (B, K) int64."""
+    """Count the action tokens of each turn, (B, K) int64."""
     counts = turn_ids.new_zeros(turn_ids.size(0), num_turns + 1)
     counts.scatter_add_(1, turn_ids + 1, torch.ones_like(turn_ids))
     return counts[:, 1:]
@@ -20,7 +20,7 @@ def pool_to_turns(values: torch.Tensor, turn_ids: torch.Tensor, num_turns: int, 
     """Reduce token values to one value per turn.
 
     Args:
-        values: (B, T). What stands outside actions has no influence, whatever it is.
+        values: (B, T). Values outside actions have no influence.
         turn_ids: (B, T) int64.
         num_turns: K.
         reduction: ``"mean"`` or ``"sum"`` over the tokens of a turn.
@@ -37,6 +37,6 @@ def pool_to_turns(values: torch.Tensor, turn_ids: torch.Tensor, num_turns: int, 
 
 
 def spread_to_tokens(values: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
-    """Give every action token its turn's value: (B, K) -> (B, T), 0 outside actions."""
+    """Assign every action token its turn's value: (B, K) -> (B, T), 0 outside actions."""
     padded = torch.cat([values.new_zeros(values.size(0), 1), values], dim=1)
     return padded.gather(1, turn_ids + 1)

@@ -1,4 +1,4 @@
-"""How far a critic is off: its loss, and what is logged about it."""
+"""The critic's loss and its explained variance."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 def value_errors(
     values: torch.Tensor, old_values: torch.Tensor, targets: torch.Tensor, clip_range: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half the squared error of each value, clipped as the policy's ratio is.
+    """Compute half the squared error of each value, with PPO's optional clipping.
 
-    Without ``clip_range``, ``(V - R)^2 / 2``. With it, the larger of that and the same of ``V`` held within
-    ``clip_range`` of ``V_old`` (the value loss of OpenAI baselines' PPO2, which the PPO paper does not describe): a value
-    that has moved that far towards its target gets no gradient.
+    Without ``clip_range`` the loss is ``(V - R)^2 / 2``. With it, the loss is the maximum of that and the same error of
+    ``V`` clipped to within ``clip_range`` of ``V_old`` (the value loss of OpenAI baselines' PPO2; the PPO paper does not
+    describe it). A value that has already moved that far towards its target gets no gradient.
 
     Args:
         values: Any shape, with gradient.
@@ -21,7 +21,7 @@ def value_errors(
         clip_range: In units of the return; None does not clip.
 
     Returns:
-        The losses, and a bool tensor telling which of them were clipped; both of the same shape.
+        The losses, and a bool tensor that is True where the loss was clipped; both of the same shape.
     """
     losses = (values - targets) ** 2 / 2
     if clip_range is None:
@@ -32,7 +32,7 @@ def value_errors(
 
 
 def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> float:
-    """``1 - Var(targets - values) / Var(targets)``: 1 is a perfect critic, 0 one that knows the mean only, below 0 worse.
+    """Compute ``1 - Var(targets - values) / Var(targets)``: 1 for a perfect critic, 0 for the mean, below 0 if worse.
 
     Args:
         values: (N,).

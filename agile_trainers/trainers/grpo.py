@@ -105,5 +105,5 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
         )
         metrics = {"groups_without_signal": result.groups_without_signal}
         if args.advantage_granularity != "trajectory":
-            metrics["turns_without_comparison"] = result.lonely_turns
+            metrics["turns_without_comparison"] = result.uncompared_turns
         return Credit(result.advantages, metrics)

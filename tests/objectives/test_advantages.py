@@ -41,7 +41,7 @@ def test_turn_advantages_by_hand():
     """Groups of two. Returns to go: rows 0, 1: (1, 1), (3, 3); rows 2, 3: (2, -), (4, 0); turn 1 of row 3 is alone."""
     result = group_advantages(REWARDS, MASK, NEVER, group_size=2, scale="none")
     assert result.advantages.tolist() == [[-1.0, -1.0], [1.0, 1.0], [-1.0, 0.0], [1.0, 0.0]]
-    assert result.lonely_turns == pytest.approx(1 / 7)
+    assert result.uncompared_turns == pytest.approx(1 / 7)
 
 
 def test_turn_credit_reward_sees_only_the_turns_own_reward():
@@ -102,7 +102,7 @@ def test_leave_one_out_by_hand():
     assert result.advantages.flatten().tolist() == [-3.0, -1.5, 4.5]
 
 
-def test_a_lonely_turn_is_compared_with_the_episodes_of_the_others():
+def test_an_uncompared_turn_is_compared_with_the_episodes_of_the_others():
     """Gamma 1/2; returns to go 4, 2, 1 of row 0, 6, -2, and a failed episode. Turns 1 and 2 of row 0 are alone."""
     rewards = torch.tensor([[3.0, 1.5, 1.0], [6.0, 0.0, 0.0], [-2.0, 0.0, 0.0], [1e6, 1e6, 1e6]])
     mask = torch.tensor([[True] * 3, [True, False, False], [True, False, False], [True] * 3])
@@ -115,7 +115,7 @@ def test_a_lonely_turn_is_compared_with_the_episodes_of_the_others():
     result = advantages(baseline="leave_one_out")
     assert result.advantages[0].tolist() == pytest.approx([4.0 - 2.0, 2.0 - 2.0, 1.0 - 2.0])
     assert result.advantages[1:].tolist() == [[5, 0, 0], [-7, 0, 0], [0, 0, 0]]
-    assert result.lonely_turns == pytest.approx(2 / 5)
+    assert result.uncompared_turns == pytest.approx(2 / 5)
     # The mean includes the turn itself, and so does the deviation of the three: 1, 6, -2.
     assert advantages().advantages[0].tolist() == pytest.approx([4 - 8 / 3, 0.0, 1 - 5 / 3])
     deviation = torch.tensor([1.0, 6.0, -2.0]).std() + 1e-4
@@ -126,7 +126,7 @@ def test_a_lonely_turn_is_compared_with_the_episodes_of_the_others():
     assert advantages(trajectory_fallback=False).advantages[0, 1:].tolist() == [0.0, 0.0]
 
 
-def test_a_lonely_turn_is_a_signal_only_if_it_differs():
+def test_an_uncompared_turn_is_a_signal_only_if_it_differs():
     """Rows 0, 1: equal episodes, but turn 1 of row 0 gave 2 of its 5. Row 2: no other member is left to be compared with."""
     rewards = torch.tensor([[3.0, 2.0], [5.0, 0.0], [1.0, 1.0], [7.0, 0.0]])
     mask = torch.tensor([[True, True], [True, False], [True, True], [True, False]])
@@ -168,7 +168,7 @@ def test_a_turn_that_few_reach_is_starved_without_fallback(size, starved, scaled
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_lonely_turn_is_discounted(size):
+def test_an_uncompared_turn_is_discounted(size):
     """Stopping at turn 1 earns 1, going on 1.5 a turn later: .25 better at gamma .5, .5 worse at gamma 1."""
     episodes = [(0.9, [0.0], [0.0]), (0.05, [0.0, 1.0], [0.0, 0.5]), (0.05, [0.0, 0.0, 1.5], [0.0, -0.5, 0.0])]
     options = {"scale": "none", "baseline": "leave_one_out", "trajectory_fallback": True}
@@ -201,7 +201,7 @@ def test_anchor_advantages_by_hand():
         [1.5 + 0.5 * (4 - 8 / 3), 1.5 + 0.5 * -0.5],
     ]
     torch.testing.assert_close(result.advantages, torch.tensor(expected))
-    assert result.lonely_turns == pytest.approx(2 / 7)
+    assert result.uncompared_turns == pytest.approx(2 / 7)
 
 
 def test_the_same_state_in_another_group_is_another_state():

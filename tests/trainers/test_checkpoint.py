@@ -285,7 +285,7 @@ def _flip(path: Path) -> None:
 
 
 DAMAGE = {
-    "no marker": (lambda f: (f / MARKER).unlink(), "its saving was interrupted"),
+    "no marker": (lambda f: (f / MARKER).unlink(), "saving was interrupted"),
     "no record": (lambda f: (f / RECORD).unlink(), f"not saved by a multi-turn trainer: it has no {RECORD}"),
     "record cut off": (lambda f: _truncate(f / RECORD) or _truncate(f / RECORD), f"{RECORD} cannot be read"),
     "record of another kind": (lambda f: (f / RECORD).write_text("[]"), "holds a list, expected a JSON object"),

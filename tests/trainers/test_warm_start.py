@@ -282,7 +282,7 @@ def damage(folder, what):
         ("less", "does not fit the model .* is missing"),
         ("more", "does not fit the model .*layers.7.lora_A.* is not in the model"),
         ("shape", r"does not fit the model .*size mismatch.*\[4, 64\].*\[5, 64\].*and 25 more"),
-        ("json", "adapter_config.json is no PEFT configuration: JSONDecodeError"),
+        ("json", "adapter_config.json is not a PEFT configuration: JSONDecodeError"),
         ("foreign", "holds a IA3 adapter; only LORA"),
         ("pissa", "init_lora_weights='pissa_niter_4', which changes the base"),
         ("nameless", "does not name its base model"),
