@@ -234,7 +234,7 @@ def test_equal_keys_are_refused_at_any_depth_and_merged_ones_are_not(tmp_path: P
     path.write_text("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  x: 3\n")
     assert read_yaml(path) == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
     path.write_text("stages:\n- name: one\n  beta: 1\n  beta: 2\n")
-    with pytest.raises(YAMLFileError, match=r"'beta' is given twice, in lines 3 and 4"):
+    with pytest.raises(YAMLFileError, match=r"'beta'.* 3 .* 4"):
         read_yaml(path)
 
 

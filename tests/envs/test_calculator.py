@@ -96,7 +96,7 @@ def test_the_checker_finds_nothing() -> None:
     factory = make_environment_factory("agile:calculator", level="hard", split="test")
     actions = [call("1 + 1"), "<tool_call>", "3"]
     assert not check_environment(factory, episodes=4, max_turns=4, actions=actions).findings
-    with pytest.raises(ValueError, match="choose one of easy, normal, hard"):
+    with pytest.raises(ValueError, match=r"'heavy'.*easy, normal, hard"):
         Calculator("heavy")
     with pytest.raises(ValueError, match=r"Expected a question that says 'Compute \.\.\.'"):
         expert_player([{"role": "user", "content": "hello"}], random.Random(0))

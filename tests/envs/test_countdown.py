@@ -108,7 +108,7 @@ def test_the_checker_finds_nothing_and_wrong_arguments_are_named() -> None:
     assert not check_environment(factory, episodes=3, actions=["1 + 2"]).findings
     assert [message["role"] for message in factory().reset(seed=5)[0]] == ["user", "assistant"] * 2 + ["user"]
     for kwargs, message in (
-        ({"level": "heavy"}, "choose one of easy, normal, hard"),
+        ({"level": "heavy"}, "'heavy'.*easy, normal, hard"),
         ({"split": "dev"}, "no split 'dev'"),
     ):
         with pytest.raises(ValueError, match=message):

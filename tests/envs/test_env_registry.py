@@ -89,12 +89,12 @@ def test_unknown_ids_name_the_nearest(wrong: str, nearest: str) -> None:
 def test_a_module_that_fails_to_import_says_where(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fails_at_import.py").write_text(f"\n{code}")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"'fails_at_import' cannot be imported: .*fails_at_import.py, line 2"):
+    with pytest.raises(ValueError, match=r"'fails_at_import'.*fails_at_import.py, line 2"):
         make_environment_factory("fails_at_import:Environment")
 
 
 def test_a_missing_attribute_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"agile_trainers.envs.probes has no 'TwoInput'; did you mean TwoInputs"):
+    with pytest.raises(ValueError, match=r"agile_trainers.envs.probes.*'TwoInput'.*TwoInputs"):
         make_environment_factory("agile_trainers.envs.probes:TwoInput")
 
 

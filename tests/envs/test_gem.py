@@ -134,7 +134,7 @@ def test_the_seed_alone_decides_and_is_folded_into_what_numpy_takes() -> None:
     assert codes == [code(seed) for seed in range(30)] and len(set(codes)) > 10
     assert code(2**32 + 7) == codes[7] and code(-1) == code(2**32 - 1)
     assert code(0, {"seed": 7}) == codes[7]
-    with pytest.raises(ValueError, match=r"gem:game:Mastermind-v0-easy does not read the option\(s\) secret"):
+    with pytest.raises(ValueError, match=r"gem:game:Mastermind-v0-easy.*secret"):
         code(0, {"secret": 3})
     unseeded = {code(None) for _ in range(30)}
     assert len(unseeded) > 10

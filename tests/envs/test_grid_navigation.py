@@ -129,11 +129,11 @@ def test_bad_options_and_arguments() -> None:
             walk(text)
     with pytest.raises(ValueError, match="no way from A to G"):
         walk("A#G")
-    with pytest.raises(ValueError, match=r"does not read the option\(s\) maze; it reads: map"):
+    with pytest.raises(ValueError, match=r"maze.*map"):
         GridNavigation().reset(options={"maze": MAP})
-    with pytest.raises(ValueError, match="choose one of easy, normal, hard"):
+    with pytest.raises(ValueError, match=r"'heavy'.*easy, normal, hard"):
         GridNavigation("heavy")
-    with pytest.raises(ValueError, match="max_turns must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"max_turns.*0"):
         GridNavigation(max_turns=0)
     with pytest.raises(ValueError, match="Expected a message with a map"):
         expert_player([{"role": "user", "content": "hello"}], random.Random(0))

@@ -75,13 +75,13 @@ def test_seeds_hold_every_secret_once_and_a_row_overrides_them() -> None:
 def test_bad_options_and_arguments() -> None:
     environment = GuessNumber()
     for secret in (0, 13, 2.5, "3"):
-        with pytest.raises(ValueError, match="secret must be an integer from 1 to 12"):
+        with pytest.raises(ValueError, match=r"secret.* 1 .* 12"):
             environment.reset(options={"secret": secret})
-    with pytest.raises(ValueError, match=r"agile:guess_number does not read the option\(s\) number; it reads: secret"):
+    with pytest.raises(ValueError, match=r"agile:guess_number.*number.*secret"):
         environment.reset(options={"number": 3})
-    with pytest.raises(ValueError, match="choose one of easy, normal, hard"):
+    with pytest.raises(ValueError, match=r"'heavy'.*easy, normal, hard"):
         GuessNumber("heavy")
-    with pytest.raises(ValueError, match="max_turns must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"max_turns.*0"):
         GuessNumber(max_turns=0)
 
 

@@ -177,7 +177,7 @@ def test_what_cannot_be_played_is_refused(name: str, kwargs: dict[str, Any], wor
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"gymnasium:Taxi-v4 does not read the option\(s\) colour"):
+    with pytest.raises(ValueError, match=r"gymnasium:Taxi-v4.*colour"):
         GymnasiumEnvironment("Taxi-v4").reset(seed=0, options={"colour": 1})
 
 

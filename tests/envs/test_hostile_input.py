@@ -215,5 +215,5 @@ def test_the_trainer_limits_observations(embedded_model: Path, tmp_path: Path) -
     metrics = trainer.evaluate()
     assert metrics["eval_observations_cut"] == 3.0 and metrics["eval_stop/max_turns"] == 1.0
     assert MultiTurnGRPOConfig(**options).max_observation_length == 100_000
-    with pytest.raises(ValueError, match="max_observation_length must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"max_observation_length.*0"):
         MultiTurnGRPOConfig(max_observation_length=0, **options)

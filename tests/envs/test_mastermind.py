@@ -116,15 +116,15 @@ def test_legal_play_agrees_with_every_clue() -> None:
 
 def test_bad_options_and_arguments() -> None:
     for secret in ("12", "127", 123):
-        with pytest.raises(ValueError, match="secret must be 3 digits of 1 to 6"):
+        with pytest.raises(ValueError, match=r"secret.* 3 .* 6"):
             game(secret)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"does not read the option\(s\) code; it reads: secret"):
+    with pytest.raises(ValueError, match=r"code.*secret"):
         Mastermind().reset(options={"code": "123"})
-    with pytest.raises(ValueError, match="choose one of easy, normal, hard"):
+    with pytest.raises(ValueError, match=r"'heavy'.*easy, normal, hard"):
         Mastermind("heavy")
-    with pytest.raises(ValueError, match="max_turns must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"max_turns.*0"):
         Mastermind(max_turns=0)
-    with pytest.raises(ValueError, match=r"Expected a prompt that says '\.\.\. digits of 1 to"):
+    with pytest.raises(ValueError, match="digits of 1 to"):
         random_player([{"role": "user", "content": "hello"}], random.Random(0))
 
 

@@ -154,14 +154,14 @@ def test_hub_ids_are_looked_up_with_the_real_loader(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert Math(dataset="gsm8k", test_fraction=0.123).row("test", 0) == GSM8K[5]
     assert asked == [(("openai/gsm8k", "main"), {"streaming": False})]
-    with pytest.raises(ValueError, match="no column 'problem' for the question"):
+    with pytest.raises(ValueError, match=r"'problem'.*question"):
         Math(dataset="math", test_fraction=0.124)
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"level": "heavy"}, "choose one of easy, normal, hard"),
+        ({"level": "heavy"}, "'heavy'.*easy, normal, hard"),
         ({"dataset": "gsm"}, "choose one of gsm8k, math, dapo_math"),
         ({"path": "x"}, "path have an effect on a data set only"),
         ({"dataset": "gsm8k", "level": "easy"}, "level='easy' has no effect"),

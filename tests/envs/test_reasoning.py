@@ -113,7 +113,7 @@ def test_a_reward_that_is_no_finite_number_is_named(value: Any) -> None:
     def trl_broken(completions: list[Any], **columns: Any) -> list[Any]:
         return [value]
 
-    with pytest.raises(ValueError, match=r"broken returned .* to the question 'Capital of country"):
+    with pytest.raises(ValueError, match=r"broken.*'Capital of country"):
         play(make(reward_fn=broken), lambda *_: "x", seed=0)
     assert "broken returned" in check_environment(lambda: make(reward_fn=broken)).errors[0]
     if value is not None:
@@ -189,7 +189,7 @@ def test_rows_may_come_from_the_trainer_alone() -> None:
     environment = make(None)
     assert environment.reset(seed=1, options={**CAPITALS[4], "extra": None})[0] == "Capital of country 4?"
     assert environment.step("city 4")[1] == 1.0
-    with pytest.raises(ValueError, match=r"made without data, and no row with a column 'question'"):
+    with pytest.raises(ValueError, match=r"without data.*'question'"):
         environment.reset(seed=1)
     with pytest.raises(ValueError, match="no column 'answer'"):
         environment.reset(options={"question": "who?"})

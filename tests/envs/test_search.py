@@ -133,11 +133,11 @@ def test_failures_are_retried_with_back_off(server: Server) -> None:
 
 def test_what_does_not_get_better_is_raised(server: Server) -> None:
     server.failures = [500] * 9
-    with pytest.raises(SearchServerError, match=r"did not answer a search in 3 attempt\(s\): HTTP Error 500"):
+    with pytest.raises(SearchServerError, match=r"3 attempt\(s\).*500"):
         HttpSearch(url(server), retries=2, backoff=0.0)("cats")
     assert len(server.requests) == 3
     server.failures = [404]
-    with pytest.raises(SearchServerError, match=r"in 1 attempt\(s\): HTTP Error 404"):
+    with pytest.raises(SearchServerError, match=r"1 attempt\(s\).*404"):
         HttpSearch(url(server))("cats")
     for body in (b"no json", b'{"hits": []}', b'{"passages": "text"}'):
         server.failures, server.body = [], body
@@ -147,7 +147,7 @@ def test_what_does_not_get_better_is_raised(server: Server) -> None:
         silent.bind(("127.0.0.1", 0))
         with pytest.raises(SearchServerError, match=r"in 2 attempt\(s\).*refused"):
             HttpSearch(f"http://127.0.0.1:{silent.getsockname()[1]}", retries=1, backoff=0.0)("cats")
-    with pytest.raises(ValueError, match="must begin with http"):
+    with pytest.raises(ValueError, match="begin with http"):
         HttpSearch("file:///etc/passwd")
 
 
@@ -272,7 +272,7 @@ def test_the_checker_finds_nothing() -> None:
     factory = make_environment_factory("agile:search_qa", level="normal")
     actions = ["<search>a</search>", "x", "<answer>b</answer>"]
     assert not check_environment(factory, episodes=4, max_turns=4, actions=actions).findings
-    with pytest.raises(ValueError, match="choose one of easy, normal, hard"):
+    with pytest.raises(ValueError, match=r"'heavy'.*easy, normal, hard"):
         SearchQA("heavy")
     with pytest.raises(ValueError, match="Expected one of the questions"):
         expert_player([{"role": "user", "content": "hello"}], None)  # type: ignore[arg-type]

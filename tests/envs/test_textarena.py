@@ -135,7 +135,7 @@ def test_seeds_and_options() -> None:
     assert codes == [code(seed) for seed in range(30)] and len(set(codes)) > 10
     assert code(0, {"seed": 7}) == codes[7] and code(2**40 + 1) == code(2**40 + 1)
     assert len({code(None) for _ in range(30)}) > 10
-    with pytest.raises(ValueError, match=r"textarena:Mastermind-v0 does not read the option\(s\) secret"):
+    with pytest.raises(ValueError, match=r"textarena:Mastermind-v0.*secret"):
         code(0, {"secret": 3})
 
 

@@ -159,7 +159,7 @@ def test_the_announcement_has_three_places() -> None:
         assert [message["role"] for message in messages] == roles
         assert ("<tools>" in str(messages)) == (role != "no")
         assert messages[-1]["content"].endswith("What is 1 + 1?")
-    with pytest.raises(ValueError, match=r"announce='user' puts the tools into the first message, but .* 'system'"):
+    with pytest.raises(ValueError, match=r"announce='user'.*'system'"):
         ToolEnvironment([add], ROWS, announce="user", system_prompt="x").reset(options=ROWS[0])
 
 
@@ -256,13 +256,13 @@ def test_arguments_of_composite_types() -> None:
 
 def test_unknown_tools_and_bad_options() -> None:
     assert "there is no tool 'open'; the tools are: add, look_up" in str(environment().step(hermes("open"))[0])
-    with pytest.raises(ValueError, match="call_format must be one of 'hermes', 'llama3', got 'xml'"):
+    with pytest.raises(ValueError, match=r"call_format.*'hermes'.*'xml'"):
         environment(call_format="xml")
-    with pytest.raises(ValueError, match="max_turns must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"max_turns.*0"):
         environment(max_turns=0)
     with pytest.raises(ValueError, match="Tools need different names"):
         ToolEnvironment([add, add], ROWS)
-    with pytest.raises(ValueError, match=r"No schema can be made for the tool <lambda>.*type hints and a docstring"):
+    with pytest.raises(ValueError, match=r"<lambda>.*type hints.*docstring"):
         ToolEnvironment([lambda x: x], ROWS)
 
 

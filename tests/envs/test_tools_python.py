@@ -137,7 +137,7 @@ def test_memory_and_output_are_limited() -> None:
 
 
 def test_bad_limits() -> None:
-    with pytest.raises(ValueError, match="limits must be positive, got timeout=0"):
+    with pytest.raises(ValueError, match="timeout=0"):
         run_python("1", timeout=0)
 
 

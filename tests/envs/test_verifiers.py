@@ -40,9 +40,9 @@ def test_rows_and_seeds() -> None:
     asked = [environment.reset(seed=seed)[1]["row"] for seed in range(8)]
     assert asked == [0, 1, 2, 3] * 2
     assert environment.reset(seed=0, options={"row": 3})[0][1]["content"] == "Reverse grass."
-    with pytest.raises(ValueError, match=r"verifiers:reverse_taskset has no row 4: its rows are 0 to 3"):
+    with pytest.raises(ValueError, match=r"verifiers:reverse_taskset.*row 4.* 3"):
         environment.reset(seed=0, options={"row": 4})
-    with pytest.raises(ValueError, match=r"does not read the option\(s\) colour"):
+    with pytest.raises(ValueError, match="colour"):
         environment.reset(seed=0, options={"colour": 1})
 
 

@@ -117,15 +117,15 @@ def test_legal_play_agrees_with_every_clue() -> None:
 
 def test_bad_options_and_arguments() -> None:
     for secret in ("crate", "Sugar", 5):
-        with pytest.raises(ValueError, match="secret must be one of the level's 332 words"):
+        with pytest.raises(ValueError, match=r"secret.*332"):
             game(secret)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"does not read the option\(s\) word; it reads: secret"):
+    with pytest.raises(ValueError, match=r"word.*secret"):
         Wordle().reset(options={"word": "sugar"})
-    with pytest.raises(ValueError, match="choose one of easy, normal, hard"):
+    with pytest.raises(ValueError, match=r"'heavy'.*easy, normal, hard"):
         Wordle("heavy")
-    with pytest.raises(ValueError, match="max_turns must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"max_turns.*0"):
         Wordle(max_turns=0)
-    with pytest.raises(ValueError, match="Expected a prompt that asks for a word of five letters"):
+    with pytest.raises(ValueError, match="word of five letters"):
         random_player([{"role": "user", "content": "hello"}], random.Random(0))
 
 

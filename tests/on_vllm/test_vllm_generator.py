@@ -133,7 +133,7 @@ def test_malformed_requests_are_refused(engine: VllmEngine, model: PeftModel) ->
         submit([])
     with pytest.raises(ValueError, match=r"Episode 4: `max_new_tokens` is 0"):
         submit([5], 0)
-    with pytest.raises(ValueError, match=r"Episode 4: 255 tokens and 2 new ones are more than .* max_model_length=256"):
+    with pytest.raises(ValueError, match=r"Episode 4.*255.*max_model_length=256"):
         submit([5] * 255)
     assert generator.pending == 0
     submit([5, 6])

@@ -127,7 +127,7 @@ def test_a_new_adapter_takes_the_place_of_the_last(server: VllmServer, model: Pe
 
 def test_what_a_request_comes_to_is_not_lost(server: VllmServer, model: PeftModel) -> None:
     generator = make(server)
-    with pytest.raises(ValueError, match=r"Episode 4: 255 tokens and 2 new ones are more than .* max_model_length=256"):
+    with pytest.raises(ValueError, match=r"Episode 4.*255.*max_model_length=256"):
         generator.submit(GenerationRequest(4, [5] * 255, 2, uniforms(0)))
     generator.submit(GenerationRequest(4, [VOCAB + 5], 2, uniforms(0)))
     with pytest.raises(Exception, match="Request failed: 400"):
@@ -140,9 +140,9 @@ def test_what_a_request_comes_to_is_not_lost(server: VllmServer, model: PeftMode
         ServerGenerator(server, eos_token_ids=EOS, settings=SamplingSettings(stop_strings=("q",)))
     with pytest.raises(ValueError, match="vLLM samples at a temperature between"):
         make(server, SamplingSettings(temperature=2.5))
-    with pytest.raises(ValueError, match="takes 4 stop strings, got 5"):
+    with pytest.raises(ValueError, match=r"4 stop strings.* 5"):
         make(server, SamplingSettings(stop_strings=tuple("abcde")))
-    with pytest.raises(ValueError, match="only after min_new_tokens=2, transformers from the beginning"):
+    with pytest.raises(ValueError, match="min_new_tokens=2"):
         make(server, SamplingSettings(stop_strings=("a",), min_new_tokens=2))
 
 

@@ -149,13 +149,11 @@ def test_misaligned_turns_are_refused(spans: list[tuple[int, int]], message: str
 def test_misaligned_log_probs_are_refused() -> None:
     short = two_turns()
     short.sampling_logprobs.pop()
-    with pytest.raises(ValueError, match="4 completion tokens but 3 sampling log-probs"):
+    with pytest.raises(ValueError, match=r"4 completion tokens.* 3 "):
         collate([short], pad_token_id=PAD, end_token_id=END)
     shifted = two_turns()
     shifted.sampling_logprobs.insert(0, shifted.sampling_logprobs.pop())
-    with pytest.raises(
-        ValueError, match=r"Token 2 of episode 1 belongs to no turn, but its sampling log-prob is -2\.75"
-    ):
+    with pytest.raises(ValueError, match=r"Token 2 of episode 1.*-2\.75"):
         collate([two_turns(), shifted], pad_token_id=PAD, end_token_id=END)
 
 

@@ -425,11 +425,11 @@ def test_bad_options_are_refused(model: Qwen2ForCausalLM) -> None:
         make(model, max_batch_size=0)
     with pytest.raises(ValueError, match=r"\['x'\] need a tokenizer"):
         make(model, SamplingSettings(stop_strings=("x",)))
-    with pytest.raises(ValueError, match=r"`eos_token_ids` has 40, expected ids in \[0, 40\)"):
+    with pytest.raises(ValueError, match=r"`eos_token_ids`.*40"):
         make(model, eos_token_ids=[1, VOCAB])
     with pytest.raises(ValueError, match="`pad_token_id` has None"):
         make(model, pad_token_id=None)
-    with pytest.raises(ValueError, match="RwkvForCausalLM runs its recurrence over padding"):
+    with pytest.raises(ValueError, match=r"RwkvForCausalLM.*padding"):
         make(RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=2)))
     prompt_tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="Prompt-learning"):

@@ -116,7 +116,7 @@ def test_a_resumed_run_is_the_same_run(embedded_model: Path, saved: Any) -> None
         assert theirs and all(torch.equal(theirs[key], ours[key]) for key in theirs)
     # On the base as it was, the same weights would be another policy.
     other = make_trainer(embedded_model, folder / "run", **changes)
-    with pytest.raises(CheckpointError, match=r"lora\.init_lora_weights is '\w+' there and None here"):
+    with pytest.raises(CheckpointError, match=r"lora\.init_lora_weights.*'\w+'.*None"):
         other.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-1"))
 
 

@@ -416,7 +416,7 @@ def test_every_lora_setting_that_differs_is_named(embedded_model, tmp_path, save
 def test_a_base_model_of_another_shape(embedded_model, tmp_path, saved):
     trainer = make("grpo", embedded_model, tmp_path, max_steps=2)
     trainer.model.config.hidden_size = 128
-    with pytest.raises(CheckpointError, match=r"base_model\.hidden_size is 64 there and 128 here"):
+    with pytest.raises(CheckpointError, match=r"base_model\.hidden_size.*64.*128"):
         trainer.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
 
 

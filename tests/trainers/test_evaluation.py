@@ -47,7 +47,7 @@ def test_each_data_set_is_played_and_one_is_played_by_its_name(trained, tmp_path
     assert hard["eval_hard_reward"] == pytest.approx(hard["eval_hard_return"] + 20)
     metrics = trained.evaluate("hard")
     assert metrics["eval_rewards/<lambda>/mean"] == 20 and metrics["eval_episodes"] == 3
-    with pytest.raises(ValueError, match="'hrad' is the name of no evaluation data set: there are 'easy', 'hard'"):
+    with pytest.raises(ValueError, match=r"'hrad'.*'easy', 'hard'"):
         trained.evaluate("hrad")
     with pytest.raises(ValueError, match="at least one row"):
         trained.evaluate(rows())
@@ -92,7 +92,7 @@ def test_unused_columns_are_removed_before_they_are_checked(embedded_model, tmp_
     trainer.evaluate()
     trainer.predict(told)
     assert len(seen) == 1 + 8 + 2 + 2 and all(set(options) == {"prompt"} for options in seen)
-    with pytest.raises(ValueError, match=r"remove_unused_columns=True leaves nothing of train_dataset.*secret"):
+    with pytest.raises(ValueError, match=r"remove_unused_columns=True.*train_dataset.*secret"):
         make_trainer(embedded_model, tmp_path, train_dataset=rows(1, 2), remove_unused_columns=True)
 
 

@@ -81,7 +81,7 @@ def test_an_evaluation_plays_of_each_what_it_would_play_alone():
     rows = [{"environment": "high", "n": 1}, {"environment": "low", "n": 2}]
     told = evaluation_specs(3, 3, rows, 0, 1, mixture)
     assert [(s.environment, s.options) for s in told] == [("high", {"n": 1}), ("low", {"n": 2}), ("high", {"n": 1})]
-    with pytest.raises(ValueError, match="num_eval_episodes=2 leaves some of the 3"):
+    with pytest.raises(ValueError, match=r"num_eval_episodes=2 .* 3"):
         evaluation_specs(3, 2, None, 0, 1, mixture)
 
 
@@ -139,9 +139,7 @@ def test_a_killed_run_goes_on_with_the_same_environments(words, tmp_path):
     assert record["environment"] == "low=Low, high=High" and record["environment_arguments"] == {"low": {}, "high": {}}
     assert record["options"]["environment_limits"] == LIMITS
     other = make(words, tmp_path / "run", "grpo", environment={"low": Low, "high": Low}, **changes)
-    with pytest.raises(
-        CheckpointError, match=r"environment is 'low=Low, high=High' there and 'low=Low, high=Low' here"
-    ):
+    with pytest.raises(CheckpointError, match=r"'low=Low, high=High'.*'low=Low, high=Low'"):
         other.train(resume_from_checkpoint=True)
 
 
@@ -275,7 +273,7 @@ def test_rows_to_evaluate_on_are_checked_too(embedded_model, tmp_path):
 
 def test_columns_that_would_be_removed_are_not_looked_for(embedded_model, tmp_path):
     rows = Dataset.from_list([{"environment": name, "prompt": "?"} for name in BOTH])
-    with pytest.raises(ValueError, match="remove_unused_columns=True drops the column 'environment'"):
+    with pytest.raises(ValueError, match=r"remove_unused_columns=True.*'environment'"):
         make_trainer(embedded_model, tmp_path, environment=BOTH, train_dataset=rows, remove_unused_columns=True)
 
 

@@ -190,7 +190,7 @@ def test_evaluation_rows_greedy_and_best_model(embedded_model, tmp_path):
     assert metrics["eval_return"] == again["eval_return"]
     named = trainer.evaluate({"a": rows, "b": rows}, num_episodes=2)
     assert {"eval_a_return", "eval_b_return"} <= named.keys()
-    with pytest.raises(ValueError, match="num_episodes must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"num_episodes.*0"):
         trainer.evaluate(num_episodes=0)
 
 
@@ -341,5 +341,5 @@ def test_the_entropy_bonus_may_fall_over_the_run(embedded_model, tmp_path):
     constant.train()
     weights = [dict(t.model.named_parameters()) for t in (trainer, constant)]
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    with pytest.raises(ValueError, match=r"moves entropy_coef, which is 0\.0"):
+    with pytest.raises(ValueError, match=r"entropy_coef.*0\.0"):
         make_trainer(embedded_model, tmp_path, entropy_coef_schedule="linear")

@@ -425,15 +425,15 @@ def test_a_value_that_has_moved_far_enough_gets_no_gradient(embedded_model, tmp_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gae_lambda": 1.5}, r"gae_lambda must lie in \[0, 1\], got 1.5"),
-        ({"vf_coef": 0.0}, "vf_coef must be positive, got 0.0"),
-        ({"value_clip_range": -1.0}, "value_clip_range must be positive"),
-        ({"critic_learning_rate": 0.0}, "critic_learning_rate must be positive"),
-        ({"critic_warmup_steps": -1}, "critic_warmup_steps must not be negative"),
-        ({"critic_warmup_steps": 2, "weight_decay": 0.1}, "weight_decay=0.1 would shrink the policy"),
-        ({"turn_value_position": "last"}, "turn_value_position must be one of 'state', 'final', 'mean'"),
-        ({"advantage_granularity": "trajectory"}, "advantage_granularity must be one of 'turn', 'token'"),
-        ({"num_generations": 4}, "num_generations=4 has no effect"),
+        ({"gae_lambda": 1.5}, r"gae_lambda.*1\.5"),
+        ({"vf_coef": 0.0}, r"vf_coef.*0\.0"),
+        ({"value_clip_range": -1.0}, r"value_clip_range.*-1\.0"),
+        ({"critic_learning_rate": 0.0}, r"critic_learning_rate.*0\.0"),
+        ({"critic_warmup_steps": -1}, "critic_warmup_steps.*-1"),
+        ({"critic_warmup_steps": 2, "weight_decay": 0.1}, "weight_decay=0.1.*critic_warmup_steps=2"),
+        ({"turn_value_position": "last"}, "turn_value_position.*'state'.*'last'"),
+        ({"advantage_granularity": "trajectory"}, "advantage_granularity.*'turn', 'token'.*'trajectory'"),
+        ({"num_generations": 4}, "num_generations=4 "),
     ],
 )
 def test_bad_options(tmp_path, changes, message):
@@ -444,7 +444,7 @@ def test_bad_options(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scale_rewards": "batch"}, "scale_rewards='batch' has no effect"),
+        ({"scale_rewards": "batch"}, "scale_rewards='batch' "),
         ({"importance_sampling_level": "turn", **TOKENS}, "needs importance_sampling_level='token', got 'turn'"),
         ({"turn_value_position": "mean", **TOKENS}, "needs turn_value_position='state', got 'mean'"),
         (

@@ -116,7 +116,7 @@ def test_without_an_environment_the_batch_and_the_rate_are_trls(tmp_path: Path, 
 
 def test_trls_batch_still_holds_whole_groups(tmp_path: Path) -> None:
     args = MultiTurnGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=6, **CPU)
-    with pytest.raises(ValueError, match=r"generation_batch_size \(6\) must be divisible by num_generations \(8\)"):
+    with pytest.raises(ValueError, match=r"generation_batch_size \(6\).*num_generations \(8\)"):
         args.without_environment()
 
 

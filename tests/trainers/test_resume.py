@@ -85,7 +85,7 @@ def test_a_resumed_run_says_which_options_take_effect(embedded_model, tmp_path, 
 
 def test_options_that_do_not_fit_the_saved_states_are_refused(embedded_model, tmp_path, saved):
     trainer = make("grpo", embedded_model, tmp_path, max_steps=2, optim="sgd")
-    with pytest.raises(CheckpointError, match="optim: 'adamw_torch' -> 'sgd' does not fit"):
+    with pytest.raises(CheckpointError, match=r"optim.*'adamw_torch' -> 'sgd'"):
         trainer.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
 
 
@@ -124,7 +124,7 @@ def test_environments_are_told_apart_by_their_arguments():
 def test_another_environment_from_the_same_factory_is_refused(embedded_model, tmp_path):
     run_until(1, "grpo", embedded_model, tmp_path, environment=partial(Sized, size=1))
     other = make("grpo", embedded_model, tmp_path, environment=partial(Sized, size=2))
-    with pytest.raises(CheckpointError, match=r"environment_arguments is \{'size': 1\} there and \{'size': 2\} here"):
+    with pytest.raises(CheckpointError, match=r"environment_arguments.*\{'size': 1\}.*\{'size': 2\}"):
         other.train(resume_from_checkpoint=True)
 
 

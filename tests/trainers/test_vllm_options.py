@@ -163,7 +163,7 @@ def test_servers_that_would_serve_the_policy(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "base").mkdir()
     monkeypatch.chdir(tmp_path)
     server_of({"model": str(tmp_path / "base")}, model="base/")
-    with pytest.raises(ValueError, match=r"it computes in torch.float32; its log-probabilities are raw_logprobs"):
+    with pytest.raises(ValueError, match=r"torch.float32.*raw_logprobs"):
         server_of({"dtype": "torch.float32", "logprobs_mode": "raw_logprobs"})
 
 
@@ -174,7 +174,7 @@ def test_modes(tmp_path: Path) -> None:
     ).without_environment().vllm_importance_sampling_mode == ("sequence_mask")
     once = config(tmp_path).with_environment()
     assert once.with_environment() == once  # a trainer's `args` will do for another
-    with pytest.raises(ValueError, match="vllm_importance_sampling_mode must be one of 'token_truncate'"):
+    with pytest.raises(ValueError, match=r"vllm_importance_sampling_mode.*'token_truncate'"):
         config(tmp_path, vllm_importance_sampling_mode="word_mask")
     turn = MultiTurnGRPOConfig(output_dir=str(tmp_path), bf16=False, vllm_importance_sampling_mode="turn_mask")
     with pytest.raises(ValueError, match="vllm_importance_sampling_mode='turn_mask'"):
@@ -195,9 +195,7 @@ def test_sharded_weights_are_not_moved_about() -> None:
         deepspeed="zero2.json",
         fsdp="",
     )
-    with pytest.raises(
-        ValueError, match="offload_policy_during_rollout=True cannot move weights that DeepSpeed or FSDP"
-    ):
+    with pytest.raises(ValueError, match=r"offload_policy_during_rollout=True.*DeepSpeed.*FSDP"):
         check_device(args)
 
 
@@ -253,7 +251,7 @@ def test_quantized_bases(embedded_model: Path, bits: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(embedded_model)
     assert quantization(model, ["awq"], "vLLM 1.0 on CPU") is None
     model.config.quantization_config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
-    with pytest.raises(ValueError, match=r"vLLM 1.0 on CPU cannot serve .* 'bitsandbytes'.* or by one of awq, fp8\."):
+    with pytest.raises(ValueError, match=r"vLLM 1.0.*'bitsandbytes'.*awq, fp8\."):
         quantization(model, ["awq", "fp8"], "vLLM 1.0 on CPU")
     if bits == 4:
         assert quantization(model, ["bitsandbytes"], "an older vLLM") == "bitsandbytes"
