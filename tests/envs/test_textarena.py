@@ -152,7 +152,7 @@ def test_the_checker_finds_nothing() -> None:
         ("Golf-v0", {}, ValueError, "no game for one player"),
         ("IteratedPrisonersDilemma-v0", {}, ValueError, "no game for one player"),
         ("Klondike-v0", {}, RuntimeError, "does not load: SyntaxError"),
-        ("GuessTheNumber-v0", {"hihg": 3}, ValueError, r"does not read the argument\(s\) hihg; it reads: min_number"),
+        ("GuessTheNumber-v0", {"hihg": 3}, ValueError, r"hihg.*min_number"),
     ],
 )
 def test_what_cannot_be_played_is_refused(game: str, kwargs: dict[str, Any], error: type, message: str) -> None:

@@ -82,9 +82,9 @@ def test_tasks_of_more_than_an_answer_are_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("taskset", "kwargs", "message"),
     [
-        ("reverse_taskset", {"wrods": 2}, r"does not read the argument\(s\) wrods; it reads: .*words"),
+        ("reverse_taskset", {"wrods": 2}, r"wrods.*words"),
         ("reverse_taskset", {"words": 0}, "holds no task"),
-        ("reverse_taskst", {}, "Unknown environment 'verifiers:reverse_taskst'"),
+        ("reverse_taskst", {}, "'verifiers:reverse_taskst'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(taskset: str, kwargs: dict[str, Any], message: str) -> None:

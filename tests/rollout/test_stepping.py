@@ -433,8 +433,8 @@ def test_a_hanging_close_holds_up_nobody(hang: Any) -> None:
 @pytest.mark.parametrize(
     ("workers", "timeout", "message"),
     [
-        (-1, None, "environment_workers must be 0 .inline. or more, got -1"),
-        (1, 0.0, "environment_timeout must be a positive number of seconds, got 0.0"),
+        (-1, None, "environment_workers.*-1"),
+        (1, 0.0, "environment_timeout.*0.0"),
         (1, -1.0, "environment_timeout must be a positive"),
         (1, float("nan"), "environment_timeout must be a positive"),
     ],
@@ -447,10 +447,10 @@ def test_arguments_are_checked(workers: int, timeout: float | None, message: str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_environments": 0}, "max_environments must be 1 or more, or None for no limit, got 0"),
-        ({"processes": -1}, r"environment_processes must be 0 \(none\) or more, got -1"),
-        ({"processes": 2, "workers": 1}, "environment_processes=2 says how many .* leave environment_workers"),
-        ({"processes": 2, "max_environments": 2}, "leave environment_workers and max_environments unset"),
+        ({"max_environments": 0}, "max_environments.* 0"),
+        ({"processes": -1}, r"environment_processes.*-1"),
+        ({"processes": 2, "workers": 1}, "environment_processes=2.*environment_workers"),
+        ({"processes": 2, "max_environments": 2}, "environment_workers and max_environments"),
     ],
 )
 def test_limits_are_checked(options: dict[str, int], message: str) -> None:

@@ -78,14 +78,14 @@ def test_what_a_stream_has_left_over_is_not_added_to_the_next_update(embedded_mo
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [
-        (1, {"gradient_accumulation_steps": 2}, "a stream of 1 rows, but whole updates.*take 2.*not a single step"),
+        (1, {"gradient_accumulation_steps": 2}, "1 rows.*take 2"),
         (
             2,
             {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
             "2 rows.*take 4 .*gradient_accumulation_steps=4",
         ),
         (0, {}, "a stream of 0 rows"),
-        (9, {"max_steps": -1}, "max_steps must say how long to train; it is -1"),
+        (9, {"max_steps": -1}, "max_steps.*-1"),
     ],
 )
 def test_a_stream_that_would_train_no_step_is_refused(embedded_model, tmp_path, rows, changes, message):

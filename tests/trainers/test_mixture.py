@@ -249,7 +249,7 @@ def test_reward_functions_get_the_drawn_environment(embedded_model, tmp_path):
         ([{"n": 1}] * 2, "no column 'environment'"),
         ([{"environment": name} for name in ("low", "high", "hgih")], "'hgih', which is none of low, high"),
         ([{"environment": "low"}, {"environment": None}], "None, which is none of"),
-        ([{"environment": "low"}] * 2, "No row of train_dataset is for the environment 'high'"),
+        ([{"environment": "low"}] * 2, "train_dataset.*'high'"),
     ],
 )
 def test_rows_that_choose_nothing_are_refused(embedded_model, tmp_path, rows, message):
@@ -292,11 +292,11 @@ def test_a_stream_chooses_too(embedded_model, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"environment_limits": {"low": {"turns": 3}}}, r"environment_limits\['low'\] knows no 'turns'.*max_turns"),
-        ({"environment_limits": {"low": {"max_turns": 0}}}, "max_turns must be a whole number of at least 1, got 0"),
+        ({"environment_limits": {"low": {"turns": 3}}}, r"environment_limits\['low'\].*'turns'.*max_turns"),
+        ({"environment_limits": {"low": {"max_turns": 0}}}, "max_turns.* 0"),
         ({"environment_limits": {"low": {"max_turns": True}}}, "max_turns must be a whole number"),
-        ({"environment_limits": {"low": 3}}, r"environment_limits\['low'\] must be a mapping.*got 3"),
-        ({"environment_limits": "low"}, "environment_limits must be a mapping.*got 'low'"),
+        ({"environment_limits": {"low": 3}}, r"environment_limits\['low'\].*mapping.* 3"),
+        ({"environment_limits": "low"}, "environment_limits.*mapping.*'low'"),
         ({"environment_limits": {"low": {"max_new_tokens": 2}}, "min_new_tokens": 3}, "less than min_new_tokens=3"),
         (
             {"environment_limits": {"low": {"max_model_length": 9}}, "max_model_length": 8},
@@ -361,7 +361,7 @@ def test_limits_of_the_conversation_are_each_environments_own(embedded_model, tm
         ({}, "environment is an empty mapping"),
         ({"lo w": Low}, "the name 'lo w' becomes part"),
         ({1: Low}, "the name 1 becomes part"),
-        ({"low": Low, "high": "agile:gess_number"}, "environment 'high': Unknown environment 'agile:gess_number'"),
+        ({"low": Low, "high": "agile:gess_number"}, "'high'.*'agile:gess_number'"),
         ({"low": Low, "high": lambda: object()}, r"high \(object\) cannot be trained on"),
     ],
 )

@@ -445,8 +445,8 @@ def test_bad_options(tmp_path, changes, message):
     ("changes", "message"),
     [
         ({"scale_rewards": "batch"}, "scale_rewards='batch' "),
-        ({"importance_sampling_level": "turn", **TOKENS}, "needs importance_sampling_level='token', got 'turn'"),
-        ({"turn_value_position": "mean", **TOKENS}, "needs turn_value_position='state', got 'mean'"),
+        ({"importance_sampling_level": "turn", **TOKENS}, "importance_sampling_level='token'.*'turn'"),
+        ({"turn_value_position": "mean", **TOKENS}, "turn_value_position='state'.*'mean'"),
         (
             {"importance_sampling_level": "turn", "advantage_granularity": "auto"},
             "'auto', which may choose 'token', needs",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from errors import naming
 from games import make_trainer, settings
 from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -30,13 +31,13 @@ def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "names"),
     [
-        ({"vllm_mode": "remote"}, "vllm_mode must be 'colocate' or 'server', got 'remote'"),
+        ({"vllm_mode": "remote"}, ["vllm_mode", "'remote'", "'colocate'"]),
         *(
             (
                 {"vllm_mode": "server", name: value},
-                f"{name}={value!r} has no effect with an environment: it acts on an engine",
+                [f"{name}={value!r}", "engine"],
             )
             for name, value in {
                 "vllm_gpu_memory_utilization": 0.5,
@@ -46,24 +47,24 @@ def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:
                 "offload_policy_during_rollout": True,
             }.items()
         ),
-        ({"vllm_mode": "server", "vllm_max_model_length": 99}, "vllm_max_model_length=99 has no effect"),
+        ({"vllm_mode": "server", "vllm_max_model_length": 99}, ["vllm_max_model_length=99"]),
         (
             {"vllm_server_base_url": "http://localhost:8000"},
-            "vllm_server_base_url='http://localhost:8000' has no effect",
+            ["vllm_server_base_url='http://localhost:8000'"],
         ),
-        ({"vllm_server_port": 9}, "vllm_server_port=9 has no effect with an environment: it acts on a server"),
-        ({"vllm_group_port": 9}, "vllm_group_port=9"),
-        ({"vllm_max_model_length": 99}, "vllm_max_model_length=99 has no effect with an environment: max_model_length"),
-        ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex='a+'"),
+        ({"vllm_server_port": 9}, ["vllm_server_port=9", "server"]),
+        ({"vllm_group_port": 9}, ["vllm_group_port=9"]),
+        ({"vllm_max_model_length": 99}, ["vllm_max_model_length=99", "max_model_length"]),
+        ({"vllm_structured_outputs_regex": "a+"}, ["vllm_structured_outputs_regex='a+'"]),
         (
             {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},
-            "vllm_importance_sampling_clip_max=2.0 has no effect with vllm_importance_sampling_correction=False",
+            ["vllm_importance_sampling_clip_max=2.0", "vllm_importance_sampling_correction=False"],
         ),
-        ({"loss_type": "vespo"}, "Use vllm_importance_sampling_mode='token_truncate' or 'token_mask'"),
+        ({"loss_type": "vespo"}, ["vllm_importance_sampling_mode='token_truncate'", "'token_mask'"]),
     ],
 )
-def test_options_that_would_be_ignored(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_options_that_would_be_ignored(tmp_path: Path, changes: dict[str, object], names: list[str]) -> None:
+    with pytest.raises(ValueError, match=naming(*names)):
         config(tmp_path, use_vllm=True, **changes).with_environment()
 
 

@@ -280,11 +280,11 @@ def damage(folder, what):
         ("pickle", "adapter_model.bin, a pickle, which can run code"),
         ("no weights", "has adapter_config.json but no adapter_model.safetensors"),
         ("less", "does not fit the model .* is missing"),
-        ("more", "does not fit the model .*layers.7.lora_A.* is not in the model"),
+        ("more", "layers.7.lora_A.*not in the model"),
         ("shape", r"does not fit the model .*size mismatch.*\[4, 64\].*\[5, 64\].*and 25 more"),
         ("json", "adapter_config.json is not a PEFT configuration: JSONDecodeError"),
         ("foreign", "holds a IA3 adapter; only LORA"),
-        ("pissa", "init_lora_weights='pissa_niter_4', which changes the base"),
+        ("pissa", "init_lora_weights='pissa_niter_4'"),
         ("nameless", "does not name its base model"),
         ("base gone", "was trained on 'somewhere/else' .* which cannot be loaded"),
         ("moved", "neither an adapter .* nor a model .*subfolders: checkpoint-3, critic, ref"),
@@ -305,7 +305,7 @@ def test_a_folder_that_is_wrong_is_an_error_that_says_so(run, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"keep_reference": True}, "keep_reference=True has no effect with beta=0.0"),
+        ({"keep_reference": True}, "keep_reference=True.*beta=0.0"),
         ({"merge_lora_configs": True}, "merges `peft_config` with the adapter"),
         ({"peft_config": LoraConfig(**{**LORA, "r": 8})}, "  r: 4 in the adapter, 8 in peft_config"),
     ],
@@ -320,7 +320,7 @@ def test_options_that_cannot_act_are_refused(run, tmp_path, changes, message):
     [
         ("GRPO", {"keep_reference": True, "beta": 0.1}, "keep_reference=True needs a `model`"),
         ("GRPO", {"merge_lora_configs": True}, "merges `peft_config` with the adapter"),
-        ("PPO", {"critic_start": "saved"}, "critic_start='saved': the model was not given as a folder"),
+        ("PPO", {"critic_start": "saved"}, "critic_start='saved'.*folder"),
         ("PPO", {"critic_start": "old"}, "'auto', 'new', 'policy', 'saved', got 'old'"),
     ],
 )
