@@ -1,12 +1,12 @@
-"""Three stages in a row on guess-the-number: SFT, DPO and multi-turn GRPO, one LoRA adapter carried through all of them.
+"""Train one LoRA adapter on guess-the-number in three stages: SFT, DPO and multi-turn GRPO.
 
     python examples/chain_sft_dpo_grpo.py --seed 0
 
-A tiny model that knows the game's words but plays at random is made in code. SFT shows it games of a player that guesses
-anything still possible, DPO pairs of a good and a bad guess, GRPO lets it play. What is run is written to
-`<output_dir>/pipeline.yaml`; `agile-trainers chain <output_dir>/pipeline.yaml` does the same, and starting either again goes
-on where it was interrupted. At the end every folder is loaded by plain PEFT in a new process: its logits must be those that
-the stage's trainer had, and the reference of a stage those of the policy before it.
+The script makes a tiny model that knows the game's words but plays at random. SFT trains on games of a player that guesses
+any number the hints still allow, DPO on pairs of a good and a bad guess, and GRPO on the model's own games. The script writes
+the stages to `<output_dir>/pipeline.yaml`; `agile-trainers chain <output_dir>/pipeline.yaml` runs the same stages. Both resume
+an interrupted run. At the end plain PEFT loads every folder in a new process. The logits of a folder must equal those of the
+stage's trainer, and the logits of a stage's reference must equal those of the policy before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it brings
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it saves
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -63,7 +63,7 @@ for folder in folders:
     with torch.no_grad():
         print(json.dumps(model(input_ids=torch.arange(3, 23)[None]).logits.tolist()))
 """
-"""What somebody does who has PEFT and nothing else."""
+"""Loads the folders with plain PEFT, without this package."""
 
 
 def tiring(turns: int) -> Player:
@@ -76,9 +76,9 @@ def tiring(turns: int) -> Player:
 
 
 def preferences(games: int, first: int) -> list[dict[str, str]]:
-    """Pairs of a good and a bad guess, as many of a game's first turn as of its second and third.
+    """Pairs of a good and a bad guess, equally many for the first, second and third turn of a game.
 
-    As text: the chat template ends an answer with a newline, which no stage before has trained and no rollout samples.
+    Rows are text: the chat template ends an answer with a newline, which no earlier stage trains and no rollout samples.
     """
     seeds = [range(first + turns * games, first + (turns + 1) * games) for turns in range(GUESSES - 1)]
     pairs = [compare(GuessNumber(), halving_player, tiring(turns), seeds[turns]) for turns in range(GUESSES - 1)]
@@ -95,7 +95,7 @@ def text(messages: list[Message]) -> str:
 
 
 def make_base(folder: Path, seed: int, steps: int) -> Path:
-    """A model that has read games of players good and bad: half of them ignore the hints."""
+    """A model trained on games of a player that follows the hints and of one that ignores them, half each."""
     base = folder / "base"
     if (base / "done").is_file():
         return base
@@ -114,7 +114,7 @@ def make_base(folder: Path, seed: int, steps: int) -> Path:
 
 
 def write_pipeline(output: Path, seed: int, scale: float, episodes: int) -> Path:
-    """The rows of the first two stages, and the file that says what to do."""
+    """Write the rows of every stage, and the pipeline file."""
     games, first = round(32 * 150 * scale), seed * 100_000
     rows = {
         "games": demonstrations(games, seed=first),
@@ -168,7 +168,7 @@ def write_pipeline(output: Path, seed: int, scale: float, episodes: int) -> Path
                 "num_generations": 8,
                 "per_device_train_batch_size": 8 * HIGH,
                 "beta": 0.005,
-                "entropy_coef": 0.02,  # without it a secret or two is lost to early certainty
+                "entropy_coef": 0.02,  # without it the policy gets certain early and misses one or two secrets
             },
         ],
     }
@@ -183,7 +183,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def remember(stage: Stage, trainer: Any) -> None:
-    """Keep the logits that the trainer's model has, and see that nothing went to NaN."""
+    """Save the logits of the trainer's model, and check that weights and logs are finite."""
     assert isinstance(trainer.model, PeftModel) and all(p.isfinite().all() for p in trainer.model.parameters())
     numbers = [value for entry in trainer.state.log_history for value in entry.values() if isinstance(value, float)]
     assert numbers and all(map(math.isfinite, numbers))
@@ -192,7 +192,7 @@ def remember(stage: Stage, trainer: Any) -> None:
 
 
 def check_folders(base: str, folders: list[Path]) -> dict[str, float]:
-    """Largest differences of logits: each folder's from its trainer's, each reference's from the policy before."""
+    """Largest differences of logits: each folder from its trainer, each reference from the policy before it."""
     references = {folder: before for before, folder in pairwise(folders)}
     load = [*folders, *(folder / "ref" for folder in references)]
     done = subprocess.run(
@@ -208,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/chain_sft_dpo_grpo"))
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the updates, to try it out")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the updates, for a quick trial")
     parser.add_argument("--eval_episodes", type=int, default=1000)
     options = parser.parse_args()
     started, output = time.perf_counter(), options.output_dir
@@ -229,7 +229,7 @@ def main() -> None:
     (output / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
     console.print(f"{seconds} seconds")
     if max(differences.values()) > 1e-6:
-        raise SystemExit("A folder does not hold what its trainer had.")
+        raise SystemExit("A folder's logits differ from those of its trainer.")
 
 
 if __name__ == "__main__":

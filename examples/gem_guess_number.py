@@ -1,8 +1,8 @@
-"""Train on a real GEM game, GuessTheNumber: format from scripted games (SFT), then multi-turn GRPO.
+"""Train on a GEM game, GuessTheNumber: SFT on scripted games teaches the format, multi-turn GRPO the play.
 
     pip install 'agile-trainers[envs]'
     python examples/gem_guess_number.py                                        # a tiny model made in code, on CPU
-    python examples/gem_guess_number.py --model Qwen/Qwen2.5-0.5B-Instruct     # any chat model; skips the SFT stage
+    python examples/gem_guess_number.py --model Qwen/Qwen2.5-0.5B-Instruct     # any chat model, without the SFT stage
 
 Writes the adapter, the episodes and `return.png` to --output_dir, and prints the return before and after training.
 """
@@ -15,7 +15,7 @@ import random
 import re
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it brings
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it saves
 
 import matplotlib
 from peft import LoraConfig
@@ -30,12 +30,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RANK = os.environ.get("RANK", "0")
-"""Of this process, where `accelerate launch` starts several."""
+"""Rank of this process under `accelerate launch`."""
 GAME = "gem:game:GuessTheNumber-v0-easy"
 
 
 def still_possible(messages: list[Message], rng: random.Random) -> str:
-    """A player that guesses anything the hints still allow."""
+    """A player that guesses any number that the hints still allow."""
     low, high = map(int, re.findall(r"between (\d+) and (\d+)", messages[0]["content"])[0])
     for message in messages[1:]:
         if hint := re.search(r"guessed (\d+), and the target number is (higher|lower)", message["content"]):
@@ -59,7 +59,9 @@ def tiny_model(folder: Path, seed: int, steps: int, batch: int) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a chat model; default: a tiny one, made and taught the format here")
+    parser.add_argument(
+        "--model", help="a chat model; default: a tiny one that this script makes and teaches the format"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/gem_guess_number"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft_steps", type=int, default=250)

@@ -1,11 +1,12 @@
-"""Train on a reasoning-gym data set: the format from some answered questions (SFT), then GRPO, scored on held-out questions.
+"""Train on a reasoning-gym data set: SFT on answered questions, then GRPO; success is measured on held-out questions.
 
     pip install 'agile-trainers[envs]'
     python examples/reasoning_gym_chain.py                                        # a tiny model made in code, on CPU
-    python examples/reasoning_gym_chain.py --model Qwen/Qwen2.5-0.5B-Instruct     # any chat model; skips the SFT stage
+    python examples/reasoning_gym_chain.py --model Qwen/Qwen2.5-0.5B-Instruct     # any chat model, without the SFT stage
 
-The task is `reasoning_gym:syllogism`: does a conclusion follow from two premises? Saying Yes is right 7 times in 10, telling
-the kinds of statement apart 9 in 10. Writes the model, the episodes and `summary.json` to --output_dir.
+The task is `reasoning_gym:syllogism`: does a conclusion follow from two premises? Always answering Yes is
+right 7 times in 10; distinguishing the kinds of statement is right 9 times in 10. The script writes the model, the episodes
+and `summary.json` to --output_dir.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it brings
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it saves
 
 
 from agile_trainers.embedded import make_embedded_model, sft_trainer, words_of
@@ -25,13 +26,13 @@ from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 RANK = os.environ.get("RANK", "0")
-"""Of this process, where `accelerate launch` starts several."""
+"""Rank of this process under `accelerate launch`."""
 HELD_OUT = 1000
 ON_CPU: dict[str, Any] = {"bf16": False, "use_cpu": True, "gradient_checkpointing": False, "disable_tqdm": True}
 
 
 def make_environment() -> ReasoningGymEnvironment:
-    """The task. A fifth of its questions is held out."""
+    """The task, a fifth of whose questions is held out."""
     return ReasoningGymEnvironment("syllogism")
 
 
@@ -58,11 +59,11 @@ def make_trainer(model: str, tiny: bool, output_dir: Path, seed: int, rl_steps: 
             output_dir=str(output_dir),
             max_turns=1,
             max_new_tokens=2 if tiny else 256,
-            num_generations=4,  # small groups: many different questions count more than many answers to each
+            num_generations=4,  # small groups, since many questions help more than many answers to each
             per_device_train_batch_size=256 if tiny else 16,
             max_steps=rl_steps,
             learning_rate=1e-3 if tiny else 1e-6,
-            entropy_coef=0.01,  # keeps it from settling on what it already says
+            entropy_coef=0.01,  # keeps the policy from repeating one answer
             beta=0.0,
             num_eval_episodes=HELD_OUT,
             seed=seed,
@@ -76,7 +77,9 @@ def make_trainer(model: str, tiny: bool, output_dir: Path, seed: int, rl_steps: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a chat model; default: a tiny one, made and taught the format here")
+    parser.add_argument(
+        "--model", help="a chat model; default: a tiny one that this script makes and teaches the format"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/reasoning_gym_chain"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft_rows", type=int, default=1000, help="answered questions shown to the tiny model")

@@ -1,9 +1,9 @@
-"""Train a model to use a tool: the calculator task, format from scripted episodes (SFT), then multi-turn GRPO.
+"""Train a model to call a calculator: SFT on scripted episodes teaches the format, then multi-turn GRPO.
 
     python examples/tool_calculator.py                                        # a tiny model made in code, on CPU
-    python examples/tool_calculator.py --model Qwen/Qwen2.5-0.5B-Instruct     # any chat model; skips the SFT stage
+    python examples/tool_calculator.py --model Qwen/Qwen2.5-0.5B-Instruct     # any chat model, without the SFT stage
 
-Training plays expressions of the split `train`; success is measured on those of `test`, which are never trained on.
+Training plays expressions of the split `train`; success is measured on expressions of `test`, which are not trained on.
 Writes the adapter, the episodes and `success.png` to --output_dir.
 """
 
@@ -13,7 +13,7 @@ import argparse
 import os
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it brings
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on tiny tensors a second thread costs more than it saves
 
 import matplotlib
 from peft import LoraConfig
@@ -26,7 +26,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RANK = os.environ.get("RANK", "0")
-"""Of this process, where `accelerate launch` starts several."""
+"""Rank of this process under `accelerate launch`."""
 
 
 def tiny_model(folder: Path, seed: int, steps: int, batch: int) -> Path:
@@ -45,7 +45,9 @@ def tiny_model(folder: Path, seed: int, steps: int, batch: int) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a chat model; default: a tiny one, made and taught the format here")
+    parser.add_argument(
+        "--model", help="a chat model; default: a tiny one that this script makes and teaches the format"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/tool_calculator"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft_steps", type=int, default=400)
