@@ -3,10 +3,10 @@
     python examples/chain_sft_dpo_grpo.py --seed 0
 
 The script makes a tiny model that knows the game's words but plays at random. SFT trains on games of a player that guesses
-any number the hints still allow, DPO on pairs of a good and a bad guess, and GRPO on the model's own games. The script writes
-the stages to `<output_dir>/pipeline.yaml`; `agile-trainers chain <output_dir>/pipeline.yaml` runs the same stages. Both resume
-an interrupted run. At the end plain PEFT loads every folder in a new process. The logits of a folder must equal those of the
-stage's trainer, and the logits of a stage's reference must equal those of the policy before it.
+any number the hints still allow, DPO on pairs of a good and a bad guess, and GRPO on the model's own games. The stages are
+written to `<output_dir>/pipeline.yaml`; `agile-trainers chain <output_dir>/pipeline.yaml` runs the same stages. Both
+commands resume an interrupted run. At the end plain PEFT loads every folder in a new process. The logits of a folder must
+equal those of the stage's trainer, and the logits of a stage's reference must equal those of the policy before it.
 """
 
 from __future__ import annotations
