@@ -1,9 +1,9 @@
 """Compares sampled, scored and trained log-probabilities on architectures of transformers (``make architectures``).
 
-Each model is tiny, has random weights and trains for real, in fp32 on CPU: ``MultiTurnGRPOTrainer`` plays ragged episodes
-of several turns with the transformers generator, scores them as the old policy, and makes one update in micro-batches of
-another make-up. The largest difference between the three over all action tokens is the row's gap. A gap above ``BOUND``, or
-a run that fails after construction, makes the exit code 1; what the trainer refuses is listed with the error.
+Each model is tiny, has random weights and trains in fp32 on CPU. ``MultiTurnGRPOTrainer`` plays ragged episodes of several
+turns with the transformers generator, scores them as the old policy, and makes one update in micro-batches that hold other
+episodes together. A row's gap is the largest difference between the three over all action tokens. The exit code is 1 if a
+gap is above ``BOUND`` or a run fails after construction. Models that the trainer refuses are listed with the error.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from agile_trainers.rollout.generators.architecture import reading
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 BOUND = 1e-3
-"""Largest gap, in nats, of an accepted row."""
+"""Largest gap of an accepted row, in nats."""
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 _WINDOW = 8
-"""Tokens that a window of local attention spans: a fraction of a turn."""
+"""Width of a local attention window in tokens, a fraction of a turn."""
 
 _SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _MODERN = {**_SIZE, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -49,7 +49,7 @@ _LINEAR = {
 }  # fmt: skip
 
 _NO_AUXILIARY_LOSS = {"router_aux_loss_coef": 0.0}
-"""TRL cannot compute it for these; the trainer says so."""
+"""Options of models whose auxiliary loss TRL cannot compute; the trainer refuses it."""
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "afmoe": {
@@ -269,8 +269,8 @@ def make_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
     Args:
         name: Key of ``ARCHITECTURES``: a model type, and a word for what is unusual about it.
-        seed: Of the weights.
-        changes: Further options of its configuration.
+        seed: Seed of the weights.
+        changes: Further options of the model's configuration.
     """
     tokenizer = make_tokenizer()
     ids = {
@@ -286,8 +286,8 @@ def make_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         for parameter_name, parameter in model.named_parameters():
-            # Matrices of unit gain, where transformers starts so small that no position matters; biases, norms and
-            # state-space decays differ from element to element, where transformers starts them equal.
+            # Matrices get unit gain, since transformers initializes them so small that no position matters. Biases, norms
+            # and state-space decays differ from element to element, since transformers initializes them equal.
             if parameter.ndim >= 2 and "A_log" not in parameter_name and "conv" not in parameter_name:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
             else:
@@ -296,7 +296,7 @@ def make_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 class Talk:
-    """Talks for one to four turns (by the seed), more or less."""
+    """An environment of one to four turns; the seed decides the number and the length of the first observation."""
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode."""
@@ -310,7 +310,7 @@ class Talk:
 
 
 class Comparing(MultiTurnGRPOTrainer):
-    """Trains, and keeps the largest difference of scored and of trained log-probabilities from the sampled ones."""
+    """Trains, and records the largest differences of scored and of trained log-probabilities from the sampled ones."""
 
     scored, trained, tokens = 0.0, 0.0, 0
 
@@ -336,18 +336,18 @@ class Comparing(MultiTurnGRPOTrainer):
 
 @dataclass
 class Row:
-    """One architecture: its gaps in nats, or why it is refused."""
+    """The result for one architecture: its gaps in nats, or the error that refused it."""
 
     name: str
     scored: float = 0.0
     trained: float = 0.0
     tokens: int = 0
-    """Action tokens that were compared."""
+    """Number of action tokens compared."""
     reads: str = ""
-    """Name of the :class:`Reading`: what the sampler reads again."""
+    """Name of the :class:`Reading`, which says what the sampler reads again."""
     refused: str = ""
     failed: str = ""
-    """The error of a run that was accepted and failed."""
+    """The error of a run that failed after construction."""
 
     @property
     def accepted(self) -> bool:
@@ -361,7 +361,7 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Refused, or trained on what it sampled."""
+        """Whether the model was refused, or trained with a gap within the bound."""
         return not self.accepted or (not self.failed and self.gap <= BOUND)
 
 
@@ -370,7 +370,7 @@ def compare(name: str, folder: Path | str, **changes: Any) -> Row:
 
     Args:
         name: Key of ``ARCHITECTURES``.
-        folder: Where the run is written.
+        folder: Output folder of the run.
         changes: Options of the model's configuration.
     """
     model = make_model(name, **changes)
@@ -390,7 +390,7 @@ def compare(name: str, folder: Path | str, **changes: Any) -> Row:
 
 
 def page(rows: list[Row]) -> str:
-    """The table as Markdown."""
+    """The whole page as Markdown."""
     accepted = [row for row in rows if row.accepted]
     lines = [
         "# Architectures",
@@ -398,15 +398,15 @@ def page(rows: list[Row]) -> str:
         "`make architectures` trains tiny random-weight models of many architectures for one update and compares the",
         "log-probabilities of every action token three times: as sampled by the transformers generator (ragged episodes",
         "of several turns, batches of different lengths), as scored before the update, and as computed by the update.",
-        f"The table holds the largest gap in nats, in fp32 on CPU; more than {BOUND:g} fails. It says that sampler and",
-        "trainer agree. It says nothing about real weights, other precisions or GPU kernels.",
+        f"The table gives the largest gap in nats, in fp32 on CPU; more than {BOUND:g} fails. The gaps show that sampler",
+        "and trainer agree. They show nothing about real weights, other precisions or GPU kernels.",
         "",
-        f"{len(accepted)} architectures are accepted, the largest gap is {max(row.gap for row in accepted):.1e}; "
-        f"{len(rows) - len(accepted)} are refused at construction. Made by transformers {transformers.__version__}.",
+        f"{len(accepted)} architectures are accepted, with a largest gap of {max(row.gap for row in accepted):.1e}; "
+        f"{len(rows) - len(accepted)} are refused at construction. Measured with transformers {transformers.__version__}.",
         "",
-        "What a model reads when a turn is sampled: *new* tokens only; the whole conversation once a *turn* (windows,",
-        "recurrent layers, positions counted in columns); or the whole conversation for every *token* (models without",
-        "`past_key_values`, or whose decoding differs from reading), which is slow for long answers.",
+        "The last column says what the model reads to sample a turn: *new* tokens only; the whole conversation once a",
+        "*turn* (windows, recurrent layers, positions counted in columns); or the whole conversation for every *token*",
+        "(models without `past_key_values`, or whose decoding differs from reading), which is slow for long answers.",
         "",
         "| architecture | sampled - scored | sampled - trained | reads |",
         "|---|---|---|---|",
@@ -420,7 +420,7 @@ def page(rows: list[Row]) -> str:
 
 
 def attempt(name: str) -> Row:
-    """Compare an architecture; a run that fails late is a row too."""
+    """Compare one architecture; a run that fails after construction becomes a row with its error."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         try:
             return compare(name, folder)
@@ -429,7 +429,7 @@ def attempt(name: str) -> Row:
 
 
 def main() -> int:
-    """Compare the architectures named on the command line, or all; the exit code is 1 if a row is wrong."""
+    """Compare the architectures named on the command line, or all. Return 1 if a row is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help=f"Architectures. Default: all, and write {PAGE.name}.")
     names = parser.parse_args().names

@@ -1,9 +1,9 @@
-"""Rollout and update speed and peak memory on a GPU, for this library and for plain TRL: `make bench-gpu`.
+"""Measures rollout and update speed and peak memory on a GPU, for this library and for plain TRL (`make bench-gpu`).
 
-Models of 0.5B and 1.5B shape with random weights, LoRA, bf16, gradient checkpointing; episodes of 4k and 16k tokens. Plain
-TRL answers once, so it stands beside our episodes of one turn; those of four turns hold as many tokens. Each measurement
-runs in a process of its own: nothing is left on the GPU for the next, and one that runs out of memory ends alone. Writes
-`results/gpu.md`. `--tiny` runs the same on CPU, in seconds and without meaning.
+The models have random weights and 0.5B and 1.5B shapes, and train with LoRA, bf16 and gradient checkpointing on episodes of
+4k and 16k tokens. Plain TRL answers once, so it is compared with our episodes of one turn; those of four turns have as many
+tokens. Each measurement runs in a process of its own, so that it leaves nothing on the GPU and may run out of memory alone.
+The results go to `results/gpu.md`. `--tiny` runs the same on CPU in seconds; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ SHAPES: dict[str, dict[str, int]] = {
     "1.5B": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
 }
-"""Those of Qwen2.5, whose vocabulary has 151936 tokens and whose keys have two heads."""
+"""Shapes of Qwen2.5, with a vocabulary of 151936 tokens and two key-value heads."""
 EPISODES, NEW_TOKENS, STEPS = 8, 256, 3
-"""Episodes of a batch (one group), tokens sampled of each, and steps, of which the first warms up."""
+"""Episodes of a batch (one group), tokens sampled in each episode, and steps; the first step is a warm-up."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement."""
+    """The settings of one measurement."""
 
     shape: str
     tokens: int
-    """Of a whole episode, about."""
+    """Approximate tokens of a whole episode."""
     turns: int
     side: str
     """ours or TRL."""
@@ -59,26 +59,26 @@ class Case:
 
     @property
     def new_tokens(self) -> int:
-        """Sampled per turn."""
+        """Tokens sampled per turn."""
         return min(NEW_TOKENS, self.tokens // 4) // self.turns
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured over the steps after the first."""
+    """Speed and memory over the steps after the first."""
 
     rollout: float
     """Tokens sampled per second."""
     update: float
     """Tokens of whole episodes per second: scoring, loss, backward and optimizer step."""
     memory: float
-    """GiB, the most that torch had allocated; 0 on CPU. vLLM's own is apart."""
+    """Peak memory that torch allocated, in GiB, without vLLM's; 0 on CPU."""
     sampled: int
     tokens: int
 
 
 def cases(tiny: bool, vllm: bool) -> list[Case]:
-    """What is measured, sides alternating."""
+    """All measurements, with the two sides alternating."""
     shapes, lengths = (("tiny",), (64,)) if tiny else (("0.5B", "1.5B"), (4096, 16384))
     runs = (("ours", 1), ("TRL", 1), ("ours", 4))
     return [
@@ -91,7 +91,7 @@ def cases(tiny: bool, vllm: bool) -> list[Case]:
 
 
 def make_model(shape: str, folder: Path) -> Path:
-    """Random weights, and a tokenizer whose tokens are some of the model's."""
+    """Make a model with random weights, and a tokenizer whose vocabulary is a part of the model's."""
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         **SHAPES[shape],
@@ -114,14 +114,14 @@ def make_model(shape: str, folder: Path) -> Path:
 
 
 def make_text(tokens: int) -> str:
-    """Random letters, of about that many tokens."""
+    """Random letters of about the given number of tokens."""
     letters = "".join(random.Random(0).choices(string.ascii_lowercase, k=tokens * 4))
     tokenizer = make_tokenizer()
     return tokenizer.decode(tokenizer.encode(letters)[:tokens])
 
 
 class Talker:
-    """Says the same text in each turn and rewards at random."""
+    """Returns the same text in each turn and a random reward."""
 
     def __init__(self, text: str, turns: int):
         self._text, self._turns, self._random = text, turns, random.Random(0)
@@ -211,7 +211,7 @@ def _finish() -> None:
 
 
 def measure(case: Case, model: Path) -> Speed:
-    """Train a few steps; of each, tell the rollout from the rest."""
+    """Train a few steps and time the rollout and the rest of each."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(case, model, folder)
         trainer.remove_callback(PrinterCallback)
@@ -240,7 +240,7 @@ def measure(case: Case, model: Path) -> Speed:
 
 
 def measure_apart(case: Case, model: Path) -> Speed | str:
-    """:func:`measure` in a process of its own; the last line of its error where it fails."""
+    """Run :func:`measure` in a process of its own. Returns the last line of its error if it fails."""
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--model", str(model)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"rollout"')]
@@ -251,7 +251,7 @@ def measure_apart(case: Case, model: Path) -> Speed | str:
 
 
 def table(results: Sequence[tuple[Case, Speed | str]]) -> str:
-    """Markdown."""
+    """The results as a Markdown table."""
     lines = [
         "| model | tokens | turns | generator | library | rollout, tokens/s | update, tokens/s | peak memory, GiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -267,7 +267,7 @@ def table(results: Sequence[tuple[Case, Speed | str]]) -> str:
 
 
 def page(results: Sequence[tuple[Case, Speed | str]], device: str) -> str:
-    """What is written to `results/gpu.md`."""
+    """The content of `results/gpu.md`."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("agile-trainers", "trl", "transformers", "torch"))
     return (
         "# Rollout, update and memory on a GPU, beside TRL's GRPOTrainer\n\n"
@@ -281,7 +281,7 @@ def page(results: Sequence[tuple[Case, Speed | str]], device: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure everything and write the table; return 2 without a GPU, 1 if a measurement failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on CPU, to see that everything runs")
+    parser.add_argument("--tiny", action="store_true", help="run a tiny model on CPU, to test the benchmark itself")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu.md")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)

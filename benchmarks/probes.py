@@ -1,9 +1,9 @@
-"""Train every algorithm on every probe environment and write down which ones it solves (``make probes``).
+"""Trains every algorithm on every probe environment and reports which ones it solves (``make probes``).
 
-A run is one (algorithm, probe, seed): an untrained model of the probe's words, the probe's budget of episodes, then
-greedy play from every start state. Each finished run is a line of ``benchmarks/results/probes.jsonl``; a run whose
+A run is one (algorithm, probe, seed). It trains an untrained model of the probe's words for the probe's budget of episodes,
+then plays greedily from every start state. Each finished run is a line of ``benchmarks/results/probes.jsonl``; a run whose
 line holds the same settings is not repeated. The table goes to ``docs/probes.md``. The exit code is 1 if a run left its
-probe unsolved and did not reach what AgileRL reached there on the same budget either.
+probe unsolved and scored below AgileRL on the same budget.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ BEGIN, END = "<!-- begin: written by benchmarks/probes.py -->", "<!-- end -->"
 
 SEEDS = (0, 1, 2)
 EVALUATIONS = 16
-"""Evaluations during a run, spread evenly over its budget; the last one, at its end, is what counts."""
+"""Number of evaluations of a run, spread evenly over its budget. The last one, at its end, decides."""
 PATIENCE = 4
-"""Evaluations in a row that end a run early once its probe is solved; lengths are watched for the whole budget."""
+"""Number of consecutive solved evaluations that end a run early. Lengths are measured over the whole budget."""
 PEER_SCORE = {"two_inputs": 0.836}
-"""Greedy success that AgileRL 2.9.1 reached where it left a probe of ours unsolved on the same budget."""
+"""Greedy success of AgileRL 2.9.1 on the probes that it did not solve on the same budget."""
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#000000")
 """A colour per algorithm that colour-blind readers can tell apart (Okabe and Ito)."""
 LENGTH_EPISODES = 2048
-"""Sampled episodes behind a mean length."""
+"""Number of sampled episodes in a mean length."""
 
 Run = dict[str, Any]
-"""A finished run: what :func:`run` returns."""
+"""A finished run, as :func:`run` returns it."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A row of the table: what trains, and the options it does not share with the others."""
+    """An algorithm of the table, with the options in which it differs from the others."""
 
     trainer: type[MultiTurnTrainer]
     config: type[MultiTurnConfig]
@@ -84,14 +84,14 @@ class Algorithm:
 
 
 OWN_REWARD = {"eight_turns": {"gamma": 0.1}}
-"""For algorithms that credit turns: here a turn's reward says nothing about the turns before it, and gamma says so."""
+"""Options of algorithms that credit turns, for probes where a turn's reward does not depend on the turns before it."""
 
 ALGORITHMS = {
     "grpo": Algorithm(MultiTurnGRPOTrainer, MultiTurnGRPOConfig, {"advantage_granularity": "turn"}),
     "grpo-trajectory": Algorithm(
         MultiTurnGRPOTrainer, MultiTurnGRPOConfig, {"advantage_granularity": "trajectory"}, probes=("eight_turns",)
     ),
-    # At a constant rate, one seed of three kept forgetting and relearning a start state of `grid`.
+    # At a constant rate, one seed of three repeatedly forgot and relearned a start state of `grid`.
     "gspo": Algorithm(MultiTurnGSPOTrainer, MultiTurnGSPOConfig, {"lr_scheduler_type": "linear"}),
     "cispo": Algorithm(MultiTurnCISPOTrainer, MultiTurnCISPOConfig),
     "reinforce": Algorithm(
@@ -113,16 +113,16 @@ RECIPE: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "entropy_coef": 0.2,
 }
-"""Hyperparameters for every probe, and for every algorithm but for what its row says: one on-policy step per batch."""
+"""Hyperparameters of every probe and algorithm, unless the algorithm overrides them: one on-policy step per batch."""
 
 
 def settings(algorithm: str, probe: str, seed: int) -> dict[str, Any]:
-    """Everything a run depends on but the code, as JSON holds it. A saved run with other settings is made again."""
+    """Everything that a run depends on except the code, as JSON. A saved run with other settings is repeated."""
     spec = PROBES[probe]
     row = ALGORITHMS[algorithm]
     options = {**RECIPE, **row.options, **(OWN_REWARD.get(probe, {}) if algorithm in TURN_LEVEL else {})}
     if spec.criterion == "length":
-        del options["entropy_coef"]  # entropy may well have a favourite length
+        del options["entropy_coef"]  # entropy may prefer some length
     budget = {**asdict(spec), "factory": spec.factory.__name__}
     chosen = {"algorithm": algorithm, "probe": probe, "seed": seed, "options": options, "budget": budget}
     return chosen if row.lora is None else {**chosen, "lora": row.lora}
@@ -247,8 +247,8 @@ def load(chosen: dict[str, Any]) -> Run | None:
 def save(result: Run) -> None:
     """Write a run to its line, in place of an older run of the same algorithm, probe and seed.
 
-    The file is replaced as a whole, so that an interrupted program leaves no half line, and under a lock, so that two
-    programs that run at the same time keep each other's runs.
+    The whole file is replaced, so that an interrupted program leaves no partial line. A lock lets two programs that run at
+    the same time keep each other's runs.
     """
     with open(__file__) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -271,12 +271,12 @@ def _place(key: tuple[str, str, int]) -> tuple[int, int, int]:
 def _start_worker() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # An idle batch means a solved probe here.
+    # A solved probe gives batches without signal, of which the trainer warns.
     logging.get_logger("agile_trainers.trainers.trainer").setLevel("ERROR")
 
 
 def run_all(wanted: Sequence[tuple[str, str, int]], jobs: int, fresh: bool) -> list[Run]:
-    """Run what is not saved, ``jobs`` at a time, and say so as each run ends.
+    """Run what is not saved, ``jobs`` at a time, and print each run as it ends.
 
     Args:
         wanted: (algorithm, probe, seed) of every run.
@@ -339,7 +339,7 @@ def table(results: Sequence[Run]) -> str:
 
 
 def meanings() -> str:
-    """What it means to fail a probe, as the probes' docstrings tell it."""
+    """The meaning of failing each probe, from the probes' docstrings."""
     lines = []
     for name, spec in PROBES.items():
         paragraphs = (inspect.getdoc(spec.factory) or "").split("\n\n")
@@ -350,7 +350,7 @@ def meanings() -> str:
 
 
 def plot(results: Sequence[Run]) -> None:
-    """Learning curves of everything saved: a row per algorithm, a column per probe, one panel for each pair."""
+    """Plot the learning curves of all saved runs: a row per algorithm, a column per probe."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -390,12 +390,12 @@ def _draw(panel: Any, runs: Sequence[Run], probe: str, color: str) -> None:
 
 
 def _score_at(curve: dict[str, list[Any]], episodes: int) -> float:
-    """The last evaluation up to then: a run that ended early, solved, stays where it was."""
+    """The score of the last evaluation up to some episode; a run that ended early keeps its last score."""
     return [score for at, score in zip(curve["episodes"], curve["score"], strict=True) if at <= episodes][-1]
 
 
 def write_page(results: Sequence[Run]) -> None:
-    """Put table and meanings between the markers of ``docs/probes.md``."""
+    """Write table and meanings between the markers of ``docs/probes.md``."""
     page = PAGE.read_text()
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
@@ -404,7 +404,7 @@ def write_page(results: Sequence[Run]) -> None:
 
 
 def main() -> int:
-    """Run, report, and return 1 if a run left its probe unsolved that AgileRL solves, or scored below AgileRL."""
+    """Run and report. Return 1 if a run left its probe unsolved and scored below AgileRL."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--probes", nargs="+", choices=PROBES, default=list(PROBES))
@@ -436,7 +436,7 @@ def main() -> int:
 
 
 def _meets_bar(result: Run) -> bool:
-    """Solved, or at least as good as AgileRL where that solves the probe no more."""
+    """Whether a run solved its probe, or scored at least as high as AgileRL on a probe that AgileRL did not solve."""
     return result["solved"] or result["score"] >= PEER_SCORE.get(result["settings"]["probe"], math.inf)
 
 

@@ -1,9 +1,10 @@
-"""Time rollout and update beside TRL's ``GRPOTrainer`` on the same work (``make bench``).
+"""Times rollout and update beside TRL's ``GRPOTrainer`` on the same work (``make bench``).
 
-TRL's side is what a user writes by hand for several turns: a ``rollout_func`` that lets ``model.generate`` read the whole
-conversation again at every turn; batched, left-padded, ids appended and never re-made, finished episodes left out. Both
-sides play the same environment with the same model, LoRA, batch and number of generated tokens, in turns (ours, TRL's,
-ours, ...), and each repetition is a new trainer whose first step warms up and whose others are timed.
+TRL's side uses a ``rollout_func`` as a user writes it for several turns. ``model.generate`` reads the whole conversation
+again at every turn; rows are batched and left-padded, ids are appended and never tokenized again, and finished episodes are
+left out. Both sides play the same environment with the same model, LoRA, batch and number of generated tokens. They
+alternate (ours, TRL's, ours, ...). Each repetition is a new trainer, whose first step is a warm-up and whose other steps are
+timed.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 EPISODES, GROUP, TURNS, NEW_TOKENS, OBSERVATION_CHARACTERS = 16, 8, 8, 32, 64
 THREADS = 2
 TIMED_STEPS = 3
-"""Of one repetition, after the step that warms up."""
+"""Timed steps of one repetition, after the warm-up step."""
 NOISE = 0.05
-"""Share by which the median of paired ratios differs between repetitions of the same thing."""
+"""Relative difference of the median of paired ratios between repetitions of the same work."""
 HEADING = (
     "# Rollout and update, beside TRL's GRPOTrainer\n\n"
     f"Written by `make bench`: {EPISODES} episodes, {NEW_TOKENS} new tokens a turn, observations of "
@@ -49,11 +50,11 @@ HEADING = (
 
 @dataclass(frozen=True)
 class Workload:
-    """What is played, and how many rows a forward pass of the update holds."""
+    """The episodes to play, and the number of rows in a forward pass of the update."""
 
     name: str
     ragged: bool
-    """Turn counts 1 to 8, each twice, instead of 8 turns for all."""
+    """Play 1 to 8 turns, each count twice, instead of 8 turns in every episode."""
     micro_batch: int
 
 
@@ -66,19 +67,19 @@ WORKLOADS = (
 
 @dataclass(frozen=True)
 class Times:
-    """Mean seconds of a training step on one generation batch, and what it was made of."""
+    """Mean seconds of a training step on one generation batch, by part."""
 
     rollout: float
     update: float
-    """Everything in the step but the rollout: scoring, advantages, loss, backward, logging."""
+    """The step without the rollout: scoring, advantages, loss, backward pass, logging."""
     action_tokens: int
-    """Tokens sampled."""
+    """Number of sampled tokens."""
     tokens: int
-    """Tokens of all conversations."""
+    """Number of tokens of all conversations."""
 
 
 class Chatter:
-    """Says random letters for a fixed number of turns and rewards at random."""
+    """Returns random letters for a fixed number of turns, and random rewards."""
 
     def __init__(self, lengths: itertools.cycle[int]):
         self._lengths = lengths
@@ -98,12 +99,12 @@ class Chatter:
 
 
 def turn_counts(workload: Workload) -> itertools.cycle[int]:
-    """Any 16 in a row hold each count equally often, so that every batch is the same amount of work."""
+    """Turn counts of successive episodes. Any 16 hold each count equally often, so that batches are equal work."""
     return itertools.cycle(range(1, TURNS + 1) if workload.ragged else [TURNS])
 
 
 def make_model(folder: Path) -> None:
-    """A Qwen2 of 256 x 4 and a byte-level tokenizer with ChatML."""
+    """Make a Qwen2 of 256 x 4 and a byte-level tokenizer with ChatML."""
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -127,7 +128,7 @@ def make_model(folder: Path) -> None:
 
 
 class RereadingRollout:
-    """TRL's ``rollout_func``: several turns by ``model.generate`` on the whole conversation."""
+    """A ``rollout_func`` for TRL that plays several turns by ``model.generate`` on the whole conversation."""
 
     def __init__(self, workload: Workload):
         lengths = turn_counts(workload)
@@ -217,7 +218,7 @@ def _lora() -> LoraConfig:
 
 
 def _train(trainer: GRPOTrainer) -> float:
-    """Train; return the mean seconds of ``training_step`` in an update, the first one left out."""
+    """Train, and return the mean seconds of ``training_step`` in an update, without the first one."""
     seconds: list[float] = []
     inner = trainer.training_step
 
@@ -235,7 +236,7 @@ def _train(trainer: GRPOTrainer) -> float:
 
 
 def time_ours(workload: Workload, model: Path) -> Times:
-    """One repetition of ``MultiTurnGRPOTrainer``."""
+    """Time one repetition of ``MultiTurnGRPOTrainer``."""
     lengths = turn_counts(workload)
     with tempfile.TemporaryDirectory() as folder:
         trainer = MultiTurnGRPOTrainer(
@@ -259,7 +260,7 @@ def time_ours(workload: Workload, model: Path) -> Times:
 
 
 def time_trl(workload: Workload, model: Path) -> Times:
-    """One repetition of TRL's ``GRPOTrainer``."""
+    """Time one repetition of TRL's ``GRPOTrainer``."""
     rollout = RereadingRollout(workload)
 
     def episode_return(episode_return: list[float], **_: Any) -> list[float]:
@@ -281,10 +282,10 @@ def time_trl(workload: Workload, model: Path) -> Times:
 
 
 def compare(workload: Workload, model: Path, repetitions: int) -> dict[str, Any]:
-    """Time both sides in turns.
+    """Time both sides alternately.
 
     Returns:
-        Of each side every repetition, and the paired ratios ours / TRL's.
+        Every repetition of each side, and the paired ratios ours / TRL's.
 
     Raises:
         RuntimeError: If the sides did different amounts of work.
@@ -313,7 +314,7 @@ def _seconds(times: Times) -> str:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Medians as markdown."""
+    """The medians as a Markdown table."""
     lines = [
         "| workload | tokens sampled / all, ours | TRL | rollout, ours | TRL | ratio | update, ours | TRL | ratio |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -330,7 +331,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run all workloads; return 1 if one is slower than TRL's, or the rollout of whole batches not twice as fast."""
+    """Run all workloads. Return 1 if one is slower than TRL's, or if the rollout of equal turns is not twice as fast."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument(
@@ -340,7 +341,7 @@ def main() -> int:
     torch.set_num_threads(THREADS)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # Episodes of a given length each, whatever the seed, are not reproducible on another instance, and need not be.
+    # Silences the warning that episodes are not reproducible: their lengths are fixed, whatever the seed.
     logging.get_logger("agile_trainers.trainers.trainer").setLevel("ERROR")
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -352,7 +353,7 @@ def main() -> int:
     if len(results) == len(WORKLOADS):
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "rollout_vs_trl.md").write_text(f"{HEADING}\n\n{table(results)}\n")
-    # Where most episodes end early, TRL's side has little to read again.
+    # TRL's side has little to read again where most episodes end early.
     bounds = [1.0 if result["workload"]["ragged"] else 0.5 for result in results]
     return int(
         any(

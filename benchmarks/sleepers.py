@@ -1,4 +1,4 @@
-"""What ``slow_environments.py`` plays: a module that other processes import quickly."""
+"""The environments of ``slow_environments.py``, in a module that other processes import quickly."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 TURNS, SECONDS = 8, 0.05
 HANGS = 13
-"""Seed of the episode that hangs, when one is to."""
+"""Seed of the episode that hangs, if one does."""
 
 
 class Sleeper:
-    """Sleeps in every step."""
+    """An environment that sleeps in every step."""
 
     def __init__(self, hanging: bool = False):
         self.hanging = hanging
@@ -31,7 +31,7 @@ class Sleeper:
 
 
 class AsyncSleeper(Sleeper):
-    """The same, awaited."""
+    """The same environment with coroutines."""
 
     async def reset(  # type: ignore[override]
         self, seed: int | None = None, options: dict[str, Any] | None = None

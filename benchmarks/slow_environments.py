@@ -1,8 +1,8 @@
-"""Do slow environments overlap? 64 episodes of 8 turns whose every step sleeps 50 ms (``make bench``).
+"""Measures how well slow environments overlap: 64 episodes of 8 turns, with 50 ms of sleep a step (``make bench``).
 
-With full overlap a rollout takes the sleeps of one episode: 8 x 50 ms. A scripted generator answers at once, so what is
-timed is the rollout loop with its real chat frames and the environments. Once more with one environment of 64 that hangs:
-the others must finish as if it were not there.
+With full overlap a rollout takes as long as the sleeps of one episode: 8 x 50 ms. A scripted generator answers at once, so
+the time is that of the environments and of the rollout loop with its real chat frames. A second measurement has one
+environment of 64 that hangs, which must not delay the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agile_trainers.types import StopReason
 EPISODES = 64
 IDEAL = TURNS * SECONDS
 LIMIT = 1.5
-"""Times the ideal that a rollout may take."""
+"""Longest allowed rollout, as a multiple of the ideal."""
 TIMEOUT = 2.0
 """Seconds after which the hanging environment is given up."""
 
@@ -39,20 +39,20 @@ WAYS: dict[str, tuple[Callable[..., Sleeper], dict[str, int]]] = {
 
 
 def make_engine(way: str, hanging: bool) -> RolloutEngine:
-    """An engine with 64 environments."""
+    """Make an engine with 64 environments."""
     kind, options = WAYS[way]
     pool = EnvironmentPool(partial(kind, hanging), timeout=TIMEOUT if hanging else None, **options)
     return RolloutEngine(pool, ChatFrames(make_tokenizer()), Limits(TURNS, 4, 100_000))
 
 
 def play(engine: RolloutEngine) -> tuple[float, list[StopReason]]:
-    """Wall time of a rollout, and how its episodes ended."""
+    """Play a rollout. Returns its wall time and how its episodes ended."""
     generator = ScriptedGenerator(lambda request: [*engine.chat.eos_token_ids[:1]])
     ends: list[float] = []
     started = time.perf_counter()
     specs = [EpisodeSpec(seed, (seed,)) for seed in range(EPISODES)]
     trajectories = engine.run(specs, generator, lambda _: ends.append(time.perf_counter() - started))
-    # When one hangs, the time of all but the last to end, which is the one that hangs.
+    # The episode that hangs ends last and is left out of the time.
     hung = sum(trajectory.stop_reason.failed for trajectory in trajectories)
     return ends[-1 - hung], [trajectory.stop_reason for trajectory in trajectories]
 
@@ -61,10 +61,10 @@ def measure(way: str, hanging: bool, repetitions: int) -> float:
     """Median wall time of warm rollouts as a multiple of the ideal.
 
     Raises:
-        RuntimeError: If an episode ended in another way than it should.
+        RuntimeError: If an episode ended for an unexpected reason.
     """
     engine = make_engine(way, hanging=False)
-    play(engine)  # makes the instances, and starts what threads or processes there are
+    play(engine)  # makes the instances and starts their threads or processes
     if hanging:
         engine = make_engine(way, hanging=True)
     seconds = []
@@ -81,7 +81,7 @@ def measure(way: str, hanging: bool, repetitions: int) -> float:
 
 
 def main() -> int:
-    """Measure every way; return 1 if one takes more than 1.5 times the ideal."""
+    """Measure every way to run environments. Return 1 if one takes more than 1.5 times the ideal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

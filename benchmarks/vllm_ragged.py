@@ -1,15 +1,15 @@
-"""Ragged episodes on one vLLM engine, driven event by event and turn by turn (``make bench-vllm``).
+"""Times ragged episodes on one vLLM engine, driven event by event and turn by turn (``make bench-vllm``).
 
-Episodes of 1 to 8 turns, answers of 4 to 64 tokens, environments that block for 20 ms. Event by event, an episode whose
-environment has answered asks for its next turn at once: the rollout of this library, with environments in threads. Turn by
-turn, everybody waits for the slowest answer and the slowest environment before the next turn begins. The environments of a
-turn are stepped one after another, as TRL's loop does, or all at once. All play the same number of tokens.
+Episodes have 1 to 8 turns, answers of 4 to 64 tokens and environments that block for 20 ms. Event by event, an episode asks
+for its next turn as soon as its environment has answered. This is the rollout of this library, with environments in threads.
+Turn by turn, all episodes wait for the slowest answer and the slowest environment before the next turn begins. The
+environments of a turn are stepped one after another, as in TRL's loop, or all at once. All play the same number of tokens.
 
-The model is as deep as one of half a billion weights and as narrow as the embedded one, with a single head, so that a step
-of the engine costs little more for many rows than for one, as it does on a GPU; what it costs is printed. Lengths are drawn
-log-uniformly (answers are mostly short and a few are long) and uniformly. In the latter case the longest episode, from its
-start to its end, takes 0.69 of the engine's steps in a rollout turn by turn (338 of 493): no order of work can do with less,
-so the ratio to environments at once has no limit there.
+The model is as deep as one of half a billion weights and as narrow as the embedded one, with a single head. A step of the
+engine therefore costs little more for many rows than for one, as on a GPU; the benchmark prints these costs. Lengths are
+drawn log-uniformly (answers are mostly short and a few are long) and uniformly. With uniform lengths, the longest episode
+alone takes 0.69 of the engine's steps in a rollout turn by turn (338 of 493). No order of work needs fewer steps, so the
+ratio to environments at once has no limit there.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenera
 TURNS, TOKENS, SECONDS = (1, 8), (4, 64), 0.02
 MEMORY = {"kv_cache_memory_bytes": 1 << 30}
 LIMIT = 0.7
-"""Share of the wall time of turn-by-turn rollouts that an event-driven one may take."""
+"""Longest allowed event-driven rollout, as a share of the wall time of a turn-by-turn one."""
 
 
 class Ragged:
-    """Takes 20 ms a step, for a number of turns that the seed decides."""
+    """An environment that takes 20 ms a step, for a number of turns that the seed decides."""
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         self.left = random.Random(seed).randint(*TURNS)
@@ -53,7 +53,7 @@ class Ragged:
 
 
 class RaggedAnswers:
-    """A generator whose answers have a length that episode and turn decide.
+    """A generator whose answers have lengths decided by episode and turn.
 
     Args:
         generator: Makes the answers.
@@ -84,11 +84,11 @@ class RaggedAnswers:
 
 
 class TurnByTurn:
-    """A generator that begins when every living episode has asked, and answers when every answer is there.
+    """A generator that starts when every running episode has asked, and returns when every answer is complete.
 
     Args:
         generator: Makes the answers.
-        episodes: How many there are.
+        episodes: Number of episodes.
     """
 
     def __init__(self, generator: Generator, episodes: int):
@@ -100,7 +100,7 @@ class TurnByTurn:
         self._asked.append(request)
 
     def step(self) -> list[GenerationOutput]:
-        """Play a whole turn, if everybody has asked for it."""
+        """Play a whole turn, if all running episodes have asked for it."""
         if len(self._asked) < self._living:
             return []
         for request in self._asked:
@@ -113,7 +113,7 @@ class TurnByTurn:
 
     @property
     def pending(self) -> int:
-        """Requests that a step would answer; none while others are awaited, so that the loop sleeps until they ask."""
+        """Requests that a step would answer; 0 while others are awaited, so that the loop sleeps until they ask."""
         return self._living if len(self._asked) == self._living else 0
 
     def release(self, episode: int) -> None:
@@ -123,7 +123,7 @@ class TurnByTurn:
 
 
 def step_cost(engine: VllmEngine, rows: int, steps: int = 40) -> float:
-    """Milliseconds of one decoding step."""
+    """Measure the milliseconds of one decoding step."""
     sampler = VllmGenerator(engine, eos_token_ids=[], settings=SamplingSettings())
     for row in range(rows):
         sampler.submit(GenerationRequest(row, [5, 6, 7], steps + 1, lambda n: [0.5] * n))
@@ -141,7 +141,7 @@ class Drive:
     name: str
     by_turns: bool
     in_threads: bool
-    """The environments; otherwise they are stepped one after another."""
+    """Step the environments at once; otherwise one after another."""
 
 
 OURS = Drive("event by event", by_turns=False, in_threads=True)
@@ -150,7 +150,7 @@ AT_ONCE = Drive("turn by turn, environments at once", by_turns=True, in_threads=
 
 
 def rollout(engine: VllmEngine, chat: ChatFrames, episodes: int, uniform: bool, drive: Drive) -> tuple[float, int]:
-    """Wall time of one rollout in seconds, and the tokens that were sampled."""
+    """Play one rollout. Returns its wall time in seconds and the number of sampled tokens."""
     engine.engine.reset_prefix_cache()
     sampler = VllmGenerator(engine, eos_token_ids=[], settings=SamplingSettings())
     generator: Generator = RaggedAnswers(sampler, uniform)
@@ -166,7 +166,7 @@ def rollout(engine: VllmEngine, chat: ChatFrames, episodes: int, uniform: bool, 
 
 
 def main() -> int:
-    """Measure; return 1 if an event-driven rollout takes more than 0.7 of the time of one driven turn by turn."""
+    """Measure. Return 1 if an event-driven rollout takes more than 0.7 of the time of a turn-by-turn one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--repetitions", type=int, default=5)
