@@ -122,7 +122,7 @@ def first_rows(
             the environments.
     """
     if mixture is None:
-        return {None: None if train_rows is None else dict(next(iter(train_rows)))}
+        return {None: None if train_rows is None else dict(next(iter(train_rows), {}))}
     if args.remove_unused_columns and (train_rows is not None or eval_rows is not None):
         raise ValueError(
             f"remove_unused_columns=True drops the column {COLUMN!r}, which says which of the environments each row is for. "
