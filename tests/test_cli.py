@@ -12,10 +12,11 @@ import pytest
 import torch
 import trl
 import yaml
+from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from trl import GRPOConfig
+from trl import DatasetMixtureConfig, GRPOConfig
 from trl.scripts.grpo import make_parser as make_trl_parser
 
 from agile_trainers.cli import launch_configs, train
@@ -286,3 +287,15 @@ def test_a_launch_configuration_that_is_none_ends_the_command(capsys, name: str,
     said = capsys.readouterr().err
     assert stop.value.code == 2 and f"--accelerate_config {name}" in said and nearest in said
     assert all(ours in said for ours in ("ddp", "fsdp2", "single", "zero1", "zero2", "zero3", "cpu/zero3"))
+
+
+def test_a_data_set_may_be_a_file_or_a_saved_folder(tmp_path: Path) -> None:
+    rows = [{"secret": 1}, {"secret": 2}]
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    for name in ("rows.jsonl", "rows"):
+        script = train.MultiTurnScriptArguments(dataset_name=str(tmp_path / name))
+        found = train.script_dataset(script, DatasetMixtureConfig())
+        assert train.split_of(found, "train").to_list() == rows
+    with pytest.raises(ValueError, match=r"dataset_name='gone\.jsonl'"):
+        train.script_dataset(train.MultiTurnScriptArguments(dataset_name="gone.jsonl"), DatasetMixtureConfig())
