@@ -1,4 +1,4 @@
-"""Trajectories become padded tensors, once, with every alignment checked."""
+"""Converts trajectories to padded tensors and checks their alignment."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def collate(
 ) -> TurnBatch:
     """Pad trajectories into a :class:`~agile_trainers.types.TurnBatch`.
 
-    An episode without a single action (its environment failed at reset, or the prompt filled the context) has nothing to
-    train on: it carries one end token that belongs to no turn, after another one in place of a prompt that may be longer
-    than the model can read.
+    An episode without actions (its environment failed at reset, or the prompt filled the context) is not trained on. Its
+    completion is one end token that belongs to no turn. Its prompt, which may be longer than the model's context, is
+    replaced by one end token too.
 
     Args:
         trajectories: B episodes, at least one.
-        pad_token_id: Fills the padding.
-        end_token_id: The token of an episode that has none.
-        pad_to_multiple_of: Round P and T up to a multiple of this.
-        device: Where the tensors live.
+        pad_token_id: Id of the padding.
+        end_token_id: Id of the token in episodes without actions.
+        pad_to_multiple_of: Round P and T up to a multiple of this number.
+        device: Device of the tensors.
 
     Returns:
         The batch.
 
     Raises:
-        ValueError: If there is no trajectory, the turns of one do not lie in its tokens in order, or its sampling log-probs
-            do not belong to its tokens.
+        ValueError: If there is no trajectory, the turns of one are not ordered spans of its tokens, or its sampling
+            log-probs do not match its tokens.
     """
     if not trajectories:
         raise ValueError("collate needs at least one trajectory, got none.")
@@ -70,7 +70,7 @@ def collate(
         batch.completion_ids[row, : len(completion)] = torch.tensor(completion)
         batch.completion_mask[row, : len(completion)] = 1
         batch.sampling_logprobs[row, : len(trajectory.sampling_logprobs)] = torch.tensor(trajectory.sampling_logprobs)
-        # The final state first, for every entry; the turns that happened then overwrite theirs.
+        # Every entry is first the final state; the turns that happened then overwrite theirs.
         batch.state_positions[row] = width + len(completion) - 1
         for k, turn in enumerate(trajectory.turns):
             batch.turn_ids[row, turn.start : turn.end] = k
@@ -84,7 +84,7 @@ def collate(
 
 
 def _hash(text: str) -> int:
-    """The same positive integer in every process, unlike Python's own ``hash``."""
+    """Return the same positive integer in every process, unlike Python's ``hash``."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % (2**63 - 1) + 1
 
 
@@ -103,7 +103,7 @@ def _check(trajectory: Trajectory) -> None:
     for k, turn in enumerate(trajectory.turns):
         if not end <= turn.start < turn.end <= length:
             raise ValueError(
-                f"Turn {k} spans tokens {turn.start} to {turn.end}, but the turn before ends at {end} and the completion "
+                f"Turn {k} spans tokens {turn.start} to {turn.end}, but the previous turn ends at {end} and the completion "
                 f"has {length} tokens; turns must be non-empty, in order and inside the completion."
             )
         end = turn.end
@@ -115,5 +115,5 @@ def _check_logprobs(batch: TurnBatch) -> None:
         row, token = stray.nonzero()[0].tolist()
         raise ValueError(
             f"Token {token} of episode {row} belongs to no turn, but its sampling log-prob is "
-            f"{batch.sampling_logprobs[row, token]:.4g} instead of 0: log-probs and turns are shifted against each other."
+            f"{batch.sampling_logprobs[row, token]:.4g} instead of 0: log-probs and turns are misaligned."
         )

@@ -1,4 +1,4 @@
-"""Observations that are too long: cut, with a note that the model can read."""
+"""Cuts long observations and appends a note that the model can read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from agile_trainers.types import Message
 
 
 def cut_observation(observation: Observation, limit: int) -> tuple[Observation, bool]:
-    """An observation of at most ``limit`` characters and a note.
+    """Cut an observation to at most ``limit`` characters plus a note.
 
     Args:
-        observation: Text or messages. Of messages, the first ``limit`` characters of content are kept, all together;
-            those after the one that is cut are dropped.
-        limit: Characters.
+        observation: Text or messages. Of messages, the first ``limit`` characters of content in total are kept; the
+            messages after the cut are dropped.
+        limit: Number of characters.
 
     Returns:
-        The observation and whether it was cut; one that is short enough comes back as it is.
+        The observation, and True if it was cut.
     """
     if isinstance(observation, str):
         return (_cut(observation, limit), True) if len(observation) > limit else (observation, False)

@@ -1,4 +1,4 @@
-"""The rollout loop: the only one. It knows environments and generators, and nothing of TRL."""
+"""The rollout loop, which plays episodes of environments with a generator, independent of TRL."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
 
 class Chat(Protocol):
-    """What the loop needs of chat frames; see :class:`agile_trainers.rollout.chat.frames.ChatFrames`."""
+    """Interface of chat frames that the loop uses; see :class:`agile_trainers.rollout.chat.frames.ChatFrames`."""
 
     eos_token_ids: list[int]
-    """What ends an answer."""
+    """Ids that end an answer."""
     chat_template: str | None
     """The template in use; None for plain text."""
 
@@ -41,29 +41,29 @@ class Chat(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """When an episode, or what is said in it, is cut short. Counts are tokens unless it says otherwise."""
+    """Limits of an episode, in tokens unless stated otherwise."""
 
     max_turns: int
     max_new_tokens: int
-    """Per turn."""
+    """Tokens of one answer."""
     max_model_length: int
-    """Prompt and completion together."""
+    """Tokens of prompt and completion together."""
     max_observation_length: int | None = None
-    """Characters of one observation; what is longer is cut, with a note. None: no limit."""
+    """Characters of one observation; longer ones are cut, with a note. None: no limit."""
 
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """What makes an episode reproducible, wherever and beside whatever it is played."""
+    """Specification from which an episode is reproducible, independent of process and batch."""
 
     seed: int
     """The environment's seed."""
     stream: tuple[int, ...]
-    """Entropy of the sampling noise; unlike the seed it differs between the members of a group."""
+    """Entropy of the sampling noise; it differs between the members of a group, unlike the seed."""
     options: dict[str, Any] | None = None
-    """The dataset row, handed to ``reset``."""
+    """The dataset row, passed to ``reset``."""
     environment: str | None = None
-    """Which environment plays it, in a run of several."""
+    """Name of the environment in a run of several."""
 
 
 @dataclass
@@ -104,14 +104,14 @@ class _Episode:
 
 
 class RolloutEngine:
-    """Plays episodes. An episode whose environment has answered asks for its next turn without waiting for the others.
+    """Plays episodes asynchronously: each requests its next turn as soon as its environment has answered.
 
     Args:
-        pool: Where the environments run.
-        chat: Turns messages into token ids, once.
-        limits: When to cut an episode short.
-        environment_limits: The limits of each environment, by name, where ``pool`` has several.
-        system_prompt: Put before a first observation that brings no system message of its own.
+        pool: Runs the environments.
+        chat: Converts messages to token ids.
+        limits: Limits of an episode.
+        environment_limits: Environment name to limits, if ``pool`` has several.
+        system_prompt: System message for first observations that have none.
         append_final_observation: Append the last observation and generation prompt of a *truncated* episode, if they
             fit, so that the value of its final state can be read there. Costs tokens; only a critic needs it.
     """
@@ -133,7 +133,7 @@ class RolloutEngine:
         self.system_prompt = system_prompt
         self.append_final_observation = append_final_observation
         self._played: list[ref[Trajectory]] = []
-        """The last rollout's."""
+        """Trajectories of the last rollout."""
 
     def run(
         self,
@@ -145,15 +145,16 @@ class RolloutEngine:
 
         Args:
             specs: The episodes.
-            generator: Samples their actions.
-            on_finish: Called with each trajectory as it ends, in order of ending (a progress bar, for example).
+            generator: Samples the actions.
+            on_finish: Called with each trajectory when it ends (for a progress bar, for example).
 
         Returns:
-            The trajectories, in the order of ``specs``. What an environment raises ends its own episode and is kept there.
+            The trajectories, in the order of ``specs``. An environment's exception ends its own episode and is stored
+            there.
 
         Raises:
-            Exception: What the generator or ``on_finish`` raises.
-            BaseException: What an environment raises that is no ``Exception`` (KeyboardInterrupt, SystemExit).
+            Exception: Any exception of the generator or ``on_finish``.
+            BaseException: An environment's exception that is no ``Exception`` (KeyboardInterrupt, SystemExit).
             ValueError: If ``environment_timeout`` is set for an environment that is stepped inline.
             RuntimeError: If the generator never answers a request.
         """
@@ -161,7 +162,7 @@ class RolloutEngine:
         try:
             return self._play(episodes, generator, on_finish)
         except BaseException:
-            # Nothing of a rollout that was cut off may reach into the next one.
+            # Nothing of an interrupted rollout may reach the next one.
             self.pool.abandon()
             raise
 
@@ -172,7 +173,7 @@ class RolloutEngine:
             if trajectory is not None:
                 trajectory.environment = None  # it is played again
         for index, episode in enumerate(episodes):
-            # A copy: what one environment does to its row is no concern of the next one.
+            # A copy, since an environment may modify its row.
             self.pool.reset(index, episode.spec.seed, deepcopy(episode.spec.options), episode.spec.environment)
         finished: dict[int, Trajectory] = {}
         while len(finished) < len(episodes):
@@ -180,7 +181,7 @@ class RolloutEngine:
             outcomes = self.pool.outcomes(block=idle)
             if idle and not outcomes:
                 raise RuntimeError(
-                    f"{type(generator).__name__} lost a request: it was never answered, yet none is pending."
+                    f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
                 )
             for outcome in outcomes:
                 index, episode = outcome.episode, episodes[outcome.episode]
@@ -201,28 +202,28 @@ class RolloutEngine:
         return [finished[index] for index in range(len(episodes))]
 
     def limits_of(self, environment: str | None) -> Limits:
-        """When an episode of an environment is cut short."""
+        """Return the limits of an environment's episodes."""
         return self.limits if environment is None else self.environment_limits[environment]
 
     def cut(self, observation: Observation, environment: str | None = None) -> tuple[Observation, bool]:
-        """An observation within its environment's limit, and whether it had to be cut; see :func:`cut_observation`."""
+        """Cut an observation to its environment's limit; see :func:`cut_observation`."""
         limit = self.limits_of(environment).max_observation_length
         return (observation, False) if limit is None else cut_observation(observation, limit)
 
     def render(self, observation: Observation) -> list[Message]:
-        """The messages a first observation stands for."""
+        """Convert a first observation to messages, with the system prompt."""
         messages = as_messages(observation)
         if self.system_prompt is not None and (not messages or messages[0]["role"] != "system"):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
     def _on_outcome(self, outcome: Outcome, episode: _Episode) -> None:
-        """Take in what an environment answered."""
+        """Process the outcome of an environment's call."""
         error = outcome.error
         if error is None:
             try:
                 self._take(outcome.value, episode)
-            except Exception as unusable:  # whatever it is, it came from what this environment answered
+            except Exception as unusable:  # any error here is caused by this environment's answer
                 error = unusable
         if error is not None:
             timeout = isinstance(error, EnvironmentTimeoutError)

@@ -1,4 +1,4 @@
-"""Where environments run: inline, in threads, in processes, or awaited; never at another episode's cost."""
+"""Runs environments inline, in threads, in processes or in an event loop, isolated from each other's failures."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_rese
 from agile_trainers.rollout.process_environment import ProcessEnvironment, pickled
 
 _FAILURES = (Exception, asyncio.CancelledError)
-"""What costs an environment its episode. Anything else it raises (KeyboardInterrupt, SystemExit) ends the rollout."""
+"""Exceptions that end an environment's episode. All others (KeyboardInterrupt, SystemExit) end the rollout."""
 
 _Attempt = Callable[[], "tuple[Any, BaseException | None]"]
 _Report = Callable[[Any, "BaseException | None"], None]
 
 
 class EnvironmentTimeoutError(Exception):
-    """An environment did not answer in time."""
+    """Raised when an environment does not answer in time."""
 
 
 class InlineTimeoutError(ValueError):
-    """A timeout was asked for where nothing can interrupt the environment."""
+    """Raised when a timeout is set for an inline environment, which cannot be interrupted."""
 
 
 @dataclass
 class Outcome:
-    """What a call came to: a value, or the exception that stands in its place."""
+    """Result of a call: a value or an exception."""
 
     episode: int
     value: Any = None
@@ -44,12 +44,12 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Call:
-    """A call of an environment, from asking for it to its answer."""
+    """A pending call of an environment."""
 
     episode: int
     method: str
     environment: Environment | None = None
-    """None if there is none: its construction failed."""
+    """None if its construction failed."""
     function: Callable[[], Any] = lambda: None
     in_thread: bool = False
     deadline: float = float("inf")
@@ -57,26 +57,27 @@ class _Call:
 
 
 class EnvironmentPool:
-    """Environment instances, one per running episode, constructed once and reset often.
+    """A pool of environment instances, one per running episode, which are constructed once and reused.
 
-    Instances are constructed in the caller's thread. One that raised, timed out or broke the protocol is never played
-    again. An async environment must not block: while it does, no other is awaited.
+    Instances are constructed in the caller's thread. An instance that raised, timed out or broke the protocol is not
+    reused. An async environment must not block, since it would block all others.
 
     Args:
-        factory: Makes an instance; or several factories by name, whose instances share the limits below. An instance that
-            waits for its next episode is kept and does not count.
-        workers: 0 steps blocking environments inline, in the caller's thread, in a fixed order (bit-reproducible); more
-            steps up to that many at once in threads. Environments with ``async`` methods are always awaited, all at once.
-        timeout: Seconds a call may take before its episode is given up, which frees its worker. None waits forever. It
-            cannot interrupt an inline call, so it needs ``workers >= 1`` unless the environment is async.
-        processes: 0 runs environments in this process; more gives each a process of its own, and plays up to that many at
-            once. One that hangs is killed.
-        max_environments: Episodes that play at once, each on an instance of its own; the others wait for one to end. None
-            plays all.
+        factory: Makes an instance; or several factories by name, whose instances share the limits below. Idle instances
+            are kept and do not count.
+        workers: With 0, blocking environments are stepped inline, in the caller's thread, in a fixed order
+            (bit-reproducible); otherwise the number of threads. Environments with ``async`` methods are always awaited
+            together.
+        timeout: Seconds after which a call's episode is ended and its worker freed. None waits forever. It cannot
+            interrupt an inline call, so it needs ``workers >= 1`` unless the environment is async.
+        processes: With 0, environments run in this process; otherwise each runs in a separate process, up to this many
+            at once, and is killed when it hangs.
+        max_environments: Number of episodes that play at once, each on a separate instance; the others wait. None: no
+            limit.
 
     Raises:
-        ValueError: If an argument is out of range or contradicts another, ``factory`` cannot be sent to a process, or a call
-            starts inline with a timeout set.
+        ValueError: If an argument is out of range or conflicts with another, or ``factory`` cannot be sent to a process.
+        InlineTimeoutError: If a call starts inline with a timeout set.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class EnvironmentPool:
             raise ValueError(f"max_environments must be 1 or more, or None for no limit, got {max_environments}.")
         if processes and (workers or max_environments is not None):
             raise ValueError(
-                f"environment_processes={processes} says how many environments play at once and runs them itself: leave "
+                f"environment_processes={processes} sets the number of environments that play at once. Leave "
                 "environment_workers and max_environments unset."
             )
         if timeout is not None and not timeout > 0:
@@ -105,7 +106,7 @@ class EnvironmentPool:
             dict(factory.items()) if isinstance(factory, Mapping) else {None: factory}
         )
         self.titles = {name: getattr(make, "__name__", "the environment") for name, make in self.factories.items()}
-        """What messages call the environments."""
+        """Environment name to the name used in messages."""
         if processes:
             for name, make in self.factories.items():
                 pickled(make)
@@ -116,35 +117,35 @@ class EnvironmentPool:
         self._free_workers = workers
         self._idle: defaultdict[str | None, list[Environment]] = defaultdict(list)
         self._names: dict[int, str | None] = {}
-        """Which environment each running episode plays."""
+        """Running episode to the name of its environment."""
         self._playing: dict[int, Environment] = {}
         self._waiting: deque[_Call] = deque()
         self._queued: deque[Callable[[], None]] = deque()
-        """Resets that wait for another episode to end."""
+        """Resets that wait until another episode ends."""
         self._running: dict[int, _Call] = {}
-        # The only thing that other threads touch; the rest belongs to the caller's.
+        # The only attribute that other threads use; the caller's thread owns all others.
         self._answers: queue.SimpleQueue[tuple[_Call, Outcome]] = queue.SimpleQueue()
         self._loop: _Loop | None = None
         self._threads = _Threads()
 
     def reset(self, episode: int, seed: int, options: dict[str, Any] | None, name: str | None = None) -> None:
-        """Start an episode of the environment of that name, as soon as there may be one more; see :meth:`outcomes`."""
+        """Start an episode of the environment ``name`` once ``max_environments`` allows it; see :meth:`outcomes`."""
         self._names[episode] = name
         self._queued.append(partial(self._call, episode, "reset", bound_reset, seed, options))
         self._start_queued()
 
     def step(self, episode: int, action: str) -> None:
-        """Send an action; the outcome comes from :meth:`outcomes`."""
+        """Send an action; :meth:`outcomes` returns the outcome."""
         self._call(episode, "step", bound_step, action)
 
     def outcomes(self, block: bool) -> list[Outcome]:
-        """Take what has been answered or has run out of time since the last call.
+        """Return the calls that have been answered or have timed out since the last call of this method.
 
         Args:
-            block: Wait for at least one outcome, if any call is under way.
+            block: Wait for at least one outcome if a call is pending.
 
         Raises:
-            BaseException: What an environment raised, if that is no ``Exception`` (KeyboardInterrupt, SystemExit).
+            BaseException: An environment's exception that is no ``Exception`` (KeyboardInterrupt, SystemExit).
         """
         taken: list[Outcome] = []
         while self._running or not self._answers.empty():
@@ -161,15 +162,15 @@ class EnvironmentPool:
                 self._end(call)
                 taken.append(outcome)
             else:
-                # Too late: the episode is over, and the instance was waiting to be let go.
+                # Too late: the episode is over, and the instance can now be closed.
                 self._close(call.environment)
         return taken
 
     def release(self, episode: int, reusable: bool) -> None:
-        """End an episode. An instance that failed is closed rather than played again; unknown episodes are fine."""
+        """End an episode. A failed instance is closed instead of reused; unknown episodes are ignored."""
         environment, call = self._playing.pop(episode, None), self._running.get(episode)
         if call is not None:
-            # Nothing gets a thread out of a call: the instance is closed once it answers.
+            # A thread cannot be interrupted: the instance is closed when it answers.
             self._end(call)
             call.cancel()
         elif environment is not None and reusable:
@@ -179,14 +180,14 @@ class EnvironmentPool:
         self._start_queued()
 
     def abandon(self) -> None:
-        """End every episode; none of their instances is played again."""
+        """End every episode without reusing their instances."""
         self._queued.clear()
         self._waiting.clear()
         for episode in {*self._playing, *self._running}:
             self.release(episode, reusable=False)
 
     def close(self) -> None:
-        """Close every idle instance, waiting up to ``timeout`` seconds for each; stop the event loop and idle threads."""
+        """Close idle instances, waiting up to ``timeout`` seconds for each, and stop the event loop and idle threads."""
         closed: queue.SimpleQueue[None] = queue.SimpleQueue()
         idle = [environment for instances in self._idle.values() for environment in instances]
         for environment in idle:
@@ -228,7 +229,7 @@ class EnvironmentPool:
             self._begin(call)
 
     def environment(self, episode: int, name: str | None = None) -> Environment:
-        """The instance that plays an episode, made or taken from the idle ones of that name if it has none yet."""
+        """Return the instance that plays an episode: its current one, an idle one of that name, or a new one."""
         if episode not in self._playing:
             self._names[episode] = name
             idle = self._idle[name]
@@ -257,7 +258,7 @@ class EnvironmentPool:
             self._start_waiting()
 
     def _launch(self, function: Callable[[], Any], report: _Report) -> Callable[[], object]:
-        """Run a function of an environment the way its kind runs. Returns what cancels it, as far as that is possible."""
+        """Run a function of an environment inline, in a thread or in the event loop. Return a function that cancels it."""
         if inspect.iscoroutinefunction(function):
             if self._loop is None:
                 self._loop = _Loop()
@@ -269,14 +270,14 @@ class EnvironmentPool:
         return lambda: None
 
     def _close(self, environment: Environment | None, report: _Report = lambda value, error: None) -> None:
-        """Let an instance go, without waiting. Closing is a courtesy: nobody asks what came of it."""
+        """Close an instance without waiting; errors are ignored."""
         try:
             self._launch(getattr(environment, "close", lambda: None), report)
         except (Exception, SystemExit) as error:
             report(None, error)
 
     def _patience(self, block: bool) -> float | None:
-        """Seconds to wait for the next outcome: until the nearest deadline, if waiting at all."""
+        """Return the seconds to wait for the next outcome: until the nearest deadline, or None."""
         if not block:
             return 0.0
         deadline = min((call.deadline for call in self._running.values()), default=float("inf"))
@@ -297,7 +298,7 @@ class EnvironmentPool:
 
 
 class _Threads:
-    """Threads that are used again. One that hangs is not waited for, and as a daemon it does not hold up the exit."""
+    """A pool of daemon threads, which do not delay the program's exit when they hang."""
 
     def __init__(self) -> None:
         self._idle: deque[queue.SimpleQueue[tuple[Callable[[], tuple[Any, BaseException | None]], _Report] | None]] = (
@@ -305,7 +306,7 @@ class _Threads:
         )
 
     def run(self, attempt: _Attempt, report: _Report) -> None:
-        """Attempt it in an idle thread, or in a new one, and report what came of it."""
+        """Run ``attempt`` in an idle or new thread and report its result."""
         try:
             inbox = self._idle.pop()
         except IndexError:
@@ -322,14 +323,14 @@ class _Threads:
         while (work := inbox.get()) is not None:
             attempt, report = work
             outcome = attempt()
-            # Idle first, so that the answer's next call finds this thread.
+            # Idle before reporting, so that the next call reuses this thread.
             self._idle.append(inbox)
             report(*outcome)
-            del work, attempt, report, outcome  # while idle, nothing is kept alive
+            del work, attempt, report, outcome  # an idle thread keeps no references
 
 
 class _Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in a separate thread."""
 
     def __init__(self) -> None:
         started: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
@@ -343,11 +344,11 @@ class _Loop:
         self._loop = started.get()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], object]:
-        """Let it run. Returns what cancels it."""
+        """Start a coroutine. Return a function that cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).cancel
 
     def stop(self) -> None:
-        """Cancel what is still running and end the thread."""
+        """Cancel the running coroutines and end the thread."""
         self._loop.call_soon_threadsafe(self._stop.set)
 
 
@@ -363,7 +364,7 @@ def _attempt(
 async def _attempt_async(function: Callable[[], Any], report: _Report) -> None:
     try:
         value = await function()
-    except BaseException as error:  # let through, a KeyboardInterrupt would end the loop and with it all the others
+    except BaseException as error:  # otherwise a KeyboardInterrupt would end the loop and all other coroutines
         report(None, error)
     else:
         report(value, None)

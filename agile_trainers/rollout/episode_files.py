@@ -1,4 +1,4 @@
-"""Episodes on disk: one JSON object per line, enough to see what the model did and what it was trained on."""
+"""Reads and writes episodes as JSON lines, with the model's actions and the values it was trained on."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from agile_trainers.types import NO_TURN, Trajectory
 
 _DEEPEST = 20
-"""Levels of dicts and lists of an environment's that are written."""
+"""Nesting levels of an environment's dicts and lists that are written."""
 _LONGEST_TEXT = 10_000
-"""Characters of what has no form in JSON."""
+"""Characters that are written of a value that JSON cannot represent."""
 _MOST_BITS = 1024
 
 
 def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = None, **context: Any) -> dict[str, Any]:
-    """One episode as a JSON-ready dict, whatever the environment put into its infos.
+    """Convert an episode to a JSON-ready dict, with any values in the environment's infos.
 
     Args:
         trajectory: The episode.
-        advantages: One per turn, as trained on; None in evaluation.
-        context: Put first, as it is (step, row, member, ...).
+        advantages: The advantage of each turn in training; None in evaluation.
+        context: Further entries that come first (step, row, member, ...).
     """
     turn_ids = [NO_TURN] * len(trajectory.completion_ids)
     turns = []
@@ -51,14 +51,14 @@ def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = 
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write a JSON lines file, whole or not at all. What JSON does not know (NaN too) is written as its ``str``.
+    """Write a JSON lines file atomically. Values that JSON cannot represent (NaN too) are written as their ``str``.
 
     Raises:
         OSError: If the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    # A lone surrogate, which UTF-8 cannot hold, then becomes JSON's own escape for it.
+    # A lone surrogate, which UTF-8 cannot encode, then becomes JSON's escape.
     with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for record in records:
             file.write(_encode(record) + "\n")
@@ -66,7 +66,7 @@ def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
-    """The episodes of a rollout file."""
+    """Read the episodes of a rollout file."""
     with Path(path).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
@@ -75,15 +75,15 @@ def _encode(record: dict[str, Any]) -> str:
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
     except Exception:
-        # A key that is no text, or a number that JSON has no word for.
+        # A key that is not text, or a number that JSON cannot represent.
         return json.dumps(_Plain(items=1_000_000)(record), ensure_ascii=False)
 
 
 class _Plain:
-    """Makes JSON-ready data of anything: of objects that hold themselves, raise, or are larger than they look.
+    """Converts any object to JSON-ready data, self-referencing, raising and very large ones included.
 
     Args:
-        items: How many are written; the rest is left out.
+        items: Number of items that are written; the rest is left out.
     """
 
     def __init__(self, items: int = 10_000) -> None:
@@ -105,7 +105,7 @@ class _Plain:
                 return int(value)
             if isinstance(value, float) and isfinite(value):
                 return float(value)
-        except Exception as error:  # of a class of the environment's own
+        except Exception as error:  # of the environment's own class
             return f"<{type(value).__name__}: {type(error).__name__}>"
         return _text(value)
 

@@ -1,4 +1,4 @@
-"""What a batch of episodes amounts to, as plain numbers."""
+"""Metrics of a batch of episodes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from agile_trainers.types import StopReason, Trajectory
 
 _SHOWN = 200
-"""Characters of a prompt that a warning shows."""
+"""Characters of a prompt shown in a warning."""
 
 
 def episode_row(trajectory: Trajectory) -> dict[str, Any]:
-    """The numbers of one episode; rows of all ranks together make :func:`summarize`."""
+    """Return the statistics of one episode; :func:`summarize` takes those of all ranks."""
     lengths = [turn.end - turn.start for turn in trajectory.turns]
     return {
         "return": trajectory.episode_return,
@@ -33,19 +33,19 @@ def episode_row(trajectory: Trajectory) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Start:
-    """What an episode started from."""
+    """Seed, prompt and environment of an episode."""
 
     seed: int
     prompt: str
     """The first characters of the prompt's messages."""
     digest: str
-    """Of all of them."""
+    """Hash of the whole prompt."""
     environment: str | None = None
     """The environment's name in a run of several."""
 
 
 def start_of(trajectory: Trajectory) -> Start | None:
-    """What an episode started from; None if its environment failed before it said anything."""
+    """Return the :class:`Start` of an episode; None if its environment failed at reset."""
     if not trajectory.prompt:
         return None
     text = "\n".join(f"{message['role']}: {message['content']}" for message in trajectory.prompt)
@@ -54,10 +54,10 @@ def start_of(trajectory: Trajectory) -> Start | None:
 
 
 def differing_groups(starts: Sequence[Start | None], group_size: int) -> list[int]:
-    """The groups whose members did not all start from the same prompt.
+    """Return the groups whose members did not all start from the same prompt.
 
     Args:
-        starts: One per episode, of all ranks; members of a group side by side.
+        starts: The start of each episode of all ranks; members of a group are adjacent.
         group_size: Members of a group.
     """
     groups = (starts[first : first + group_size] for first in range(0, len(starts), group_size))
@@ -65,10 +65,10 @@ def differing_groups(starts: Sequence[Start | None], group_size: int) -> list[in
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of a batch of episodes.
+    """Compute the metrics of a batch of episodes.
 
     Args:
-        rows: One :func:`episode_row` per episode, of all ranks.
+        rows: The :func:`episode_row` of each episode of all ranks.
 
     Returns:
         ``return/mean|std|min|max`` and ``success`` over the episodes whose environment did not fail (``success`` only if

@@ -1,4 +1,4 @@
-"""Which environment an episode plays, in a run of several: drawn for a whole group, or named by its row."""
+"""Chooses the environment of each group in a run of several: drawn at random, or named by the dataset row."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STREAM = 2
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which environment a group plays.
+    """Chooses the environment of each group.
 
     Args:
-        names: The environments.
-        weights: How often each is drawn where no row says it, in the order of ``names``.
-        groups: Groups of one generation batch, over all processes.
+        names: Names of the environments.
+        weights: Sampling weights for runs without rows, in the order of ``names``.
+        groups: Number of groups of one generation batch, over all processes.
     """
 
     names: tuple[str, ...]
@@ -29,13 +29,13 @@ class Mixture:
     groups: int
 
     def draw(self, seed: int, generation: int) -> list[str]:
-        """The environment of every group of a generation batch that is played without rows.
+        """Draw the environment of every group of a generation batch that is played without rows.
 
         Each environment gets its share of the batch, rounded up or down at random so that the shares are exact on average
         (systematic sampling), in random order. The draw depends on the arguments alone, not on rank or world size.
 
         Args:
-            seed: The run's.
+            seed: The run's seed.
             generation: Index of the generation batch in the run.
         """
         drawn = [(name, weight) for name, weight in zip(self.names, self.weights) if weight > 0]
@@ -46,9 +46,9 @@ class Mixture:
         return [drawn[index][0] for index in chosen]
 
     def evaluated(self, count: int) -> list[tuple[str, int]]:
-        """The environment of every evaluation episode that is played without rows, and its number among those of that one.
+        """Return the environment of every evaluation episode without rows, and the episode's index in that environment.
 
-        Every environment plays equally many; the first ones play one more where that leaves a rest.
+        The episodes are divided equally; the first environments play one more if there is a remainder.
 
         Raises:
             ValueError: If there are fewer episodes than environments.
@@ -56,26 +56,26 @@ class Mixture:
         if count < len(self.names):
             raise ValueError(
                 f"num_eval_episodes={count} leaves some of the {len(self.names)} environments ({', '.join(self.names)}) "
-                f"without an episode. Evaluate on at least {len(self.names)}."
+                f"without an episode. Set at least {len(self.names)}."
             )
         share, rest = divmod(count, len(self.names))
         return [(name, n) for index, name in enumerate(self.names) for n in range(share + (index < rest))]
 
     def of_row(self, row: Mapping[str, Any], where: str = "train_dataset") -> tuple[str, dict[str, Any]]:
-        """The environment that a row names, and the row without that column.
+        """Return the environment that a row names, and the row without that column.
 
         Raises:
-            ValueError: If it names none, or one that is not there.
+            ValueError: If the row names no environment or an unknown one.
         """
         if COLUMN not in row:
             raise ValueError(
-                f"{where} has no column {COLUMN!r}, which says which of the environments ({', '.join(self.names)}) each "
-                f"row is for; its columns are {', '.join(row)}. Add it."
+                f"{where} has no column {COLUMN!r}, which names the environment ({', '.join(self.names)}) of each row; its "
+                f"columns are {', '.join(row)}. Add it."
             )
         name = row[COLUMN]
         if name not in self.names:
             raise ValueError(
-                f"{where}: a row is for the environment {name!r}, which is none of {', '.join(self.names)}. Name one of "
-                "them in its column, or pass that environment too."
+                f"{where}: a row names the environment {name!r}, expected one of {', '.join(self.names)}. Correct the "
+                "row, or pass that environment too."
             )
         return name, {column: value for column, value in row.items() if column != COLUMN}

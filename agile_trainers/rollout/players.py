@@ -1,4 +1,4 @@
-"""A player in the model's seat: it answers an environment through the rollout engine, token by token."""
+"""Plays episodes with a player instead of the model, through the rollout engine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.types import Message, Trajectory
 
 Hear = Callable[[str | None, Observation, float | None], None]
-"""Told what the environment got (None at the start), what it said to it, and the reward (None at the start)."""
+"""Callback with an exchange: action (None at the start), observation, and reward (None at the start)."""
 
 
-class Overheard:
-    """An environment that keeps the conversation it is part of.
+class RecordingEnvironment:
+    """Wraps an environment and records its conversation.
 
-    ``reset`` and ``step`` do what the environment's do, and are ``async`` if those are.
+    ``reset`` and ``step`` behave like the environment's, and are ``async`` if those are.
 
     Args:
         environment: The environment.
-        hear: Called with every exchange, as it happens.
+        hear: Called with every exchange.
     """
 
     def __init__(self, environment: Environment, hear: Hear = lambda action, observation, reward: None):
@@ -60,26 +60,26 @@ def play_in_seat(
     tokenizer: PreTrainedTokenizerBase,
     hear: Hear = lambda action, observation, reward: None,
 ) -> list[Trajectory]:
-    """Play episodes, one after the other, as a model would: what a player says is tokenized, and cut at the limits.
+    """Play episodes one after the other with a player in place of the model; its answers are tokenized and limited.
 
     Args:
-        make_engine: Makes the engine, on the factory it is given.
+        make_engine: Makes the engine for a factory.
         factory: Makes environments.
-        choose: The player for an environment instance.
+        choose: Returns the player for an environment instance.
         specs: The episodes.
-        tokenizer: Turns answers into token ids; its end-of-turn token is added.
-        hear: Called with every exchange, as it happens.
+        tokenizer: Tokenizes the answers; its end-of-turn token is added.
+        hear: Called with every exchange.
 
     Returns:
         One trajectory per spec.
 
     Raises:
-        BaseException: What the player raises.
+        BaseException: Any exception of the player.
     """
-    seats: list[Overheard] = []
+    seats: list[RecordingEnvironment] = []
 
     def seated() -> Environment:
-        seats.append(Overheard(factory(), hear))
+        seats.append(RecordingEnvironment(factory(), hear))
         return seats[-1]
 
     engine = make_engine(seated)
@@ -87,7 +87,7 @@ def play_in_seat(
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else next(iter(ends), None)
 
     def script(request: GenerationRequest) -> list[int]:
-        seat = seats[-1]  # one episode at a time: the instance that was made last is the one that plays
+        seat = seats[-1]  # one episode at a time: the instance made last is the one that plays
         answer = choose(seat.environment)(seat.messages, random.Random(request.uniforms(1)[0]))
         ids = tokenizer.encode(answer, add_special_tokens=False)
         return ids if end is None else [*ids, end]
@@ -100,8 +100,7 @@ def play_in_seat(
 
 
 def _tapped(method: Callable[..., Any], tap: Callable[..., None]) -> Callable[..., Any]:
-    """The method, with its signature; each result and the arguments go to ``tap`` too, unless it breaks the protocol,
-    which is for the engine to say."""
+    """Wrap a method so that its results and arguments also go to ``tap``. Protocol errors are left to the engine."""
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)

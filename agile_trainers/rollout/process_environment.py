@@ -1,4 +1,4 @@
-"""An environment in a process of its own: for work that would hold up the others, and that can be killed when it hangs."""
+"""Runs an environment in a separate process, which cannot block the others and can be killed when it hangs."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from agile_trainers.envs.base import Environment, EnvironmentFactory, ResetResul
 from agile_trainers.envs.checker import describe_error
 
 _CLOSING_SECONDS = 5.0
-"""What an environment gets to close itself before its process is killed."""
+"""Seconds that an environment has to close before its process is killed."""
 
 
 class EnvironmentProcessError(RuntimeError):
-    """An environment raised in its process, or the process died."""
+    """Raised when an environment raises in its process or the process dies."""
 
 
 def pickled(factory: EnvironmentFactory) -> bytes:
-    """A factory as it is sent to another process: lambdas, closures and what belongs to the script by value.
+    """Pickle a factory for another process; lambdas, closures and objects of the main script are sent by value.
 
     Raises:
-        ValueError: If it holds something that cannot be sent.
+        ValueError: If the factory holds an object that cannot be pickled.
     """
     try:
         return cast(bytes, cloudpickle.dumps(factory))
-    except Exception as error:  # whatever an object's own pickling raises
+    except Exception as error:  # an object's pickling can raise anything
         raise ValueError(
-            f"environment_processes sends the factory to other processes, which {factory!r} does not allow "
-            f"({describe_error(error)}). Let it make what cannot be sent (locks, files, connections) itself."
+            f"environment_processes sends the factory to other processes, but {factory!r} cannot be pickled "
+            f"({describe_error(error)}). Create locks, files and connections inside the factory."
         ) from error
 
 
 class ProcessEnvironment:
-    """Plays an environment that lives in a process of its own, started from a clean server process (``forkserver``).
+    """Plays an environment in a separate process, started from a clean server process (``forkserver``).
 
-    A call that is cancelled kills the process. What the environment raises arrives as text.
+    Cancelling a call kills the process. The environment's exceptions arrive as text.
 
     Args:
-        factory: Makes the environment, over there.
+        factory: Makes the environment in that process.
 
     Raises:
         ValueError: If the factory cannot be sent.
@@ -69,15 +69,15 @@ class ProcessEnvironment:
         theirs.close()
 
     async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
-        """Start an episode over there."""
+        """Start an episode in the process."""
         return await self._call("reset", seed, options)
 
     async def step(self, action: str) -> StepResult:
-        """Answer over there."""
+        """Step the environment in the process."""
         return await self._call("step", action)
 
     async def close(self) -> None:
-        """Let the environment close itself, then end its process."""
+        """Close the environment, then end its process."""
         with suppress(EnvironmentProcessError, TimeoutError):
             await asyncio.wait_for(self._call("close"), _CLOSING_SECONDS)
         self._end()
@@ -124,7 +124,7 @@ def _module(factory: Any) -> list[str]:
 
 @contextmanager
 def _without_main_module() -> Iterator[None]:
-    """Keep multiprocessing from importing the script, and all it imports, in every process: the factory brings its own."""
+    """Keep multiprocessing from importing the main script in every process; the factory brings its own imports."""
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield
@@ -133,12 +133,12 @@ def _without_main_module() -> Iterator[None]:
 
 
 def _die_with_parent() -> None:
-    """End with the training process, also inside a call."""
+    """End this process with the training process, also during a call."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     sentinel = parent.sentinel
     if hasattr(fcntl, "F_SETSIG"):
-        # The kernel kills this process when the other end is closed, whoever holds the interpreter's lock then.
+        # The kernel kills this process when the other end is closed, even if a thread holds the interpreter's lock.
         fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
@@ -154,9 +154,9 @@ def _die_with_parent() -> None:
 
 
 def _serve(sent: bytes, connection: Connection) -> None:
-    """The other process: answer calls until the connection is closed."""
+    """Answer calls until the connection is closed; runs in the other process."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides what an interrupt means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process handles interrupts
     loop = asyncio.new_event_loop()
     environment: Any = None
     while True:
@@ -181,9 +181,9 @@ def _serve(sent: bytes, connection: Connection) -> None:
             answer = describe_error(error), None
         try:
             connection.send(answer)
-        except OSError:  # nobody is there any more
+        except OSError:  # the training process has ended
             return
         except Exception as error:
             connection.send(
-                (f"what {method} returned cannot be sent to another process: {describe_error(error)}", None)
+                (f"the result of {method} cannot be sent to another process: {describe_error(error)}", None)
             )

@@ -1,4 +1,4 @@
-"""Seeds that depend on what is drawn, never on which process draws it."""
+"""Random seeds that depend on the episode, not on the process that plays it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.mixture import Mixture
 
 TRAINING, EVALUATION = 0, 1
-"""First key of every stream: training, evaluation and the choice of environments (2) never share one."""
+"""First key of every random stream; training, evaluation and the choice of environments (2) have separate streams."""
 
 
 def environment_seed(seed: int, domain: int, generation: int, group: int) -> int:
-    """The seed of a group's environments, a non-negative int below 2**31. Equal for all members of the group."""
+    """Compute the environment seed of a group, a non-negative int below 2**31, equal for all its members."""
     return int(np.random.SeedSequence((seed, domain, generation, group)).generate_state(1)[0] >> 1)
 
 
@@ -30,7 +30,7 @@ def training_specs(
     group_size: int,
     mixture: Mixture | None = None,
 ) -> list[EpisodeSpec]:
-    """The episodes of one rank's part of a generation batch.
+    """Return the episodes of one rank's part of a generation batch.
 
     Args:
         seed: The run's seed.
@@ -38,7 +38,7 @@ def training_specs(
         rows: The dataset row of each episode, or None.
         first: Index of the first row in the whole batch, over all ranks.
         group_size: Members of a group.
-        mixture: Of a run of several environments: the row names its own, or it is drawn for the whole group.
+        mixture: Chooses the environments in a run of several: named by the row, or drawn for the whole group.
     """
     specs, drawn = [], mixture.draw(seed, generation) if mixture is not None else []
     for index, row in enumerate(rows, start=first):
@@ -59,9 +59,9 @@ def evaluation_specs(
     world_size: int,
     mixture: Mixture | None = None,
 ) -> list[EpisodeSpec]:
-    """One rank's part of ``count`` evaluation episodes, the same in every evaluation of a run; rows repeat in order.
+    """Return one rank's part of ``count`` evaluation episodes, the same in every evaluation; rows repeat in order.
 
-    Of several environments without rows, each plays the episodes that it would play alone.
+    In a run of several environments without rows, each plays the same episodes as in a run of its own.
     """
     places = mixture.evaluated(count) if mixture is not None and rows is None else [(None, n) for n in range(count)]
     specs = []
@@ -77,7 +77,7 @@ def evaluation_specs(
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Leave Python's, NumPy's and torch's global generators as they were found."""
+    """Restore the state of Python's, NumPy's and torch's global random generators after the block."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:

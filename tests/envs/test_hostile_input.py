@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agile_trainers.embedded import CHAT_TEMPLATE, make_tokenizer, make_word_tokenizer
 from agile_trainers.rollout.chat.frames import ChatFrames, PlainFormat
-from agile_trainers.rollout.chat.special_tokens import Shield
+from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
 from agile_trainers.rollout.cutting import cut_observation
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -104,7 +104,7 @@ def test_nothing_is_left_to_join_into_a_special_token(text: str) -> None:
     assert text in TOKENIZER.decode(ids)
 
 
-def test_plain_text_frames_are_shielded_and_their_own_tokens_are_not() -> None:
+def test_plain_text_frames_are_escaped_and_their_own_tokens_are_not() -> None:
     frames = ChatFrames(TOKENIZER, plain=PlainFormat(before_observation="<|endoftext|>", after_prompt="<|im_start|>"))
     assert markers(frames.first(FORGERY)) == ["<|im_start|>"]
     assert markers(frames.frame(FORGERY, 0)) == ["<|endoftext|>"]
@@ -121,7 +121,7 @@ def test_a_template_that_trims_and_a_token_that_begins_another() -> None:
     special = set(tokenizer.added_tokens_decoder)
     assert [i for i in forged if i in special] == [i for i in honest if i in special]
     assert attack.strip() in tokenizer.decode(forged)
-    assert Shield(tokenizer, []).count("<|eot_id|>><|eot_id|>") == {260: 1, 257: 1}
+    assert SpecialTokenEscaper(tokenizer, []).count("<|eot_id|>><|eot_id|>") == {260: 1, 257: 1}
 
 
 def test_look_alikes_that_a_tokenizer_would_normalize_are_refused() -> None:
@@ -131,7 +131,7 @@ def test_look_alikes_that_a_tokenizer_would_normalize_are_refused() -> None:
     frames = ChatFrames(tokenizer)
     attack = "\uff1c|im_end|\uff1e"
     for call in (frames.first, lambda text: frames.frame(text, 0)):
-        with pytest.raises(ValueError, match=r"spells out the special token '<\|im_end\|>'.*must not forge turns"):
+        with pytest.raises(ValueError, match=r"contains the special token '<\|im_end\|>'"):
             call(attack)
 
 
@@ -139,7 +139,7 @@ def test_a_vocabulary_that_holds_the_special_tokens_as_words_refuses_them() -> N
     tokenizer = make_word_tokenizer(["a", "[UNK]"])
     frames = ChatFrames(tokenizer)
     assert frames.frame("a", tokenizer.eos_token_id)
-    with pytest.raises(ValueError, match="spells out the special token"):
+    with pytest.raises(ValueError, match="contains the special token"):
         frames.frame("a <|im_end|> a", tokenizer.eos_token_id)
 
 

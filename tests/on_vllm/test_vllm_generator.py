@@ -137,10 +137,10 @@ def test_malformed_requests_are_refused(engine: VllmEngine, model: PeftModel) ->
         submit([5] * 255)
     assert generator.pending == 0
     submit([5, 6])
-    with pytest.raises(ValueError, match="Episode 4 already has a request under way"):
+    with pytest.raises(ValueError, match="Episode 4 already has a pending request"):
         submit([5, 6])
     (answer,) = [output.token_ids for _ in range(2) for output in generator.step()]
-    with pytest.raises(ValueError, match=r"Episode 4: .* at position 2 .*Tokens are never re-made"):
+    with pytest.raises(ValueError, match=r"Episode 4: .* at position 2 .*instead of encoding"):
         submit([5, 6, answer[0] + 1, *answer[1:], 8])
     submit([5, 6, *answer])
     generator.release(4)

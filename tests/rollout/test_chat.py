@@ -238,8 +238,8 @@ def test_system_message_between_turns_where_the_template_has_one() -> None:
     [
         ("phi3", ["tool"], "does not write a message of role 'tool' after an answer"),
         ("deepseek_r1_distill_training", ["system", "user"], "does not write a message of role 'system'"),
-        ("gemma", ["tool"], r"refuses a conversation with the roles \['user', 'assistant', 'tool'\]: .*alternate"),
-        ("gemma", ["user", "user"], "refuses a conversation .*alternate"),
+        ("gemma", ["tool"], r"rejects a conversation with the roles \['user', 'assistant', 'tool'\]: .*alternate"),
+        ("gemma", ["user", "user"], "rejects a conversation .*alternate"),
         ("qwen2_5", ["user", "assistant"], "'assistant' is the model's own role"),
     ],
 )
@@ -268,7 +268,7 @@ def test_prompt_must_not_end_with_the_model() -> None:
 
 def test_a_gemma_prompt_with_a_system_message_is_a_clear_error() -> None:
     frames = ChatFrames(FAMILIES["gemma"].tokenizer())
-    with pytest.raises(ValueError, match=r"refuses a conversation.*System role not supported"):
+    with pytest.raises(ValueError, match=r"rejects a conversation.*System role not supported"):
         frames.first([{"role": "system", "content": "word"}, *PROMPT])
 
 
@@ -426,9 +426,9 @@ def test_templates_that_want_content_parts_get_them() -> None:
 def test_template_arguments_need_a_template(kwargs: dict[str, Any]) -> None:
     bare = word_tokenizer(None, [])
     if "chat_template" not in kwargs:
-        with pytest.raises(ValueError, match="has none: drop them"):
+        with pytest.raises(ValueError, match="has none"):
             ChatFrames(bare, **kwargs)
-    with pytest.raises(ValueError, match="plain text was asked for"):
+    with pytest.raises(ValueError, match="plain text was requested"):
         ChatFrames(bare, plain=PlainFormat(), **kwargs)
 
 

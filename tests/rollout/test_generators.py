@@ -458,11 +458,11 @@ def test_malformed_requests_are_refused(kind: str, model: Qwen2ForCausalLM) -> N
         submit([5], 0)
     assert generator.pending == 0
     submit([5, 6])
-    with pytest.raises(ValueError, match="Episode 4 already has a request under way"):
+    with pytest.raises(ValueError, match="Episode 4 already has a pending request"):
         submit([5, 6])
     (answer,) = [output.token_ids for _ in range(2) for output in generator.step()]
     changed, shorter = [5, 6, answer[0] + 1, *answer[1:], 8], [5, 6]
-    with pytest.raises(ValueError, match=r"Episode 4: .* at position 2 .*Tokens are never re-made"):
+    with pytest.raises(ValueError, match=r"Episode 4: .* at position 2 .*instead of encoding"):
         submit(changed)
     with pytest.raises(ValueError, match=r"Episode 4: .*the end at position 2"):
         submit(shorter)
@@ -511,7 +511,7 @@ def test_scripted_latency_orders_the_answers() -> None:
     [
         (lambda r: [], 1, "episode 0 with 0 ids"),
         (lambda r: GenerationOutput(0, [1, 2], [0.0], "stop"), 1, "2 ids and 1 log-probabilities"),
-        (lambda r: GenerationOutput(5, [1], [0.0], "stop"), 1, "answer for episode 5"),
+        (lambda r: GenerationOutput(5, [1], [0.0], "stop"), 1, "with episode 5"),
         (lambda r: [1], 0, "`latency` is 0"),
     ],
 )

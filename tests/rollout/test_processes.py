@@ -57,7 +57,7 @@ def test_what_goes_wrong_costs_its_own_episode(engine: RolloutEngine) -> None:
     assert [episode.stop_reason for episode in episodes] == [ERROR, TERMINATED] * 3
     assert episodes[0].error == "EnvironmentProcessError: KeyError: 'a bug'"
     assert "process died in step (exit code 7)" in str(episodes[2].error)
-    assert "what step returned cannot be sent" in str(episodes[4].error)
+    assert "the result of step cannot be sent" in str(episodes[4].error)
 
 
 def test_a_hang_is_killed(clock: Any) -> None:

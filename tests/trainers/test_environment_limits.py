@@ -47,7 +47,7 @@ def test_processes_play_the_same_episodes_as_inline(embedded_model: Path, tmp_pa
         ({"max_environments": 0}, "max_environments must be 1 or more"),
         (
             {"environment_processes": 2, "environment_workers": 2},
-            "leave environment_workers and max_environments unset",
+            "Leave environment_workers and max_environments unset",
         ),
     ],
 )

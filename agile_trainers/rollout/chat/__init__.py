@@ -1,1 +1,1 @@
-"""Turns messages into token ids that only ever grow at the end."""
+"""Converts messages to token ids such that a conversation's ids only grow at the end."""

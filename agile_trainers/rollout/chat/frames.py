@@ -1,9 +1,9 @@
-"""Chat frames: a conversation as token ids that only ever grow at the end.
+"""Converts a conversation to token ids that only grow at the end.
 
     first(messages) | answer 0 | frame(observation 0) | answer 1 | frame(observation 1) | ...
 
-Answers are the sampler's own ids. A *frame* is everything between the end of one answer and the start of the next: the
-rest of the answer's end-of-turn marker, the observation, the next generation prompt. Nothing is rendered twice.
+Answers are the sampled ids. A *frame* is everything between the end of one answer and the start of the next: the rest of
+the answer's end-of-turn marker, the observation, and the next generation prompt. Nothing is rendered twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from agile_trainers.rollout.chat.special_tokens import Shield
+from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
 from agile_trainers.rollout.chat.template_check import Render, Rewrite, answers_as_sampled, find_rewrite, sampled_call
 from agile_trainers.rollout.chat.template_repair import training_templates, trl_name
 from agile_trainers.types import Message
@@ -29,71 +29,69 @@ _VARIABLES: tuple[dict[str, Any], ...] = (
     {"clear_thinking": False},
     {"enable_thinking": False},
 )
-"""Template variables with which some templates keep earlier turns."""
+"""Template variables that make some templates keep earlier turns."""
 
 
 @dataclass(frozen=True)
 class PlainFormat:
-    """How a conversation is written for a model without a chat template. Roles do not appear in it.
+    """Plain-text format of a conversation for a model without a chat template. Roles are not written.
 
-    Nothing is added to an answer: an EOS token or a stop string that was sampled stays where it is. With a stop string
-    ``"\\n"``, for example, choose ``before_observation=""``.
+    Nothing is added to an answer: a sampled EOS token or stop string stays in place. With the stop string ``"\\n"``, for
+    example, choose ``before_observation=""``.
     """
 
     separator: str = "\n"
-    """Between the messages of the prompt, or of one observation."""
+    """Text between the messages of the prompt or of one observation."""
     after_prompt: str = ""
-    """Between the prompt and the first answer: by default the prompt is taken as it is."""
+    """Text between the prompt and the first answer."""
     before_observation: str = "\n"
-    """Between an answer and the observation that follows it."""
+    """Text between an answer and the following observation."""
     after_observation: str = "\n"
-    """Between an observation and the next answer."""
+    """Text between an observation and the next answer."""
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """What the template itself writes between an answer and the next one."""
+    """The template's own tokens between an answer and the next one."""
 
     end_of_turn: int | None
     """The first special or EOS token between an answer and the observation; None if there is none."""
     specials: Counter[int]
-    """How often each special token occurs."""
+    """Number of occurrences of each special token."""
 
 
 class ChatFrames:
-    """Makes the ids around the answers of one tokenizer's conversations.
+    """Tokenizes the prompts and observations around the answers of a conversation.
 
-    A template is accepted if a longer conversation, rendered, *begins with* what was there before: the earlier
-    rendering with its generation prompt, then the answer as the template lets a model write it (plain, and with thinking
-    unless ``enable_thinking`` is False), stored as the message's ``content``. Refused are templates that drop the
-    thinking of earlier answers, write another end of turn later on, or lack in the history what their generation prompt
-    writes: the model would be trained on contexts that its template never shows it. ``docs/chat_templates.md`` lists
-    every template of TRL.
+    A template is accepted if the rendering of a longer conversation *begins with* the shorter one: the earlier rendering
+    with its generation prompt, then the answer in the template's own form (plain, and with thinking unless
+    ``enable_thinking`` is False), stored as the message's ``content``. Templates are rejected if they drop the thinking
+    of earlier answers, later write another end of turn, or omit parts of their generation prompt from the history: the
+    model would be trained on contexts that its template never produces. ``docs/chat_templates.md`` lists every template
+    of TRL.
 
-    A frame is tokenized on its own. Next to a special token, as in nearly every template, that gives the ids that the
-    whole text would give. In plain text, characters across the border might have merged into one token; the ids of the
-    conversation are the sampled ones all the same. Special tokens spelled out in a message become ordinary text, so that
-    only the template can begin or end a turn; see :class:`~agile_trainers.rollout.chat.special_tokens.Shield`.
+    Each frame is tokenized separately. Next to a special token, as in nearly every template, this gives the same ids as
+    tokenizing the whole text. In plain text, characters across the border might have merged into one token; the
+    conversation keeps the sampled ids. Special tokens spelled out in a message become ordinary text, so that only the
+    template can begin or end a turn; see :class:`~agile_trainers.rollout.chat.special_tokens.SpecialTokenEscaper`.
 
     Args:
-        tokenizer: Its chat template is used; without one, frames are plain text.
+        tokenizer: The tokenizer, with its chat template. Without a template, frames are plain text.
         eos_token_ids: Ids that end an answer, as in the model's ``generation_config``. Default: the tokenizer's. The
             template's own end-of-turn token is added, see the attribute of the same name.
         chat_template: Replaces the tokenizer's template (the template itself, or the name of one of several).
         chat_template_kwargs: Variables of the template, ``{"enable_thinking": False}`` for example.
         training_chat_template: If the template rewrites earlier turns, use a training version of it: TRL's if that
-            keeps them, otherwise our own.
+            keeps them, otherwise this library's.
         plain: Write plain text in this format even if the tokenizer has a template. Default for a tokenizer without
             one: ``PlainFormat()``.
 
     Attributes:
-        chat_template: The template in use (a training version where that was asked for and needed), None for plain
-            text.
+        chat_template: The template in use (a training version if requested and needed), None for plain text.
         eos_token_ids: Every id that ends an answer, sorted: the given ones and the template's end-of-turn token.
 
     Raises:
-        ValueError: The template rewrites earlier turns, cannot render a conversation, or the arguments contradict each
-            other.
+        ValueError: If the template rewrites earlier turns or cannot render a conversation, or if the arguments conflict.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class ChatFrames:
         plain: PlainFormat | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        # Games say the same few things over and over.
+        # Games repeat the same few observations.
         self._said = lru_cache(maxsize=1024)(self._say)
         self._kwargs = dict(chat_template_kwargs or {})
         if eos_token_ids is None:
@@ -118,18 +116,18 @@ class ChatFrames:
             if chat_template or chat_template_kwargs or training_chat_template:
                 raise ValueError(
                     "chat_template, chat_template_kwargs and training_chat_template need a chat template, but "
-                    + (f"the tokenizer of {_name(tokenizer)} has none" if plain is None else "plain text was asked for")
-                    + ": drop them, or give chat_template and leave plain out."
+                    + (f"the tokenizer of {_name(tokenizer)} has none" if plain is None else "plain text was requested")
+                    + ". Leave them unset, or set chat_template without plain."
                 )
             self._plain = plain or PlainFormat()
-            self._shield = Shield(tokenizer, self.eos_token_ids)
-            self._silent = self._shield.flagged
+            self._escaper = SpecialTokenEscaper(tokenizer, self.eos_token_ids)
+            self._silent = self._escaper.flagged
             return
-        self._shield = Shield(tokenizer, self.eos_token_ids)
+        self._escaper = SpecialTokenEscaper(tokenizer, self.eos_token_ids)
         self.chat_template = self._choose_template(tokenizer.get_chat_template(chat_template), training_chat_template)
         self._render = self._renderer(self.chat_template, self._kwargs)
-        self._call = sampled_call(self._render, _as_messages("prompt"), self._shield.texts)
-        self._silent = self._shield.flagged - self._marks()
+        self._call = sampled_call(self._render, _as_messages("prompt"), self._escaper.texts)
+        self._silent = self._escaper.flagged - self._marks()
         self._frames: dict[tuple[str, ...], _Frame] = {}
         self._prompts: dict[tuple[str, ...], Counter[int]] = {}
         end_of_turn = self._frame(_as_messages("")).end_of_turn
@@ -146,56 +144,58 @@ class ChatFrames:
             The prompt's ids, generation prompt included. Plain text starts with BOS if the tokenizer adds one.
 
         Raises:
-            ValueError: The messages are malformed, refused by the template, or rewritten by it later on.
+            ValueError: If the messages are malformed, rejected by the template, or later rewritten by it.
         """
         messages = _as_messages(observation)
         if messages[-1]["role"] == "assistant":
-            raise ValueError("The prompt ends with an assistant message; its last message must not be the model's.")
+            raise ValueError("The prompt ends with an assistant message; its last message must have another role.")
         if self.chat_template is None:
             return self._bos() + self._plain_ids("", messages, self._plain.after_prompt)
         own = self._own_specials(self.chat_template, messages)
-        ids = self._shield.encode(self._render(self._shield.hide(messages)))
-        # Answers that the environment shows may well hold special tokens, of thinking for example.
-        return ids if any(message["role"] == "assistant" for message in messages) else self._shield.check(ids, own)
+        ids = self._escaper.encode(self._render(self._escaper.hide(messages)))
+        # Assistant messages of the environment may contain special tokens, of thinking for example.
+        return ids if any(message["role"] == "assistant" for message in messages) else self._escaper.check(ids, own)
 
     def frame(self, observation: str | list[Message], last_action_id: int) -> list[int]:
-        """Render what stands between an answer and the next one.
+        """Render the frame between an answer and the next one.
 
         If the answer ended with the template's end-of-turn token, the frame begins right after it (with the newline
         that follows it in ChatML, for example). Otherwise (a length limit, a stop string, or another EOS token, which
-        stays where it was sampled) the frame begins with that token. Plain text has none.
+        stays in place) the frame begins with the end-of-turn token. Plain text has none.
 
         Args:
-            observation: What the environment said; text is one user message.
+            observation: The environment's observation; text is one user message.
             last_action_id: The last id of the answer.
 
         Returns:
-            The observation's ids: end of the answer's turn, the observation, the next generation prompt.
+            The frame's ids: end of the answer's turn, the observation, the next generation prompt.
 
         Raises:
-            ValueError: The messages are malformed, or the template refuses or drops a message of such a role here.
+            ValueError: If the messages are malformed, or the template rejects or drops a message of such a role here.
         """
         whole, tail, end_of_turn = self._said(observation) if isinstance(observation, str) else self._say(observation)
         return list(tail if last_action_id == end_of_turn else whole)
 
     def _say(self, observation: str | list[Message]) -> tuple[list[int], list[int], int | None]:
-        """A frame with and without the end-of-turn token it begins with, and that token."""
+        """Return a frame with and without its leading end-of-turn token, and that token."""
         messages = _as_messages(observation)
         if self.chat_template is None:
             ids = self._plain_ids(self._plain.before_observation, messages, self._plain.after_observation)
             return ids, ids, None
         known = self._frame(messages)
-        ids = self._shield.check(self._shield.encode(self._after_answer(self._shield.hide(messages))), known.specials)
+        ids = self._escaper.check(
+            self._escaper.encode(self._after_answer(self._escaper.hide(messages))), known.specials
+        )
         if known.end_of_turn is None:
             return ids, ids, None
-        # Cut as ids: tokens that swallow the whitespace after them (Phi-3) must see it.
+        # Split after tokenizing: some tokens (Phi-3) absorb the whitespace after them.
         return ids, ids[ids.index(known.end_of_turn) + 1 :], known.end_of_turn
 
     def decode(self, action_ids: Sequence[int]) -> str:
-        """The text of an answer as the environment gets it.
+        """Decode an answer to the text that the environment receives.
 
-        It lacks the terminator and special tokens, except those that belong to an answer in the template's own form:
-        the channels of gpt-oss, the thinking of Gemma 4, the marks around a tool call.
+        The text has no end-of-turn token and no special tokens, except those of an answer in the template's own form: the
+        channels of gpt-oss, the thinking of Gemma 4, the marks around a tool call.
         """
         ids = list(action_ids)
         if ids and ids[-1] in self.eos_token_ids:
@@ -204,7 +204,7 @@ class ChatFrames:
         return cast(str, self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _choose_template(self, template: str, training_chat_template: bool) -> str:
-        """``template``, or a training version of it if it needs one and that was asked for."""
+        """Return ``template``, or a training version of it if one is needed and requested."""
         rewrite = self._find_rewrite(template, self._kwargs)
         if rewrite is None:
             return template
@@ -222,18 +222,18 @@ class ChatFrames:
         return find_rewrite(
             self._renderer(template, kwargs),
             prompt or _as_messages("prompt"),
-            self._shield.texts,
+            self._escaper.texts,
             thinking=kwargs.get("enable_thinking") is not False,
             observation=observation,
         )
 
     def _training_template(self, template: str, kwargs: dict[str, Any]) -> str | None:
-        """The first training version of a template that keeps earlier turns."""
+        """Return the first training version of a template that keeps earlier turns."""
         versions = training_templates(self._tokenizer, template)
         return next((version for version in versions if self._find_rewrite(version, kwargs) is None), None)
 
     def _ways_out(self, template: str) -> str:
-        """Options under which the template keeps earlier turns, each tried."""
+        """Return advice on the options with which the template keeps earlier turns; each is tried."""
         ways = []
         if self._training_template(template, self._kwargs):
             ways.append("training_chat_template=True (a version of the template that keeps them; saved with the model)")
@@ -251,8 +251,8 @@ class ChatFrames:
         if ways:
             return "Pass " + ", or ".join(ways) + "."
         return (
-            "No option keeps them. Edit the template until it renders the turn above as it was, and set it as the "
-            "tokenizer's chat_template."
+            "No option keeps them. Edit the template until it renders the turn above unchanged, and set it as "
+            "the tokenizer's chat_template."
         )
 
     def _refusal(self, rewrite: Rewrite, template: str, fix: str) -> str:
@@ -264,34 +264,34 @@ class ChatFrames:
         )
 
     def _marks(self) -> set[int]:
-        """The special tokens inside answers in the template's own form."""
+        """Return the special tokens inside answers in the template's own form."""
         return {
             token
             for calls in (False, True)
-            for sampled in answers_as_sampled(self._render, _as_messages("prompt"), self._shield.texts, calls=calls)
-            for token in self._shield.count(sampled.text)
+            for sampled in answers_as_sampled(self._render, _as_messages("prompt"), self._escaper.texts, calls=calls)
+            for token in self._escaper.count(sampled.text)
         }
 
     def _own_specials(self, template: str, messages: list[Message]) -> Counter[int]:
-        """The special tokens that the template itself writes around a prompt; per roles, checked for rewriting."""
+        """Count the template's own special tokens around a prompt, and check its roles for rewriting, once per roles."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._prompts:
-            # A prompt of one user message was tried when the template was chosen.
+            # A prompt of one user message was checked when the template was chosen.
             if roles != ("user",) and (rewrite := self._find_rewrite(template, self._kwargs, prompt=messages)):
                 fix = (
-                    f"It does so after a prompt of the roles {list(roles)}. Let the prompt be one message of role 'user' "
+                    f"It does so after a prompt of the roles {list(roles)}. Make the prompt one message of role 'user' "
                     "(a system prompt can be its first paragraph), or edit the template."
                 )
                 raise ValueError(self._refusal(rewrite, template, fix))
             probes = [{**message, "content": "agileProbe"} for message in messages]
-            self._prompts[roles] = self._shield.count(self._render(probes))
+            self._prompts[roles] = self._escaper.count(self._render(probes))
         return self._prompts[roles]
 
     def _frame(self, messages: list[Message]) -> _Frame:
-        """What is the same in every frame of messages of these roles.
+        """Return the parts that all frames of messages with these roles share.
 
-        For most templates the end-of-turn token closes the answer's turn; where turns have no end (GLM), it opens the
-        next one, and is what the model samples to stop.
+        In most templates the end-of-turn token closes the answer's turn. In templates without one (GLM), it opens the
+        next turn, and the model samples it to stop.
         """
         roles = tuple(message["role"] for message in messages)
         if roles not in self._frames:
@@ -305,15 +305,15 @@ class ChatFrames:
                         f"The chat template of {_name(self._tokenizer)} does not write a message of role {role!r} "
                         f"after an answer. Let the environment return text, or a role that the template writes."
                     )
-            ends = self._shield.ids.union(self.eos_token_ids)
-            ids = self._shield.encode(rendered.partition(probes[0])[0])
+            ends = self._escaper.ids.union(self.eos_token_ids)
+            ids = self._escaper.encode(rendered.partition(probes[0])[0])
             end_of_turn = next((i for i in ids if i in ends), None)
             self._check_observation([{**message, "content": probe} for message, probe in zip(messages, probes)], roles)
-            self._frames[roles] = _Frame(end_of_turn, self._shield.count(rendered))
+            self._frames[roles] = _Frame(end_of_turn, self._escaper.count(rendered))
         return self._frames[roles]
 
     def _check_observation(self, messages: list[Message], roles: tuple[str, ...]) -> None:
-        """Refuse roles that make the template rewrite earlier turns; those of one user message are known."""
+        """Reject roles that make the template rewrite earlier turns. A single user message is already checked."""
         assert self.chat_template is not None
         if roles == ("user",):
             return
@@ -325,7 +325,7 @@ class ChatFrames:
             raise ValueError(self._refusal(rewrite, self.chat_template, fix))
 
     def _after_answer(self, messages: list[Message]) -> str:
-        """What the template writes after an answer that these messages follow; tools follow an answer that calls one."""
+        """Render the text after an answer that these messages follow; tool messages follow an answer with a tool call."""
         answer = self._call if messages[0]["role"] == "tool" and self._call else _ANSWER
         dummy = [*_as_messages("prompt"), {"role": "assistant", "content": answer}]
         return self._render([*dummy, *messages]).partition(answer)[2]
@@ -338,7 +338,7 @@ class ChatFrames:
                 )
             except (TemplateError, TypeError) as error:
                 raise ValueError(
-                    f"The chat template of {_name(self._tokenizer)} refuses a conversation with the roles "
+                    f"The chat template of {_name(self._tokenizer)} rejects a conversation with the roles "
                     f"{[message['role'] for message in messages]}: {error}"
                 ) from error
             return cast(str, text)
@@ -349,11 +349,11 @@ class ChatFrames:
         return render_parts if _wants_parts(render) else render
 
     def _plain_ids(self, before: str, messages: list[Message], after: str) -> list[int]:
-        contents = (message["content"] for message in self._shield.hide(messages))
-        return self._shield.encode(before + self._plain.separator.join(contents) + after)
+        contents = (message["content"] for message in self._escaper.hide(messages))
+        return self._escaper.encode(before + self._plain.separator.join(contents) + after)
 
     def _bos(self) -> list[int]:
-        """The BOS token if the tokenizer puts one in front of plain text."""
+        """Return the BOS token if the tokenizer puts one in front of plain text."""
         added = self._tokenizer.encode("")[:1]
         return added if added == [self._tokenizer.bos_token_id] else []
 
@@ -363,7 +363,7 @@ def _name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _wants_parts(render: Render) -> bool:
-    """Whether a template, of a vision model for example, reads a message's content as a list of parts only."""
+    """Return whether a template, of a vision model for example, requires a message's content as a list of parts."""
     probe = _as_messages(_ANSWER)
     try:
         return _ANSWER not in render(probe) and _ANSWER in render([_in_parts(message) for message in probe])
@@ -379,7 +379,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _as_messages(observation: str | list[Message]) -> list[Message]:
-    """The messages of an observation, checked."""
+    """Return the messages of an observation after checking them."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if not isinstance(observation, list) or not observation:

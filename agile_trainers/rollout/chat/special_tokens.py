@@ -1,4 +1,4 @@
-"""Special tokens that are spelled out in a message: written as ordinary text, so that nobody can forge a turn."""
+"""Escapes special tokens that are spelled out in a message, so that an environment cannot forge turns."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from transformers import PreTrainedTokenizerBase
 from agile_trainers.types import Message
 
 
-class Shield:
+class SpecialTokenEscaper:
     """Tokenizes a rendered conversation in which only the template's own special tokens are special.
 
-    Before rendering, every special token spelled out in a message is replaced by a mark that nobody can guess. After
-    it, the text is cut at the marks: what lies between them is tokenized as always, what they stand for with the
-    parsing of special tokens switched off. Text without special tokens is tokenized whole, in one call.
+    Before rendering, every special token spelled out in a message is replaced by a random mark. After rendering, the text
+    is split at the marks. The text between them is tokenized normally, and the texts that the marks stand for are
+    tokenized without parsing special tokens. Text without special tokens is tokenized whole, in one call.
 
     Args:
-        tokenizer: Whose special tokens are meant: those among its added tokens that are flagged special.
-        eos_token_ids: Added tokens that count as special whatever their flag.
+        tokenizer: The tokenizer. Its special tokens are the added tokens that are flagged special.
+        eos_token_ids: Added tokens that count as special regardless of their flag.
 
     Attributes:
         ids: The special tokens.
-        flagged: Those of them that are flagged special, which decoding leaves out.
-        texts: Their texts, the longest first.
+        flagged: The tokens among them that are flagged special, which decoding skips.
+        texts: Texts of the special tokens, longest first.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> None:
         added = tokenizer.added_tokens_decoder
         self.flagged = frozenset(i for i, token in added.items() if token.special)
         self.ids = self.flagged | {i for i in added if i in eos_token_ids}
-        # The longest first: one token may begin with another.
+        # Longest first, since one token may begin with another.
         self._ids_by_text = {added[i].content: i for i in self.ids}
         self.texts = sorted(self._ids_by_text, key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
@@ -44,7 +44,7 @@ class Shield:
         self._tokenizer = tokenizer
 
     def hide(self, messages: list[Message]) -> list[Message]:
-        """The messages with marks for special tokens; those of the assistant as they are, being turns anyway."""
+        """Replace special tokens in messages by marks. Assistant messages, which are turns anyway, stay unchanged."""
         return [
             message
             if message["role"] == "assistant"
@@ -53,7 +53,7 @@ class Shield:
         ]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that was rendered from hidden messages.
+        """Tokenize a text that was rendered from hidden messages.
 
         Raises:
             ValueError: If the tokenizer has no way to write a special token as ordinary text.
@@ -64,10 +64,10 @@ class Shield:
         return ids
 
     def check(self, ids: list[int], own: Counter[int]) -> list[int]:
-        """``ids``, if they hold no special token beyond the template's own.
+        """Check that ``ids`` contain no special tokens beyond the template's own, and return them.
 
         Raises:
-            ValueError: If they do, for example because the tokenizer normalizes look-alikes of it.
+            ValueError: If they do, for example because the tokenizer normalizes similar characters to one.
         """
         forged = Counter(i for i in ids if i in self.ids) - own
         if forged:
@@ -75,7 +75,7 @@ class Shield:
         return ids
 
     def count(self, text: str) -> Counter[int]:
-        """How often each special token occurs in a text, by id."""
+        """Count the occurrences of each special token in a text, by id."""
         return Counter(self._ids_by_text[found] for found in self._pattern.findall(text))
 
     def _hide(self, text: str) -> str:
@@ -93,6 +93,6 @@ class Shield:
     def _refusal(self, token_id: int) -> str:
         token = self._tokenizer.added_tokens_decoder[token_id].content
         return (
-            f"A message of the environment spells out the special token {token!r}, and the tokenizer has no way to write "
-            "it as ordinary text: an environment must not forge turns. Remove it from the text."
+            f"A message of the environment contains the special token {token!r}, and the tokenizer cannot write it as "
+            "ordinary text, so the environment could forge turns. Remove it from the text."
         )

@@ -1,9 +1,9 @@
-"""Tells whether a chat template keeps the turns of a conversation as they were sampled.
+"""Checks that a chat template keeps the turns of a conversation as they were sampled.
 
-The template itself says how an answer looks: it is rendered as the last message of a conversation, with and without
-thinking, and what follows the generation prompt there is what a model of this template samples: the space after Mistral's
-``[/INST]``, the channels of gpt-oss, the end-of-turn token. That text goes back into the history as the answer's
-``content``, and the longer conversation must begin with what was there before.
+The form of an answer is read from the template: an answer is rendered as the last message of a conversation, with and
+without thinking. The text after the generation prompt is then the text that a model of this template samples: the space
+after Mistral's ``[/INST]``, the channels of gpt-oss, the end-of-turn token. This text goes back into the history as the
+answer's ``content``, and the longer conversation must begin with the shorter one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from agile_trainers.types import Message
 ANSWER = "agileAnswerProbe"
 THOUGHT = "agileThoughtProbe"
 _THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Where templates look for the thinking of an answer."""
+"""Message fields from which templates read the thinking of an answer."""
 _MARKS = (("<think>\n", "\n</think>\n\n"), ("<|channel>thought\n", "\n<channel|>"))
-"""How models open and close thinking that their template does not read from a field; the second pair is Gemma 4's."""
+"""Opening and closing marks of thinking for templates that do not read it from a field; the second pair is Gemma 4's."""
 _OPENED = re.compile(r"<think>\s*\Z")
 _CLOSED = re.compile(r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>)\s*\Z")
 _EXCHANGES = 3
@@ -35,13 +35,13 @@ class Render(Protocol):
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A conversation with its earlier turns as they were, and what the template makes of it."""
+    """A conversation with its original turns, and the template's different rendering of them."""
 
     kept: str
     rendered: str
 
     def parting(self, width: int = 50) -> tuple[str, str]:
-        """Both texts around the place where they part, ``width`` characters on each side."""
+        """Return both texts around the first difference, ``width`` characters on each side."""
         kept, rendered = (
             text.replace(THOUGHT, "(thinking)").replace(ANSWER, "(answer)") for text in (self.kept, self.rendered)
         )
@@ -50,7 +50,7 @@ class Rewrite:
         return kept[window], rendered[window]
 
     def __str__(self) -> str:
-        """Both texts around the place where they part, a line each."""
+        """Format both texts around the first difference, one line each."""
         kept, rendered = self.parting()
         return f"  as it was       {kept!r}\n  rendered later  {rendered!r}"
 
@@ -60,11 +60,11 @@ class Sampled:
     """An answer as a model samples it after the generation prompt."""
 
     text: str
-    """Without its end-of-turn token."""
+    """The answer without its end-of-turn token."""
     end: str
-    """The end-of-turn token; empty where a turn has none."""
+    """The end-of-turn token; empty if a turn has none."""
     fields: Message
-    """The message that the template was given, its thinking in fields of its own where it reads those."""
+    """The message passed to the template, with its thinking in separate fields if the template reads them."""
 
 
 def find_rewrite(
@@ -75,18 +75,18 @@ def find_rewrite(
     thinking: bool = True,
     observation: list[Message] | None = None,
 ) -> Rewrite | None:
-    """Look for a change that a template makes to earlier turns when a conversation grows.
+    """Search for a change that a template makes to earlier turns when a conversation grows.
 
     Args:
         render: Renders a conversation.
         prompt: The messages before the first answer.
         ends: Texts of the tokens that may end an answer.
-        thinking: Whether answers may contain thinking; if not, only plain answers are tried.
-        observation: The messages after each answer. Default: one of the user.
+        thinking: True if answers may contain thinking; otherwise only plain answers are tried.
+        observation: The messages after each answer. Default: one user message.
 
     Returns:
-        None if the template writes every kind of answer back as it was sampled, and always the same after it; otherwise
-        an example.
+        None if the template reproduces every kind of answer as it was sampled, and always continues in the same way;
+        otherwise a counterexample.
     """
     observation = observation or [{"role": "user", "content": "observation"}]
     opened = _opening(render(prompt))
@@ -97,7 +97,7 @@ def find_rewrite(
         contents: list[Message] = [{"content": text} for text in texts]
         try:
             rewrites = [_rewrite_of(render, prompt, sampled, content, observation) for content in contents]
-        except ValueError:  # gpt-oss refuses channels in the content.
+        except ValueError:  # gpt-oss rejects channels in the content.
             rewrites = [_rewrite_of(render, prompt, sampled, sampled.fields, observation)]
         if None not in rewrites:
             return rewrites[0]
@@ -105,7 +105,7 @@ def find_rewrite(
 
 
 def sampled_call(render: Render, prompt: list[Message], ends: Sequence[str]) -> str | None:
-    """A call of a tool as the template writes it in an answer; None if it does not know calls."""
+    """Return a tool call as the template writes it in an answer; None if the template does not support calls."""
     calls = list(_calls(render, prompt, ends, thinking=True))
     return calls[-1].text.strip() if calls else None
 
@@ -113,14 +113,14 @@ def sampled_call(render: Render, prompt: list[Message], ends: Sequence[str]) -> 
 def answers_as_sampled(
     render: Render, prompt: list[Message], ends: Sequence[str], *, thinking: bool = True, calls: bool = False
 ) -> Iterator[Sampled]:
-    """The kinds of answers that follow a prompt: with thinking, and plain ones.
+    """Yield the kinds of answers that can follow a prompt: with thinking, and plain.
 
     Args:
         render: Renders a conversation.
         prompt: The messages before the answer.
         ends: Texts of the tokens that may end an answer.
-        thinking: Whether there are answers with thinking; where the generation prompt opens it, there are no others.
-        calls: Whether the answers call a tool, where the template knows calls.
+        thinking: True to include answers with thinking; if the generation prompt opens it, there are no others.
+        calls: True for answers with a tool call, if the template supports calls.
     """
     before = render(prompt)
     if calls and (found := list(_calls(render, prompt, ends, thinking))):
@@ -136,13 +136,13 @@ def answers_as_sampled(
 
 
 def _thinks(before: str, thinking: bool) -> tuple[bool, bool]:
-    """Whether the generation prompt opens the thinking, and whether answers may hold some."""
+    """Return whether the generation prompt opens the thinking, and whether answers may contain thinking."""
     opened = bool(_OPENED.search(before))
     return opened, opened or (thinking and not _CLOSED.search(before))
 
 
 def _in_content(render: Render, prompt: list[Message], ends: Sequence[str]) -> Iterator[Sampled]:
-    """Answers whose thinking is text of their content, as the template writes it if it does not drop it."""
+    """Yield answers with thinking as part of their content, as far as the template does not drop it."""
     opened = _opening(render(prompt))
     for opening, closing in _MARKS:
         if opening.startswith(opened):
@@ -152,7 +152,7 @@ def _in_content(render: Render, prompt: list[Message], ends: Sequence[str]) -> I
 
 
 def _calls(render: Render, prompt: list[Message], ends: Sequence[str], thinking: bool) -> Iterator[Sampled]:
-    """Answers that call a tool, with thinking and without."""
+    """Yield answers that call a tool, with and without thinking."""
     opened, thinks = _thinks(render(prompt), thinking)
     thoughts = [dict.fromkeys(_THOUGHT_FIELDS, THOUGHT)] if thinks else []
     for thought in thoughts + ([] if opened else [{}]):
@@ -161,7 +161,7 @@ def _calls(render: Render, prompt: list[Message], ends: Sequence[str], thinking:
 
 
 def _as_called(render: Render, prompt: list[Message], thought: Message, ends: Sequence[str]) -> Sampled | None:
-    """An answer that calls a tool, with its arguments as an object or, for templates that want it, as text."""
+    """Return an answer that calls a tool, with its arguments as an object or, if the template needs it, as text."""
     arguments = {"value": ANSWER}
     for form in (arguments, json.dumps(arguments)):
         call = {"id": "call00000", "type": "function", "function": {"name": "agile_tool", "arguments": form}}
@@ -173,7 +173,7 @@ def _as_called(render: Render, prompt: list[Message], thought: Message, ends: Se
 
 
 def _as_written(render: Render, prompt: list[Message], answer: Message, ends: Sequence[str]) -> Sampled | None:
-    """The answer as the template writes it in a conversation that it ends; None if it leaves parts of it out."""
+    """Return the answer as the template writes it at the end of a conversation; None if the template omits parts."""
     before = render(prompt)
     whole = render([*prompt, {"role": "assistant", **answer}], False)
     text, found, rest = whole.removeprefix(before).rpartition(ANSWER)
@@ -185,7 +185,7 @@ def _as_written(render: Render, prompt: list[Message], answer: Message, ends: Se
 
 
 def _ending(rest: str, ends: Sequence[str], is_call: bool) -> tuple[str, str]:
-    """What closes an answer, and its end-of-turn token: the first one; a call may be closed by others before it."""
+    """Return the text that closes an answer, and the first end-of-turn token; other tokens may close a call before it."""
     pattern = "|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or r"(?!)"
     found = list(re.finditer(pattern, rest))
     if not found:
@@ -197,7 +197,7 @@ def _ending(rest: str, ends: Sequence[str], is_call: bool) -> tuple[str, str]:
 def _rewrite_of(
     render: Render, prompt: list[Message], sampled: Sampled, stored: Message, observation: list[Message]
 ) -> Rewrite | None:
-    """The first change while such answers, each followed by the observation, are appended to the prompt."""
+    """Return the first change when such answers, each followed by the observation, are appended to the prompt."""
     conversation, frame = prompt, None
     kept = render(prompt)
     for _ in range(_EXCHANGES):
@@ -214,6 +214,6 @@ def _rewrite_of(
 
 
 def _opening(before: str) -> str:
-    """The part of an answer that the generation prompt has already written."""
+    """Return the part of an answer that the generation prompt has already written."""
     found = _OPENED.search(before) or _CLOSED.search(before)
     return found[0] if found else ""

@@ -1,4 +1,4 @@
-"""Training versions of chat templates: TRL's, and edits where TRL's still rewrite earlier turns."""
+"""Training versions of chat templates: TRL's, and further edits if TRL's still rewrite earlier turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTENT_PARSED = (
 )
 
 _EDITS = (
-    # Thinking that is kept for the last turn only: GLM, LFM2.5; a template variable of Nemotron, LFM2.5, Qwen3.6.
+    # Thinking kept in the last turn only: GLM, LFM2.5; with a template variable: Nemotron, LFM2.5, Qwen3.6.
     ("loop.index0 > ns.last_user_index and reasoning_content", "reasoning_content"),
     ("preserve_thinking or loop.index0 > ns.last_user_index", "true"),
     ("truncate_history_thinking if truncate_history_thinking is defined else True", "false"),
@@ -66,11 +66,11 @@ _EDITS = (
         _CONTENT_PARSED,
     ),
 )
-"""Text of a template, and what takes its place."""
+"""Pairs of a template's text and its replacement."""
 
 
 def training_templates(tokenizer: PreTrainedTokenizerBase, template: str) -> Iterator[str]:
-    """Versions of a template that may keep earlier turns: TRL's training version, then both with our own edits."""
+    """Yield versions of a template that may keep earlier turns: TRL's training version, then both with further edits."""
     trls = _trl_training_template(tokenizer, template)
     if trls is not None:
         yield trls
@@ -88,7 +88,7 @@ def _trl_names() -> dict[str, str]:
 
 
 def trl_name(template: str) -> str | None:
-    """The name under which TRL ships a template; None if it does not."""
+    """Return the name under which TRL ships a template; None for other templates."""
     return _trl_names().get(template)
 
 
@@ -99,10 +99,10 @@ def _edited(template: str) -> str:
 
 
 def _trl_training_template(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
-    # Only here, so that rollouts do without TRL.
+    # Imported here, so that rollouts do not need TRL.
     from trl.chat_template_utils import get_training_chat_template
 
-    bearer = copy.copy(tokenizer)  # TRL looks at the tokenizer's own template.
+    bearer = copy.copy(tokenizer)  # TRL reads the tokenizer's template.
     bearer.chat_template = template
     try:
         return get_training_chat_template(bearer)

@@ -1,4 +1,4 @@
-"""Samplers: the protocol, one on transformers, one scripted."""
+"""Samplers of actions: the protocol, and generators on transformers, on vLLM and from a script."""
 
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator, SamplingSettings
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator

@@ -1,4 +1,4 @@
-"""What sampler and trainer must know about a model's architecture to compute the same log-probabilities."""
+"""Properties of a model's architecture that make sampler and trainer compute the same log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 _DECODES_OTHERWISE = ("minimax", "nemotron_h", "zamba2")
-"""Model types whose pass over one token and a state differs from a pass over the whole conversation."""
+"""Model types whose cached decoding differs from a pass over the whole conversation."""
 _READS_PADDING = ("recurrent_gemma", "rwkv", "xlstm")
-"""Model types whose recurrence runs over padding as over text."""
+"""Model types whose recurrence includes padding."""
 
 
 class Reading(Enum):
-    """How much of a conversation a model reads when it samples."""
+    """Part of a conversation that a model reads when it samples."""
 
     NEW = "what was appended since the last turn"
     TURN = "the whole conversation, once a turn"
@@ -25,11 +25,11 @@ class Reading(Enum):
 
 
 def reading(base: PreTrainedModel) -> Reading:
-    """The least that a model may read and still sample from the distribution that it is trained on.
+    """Return the least that a model must read to sample from the distribution that it is trained on.
 
-    Keys and values are kept between turns, and moved to other columns of another batch, where every layer keeps and reads
-    those of the whole conversation, wherever they lie. Layers with a window, a state or positions counted in columns read
-    the conversation again each turn. Models without ``past_key_values``, or whose decoding differs from their full forward
+    Keys and values are kept between turns, and moved to other columns of another batch, if every layer keeps those of the
+    whole conversation independent of their column. Layers with a window, a state or positions counted in columns read the
+    conversation again each turn. Models without ``past_key_values``, or whose decoding differs from their full forward
     pass, read it again for every token.
     """
     if base.config.model_type in _DECODES_OTHERWISE or "past_key_values" not in _accepted(base):
@@ -44,12 +44,12 @@ def reading(base: PreTrainedModel) -> Reading:
 
 
 def takes_position_ids(base: PreTrainedModel) -> bool:
-    """Whether the model's ``forward`` takes ``position_ids``; otherwise it counts positions by itself."""
+    """Return whether the model's ``forward`` takes ``position_ids``; otherwise the model counts positions itself."""
     return "position_ids" in _accepted(base)
 
 
 def takes_logits_to_keep(base: PreTrainedModel) -> bool:
-    """Whether the model's ``forward`` can be told to compute the logits of the last position only."""
+    """Return whether the model's ``forward`` takes ``logits_to_keep``, to compute the last position's logits only."""
     return "logits_to_keep" in _accepted(base)
 
 
@@ -58,7 +58,7 @@ def _accepted(base: PreTrainedModel) -> Any:
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
-    """Position of every token of padded rows, counted from the row's first token.
+    """Compute the position of every token of padded rows, counted from the row's first token.
 
     Args:
         mask: (B, S) int64 or bool, 1 on tokens, 0 on padding at either end.
@@ -70,10 +70,10 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 def check_padding(base: PreTrainedModel) -> None:
-    """Refuse a model whose rows change when they are padded.
+    """Reject a model whose outputs depend on padding.
 
     Raises:
-        ValueError: For such a model.
+        ValueError: If the model's recurrence includes padding.
     """
     if base.config.model_type in _READS_PADDING:
         raise ValueError(
@@ -84,16 +84,16 @@ def check_padding(base: PreTrainedModel) -> None:
 
 
 def same_up_to(config: Any) -> int | None:
-    """Longest batch, in tokens, that the model's rotary embedding rotates as it does shorter ones; None: any.
+    """Return the batch length in tokens up to which the rotary embedding is the same for every length; None: any.
 
-    With ``rope_type="longrope"`` (Phi-3, 3.5, 4-mini) the factors of *all* rows change once one row of the batch is longer.
-    (Those of ``"dynamic"`` change beyond ``max_position_embeddings`` only.)
+    With ``rope_type="longrope"`` (Phi-3, 3.5, 4-mini) the factors of *all* rows change as soon as one row of the batch is
+    longer. (The factors of ``"dynamic"`` change beyond ``max_position_embeddings`` only.)
 
     Args:
         config: The model's text configuration.
     """
     ropes = getattr(config, "rope_parameters", None) or {}
-    # One for the model, or one for each type of layer.
+    # One configuration for the model, or one for each type of layer.
     nested = [rope for rope in ropes.values() if isinstance(rope, dict) and "rope_type" in rope]
     lengths = [
         rope.get("original_max_position_embeddings") or config.original_max_position_embeddings

@@ -1,4 +1,4 @@
-"""What the rollout loop asks of a sampler. Requests enter and leave at any time; nothing runs in lockstep."""
+"""The protocol between the rollout loop and a sampler. Requests enter and leave at any time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How an action is sampled. Names and meaning are those of transformers' ``GenerationConfig``.
+    """Sampling options of an action, as in transformers' ``GenerationConfig``.
 
     Raises:
-        ValueError: A value is outside its range.
+        ValueError: If a value is outside its range.
     """
 
     temperature: float = 1.0
@@ -25,7 +25,7 @@ class SamplingSettings:
     min_new_tokens: int = 0
     stop_strings: tuple[str, ...] = ()
     do_sample: bool = True
-    """False: greedy, on the raw logits after the repetition penalty."""
+    """False samples greedily, from the raw logits after the repetition penalty."""
 
     def __post_init__(self) -> None:
         rules = [
@@ -44,15 +44,15 @@ class SamplingSettings:
 
 @dataclass
 class GenerationRequest:
-    """Ask for the next action of one episode."""
+    """Request for the next action of one episode."""
 
     episode: int
-    """Key of the episode. What a generator keeps between turns (a KV cache), it keeps under this key."""
+    """Key of the episode, under which a generator keeps its state between turns (a KV cache)."""
     token_ids: list[int]
-    """The whole conversation so far. Between two requests of one episode it only ever grows at the end, and the ids
-    returned for the earlier request are part of it unchanged."""
+    """The whole conversation so far. Between two requests of one episode it only grows at the end, and it contains the
+    ids returned for the earlier request unchanged."""
     max_new_tokens: int
-    """At least 1: the per-turn limit, or what is left of the context."""
+    """At least 1: the per-turn limit or the remaining context, whichever is smaller."""
     uniforms: Callable[[int], list[float]]
     """``uniforms(n)`` draws the episode's next ``n`` uniforms in [0, 1) from its own random stream. A token is sampled
     by inverting the cumulative distribution at one of them, so an episode's tokens do not depend on which other
@@ -67,7 +67,7 @@ class GenerationOutput:
     token_ids: list[int]
     """At least one id; ends with the end-of-turn token when one was sampled."""
     logprobs: list[float]
-    """Log-probability of each id under the distribution it was drawn from (after temperature and filters)."""
+    """Log-probability of each id under its sampling distribution (after temperature and filters)."""
     finish_reason: FinishReason
 
 
@@ -75,14 +75,14 @@ class Generator(Protocol):
     """A sampler that many episodes share."""
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises ``ValueError`` if the episode has one under way."""
+        """Queue a request. Raises ``ValueError`` if the episode has a pending one."""
 
     def step(self) -> list[GenerationOutput]:
-        """Make some progress (at least one token of one request) and return what has finished. Empty when idle."""
+        """Make progress (at least one token of one request) and return the finished answers. Empty when idle."""
 
     @property
     def pending(self) -> int:
         """Number of requests submitted and not yet returned."""
 
     def release(self, episode: int) -> None:
-        """Forget an episode that has ended (frees its KV cache). Unknown episodes are fine."""
+        """Forget an episode that has ended (frees its KV cache). Unknown episodes are ignored."""

@@ -1,4 +1,4 @@
-"""What generators check about what they are given."""
+"""Checks of a generator's inputs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from agile_trainers.rollout.generators.base import GenerationRequest
 
 
 def check_request(request: GenerationRequest, known: Sequence[int], under_way: bool) -> None:
-    """Refuse a request that no generator can answer faithfully.
+    """Reject a malformed request.
 
     Args:
         request: The request.
         known: Every id of the episode so far, the last answer included; empty for a new episode.
-        under_way: Whether an earlier request of the episode has not been answered yet.
+        under_way: True if an earlier request of the episode is still pending.
 
     Raises:
-        ValueError: A request is under way, there is nothing to read, no token may be made, or the conversation does
-            not begin with what is already known of it.
+        ValueError: If a request is pending, the prompt is empty, ``max_new_tokens`` is below 1, or the conversation does
+            not begin with the known ids.
     """
     episode, ids = request.episode, request.token_ids
     if under_way:
-        raise ValueError(f"Episode {episode} already has a request under way. Wait for its answer or `release` it.")
+        raise ValueError(f"Episode {episode} already has a pending request. Wait for its answer or `release` it.")
     if not ids:
         raise ValueError(f"Episode {episode}: `token_ids` is empty; a model needs at least one token to read.")
     if request.max_new_tokens < 1:
@@ -35,8 +35,8 @@ def check_request(request: GenerationRequest, known: Sequence[int], under_way: b
     found = f"id {ids[position]}" if position < len(ids) else "the end"
     raise ValueError(
         f"Episode {episode}: `token_ids` has {found} at position {position} where id {known[position]} was read or "
-        "sampled before. Tokens are never re-made: append the new ids to the old ones, or `release` the episode to "
-        "start it again."
+        "sampled before. Append the new ids to the old ones instead of encoding text again, or `release` the "
+        "episode to start it again."
     )
 
 
@@ -44,8 +44,8 @@ def check_room(request: GenerationRequest, max_model_length: int) -> None:
     """Raise ``ValueError`` if the answer might not fit into an engine's ``max_model_length``."""
     if len(request.token_ids) + request.max_new_tokens > max_model_length:
         raise ValueError(
-            f"Episode {request.episode}: {len(request.token_ids)} tokens and {request.max_new_tokens} new ones are more "
-            f"than the engine's max_model_length={max_model_length}."
+            f"Episode {request.episode}: {len(request.token_ids)} tokens and {request.max_new_tokens} new ones exceed "
+            f"the engine's max_model_length={max_model_length}."
         )
 
 
@@ -54,5 +54,5 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     outside = [i for i in ids if i not in range(vocab_size)]
     if outside:
         raise ValueError(
-            f"`{name}` has {outside[0]}, expected ids in [0, {vocab_size}): is it another model's tokenizer?"
+            f"`{name}` has {outside[0]}, expected ids in [0, {vocab_size}). Check that the tokenizer belongs to the model."
         )

@@ -1,4 +1,4 @@
-"""A generator that answers from a function: for tests, and for scripted players."""
+"""A generator that answers from a function, for tests and scripted players."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class _Answer:
 
 
 class ScriptedGenerator:
-    """Answers every request with what ``script`` says.
+    """Answers every request with the result of ``script``.
 
     Args:
-        script: Gives the answer to a request: its token ids, which then have log-probability 0.0 and finish with
-            ``"stop"``, or a whole ``GenerationOutput``. Ids beyond ``max_new_tokens`` are cut off, with ``"length"``.
-        latency: Number of ``step`` calls after which an answer is there, or a function of the request that gives it.
-            Default 1. Answers that come at the same step come in the order of submission.
+        script: Function from a request to its answer: token ids, which then have log-probability 0.0 and finish reason
+            ``"stop"``, or a ``GenerationOutput``. Ids beyond ``max_new_tokens`` are cut off, with ``"length"``.
+        latency: Number of ``step`` calls until an answer is returned, or a function from the request to it. Default 1.
+            Answers of the same step are in the order of submission.
     """
 
     def __init__(self, script: Script, latency: int | Callable[[GenerationRequest], int] = 1) -> None:
@@ -34,10 +34,10 @@ class ScriptedGenerator:
         self._under_way: dict[int, _Answer] = {}
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request; the script is asked at once.
+        """Queue a request and call the script immediately.
 
         Raises:
-            ValueError: The request is malformed (see ``check_request``), or the script's answer is.
+            ValueError: If the request (see ``check_request``) or the script's answer is malformed.
         """
         check_request(request, self._known.get(request.episode, []), request.episode in self._under_way)
         output = _answer(self._script(request), request)
@@ -48,7 +48,7 @@ class ScriptedGenerator:
         self._under_way[request.episode] = _Answer(output, steps)
 
     def step(self) -> list[GenerationOutput]:
-        """Let one step pass and return the answers that are there now."""
+        """Advance one step and return the answers that are due."""
         for answer in self._under_way.values():
             answer.steps_left -= 1
         done = [episode for episode, answer in self._under_way.items() if answer.steps_left == 0]
@@ -60,7 +60,7 @@ class ScriptedGenerator:
         return len(self._under_way)
 
     def release(self, episode: int) -> None:
-        """Forget an episode, and its request if one is under way."""
+        """Forget an episode and its pending request, if any."""
         self._known.pop(episode, None)
         self._under_way.pop(episode, None)
 
@@ -69,7 +69,7 @@ def _answer(answer: list[int] | GenerationOutput, request: GenerationRequest) ->
     if not isinstance(answer, GenerationOutput):
         answer = GenerationOutput(request.episode, list(answer), [0.0] * len(answer), "stop")
     if answer.episode != request.episode:
-        raise ValueError(f"The script answered episode {request.episode} with an answer for episode {answer.episode}.")
+        raise ValueError(f"The script answered a request of episode {request.episode} with episode {answer.episode}.")
     if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
         raise ValueError(
             f"The script answered episode {request.episode} with {len(answer.token_ids)} ids and "

@@ -1,4 +1,4 @@
-"""The answers that are being decoded together, and what their next forward pass reads."""
+"""The batch of answers that are decoded together, and the inputs of its next forward pass."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from agile_trainers.rollout.generators.base import GenerationRequest, SamplingSe
 from agile_trainers.rollout.generators.transformers.kv_cache import KVBatch
 
 NO_TOKEN = torch.iinfo(torch.int64).max
-"""Padding for stop strings: ``StopStringCriteria`` lets ids beyond the vocabulary match nothing."""
+"""Padding for stop strings: ``StopStringCriteria`` never matches ids beyond the vocabulary."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """What is kept of one episode between its turns."""
+    """State of one episode between its turns."""
 
     ids: list[int] = field(default_factory=list)
-    """Every id so far, the last sampled one included."""
+    """All ids so far, the last sampled one included."""
     kv: KVBatch | None = None
     row: int = 0
     """Row of ``kv`` that holds the episode's keys and values."""
     cached: int = 0
-    """How many of ``ids`` that row holds."""
+    """Number of ``ids`` whose keys and values the row holds."""
 
 
 @dataclass(eq=False)
 class Answer:
-    """One request under way."""
+    """One pending request and its sampled tokens."""
 
     request: GenerationRequest
     episode: Episode
@@ -38,18 +38,18 @@ class Answer:
 
     @property
     def token_ids(self) -> list[int]:
-        """What has been sampled for the request so far."""
+        """The ids sampled for the request so far."""
         return self.episode.ids[len(self.request.token_ids) :]
 
 
 @dataclass
 class DecodingBatch:
-    """Rows that are decoded in one forward pass. ``R`` rows, of which each reads ``q`` new columns."""
+    """Rows that are decoded in one forward pass: ``R`` rows, each of which reads ``q`` new columns."""
 
     rows: list[Answer | None]
     """None: the row's answer is finished; the row idles until the next repacking."""
     alive: torch.Tensor
-    """(R,) bool, which rows are not None."""
+    """(R,) bool, True for rows that are not None."""
     kv: KVBatch
     input_ids: torch.Tensor
     """(R, q) int64, left-padded."""
@@ -68,16 +68,16 @@ class DecodingBatch:
         return [row for row in self.rows if row is not None]
 
     def record(self, tokens: torch.Tensor) -> None:
-        """Add the (R,) sampled ``tokens`` to what penalty and stop strings look at."""
+        """Append the (R,) sampled ``tokens`` to the ids that penalty and stop strings read."""
         if self.history is not None:
             self.history = torch.cat([self.history, tokens[:, None]], dim=1)
         if self.recent is not None:
             self.recent = torch.cat([self.recent[:, 1:], tokens[:, None]], dim=1)
 
     def feed(self, tokens: torch.Tensor, after_all: bool = False) -> None:
-        """Make the (R,) sampled ``tokens`` what is read next, alone or ``after_all`` that was read before."""
+        """Set the next input to the (R,) sampled ``tokens``, alone or ``after_all`` earlier input."""
         ids, mask = tokens[:, None].to(self.input_ids.device), self.alive[:, None]
-        # An idle row stays at its last position, which the model surely has.
+        # An idle row stays at its last position, which is always valid.
         positions = self.position_ids[:, -1:] + mask
         if after_all:
             ids = torch.cat([self.input_ids, ids], dim=1)
@@ -86,18 +86,18 @@ class DecodingBatch:
         self.input_ids, self.input_mask, self.position_ids = ids, mask, positions
 
     def drop(self, finished: Collection[Answer]) -> None:
-        """Let the rows of ``finished`` idle."""
+        """Mark the rows of ``finished`` as idle."""
         self.rows = [None if row in finished else row for row in self.rows]
         self.alive = torch.tensor([row is not None for row in self.rows], device=self.alive.device)
 
 
 def decoding_batch(answers: Sequence[Answer], kv: KVBatch, pad_token_id: int) -> DecodingBatch:
-    """A batch that next reads whatever ``kv`` does not hold of each answer's episode.
+    """Make a batch whose next input is the part of each answer's episode that ``kv`` does not hold.
 
     Args:
-        answers: One per row of ``kv``, in its order.
-        kv: What has been read.
-        pad_token_id: Fills ``input_ids``.
+        answers: The answers, in the order of the rows of ``kv``.
+        kv: Keys and values read so far.
+        pad_token_id: Padding of ``input_ids``.
     """
     device = kv.mask.device
     unread = [answer.episode.ids[answer.episode.cached :] for answer in answers]
@@ -116,16 +116,16 @@ def decoding_batch(answers: Sequence[Answer], kv: KVBatch, pad_token_id: int) ->
 
 
 def left_pad(sequences: Sequence[list[int]], fills: Sequence[int]) -> torch.Tensor:
-    """(R, longest) int64; each sequence padded on the left with its own fill."""
+    """Pad each sequence on the left with its own fill to (R, longest) int64."""
     width = max(map(len, sequences))
     return torch.tensor([[fill] * (width - len(ids)) + ids for ids, fill in zip(sequences, fills)])
 
 
 def stop_criteria(settings: SamplingSettings, tokenizer: PreTrainedTokenizerBase | None) -> StopStringCriteria | None:
-    """Transformers' own judge of stop strings; None without any.
+    """Make transformers' criterion for stop strings; None if there are none.
 
     Raises:
-        ValueError: They come without a tokenizer.
+        ValueError: If there are stop strings but no tokenizer.
     """
     if not settings.stop_strings:
         return None

@@ -1,4 +1,4 @@
-"""A sampler on a transformers model that keeps what it has read between the turns of an episode."""
+"""A sampler on a transformers model that keeps the KV cache between the turns of an episode."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ logger = logging.getLogger(__name__)
 class TransformersGenerator:
     """Decodes with a causal language model, token by token, and keeps each episode's keys and values between turns.
 
-    A turn reads only what was appended since the last one. Requests join a batch that is already decoding once at least
-    as many wait as are being decoded, so that reading and repacking are shared; finished rows leave the batch when
-    fewer than half of it is active. Neither changes an episode's tokens: they depend on its ids and uniforms alone, up
-    to rounding in the model.
+    A turn reads only the ids appended since the last one. Waiting requests join the batch when they are at least as many
+    as its rows, so that prefill and repacking are shared. Finished rows leave the batch when fewer than half of it are
+    active. Batching does not change an episode's tokens: they depend on its ids and uniforms alone, up to rounding in the
+    model.
 
     A model with layers other than plain full attention (sliding window, recurrent, hybrid), or without position ids,
     cannot be repacked. It reads the whole conversation again each turn, with its own cache class, and takes new
-    requests only when no row is decoding. A model without ``past_key_values``, or one that decodes a token otherwise than
-    it reads it, reads the whole conversation again for every token. See :func:`.architecture.reading`.
+    requests only when no row is decoding. A model without ``past_key_values``, or whose cached decoding differs from its
+    full forward pass, reads the whole conversation again for every token. See :func:`.architecture.reading`.
 
-    The model must be in eval mode while ``step`` runs; training mode is an error. Nothing is kept of gradients.
+    The model must be in eval mode while ``step`` runs; training mode is an error. Gradients are not recorded.
 
     Args:
         model: A transformers causal language model, or a ``PeftModel`` around one (any adapter except prompt learning).
         eos_token_ids: Tokens that end an answer; they belong to it.
-        pad_token_id: Any id of the vocabulary; it fills columns that are masked out.
-        settings: How to sample.
+        pad_token_id: Any id of the vocabulary; it fills masked columns.
+        settings: Sampling options.
         tokenizer: Needed for ``settings.stop_strings`` only.
-        max_batch_size: Most episodes decoded at the same time; the others wait. Default: no limit.
+        max_batch_size: Maximum number of episodes decoded at the same time; the others wait. Default: no limit.
 
     Raises:
-        ValueError: Stop strings without a tokenizer, an id outside the vocabulary, ``max_batch_size`` below 1, a
-            prompt-learning adapter, or a model whose recurrence runs over padding.
+        ValueError: For stop strings without a tokenizer, an id outside the vocabulary, ``max_batch_size`` below 1, a
+            prompt-learning adapter, or a model whose recurrence includes padding.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TransformersGenerator:
         """Queue a request.
 
         Raises:
-            ValueError: The episode has a request under way, the prompt is empty, ``max_new_tokens`` is below 1, or the
+            ValueError: If the episode has a pending request, the prompt is empty, ``max_new_tokens`` is below 1, or the
                 ids do not start with those already read and sampled.
         """
         episode = self._episodes.get(request.episode) or Episode()
@@ -121,11 +121,11 @@ class TransformersGenerator:
 
     @torch.no_grad()
     def step(self) -> list[GenerationOutput]:
-        """Make one token for every row of the batch and return the answers it finished. Empty when idle.
+        """Sample one token for every row of the batch and return the finished answers. Empty when idle.
 
         Raises:
-            RuntimeError: The model is in training mode.
-            ValueError: The model's logits are not numbers.
+            RuntimeError: If the model is in training mode.
+            ValueError: If the model's logits are not numbers.
         """
         self._repack_if_due()
         if self._batch is None:
@@ -138,7 +138,7 @@ class TransformersGenerator:
         return len(self._under_way)
 
     def release(self, episode: int) -> None:
-        """Forget an episode, and its request if one is under way."""
+        """Forget an episode and its pending request, if any."""
         self._episodes.pop(episode, None)
         answer = self._under_way.pop(episode, None)
         if answer is None:
@@ -151,7 +151,7 @@ class TransformersGenerator:
     # ------------------------------------------------------------------------------------------------- who decodes
 
     def _repack_if_due(self) -> None:
-        """Let waiting requests in, and finished rows out, when it pays."""
+        """Add waiting requests and remove finished rows when repacking is worth its cost."""
         active = self._batch.active if self._batch else []
         admissible = len(self._waiting)
         if self._max_batch_size is not None:
@@ -163,9 +163,9 @@ class TransformersGenerator:
             self._repack([*active, *(self._waiting.popleft() for _ in range(admissible))])
 
     def _repack(self, answers: list[Answer]) -> None:
-        """Make a batch of ``answers``; its next forward pass reads what each of them has not read yet."""
+        """Make a batch of ``answers`` whose next forward pass reads each answer's unread ids."""
         _check_eval_mode(self.model)
-        # `pack` wants the rows of one source together, and those with nothing read last.
+        # `pack` needs the rows of one source together, and rows without cache last.
         order = list(dict.fromkeys(answer.episode.kv for answer in answers))
         answers.sort(key=lambda answer: (answer.episode.kv is None, order.index(answer.episode.kv)))
         kv = self._gather([answer.episode for answer in answers])
@@ -180,7 +180,7 @@ class TransformersGenerator:
             self._batch.recent = torch.tensor(recent, device=self._sampling_device)
 
     def _gather(self, episodes: list[Episode]) -> KVBatch:
-        """What has been read of ``episodes``, in one new batch."""
+        """Gather the keys and values of ``episodes`` in one new batch."""
         if not self._keeps_cache:
             return KVBatch(None, self._no_columns(len(episodes)))
         sources: dict[KVBatch, list[int]] = {}
@@ -201,7 +201,7 @@ class TransformersGenerator:
         return torch.zeros(rows, 0, dtype=torch.bool, device=self._device)
 
     def _shrink(self, kv: KVBatch) -> None:
-        """Free the rows of a batch that most episodes have left: the few that stay would hold on to all of them."""
+        """Copy the remaining rows of a batch that most episodes have left, to free the memory of the others."""
         residents = [episode for episode in self._episodes.values() if episode.kv is kv]
         if residents and 2 * len(residents) <= len(kv.mask):
             rows, counts = [episode.row for episode in residents], [episode.cached for episode in residents]
@@ -210,7 +210,7 @@ class TransformersGenerator:
     # --------------------------------------------------------------------------------------------------- one token
 
     def _forward(self, batch: DecodingBatch) -> torch.Tensor:
-        """(R, V) logits of the next token; what the batch reads becomes part of its cache."""
+        """Compute the (R, V) logits of the next token, and add the input to the cache."""
         options: dict[str, Any] = dict(self._options)
         if self._takes_positions:
             options["position_ids"] = batch.position_ids
@@ -229,12 +229,12 @@ class TransformersGenerator:
         return outputs.logits[:, -1].to(self._sampling_device)
 
     def _extend(self, batch: DecodingBatch, logits: torch.Tensor) -> list[GenerationOutput]:
-        """Draw a token for every row, append it to the row's answer and return the answers that end with it."""
+        """Sample a token for every row, append it to the row's answer and return the finished answers."""
         tokens, logprobs = self._sample(batch, logits)
         batch.record(tokens)
         stopped = torch.zeros_like(logprobs) if self._stop is None else self._stop(batch.recent, None)
         outputs = []
-        # The only wait for the device per token.
+        # The only synchronization with the device per token.
         drawn = torch.stack([tokens.double(), logprobs, stopped.double()], dim=1).tolist()
         for answer, (token, logprob, stop) in zip(batch.rows, drawn):
             if answer is not None and (reason := self._append(answer, int(token), logprob, bool(stop))):
@@ -253,7 +253,7 @@ class TransformersGenerator:
         return self._sampler(logits, noise, batch.history, hold_eos)
 
     def _append(self, answer: Answer, token: int, logprob: float, stop: bool) -> FinishReason | None:
-        """Append a token to an answer. Returns why the answer ends with it, None when it does not."""
+        """Append a token to an answer. Return the finish reason, or None if the answer goes on."""
         if math.isnan(logprob):
             raise ValueError(f"The model's logits for episode {answer.request.episode} are not numbers (NaN).")
         episode = answer.episode
@@ -265,7 +265,7 @@ class TransformersGenerator:
         return "length" if len(answer.logprobs) == answer.request.max_new_tokens else None
 
     def _drop(self, answers: list[Answer]) -> None:
-        """Take answers out of the batch, and let go of the batch with the last one."""
+        """Remove answers from the batch, and free the batch when it is empty."""
         assert self._batch is not None
         self._batch.drop(answers)
         if not self._batch.active:
@@ -289,9 +289,9 @@ def _check_eval_mode(model: torch.nn.Module) -> None:
 @functools.cache
 def _log_rereading(model_type: str, how: Reading) -> None:
     logger.warning(
-        "%s cannot keep what it has read between turns (layers other than plain full attention, or no position ids): it "
-        "reads %s.%s",
+        "%s cannot keep its cache between turns (layers other than plain full attention, or no position ids): it reads "
+        "%s.%s",
         model_type,
         how.value,
-        " That is slow for long answers; use_vllm=True is not." if how is Reading.TOKEN else "",
+        " This is slow for long answers; use_vllm=True is faster." if how is Reading.TOKEN else "",
     )

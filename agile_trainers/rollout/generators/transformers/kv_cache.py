@@ -1,4 +1,4 @@
-"""Keys and values that outlive a turn: in-place growing buffers, and packing rows of several batches into a new one.
+"""KV caches that persist between turns: growing buffers, and packing rows of several batches into a new one.
 
 Shape letters: ``R`` rows (episodes), ``H`` key-value heads, ``C`` columns (token slots), ``D`` head dimension.
 """
@@ -15,10 +15,10 @@ _SPARE_COLUMNS = 64
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values in buffers with room to grow.
+    """One layer's keys and values in buffers with spare capacity.
 
-    ``DynamicLayer`` copies the whole cache for every token. Here a token is written in place, and the (R, H, capacity,
-    D) buffers are copied only when they are full, each time to a quarter more.
+    ``DynamicLayer`` copies the whole cache for every token. This class writes a token in place and copies the (R, H,
+    capacity, D) buffers only when they are full, to buffers that are a quarter larger.
 
     Args:
         keys: Buffer whose first ``length`` columns are in use. Default None: a layer that starts empty.
@@ -36,7 +36,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the (R, H, n, D) states of ``n`` new columns; return the keys and values in use, old and new."""
+        """Append the (R, H, n, D) states of ``n`` new columns; return all keys and values in use."""
         start, self.length = self.length, self.length + key_states.shape[-2]
         self.keys = _append(self.keys, key_states, start)
         self.values = _append(self.values, value_states, start)
@@ -44,7 +44,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def get_seq_length(self) -> int:
-        """Number of columns in use."""
+        """Return the number of columns in use."""
         return self.length
 
 
@@ -53,10 +53,10 @@ class KVBatch:
     """The keys and values of several episodes, one per row."""
 
     cache: Cache | None
-    """What the model is given as ``past_key_values``. To be packed, every layer must be a ``GrowingLayer``; None lets
-    the model make its own."""
+    """The model's ``past_key_values``. For packing, every layer must be a ``GrowingLayer``. None: the model makes its
+    own."""
     mask: torch.Tensor
-    """(R, C) bool, which columns hold a token of the row's episode; the others are padding."""
+    """(R, C) bool, True for columns that hold a token of the row's episode; the others are padding."""
 
     @property
     def layers(self) -> list[GrowingLayer]:
@@ -65,13 +65,13 @@ class KVBatch:
 
 
 def pack(sources: Sequence[tuple[KVBatch, list[int]]], counts: Sequence[int], room: int = 0) -> KVBatch:
-    """Gather rows of several batches into a new batch without holes: every row's tokens end at the last column.
+    """Gather rows of several batches into a new left-padded batch without gaps.
 
     Args:
-        sources: Batches, and the rows wanted of each; at least one.
-        counts: Tokens that each row holds, in the order of ``sources``. Entries beyond the rows of ``sources`` (all 0)
-            make rows that hold nothing yet.
-        room: Columns the caller is about to append; the buffers are made large enough for them.
+        sources: Batches and the selected rows of each; at least one.
+        counts: Number of tokens of each row, in the order of ``sources``. Entries beyond the rows of ``sources`` (all 0)
+            make empty rows.
+        room: Number of columns that the caller will append; the buffers are made large enough for them.
 
     Returns:
         A batch of ``len(counts)`` rows and ``max(counts)`` columns.
@@ -89,7 +89,7 @@ def pack(sources: Sequence[tuple[KVBatch, list[int]]], counts: Sequence[int], ro
         buffers = [getattr(kv.layers[layer], name) for kv, _ in sources]
         _, heads, _, dim = buffers[0].shape
         out = buffers[0].new_empty(len(counts), heads, _capacity(width + room), dim)
-        # Padding takes part in the masked product, where a stray NaN would survive the mask.
+        # Padding enters the masked product, where a NaN would survive the mask.
         out[:, :, :width] = 0
         row = 0
         for buffer, (rows, columns) in zip(buffers, picks):
@@ -102,7 +102,7 @@ def pack(sources: Sequence[tuple[KVBatch, list[int]]], counts: Sequence[int], ro
 
 
 def _gather(buffer: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """(n, H, w, D): of each of ``rows`` (n,), its ``columns`` (n, w)."""
+    """Gather the ``columns`` (n, w) of each of ``rows`` (n,) to (n, H, w, D)."""
     _, heads, capacity, dim = buffer.shape
     rows, columns = rows.to(buffer.device), columns.to(buffer.device)
     flat = (rows[:, None] * heads + torch.arange(heads, device=buffer.device))[:, :, None] * capacity + columns[:, None]
@@ -111,7 +111,7 @@ def _gather(buffer: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> 
 
 
 def _append(buffer: torch.Tensor | None, states: torch.Tensor, start: int) -> torch.Tensor:
-    """Write ``states`` at column ``start``, in a larger copy of ``buffer`` when it is full."""
+    """Write ``states`` at column ``start``, in a larger copy of ``buffer`` if it is full."""
     end = start + states.shape[-2]
     if buffer is None or buffer.shape[2] < end:
         rows, heads, _, dim = states.shape
@@ -124,7 +124,7 @@ def _append(buffer: torch.Tensor | None, states: torch.Tensor, start: int) -> to
 
 
 def capacity(tokens: int, new_tokens: int) -> int:
-    """Columns of the buffers that hold episodes of ``tokens`` tokens in the end, whose last answer has ``new_tokens``."""
+    """Return the columns of buffers for episodes that grow to ``tokens`` tokens, with a last answer of ``new_tokens``."""
     columns = _capacity(max(0, tokens - new_tokens))
     while columns < tokens:
         columns = _capacity(columns + 1)

@@ -1,4 +1,4 @@
-"""From logits to tokens: transformers' own processors, and sampling by inverting the cumulative distribution."""
+"""Samples tokens from logits, with transformers' processors, by inverting the cumulative distribution."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from agile_trainers.rollout.generators.base import SamplingSettings
 
 
 class Sampler:
-    """Draws the next token of each row, with ``GenerationMixin``'s processors in ``GenerationMixin``'s order.
+    """Samples the next token of each row, with ``GenerationMixin``'s processors in ``GenerationMixin``'s order.
 
     Args:
-        settings: How to sample.
-        eos_token_ids: The tokens that a row may not draw before its ``min_new_tokens``-th token.
+        settings: Sampling options.
+        eos_token_ids: Tokens that a row may not sample before its ``min_new_tokens``-th token.
     """
 
     def __init__(self, settings: SamplingSettings, eos_token_ids: list[int]) -> None:
@@ -52,13 +52,13 @@ class Sampler:
 
         Args:
             logits: (R, V), any float type.
-            uniforms: (R,) float64 in [0, 1); not looked at when greedy.
-            history: (R, L) ids the repetition penalty counts, padded with ids of the same row. Needed with a penalty.
-            hold_eos: (R,) bool, the rows that are still too short to end. Default: none.
+            uniforms: (R,) float64 in [0, 1); unused when greedy.
+            history: (R, L) ids for the repetition penalty, padded with ids of the same row. Needed with a penalty.
+            hold_eos: (R,) bool, True for rows that are still too short to end. Default: none.
 
         Returns:
-            (R,) int64 tokens, and (R,) float64 log-probabilities of them under the distribution they were drawn from:
-            after every processor when sampling; after penalty and ``min_new_tokens``, at temperature 1, when greedy.
+            (R,) int64 tokens and their (R,) float64 log-probabilities under the sampling distribution: after every
+            processor when sampling; after penalty and ``min_new_tokens``, at temperature 1, when greedy.
         """
         scores = self.penalty(history, logits.float())
         if hold_eos is not None:
@@ -73,7 +73,7 @@ class Sampler:
 def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Invert the cumulative distribution: the first token whose cumulative probability exceeds the uniform.
 
-    A token of probability zero is never drawn, whatever the uniform and the rounding.
+    A token of probability zero is never drawn, for any uniform and any rounding.
 
     Args:
         probs: (R, V) float64, rows summing to 1.
@@ -82,7 +82,7 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     Returns:
         (R,) int64 tokens.
     """
-    # Zeroed at impossible tokens, so that rounding in a parallel cumsum cannot lift one above its neighbours.
+    # Zero at impossible tokens, so that rounding in a parallel cumsum cannot raise one above its neighbours.
     cumulative = probs.cumsum(-1) * (probs > 0)
     # A uniform is at most 1 - 2**-53, which keeps the product below the total after rounding.
     target = uniforms[:, None] * cumulative.amax(-1, keepdim=True)

@@ -1,1 +1,1 @@
-"""The generators on vLLM: an engine in this process, and a server."""
+"""Generators on vLLM: an engine in this process, and a server."""

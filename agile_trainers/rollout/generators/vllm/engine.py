@@ -1,6 +1,6 @@
-"""A sampler on vLLM, in this process: requests enter and leave at every token, and each policy is a LoRA of its own.
+"""A sampler on a vLLM engine in this process, with continuous batching and the policy as a LoRA adapter.
 
-Importing this module imports vLLM, which takes seconds; nothing else in the package does.
+Importing this module imports vLLM, which takes seconds.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from agile_trainers.rollout.generators.checks import check_request, check_room, 
 from agile_trainers.rollout.generators.transformers.decoding import NO_TOKEN, left_pad, stop_criteria
 
 TEMPERATURES = 0.01, 2.0
-"""vLLM raises lower ones to the first, and takes none above the second."""
+"""Bounds of vLLM's temperature: it raises lower values to the first and rejects values above the second."""
 _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """A vLLM engine that lives as long as the trainer, and the adapter that it serves. It sees ids alone, never a tokenizer.
+    """A vLLM engine that lives as long as the trainer and serves one adapter. It works on token ids, without a tokenizer.
 
     Args:
         model: Folder or Hub id of the base model.
-        dtype: Of weights and activations.
-        max_model_length: Tokens of a conversation. Default: the model's own limit.
-        max_batch_size: Most requests decoded at the same time; the others wait.
-        max_lora_rank: Make room for an adapter of up to this rank. Default: none is served.
-        process: Rank, local rank and number of processes, each of which has an engine of its own.
-        options: More fields of ``vllm.EngineArgs``.
+        dtype: Data type of weights and activations.
+        max_model_length: Maximum number of tokens of a conversation. Default: the model's limit.
+        max_batch_size: Maximum number of requests decoded at the same time; the others wait.
+        max_lora_rank: Maximum rank of the adapter. Default: no adapter is served.
+        process: Rank, local rank and number of processes, each of which has its own engine.
+        options: Further fields of ``vllm.EngineArgs``.
 
     Raises:
-        ValueError: What vLLM cannot serve.
+        ValueError: If vLLM cannot serve the model.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class VllmEngine:
         if max_lora_rank is not None:
             more |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 1}
         if current_platform.is_cpu():
-            # Compiling takes longer than it saves on what a CPU can train. Conversations are short beside vLLM's blocks of
-            # 128 there, of which only whole ones are cached. And a request with a seed of its own dies when its prompt is
-            # read in pieces (RuntimeError "CPU Generator does not use offset", vLLM 0.31).
+            # On CPU, compiling takes longer than it saves. Only full blocks are cached, and vLLM's blocks of 128 tokens are
+            # long for a conversation. A request with its own seed fails when its prompt is prefilled in chunks
+            # (RuntimeError "CPU Generator does not use offset", vLLM 0.31).
             more |= {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
         with _launched_as(*process):
             arguments = EngineArgs(
@@ -77,9 +77,9 @@ class VllmEngine:
                 max_model_len=max_model_length,
                 max_num_seqs=max_batch_size,
                 max_num_batched_tokens=max(4096, max_batch_size, max_model_length or 0),
-                logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
+                logprobs_mode="processed_logprobs",  # log-probabilities of the sampling distribution
                 enable_prefix_caching=True,
-                generation_config="vllm",  # the model's own sampling defaults are not the trainer's
+                generation_config="vllm",  # ignores the model's sampling defaults
                 distributed_executor_backend="external_launcher",  # in this process, beside the trainer's process group
                 disable_log_stats=True,
                 **(more | dict(options or {})),
@@ -91,19 +91,19 @@ class VllmEngine:
         self._versions = self._requests = 0
 
     def load_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
-        """Serve this adapter from now on, in place of the last one.
+        """Replace the served adapter.
 
-        It gets a name of its own, so that nothing that was cached under an earlier one is taken for its own.
+        The adapter gets a new name, so that cache entries of earlier adapters are not reused.
 
         Args:
-            weights: Under PEFT's names, as ``get_peft_model_state_dict`` gives them.
-            config: Of the adapter.
+            weights: Parameter name to tensor, as ``get_peft_model_state_dict`` returns them.
+            config: Configuration of the adapter.
 
         Returns:
-            The bytes that were handed over.
+            Number of bytes transferred.
 
         Raises:
-            ValueError: What vLLM cannot serve.
+            ValueError: If vLLM cannot serve the adapter.
         """
         self._versions += 1
         with tempfile.TemporaryDirectory(prefix="vllm-policy-") as folder:
@@ -116,13 +116,13 @@ class VllmEngine:
         return moved
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Serve another base model, in place of the last one.
+        """Replace the weights of the base model.
 
         Args:
-            weights: All of them, under the names of the model's own checkpoint.
+            weights: All weights, under the names of the model's own checkpoint.
 
         Returns:
-            The bytes that were handed over.
+            Number of bytes transferred.
         """
         moved = 0
 
@@ -145,11 +145,11 @@ class VllmEngine:
         return key
 
     def sleep(self, level: int) -> None:
-        """Free the GPU's memory: at level 1 the weights wait in the CPU's, at level 2 they are dropped."""
+        """Free GPU memory: level 1 moves the weights to CPU memory, level 2 discards them."""
         self.engine.sleep(level)
 
     def wake(self, part: str) -> None:
-        """Take memory again, for the ``"weights"`` or the ``"kv_cache"``."""
+        """Allocate memory again, for the ``"weights"`` or the ``"kv_cache"``."""
         self.engine.wake_up([part])
 
 
@@ -162,21 +162,21 @@ class _Answer:
 
 
 class VllmGenerator:
-    """Samples with a :class:`VllmEngine`. A turn reads only what the prefix cache does not hold.
+    """Samples with a :class:`VllmEngine`. A turn reads only the ids that the prefix cache does not hold.
 
-    Every request has a seed of its own, drawn from its ``uniforms``; the tokens come from vLLM's own stream under that seed,
-    which cannot be made to invert ours. An episode therefore differs from the one that the transformers generator plays; it
-    still does not depend on its neighbours, up to rounding in the model. Greedy answers are the same.
+    Every request has its own seed, drawn from its ``uniforms``, and the tokens come from vLLM's random stream under that
+    seed. Sampled episodes therefore differ from those of the transformers generator. They still do not depend on the other
+    requests of the batch, up to rounding in the model. Greedy answers are the same.
 
     Args:
-        engine: Nothing else may use it meanwhile.
+        engine: The engine. Nothing else may use it at the same time.
         eos_token_ids: Tokens that end an answer; they belong to it.
-        settings: How to sample.
+        settings: Sampling options.
         tokenizer: Needed for ``settings.stop_strings`` only.
 
     Raises:
-        ValueError: A setting means another thing to vLLM, an id is outside the vocabulary, or stop strings come without a
-            tokenizer.
+        ValueError: If a setting has another meaning in vLLM, an id is outside the vocabulary, or stop strings are given
+            without a tokenizer.
     """
 
     def __init__(
@@ -201,14 +201,14 @@ class VllmGenerator:
         """Queue a request.
 
         Raises:
-            ValueError: The episode has a request under way, the prompt is empty, ``max_new_tokens`` is below 1, the
-                ids do not start with those already read and sampled, or the answer might not fit into the engine's
+            ValueError: If the episode has a pending request, the prompt is empty, ``max_new_tokens`` is below 1, the ids
+                do not start with those already read and sampled, or the answer might exceed the engine's
                 ``max_model_length``.
         """
         episode, ids = request.episode, list(request.token_ids)
         check_request(request, self._known.get(episode, []), episode in self._keys)
         check_room(request, self._engine.max_model_length)
-        params = copy.copy(self._params)  # vLLM makes a deep one
+        params = copy.copy(self._params)  # vLLM makes a deep copy
         params.max_tokens = request.max_new_tokens
         if self._settings.do_sample:
             params.seed = seed_of(request)
@@ -216,11 +216,11 @@ class VllmGenerator:
         self._known[episode], self._keys[episode], self._under_way[key] = ids, key, _Answer(request)
 
     def step(self) -> list[GenerationOutput]:
-        """Make one token of every request that is being decoded; return the answers it finished. Empty when idle.
+        """Sample one token of every running request and return the finished answers. Empty when idle.
 
         Raises:
-            RuntimeError: vLLM gave a request up.
-            ValueError: A log-probability is not a number.
+            RuntimeError: If vLLM aborted a request.
+            ValueError: If a log-probability is not a number.
         """
         if not self._under_way:
             return []
@@ -234,7 +234,7 @@ class VllmGenerator:
         return len(self._under_way)
 
     def release(self, episode: int) -> None:
-        """Forget an episode, and its request if one is under way."""
+        """Forget an episode and its pending request, if any."""
         self._known.pop(episode, None)
         key = self._keys.pop(episode, None)
         if key is not None:
@@ -242,16 +242,16 @@ class VllmGenerator:
             self._engine.engine.abort_request([key])
 
     def close(self) -> None:
-        """Withdraw every request: the next rollout finds the engine idle, also after an exception."""
+        """Abort every request, so that the engine is idle for the next rollout, also after an exception."""
         for episode in list(self._keys):
             self.release(episode)
 
     def _extend(self, output: RequestOutput) -> _Answer:
-        """Append what vLLM has made of an answer."""
+        """Append vLLM's new tokens to an answer."""
         answer, completion = self._under_way[output.request_id], output.outputs[0]
         episode, ids = answer.request.episode, list(completion.token_ids)
         if output.finished and completion.finish_reason not in _FINISHED:
-            raise RuntimeError(f"vLLM gave up the answer of episode {episode}: {completion.finish_reason}.")
+            raise RuntimeError(f"vLLM aborted the answer of episode {episode}: {completion.finish_reason}.")
         logprobs = [token[i].logprob for token, i in zip(completion.logprobs or [], ids, strict=True)]
         check_logprobs(episode, logprobs)
         answer.token_ids += ids
@@ -260,7 +260,7 @@ class VllmGenerator:
         return answer
 
     def _stop_at_strings(self, answers: list[_Answer]) -> None:
-        """End the answers that now end with a stop string, as transformers finds it."""
+        """Finish the answers that end with a stop string, found by transformers' criterion."""
         if self._stop is None or not answers:
             return
         recent = left_pad([answer.token_ids for answer in answers], [NO_TOKEN] * len(answers))
@@ -274,33 +274,33 @@ class VllmGenerator:
         key = self._keys.pop(episode)
         del self._under_way[key]
         if self._stop is not None:
-            self._engine.engine.abort_request([key])  # vLLM knows nothing of stop strings
+            self._engine.engine.abort_request([key])  # vLLM does not get the stop strings
         self._known[episode] += answer.token_ids
         return GenerationOutput(episode, answer.token_ids, answer.logprobs, reason)
 
 
 def check_settings(settings: SamplingSettings) -> None:
-    """Refuse settings by which vLLM would sample from another distribution than their definition says.
+    """Reject settings with which vLLM samples from another distribution than transformers.
 
     Raises:
-        ValueError: For each of them, with what to set instead.
+        ValueError: For each such setting; the message names an alternative.
     """
     lowest, highest = TEMPERATURES
     if settings.do_sample and not lowest <= settings.temperature <= highest:
         raise ValueError(
             f"vLLM samples at a temperature between {lowest} and {highest}, got temperature={settings.temperature}. Choose "
-            "one of these, sample greedily, or set use_vllm=False."
+            "one in this range, sample greedily, or set use_vllm=False."
         )
     if settings.do_sample and settings.min_p and settings.top_p < 1.0:
         raise ValueError(
-            f"vLLM applies min_p={settings.min_p} before top_p={settings.top_p}, transformers after it: together they mean "
-            "different things. Use one of them."
+            f"vLLM applies min_p={settings.min_p} before top_p={settings.top_p}, transformers after it: the combination "
+            "gives different distributions. Use one of them."
         )
 
 
 @contextmanager
 def _launched_as(rank: int, local_rank: int, processes: int) -> Iterator[None]:
-    """What vLLM reads of a launcher; gone afterwards, or the next `Accelerator` would believe in that launcher too."""
+    """Set the launcher variables that vLLM reads, and remove them afterwards, since `Accelerator` reads them too."""
     names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": processes}
     before = {name: os.environ.get(name) for name in (*names, "MASTER_ADDR", "MASTER_PORT")}
     os.environ.update({name: str(value) for name, value in names.items()})
@@ -315,7 +315,7 @@ def _launched_as(rank: int, local_rank: int, processes: int) -> Iterator[None]:
 
 
 def write_adapter(folder: Path, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
-    """Write an adapter as PEFT does, for vLLM to read. Returns the bytes of its weights."""
+    """Write an adapter in PEFT's format for vLLM. Return the bytes of its weights."""
     config.save_pretrained(str(folder))
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -323,18 +323,18 @@ def write_adapter(folder: Path, weights: Mapping[str, torch.Tensor], config: Lor
 
 
 def check_logprobs(episode: int, logprobs: list[float]) -> None:
-    """Raise ``ValueError`` unless all of them are numbers."""
+    """Raise ``ValueError`` unless all log-probabilities are numbers."""
     if not all(map(math.isfinite, logprobs)):
         raise ValueError(f"vLLM's log-probabilities for episode {episode} are not all numbers: {logprobs}.")
 
 
 def seed_of(request: GenerationRequest) -> int:
-    """The seed of an answer, drawn from its episode's noise."""
+    """Draw the seed of an answer from its episode's random stream."""
     return int(request.uniforms(1)[0] * 2**53)
 
 
 def sampling_fields(settings: SamplingSettings, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """vLLM's names for settings, stop strings aside."""
+    """Convert settings to vLLM's names, except stop strings."""
     filters: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     if settings.do_sample:
         filters = {
@@ -347,7 +347,7 @@ def sampling_fields(settings: SamplingSettings, eos_token_ids: Sequence[int]) ->
         "repetition_penalty": settings.repetition_penalty,
         "min_tokens": settings.min_new_tokens,
         "stop_token_ids": sorted(eos_token_ids),
-        "ignore_eos": True,  # what ends an answer is the trainer's to say
+        "ignore_eos": True,  # the trainer sets the ids that end an answer
     }
 
 
@@ -355,7 +355,7 @@ def _sampling_params(settings: SamplingSettings, eos_token_ids: Sequence[int]) -
     return SamplingParams(
         **sampling_fields(settings, eos_token_ids),
         detokenize=False,
-        logprobs=0,  # of the sampled token alone
-        # Stop strings are looked for at every token; otherwise nothing is asked for before the end.
+        logprobs=0,  # of the sampled token only
+        # Stop strings are checked at every token; otherwise only the final output is needed.
         output_kind=RequestOutputKind.DELTA if settings.stop_strings else RequestOutputKind.FINAL_ONLY,
     )

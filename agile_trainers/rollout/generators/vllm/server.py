@@ -1,4 +1,4 @@
-"""A sampler on a vLLM server, through TRL's client. Every answer is a request of its own, so nothing waits for a batch."""
+"""A sampler on a vLLM server, through TRL's client. Every answer is a separate request."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from agile_trainers.rollout.generators.vllm.engine import (
 )
 
 PATIENCE = 0.005
-"""Seconds that a step waits for an answer; environments are looked at in between."""
+"""Seconds that a step waits for an answer, before environments are polled again."""
 ANSWER_SECONDS = 600.0
-"""How long a request may take. TRL's client waits for ever."""
+"""Timeout of a request in seconds. TRL's client has none."""
 RETRIES = Retry(
     total=3, read=1, status_forcelist=[500, 502, 503], backoff_factor=0.5, allowed_methods=["POST", "GET"]
 )  # fmt: skip
-"""A server that is gone is noticed after three seconds; TRL's client goes on for a minute."""
+"""Retries for three seconds until a server counts as down. TRL's client retries for a minute."""
 
 MOST_STOP_STRINGS = 4
-"""That a server takes with a request."""
+"""Maximum number of stop strings in a request to a server."""
 
 
 class _PatientAdapter(HTTPAdapter):
-    """Limits every request that names no limit itself to ``ANSWER_SECONDS``."""
+    """Limits every request without a timeout to ``ANSWER_SECONDS``."""
 
     def send(self, request: PreparedRequest, **options: Any) -> Response:  # type: ignore[override]
         options["timeout"] = options.get("timeout") or ANSWER_SECONDS
@@ -53,18 +53,18 @@ class _PatientAdapter(HTTPAdapter):
 
 
 class VllmServer:
-    """A vLLM server, and the adapter that it serves. It gets token ids, never text.
+    """A vLLM server that serves one adapter. It receives token ids, not text.
 
     Args:
-        url: As in ``http://host:port``.
-        timeout: Seconds to wait for the server to be up.
-        max_batch_size: Most requests under way at the same time; the others wait here.
-        vocab_size: Of the model.
-        folder: Adapters are written there for the server to read. Default: the system's folder for temporary files.
+        url: URL of the server, ``http://host:port``.
+        timeout: Seconds to wait until the server is up.
+        max_batch_size: Maximum number of requests at the same time; the others wait in this process.
+        vocab_size: Size of the model's vocabulary.
+        folder: Folder in which adapters are written for the server. Default: the system's folder for temporary files.
 
     Raises:
         requests.exceptions.ConnectionError: If the server is not up in time.
-        RuntimeError: If it does not say how it was started, for want of ``VLLM_SERVER_DEV_MODE=1``.
+        RuntimeError: If the server was started without ``VLLM_SERVER_DEV_MODE=1`` and does not report its configuration.
     """
 
     def __init__(
@@ -75,24 +75,24 @@ class VllmServer:
             self.client.session.mount(prefix, _PatientAdapter(max_retries=RETRIES, pool_maxsize=max_batch_size))
         self.url, self.max_batch_size, self.vocab_size = self.client.base_url, max_batch_size, vocab_size
         self.info: dict[str, Any] = self.client.get_server_info()
-        """How the server was started, as vLLM's ``VllmConfig``."""
+        """Configuration of the server, vLLM's ``VllmConfig``."""
         self.max_model_length: int = self.info["model_config"]["max_model_len"]
         self.adapter: str | None = None
-        """Name of the adapter that requests are for; None: of the base model."""
+        """Name of the adapter that requests use; None for the base model."""
         self._folder = folder
         self._written: tempfile.TemporaryDirectory[str] | None = None
 
     def load_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
-        """Serve this adapter from now on, in place of the last one.
+        """Replace the served adapter.
 
-        Its name is new to the server, so nothing that was cached under an earlier one is taken for its own.
+        The adapter gets a new name, so that cache entries of earlier adapters are not reused.
 
         Args:
-            weights: Under PEFT's names, as ``get_peft_model_state_dict`` gives them.
-            config: Of the adapter.
+            weights: Parameter name to tensor, as ``get_peft_model_state_dict`` returns them.
+            config: Configuration of the adapter.
 
         Returns:
-            The bytes that were handed over.
+            Number of bytes transferred.
 
         Raises:
             ValueError: If the server does not load it.
@@ -119,7 +119,7 @@ class VllmServer:
         return moved
 
     def generate(self, token_ids: list[int], fields: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """One answer and its log-probabilities; waits for it. May be called from several threads."""
+        """Request an answer and wait for its ids and log-probabilities. Thread-safe."""
         fields = fields if self.adapter is None else {"model": self.adapter, **fields}
         answer = self.client.generate([token_ids], generation_kwargs=fields)
         logprobs = (position[0] for position in answer["logprobs"][0])
@@ -129,11 +129,11 @@ class VllmServer:
         response = self.client.session.post(f"{self.url}/v1/{action}_lora_adapter", json=body)
         if response.status_code == 200:
             return
-        hint = f"It has to see {body.get('lora_path')}: choose an output_dir on a file system that both share."
+        hint = f"The server must be able to read {body.get('lora_path')}: choose an output_dir on a shared file system."
         if response.status_code in (401, 403):
-            hint = "Something before the server refuses the request: a proxy, or an API key that it asks for."
-        elif response.status_code == 404 and "Not Found" in response.text:  # there is no such route
-            hint = "It takes adapters only if it was started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+            hint = "A proxy in front of the server rejected the request, or the server needs an API key."
+        elif response.status_code == 404 and "Not Found" in response.text:  # the route does not exist
+            hint = "Start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, so that it accepts adapters."
         raise ValueError(
             f"The vLLM server at {self.url} did not {action} the policy's adapter: {response.status_code} {response.text}. "
             f"{hint}"
@@ -141,19 +141,19 @@ class VllmServer:
 
 
 class ServerGenerator:
-    """Samples with a :class:`VllmServer`. A turn reads only what the server's prefix cache does not hold.
+    """Samples with a :class:`VllmServer`. A turn reads only the ids that the server's prefix cache does not hold.
 
-    Requests are seeded as :class:`~agile_trainers.rollout.generators.vllm.engine.VllmGenerator` seeds them.
+    Requests are seeded as in :class:`~agile_trainers.rollout.generators.vllm.engine.VllmGenerator`.
 
     Args:
-        server: Others may use it too.
+        server: The server. Others may use it at the same time.
         eos_token_ids: Tokens that end an answer; they belong to it.
-        settings: How to sample. Stop strings are found by the server, with the tokenizer that it was started with.
+        settings: Sampling options. The server finds stop strings with its own tokenizer.
         tokenizer: Needed for ``settings.stop_strings`` only.
 
     Raises:
-        ValueError: A setting means another thing to vLLM, an id is outside the vocabulary, or stop strings are more than a
-            server takes or come without a tokenizer.
+        ValueError: If a setting has another meaning in vLLM, an id is outside the vocabulary, or there are too many stop
+            strings or no tokenizer for them.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class ServerGenerator:
             self._fields |= {"stop": list(settings.stop_strings), "skip_special_tokens": False}
         self._known: dict[int, list[int]] = {}
         self._under_way: dict[int, GenerationRequest] = {}
-        # The only thing that other threads touch.
+        # The only attribute that other threads use.
         self._answers: queue.SimpleQueue[tuple[GenerationRequest, Any]] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(server.max_batch_size, thread_name_prefix="vllm-request")
 
@@ -183,8 +183,8 @@ class ServerGenerator:
         """Queue a request.
 
         Raises:
-            ValueError: The episode has a request under way, the prompt is empty, ``max_new_tokens`` is below 1, the
-                ids do not start with those already read and sampled, or the answer might not fit into the server's
+            ValueError: If the episode has a pending request, the prompt is empty, ``max_new_tokens`` is below 1, the ids
+                do not start with those already read and sampled, or the answer might exceed the server's
                 ``max_model_length``.
         """
         episode = request.episode
@@ -197,11 +197,11 @@ class ServerGenerator:
         self._threads.submit(self._ask, request, fields)
 
     def step(self) -> list[GenerationOutput]:
-        """Return the answers that have come, after a short wait if there are none. Empty when idle.
+        """Return the answers that have arrived, after a short wait if there are none. Empty when idle.
 
         Raises:
-            Exception: What the server or the way to it made of a request.
-            ValueError: A log-probability is not a number.
+            Exception: Any error of a request, from the server or the connection.
+            ValueError: If a log-probability is not a number.
         """
         outputs: list[GenerationOutput] = []
         while self._under_way:
@@ -210,7 +210,7 @@ class ServerGenerator:
             except queue.Empty:
                 break
             if self._under_way.get(request.episode) is not request:
-                continue  # released meanwhile
+                continue  # released in the meantime
             if isinstance(answer, BaseException):
                 raise answer
             outputs.append(self._finish(request, *answer))
@@ -222,12 +222,12 @@ class ServerGenerator:
         return len(self._under_way)
 
     def release(self, episode: int) -> None:
-        """Forget an episode. An answer that is under way still comes, and is not read."""
+        """Forget an episode. A pending answer is discarded when it arrives."""
         self._known.pop(episode, None)
         self._under_way.pop(episode, None)
 
     def close(self) -> None:
-        """Withdraw what has not begun, and wait for the rest: the next policy may replace this one."""
+        """Cancel requests that have not started and wait for the others, so that the adapter can be replaced."""
         self._known.clear()
         self._under_way.clear()
         self._threads.shutdown(cancel_futures=True)
@@ -248,7 +248,7 @@ class ServerGenerator:
         return GenerationOutput(episode, token_ids, logprobs, self._reason(token_ids, request.max_new_tokens))
 
     def _reason(self, token_ids: list[int], max_new_tokens: int) -> FinishReason:
-        """TRL's client does not say why an answer ended."""
+        """Infer the finish reason of an answer, which TRL's client does not report."""
         if len(token_ids) < max_new_tokens or token_ids[-1] in self._eos:
             return "stop"
         return "stop" if self._stop is not None and self._stop(torch.tensor([token_ids]), None)[0] else "length"
@@ -257,12 +257,12 @@ class ServerGenerator:
 def _check_stop_strings(settings: SamplingSettings) -> None:
     if len(settings.stop_strings) > MOST_STOP_STRINGS:
         raise ValueError(
-            f"A vLLM server takes {MOST_STOP_STRINGS} stop strings, got {len(settings.stop_strings)}: "
+            f"A vLLM server accepts {MOST_STOP_STRINGS} stop strings, got {len(settings.stop_strings)}: "
             f"{list(settings.stop_strings)}. Use fewer, or vllm_mode='colocate'."
         )
     if settings.stop_strings and settings.min_new_tokens:
         raise ValueError(
-            f"A vLLM server looks for stop_strings={list(settings.stop_strings)} only after "
+            f"A vLLM server checks stop_strings={list(settings.stop_strings)} only after "
             f"min_new_tokens={settings.min_new_tokens}, transformers from the beginning. Use one of them, or "
             "vllm_mode='colocate'."
         )

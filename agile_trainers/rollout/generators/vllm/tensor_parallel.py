@@ -1,4 +1,4 @@
-"""One engine spread over several processes, each of which plays episodes of its own."""
+"""Samples with one tensor-parallel engine from several processes, each of which plays its own episodes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from agile_trainers.rollout.generators.base import GenerationOutput, GenerationR
 
 
 class TogetherGenerator:
-    """The processes of a tensor-parallel group: all of them see every request, in the same order, and step at the same time.
+    """Gives all processes of a tensor-parallel group the same requests in the same order, and steps them together.
 
-    An episode asks whenever its environment has answered, as on an engine of one process. A process that waits for an
-    environment with no request of its own under way holds up the others.
+    An episode requests its next turn as soon as its environment has answered, as with an engine of one process. A process
+    that waits for an environment without a pending request of its own blocks the others.
 
-    Use it in a ``with`` statement: whoever has no more episodes keeps stepping until nobody has. After an exception it does
-    not, and the others fail or run into the group's timeout, as with every collective operation.
+    Use it in a ``with`` statement: a process without episodes keeps stepping until all processes are done. After an
+    exception it stops, and the others fail or reach the group's timeout, as with every collective operation.
 
     Args:
-        generator: Of this process; given the same requests in the same order, those of the group do the same.
+        generator: Generator of this process. It must be deterministic in its sequence of requests.
         group: The processes that step together.
     """
 
@@ -29,17 +29,17 @@ class TogetherGenerator:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._pending: set[int] = set()
         self._news: list[Any] = []
-        """What happened here since the last step: requests as tuples, episodes that were released as numbers."""
+        """This process's events since the last step: requests as tuples, released episodes as numbers."""
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request; it is looked at in the next step, here as everywhere."""
+        """Queue a request, which all processes receive in the next step."""
         self._pending.add(request.episode)
-        # One uniform is what a request costs its stream, with sampling.
+        # With sampling, a request takes one uniform of its stream.
         noise = {1: request.uniforms(1)}
         self._news.append((request.episode, request.token_ids, request.max_new_tokens, noise))
 
     def step(self) -> list[GenerationOutput]:
-        """Make a token of every request of the group, and return the answers to this process's own that it finished."""
+        """Sample a token of every request of the group, and return the finished answers of this process."""
         return self._step(done=False)[0]
 
     @property
@@ -60,7 +60,7 @@ class TogetherGenerator:
             pass
 
     def _step(self, done: bool) -> tuple[list[GenerationOutput], bool]:
-        """A step of the group; also whether every process is done."""
+        """Step the group; return this process's finished answers, and True if every process is done."""
         everywhere: list[Any] = [None] * self._size
         dist.all_gather_object(everywhere, (self._news, done), group=self._group)
         self._news = []
