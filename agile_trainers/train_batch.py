@@ -1,45 +1,177 @@
-"""Rows and columns of TRL's batch dict: which rows go together, and how much padding they carry."""
+"""The batch that the loss reads: which field has which shape, which rows go together, and how much padding they carry.
+
+TRL stores, shuffles and splits a ``dict`` of tensors. :meth:`TrainBatch.to_trl` and :meth:`TrainBatch.from_trl` are the only
+places where the two forms meet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
 from agile_trainers.types import TurnBatch
 
 Batch = dict[str, torch.Tensor]
+"""A micro-batch as TRL keeps it."""
 
-_PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
-_READ = (*_PROMPT_COLUMNS, "completion_ids", "completion_mask")
-"""Columns that a forward pass reads."""
-
-
-def trim_columns(batch: Batch, multiple: int | None) -> Batch:
-    """Drop the columns that are padding in every row of a micro-batch.
-
-    TRL pads to the longest row of the *generation* batch. Prompts are padded on the left, everything of shape (B, T) on
-    the right.
-
-    Args:
-        batch: A micro-batch.
-        multiple: TRL's ``pad_to_multiple_of``, to which the batch was padded and which what is left keeps.
-    """
-    width, length = (
-        -(-int(batch[f"{part}_mask"].sum(dim=1).max()) // (multiple or 1)) * (multiple or 1)
-        for part in ("prompt", "completion")
-    )
-    columns = batch["completion_ids"].size(1)
-    trimmed = dict(batch)
-    for name, value in batch.items():
-        if name in _PROMPT_COLUMNS:
-            trimmed[name] = value[:, value.size(1) - width :]
-        elif value.ndim == 2 and value.size(1) == columns and name not in ("turn_rewards", "turn_mask"):
-            trimmed[name] = value[:, :length]
-    return trimmed
+_PROMPT, _TOKENS, _SCALAR = "(B, P)", "(B, T)", "()"
+_TURN_PREFIX, _TOKEN_PREFIX = "turns:", "tokens:"
+_READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+"""Fields that a forward pass reads."""
 
 
-def like_length(
+def _shaped(shape: str, **options: Any) -> Any:
+    return field(metadata={"shape": shape}, **options)
+
+
+@dataclass
+class TrainBatch:
+    """Episodes as the loss reads them. Names are TRL's where TRL has one."""
+
+    prompt_ids: torch.Tensor = _shaped(_PROMPT)
+    """(B, P) int64, left-padded."""
+    prompt_mask: torch.Tensor = _shaped(_PROMPT)
+    """(B, P) int64."""
+    completion_ids: torch.Tensor = _shaped(_TOKENS)
+    """(B, T) int64, right-padded; action and observation tokens."""
+    completion_mask: torch.Tensor = _shaped(_TOKENS)
+    """(B, T) int64: the attention mask."""
+    tool_mask: torch.Tensor = _shaped(_TOKENS)
+    """(B, T) int64, 1 on tokens that are trained on."""
+    turn_ids: torch.Tensor = _shaped(_TOKENS)
+    """(B, T) int64, -1 outside of actions."""
+    sampling_per_token_logps: torch.Tensor = _shaped(_TOKENS)
+    """(B, T) float32, of the sampler."""
+    advantages: torch.Tensor = _shaped(_TOKENS)
+    """(B, T) float32."""
+    num_items_in_batch: torch.Tensor = _shaped(_SCALAR)
+    """Tokens that are trained on in the generation batch, over all processes."""
+    old_per_token_logps: torch.Tensor | None = _shaped(_TOKENS, default=None)
+    """(B, T), of the policy that the update starts from; None: those of the forward pass itself."""
+    ref_per_token_logps: torch.Tensor | None = _shaped(_TOKENS, default=None)
+    """(B, T), of the reference, where the loss has a KL term."""
+    importance_sampling_ratio: torch.Tensor | None = _shaped(_TOKENS, default=None)
+    """(B, T), weights that make up for the gap between sampler and trainer."""
+    turns_in_step: torch.Tensor | None = _shaped(_SCALAR, default=None)
+    """Turns that the optimizer step trains a critic on, over all processes."""
+    turn_columns: Batch = field(default_factory=dict)
+    """(B, K) each: further columns of a credit rule."""
+    token_columns: Batch = field(default_factory=dict)
+    """(B, T) each: likewise."""
+
+    def column(self, name: str) -> torch.Tensor:
+        """A credit rule's own column, (B, K) or (B, T)."""
+        return self.turn_columns[name] if name in self.turn_columns else self.token_columns[name]
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """(B, T) bool, the tokens that the loss is over."""
+        return self.tool_mask * self.completion_mask > 0
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(B,) int64, tokens of prompt and completion."""
+        return _lengths(self.prompt_mask, self.completion_mask)
+
+    def to_trl(self) -> Batch:
+        """The fields that are there, as TRL keeps them."""
+        batch = {name: value for name in _SHAPES if (value := getattr(self, name)) is not None}
+        batch |= {_TURN_PREFIX + name: value for name, value in self.turn_columns.items()}
+        return batch | {_TOKEN_PREFIX + name: value for name, value in self.token_columns.items()}
+
+    @classmethod
+    def from_trl(cls, batch: Batch) -> TrainBatch:
+        """The typed form of what :meth:`to_trl` made; tensors are shared."""
+        turns = {n.removeprefix(_TURN_PREFIX): value for n, value in batch.items() if n.startswith(_TURN_PREFIX)}
+        tokens = {n.removeprefix(_TOKEN_PREFIX): value for n, value in batch.items() if n.startswith(_TOKEN_PREFIX)}
+        known = {name: batch[name] for name in _SHAPES if name in batch}
+        length = known["completion_ids"].size(1)
+        for name in batch.keys() - known.keys():
+            if ":" not in name:  # a checkpoint of before there were prefixes
+                (tokens if batch[name].size(1) == length else turns)[name] = batch[name]
+        return cls(**known, turn_columns=turns, token_columns=tokens)
+
+    def trimmed(self, multiple: int | None = None) -> TrainBatch:
+        """Without the columns that are padding in every row. TRL pads to the longest row of the *generation* batch.
+
+        Args:
+            multiple: TRL's ``pad_to_multiple_of``, to which the batch was padded and which what is left keeps.
+        """
+        width, length = _width(self.prompt_mask, multiple), _width(self.completion_mask, multiple)
+        cut: dict[str, Any] = {}
+        for name, shape in _SHAPES.items():
+            value = getattr(self, name)
+            if value is not None:
+                cut[name] = _cut(value, shape, width, length)
+        tokens = {name: value[:, :length] for name, value in self.token_columns.items()}
+        return TrainBatch(**cut, turn_columns=dict(self.turn_columns), token_columns=tokens)
+
+    def rows(self, chosen: torch.Tensor) -> TrainBatch:
+        """Some of its rows.
+
+        Args:
+            chosen: (B,) bool or (R,) int64.
+        """
+        return TrainBatch.from_trl({n: value[chosen] if value.ndim else value for n, value in self.to_trl().items()})
+
+    def without_silent_rows(self, eps: float, loss_type: str) -> tuple[TrainBatch, float]:
+        """Drop the rows that have no advantage, and with it no gradient.
+
+        Without any other row, the shortest one stays: a rank that skipped its forward and backward pass would leave the
+        others waiting.
+
+        Args:
+            eps: An advantage counts as none up to this.
+            loss_type: TRL's; some divide by the number of rows or tokens of the micro-batch.
+
+        Returns:
+            What is left, and what its loss is to be multiplied by to give that of the whole.
+        """
+        mask = self.counted
+        kept = ((self.advantages.abs() > eps) & mask).any(dim=1)
+        if not kept.any():
+            kept[self.lengths.argmin()] = True
+        left = self.rows(kept)
+        if loss_type == "bnpo":
+            share = mask[kept].sum().clamp(min=1) / mask.sum().clamp(min=1)
+        elif loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
+            share = kept.float().mean()
+        else:
+            return left, 1.0  # divided by the tokens of the whole generation batch
+        return left, share.item()
+
+
+_SHAPES: dict[str, str] = {f.name: f.metadata["shape"] for f in fields(TrainBatch) if f.metadata}
+
+
+def column_of(batch: Batch, name: str) -> torch.Tensor:
+    """A credit rule's own column, (B, K) or (B, T), of a micro-batch as TRL keeps it."""
+    return next(batch[key] for key in (_TURN_PREFIX + name, _TOKEN_PREFIX + name, name) if key in batch)
+
+
+def plain_names(batch: Batch) -> Batch:
+    """A micro-batch as TRL keeps it, with the credit rule's own columns under their own names."""
+    return {name.removeprefix(_TURN_PREFIX).removeprefix(_TOKEN_PREFIX): value for name, value in batch.items()}
+
+
+def _cut(value: torch.Tensor, shape: str, width: int, length: int) -> torch.Tensor:
+    if shape == _PROMPT:
+        return value[:, value.size(1) - width :]
+    return value[:, :length] if shape == _TOKENS else value
+
+
+def _width(mask: torch.Tensor, multiple: int | None) -> int:
+    return -(-int(mask.sum(dim=1).max()) // (multiple or 1)) * (multiple or 1)
+
+
+def _lengths(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
+    return prompt_mask.sum(dim=1) + completion_mask.sum(dim=1)
+
+
+def length_sorted_batches(
     batch: TurnBatch, size: int, multiple: int | None, rows: torch.Tensor | None = None
 ) -> Iterator[tuple[torch.Tensor, Batch]]:
     """Micro-batches of rows of like length, for forward passes that train nothing.
@@ -47,16 +179,18 @@ def like_length(
     Args:
         batch: The episodes.
         size: Rows of a micro-batch.
-        multiple: See :func:`trim_columns`.
+        multiple: See :meth:`TrainBatch.trimmed`.
         rows: (R,) int64, the rows to read. Default: all.
 
     Yields:
         The rows of a micro-batch, and what a model reads of them, without columns that are padding in all of them.
     """
-    lengths = batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1)
+    lengths = _lengths(batch.prompt_mask, batch.completion_mask)
     ordered = lengths.argsort() if rows is None else rows[lengths[rows].argsort()]
     for chosen in ordered.split(size) if len(ordered) else ():
-        yield chosen, trim_columns({name: getattr(batch, name)[chosen] for name in _READ}, multiple)
+        part = {name: getattr(batch, name)[chosen] for name in _READ}
+        width, length = (_width(part[f"{name}_mask"], multiple) for name in ("prompt", "completion"))
+        yield chosen, {name: _cut(value, _SHAPES[name], width, length) for name, value in part.items()}
 
 
 def read_inputs(part: Batch) -> Batch:
@@ -67,34 +201,6 @@ def read_inputs(part: Batch) -> Batch:
     }
 
 
-def drop_silent_rows(batch: Batch, eps: float, loss_type: str) -> tuple[Batch, float]:
-    """Drop the rows of a micro-batch that have no advantage, and with it no gradient.
-
-    Without any other row, the shortest one stays: a rank that skipped its forward and backward pass would leave the others
-    waiting.
-
-    Args:
-        batch: ``advantages`` and ``tool_mask`` are (B, T).
-        eps: An advantage counts as none up to this.
-        loss_type: TRL's; some divide by the number of rows or tokens of the micro-batch.
-
-    Returns:
-        What is left, and what its loss is to be multiplied by to give that of the whole.
-    """
-    mask = batch["tool_mask"] * batch["completion_mask"]
-    kept = ((batch["advantages"].abs() > eps) & (mask > 0)).any(dim=1)
-    if not kept.any():
-        kept[_lengths(batch).argmin()] = True
-    left = {name: value[kept] if value.ndim else value for name, value in batch.items()}
-    if loss_type == "bnpo":
-        share = mask[kept].sum().clamp(min=1) / mask.sum().clamp(min=1)
-    elif loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
-        share = kept.float().mean()
-    else:
-        return left, 1.0  # divided by the tokens of the whole generation batch
-    return left, share.item()
-
-
 def sort_by_length(micro_batches: list[Batch], window: int) -> list[Batch]:
     """Exchange rows between the micro-batches of one accumulation window so that each holds rows of like length.
 
@@ -102,25 +208,22 @@ def sort_by_length(micro_batches: list[Batch], window: int) -> list[Batch]:
     normalize per micro-batch, whose make-up is arbitrary anyway.)
 
     Args:
-        micro_batches: In the order of the updates.
+        micro_batches: In the order of the updates, as TRL keeps them.
         window: Micro-batches of one optimizer step.
     """
     ordered: list[Batch] = []
     for start in range(0, len(micro_batches), window):
         group = micro_batches[start : start + window]
-        order = torch.cat([_lengths(batch) for batch in group]).argsort(stable=True)
+        lengths = [_lengths(batch["prompt_mask"], batch["completion_mask"]) for batch in group]
+        order = torch.cat(lengths).argsort(stable=True)
         # 0-d entries are the same in every micro-batch.
         joined = {
             name: torch.cat([batch[name] for batch in group])[order] if value.ndim else value
             for name, value in group[0].items()
         }
-        size = _lengths(group[0]).size(0)
+        size = lengths[0].size(0)
         ordered += [
             {name: value[i * size : (i + 1) * size] if value.ndim else value for name, value in joined.items()}
             for i in range(len(group))
         ]
     return ordered
-
-
-def _lengths(batch: Batch) -> torch.Tensor:
-    return batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)

@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.rollout.generators.architecture import reading
+from agile_trainers.train_batch import TrainBatch
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 BOUND = 1e-3
@@ -314,23 +315,22 @@ class Comparing(MultiTurnGRPOTrainer):
 
     scored, trained, tokens = 0.0, 0.0, 0
 
-    def _trl_batch(self, batch: Any, *args: Any) -> dict[str, torch.Tensor]:
-        output = super()._trl_batch(batch, *args)
-        output["sampled"] = batch.sampling_logprobs
-        self.scored = self._gap(output["old_per_token_logps"], output)
+    def _train_batch(self, batch: Any, *args: Any) -> TrainBatch:
+        output = super()._train_batch(batch, *args)
+        assert output.old_per_token_logps is not None
+        self.scored = self._gap(output.old_per_token_logps, output)
         self.tokens = int((batch.turn_ids >= 0).sum())
         return output
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._loss_batch is not None:
-            self.trained = max(self.trained, self._gap(result[0].detach(), self._loss_batch))
+        if self._loss_pass is not None:
+            self.trained = max(self.trained, self._gap(result[0].detach(), self._loss_pass.batch))
         return result
 
     @staticmethod
-    def _gap(log_probs: torch.Tensor, batch: dict[str, torch.Tensor]) -> float:
-        actions = batch["turn_ids"] >= 0
-        gaps = (log_probs - batch["sampled"])[actions].abs()
+    def _gap(log_probs: torch.Tensor, batch: TrainBatch) -> float:
+        gaps = (log_probs - batch.sampling_per_token_logps)[batch.turn_ids >= 0].abs()
         return float(gaps.nan_to_num(nan=torch.inf).max()) if len(gaps) else 0.0
 
 

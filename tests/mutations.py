@@ -79,9 +79,8 @@ MUTATIONS = [
         "tests/trainers/test_accumulation.py -k closes_early",
     ),
     Mutation(
-        "the value loss of a short update over a whole one's turns", "trainers/ppo.py",
-        "self._count_turns(micro_batches, self.current_gradient_accumulation_steps)",
-        "self._count_turns(micro_batches, self.args.gradient_accumulation_steps)",
+        "the value loss of a short update over a whole one's turns", "trainers/trainer.py",
+        "length=self.current_gradient_accumulation_steps", "length=self.args.gradient_accumulation_steps",
         "tests/trainers/test_accumulation.py -k value_loss",
     ),
     Mutation(
@@ -90,7 +89,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sampler and trainer compared after pooling", "trainers/trainer.py",
-        "batch is not None and self._gap_meter.is_open", "False", f"{GAP} -k stops_before",
+        "if self.gap.is_open:\n            sampled", "if False:\n            sampled", f"{GAP} -k stops_before",
     ),
     Mutation(
         "the first of two batches not compared", "trainers/trainer.py",
@@ -101,8 +100,8 @@ MUTATIONS = [
         "ranks[:, :-1].sum(0)", "ranks[:1, :-1].sum(0)", "tests/trainers/test_gap_two_processes.py",
     ),
     Mutation(
-        "rows that are not scored counted in the gap", "sampling/sampler.py",
-        "counted, padded = trained & scores", "counted, padded = trained | scores", f"{GAP} -k not_read",
+        "rows that are not scored counted in the gap", "trainers/trainer.py",
+        "counted = trained & scores", "counted = trained | scores", f"{GAP} -k not_read",
     ),
     Mutation(
         "a penalty taken for exact sampling", "sampling/gap.py",
@@ -123,7 +122,7 @@ MUTATIONS = [
     ),
     Mutation(
         "TRL's reference decomposes the base again", "trainers/trainer.py",
-        ", plain_copies(start.model):", ":", f"{STARTS} -k already",
+        ", plain_copies(inputs.model):", ":", f"{STARTS} -k already",
     ),
     Mutation(
         "the sampler's probability over the trainer's", "objectives/mismatch.py",
@@ -178,7 +177,7 @@ MUTATIONS = [
         "running, following = torch.zeros_like(final_values), torch.zeros_like(final_values)", GAE,
     ),
     Mutation(
-        "bootstrap on termination", "trainers/ppo.py",
+        "bootstrap on termination", "trainers/critic.py",
         "torch.where(batch.truncated, read[:, -1], 0.0)", "read[:, -1]", "tests/trainers/test_ppo.py -k by_hand",
     ),
     Mutation(
@@ -206,19 +205,19 @@ MUTATIONS = [
         "tests/trainers/test_kl_placement.py -k no_kl_term",
     ),
     Mutation(
-        "ranks not reduced", "trainers/trainer.py",
-        "self.accelerator.gather(self.accelerator.pad_across_processes(value, dim=1))\n            for value in (batch.turn",
-        "value\n            for value in (batch.turn", "tests/trainers/test_two_processes.py",
+        "ranks not reduced", "trainers/credit.py",
+        "accelerator.gather(accelerator.pad_across_processes(value, dim=1))\n        for value in (batch.turn",
+        "value\n        for value in (batch.turn", "tests/trainers/test_two_processes.py",
     ),
     Mutation(
-        "value loss not counted over ranks", "trainers/ppo.py",
-        'turns = self.accelerator.reduce(sum(batch["value_weights"].sum() for batch in micro_batches), reduction="sum")',
-        'turns = sum(batch["value_weights"].sum() for batch in micro_batches)',
+        "value loss not counted over ranks", "trainers/critic.py",
+        'turns = self._trainer.accelerator.reduce(sum(weights), reduction="sum")', "turns = sum(weights)",
         "tests/trainers/test_ppo_two_processes.py",
     ),
     Mutation(
-        "critic frozen by the reference pass", "trainers/ppo.py",
-        "# Right before the forward pass: the reference pass has left only the policy trainable.\n        self._thaw()",
+        "critic frozen by the reference pass", "trainers/trainer.py",
+        "# Right before the forward pass: the reference pass has left only the policy trainable.\n"
+        "            self.critic.thaw()",
         "pass", "tests/trainers/test_ppo.py -k both_adapters_train",
     ),
     Mutation(
@@ -238,7 +237,7 @@ MUTATIONS = [
     ),
     Mutation(
         "observations trained on", "trainers/trainer.py",
-        '"tool_mask": trained.long()', '"tool_mask": batch.completion_mask',
+        "tool_mask=trained.long()", "tool_mask=batch.completion_mask",
         "tests/trainers/test_invariances.py -k change_nothing",
     ),
     Mutation(
@@ -261,8 +260,8 @@ MUTATIONS = [
         "tests/trainers/test_reference.py -k so_many_steps",
     ),
     Mutation(
-        "warm-up trains the policy", "trainers/ppo.py",
-        "policy_weight = 0.0 if self.state.global_step < self.args.critic_warmup_steps else 1.0", "policy_weight = 1.0",
+        "warm-up trains the policy", "trainers/critic.py",
+        "policy_weight = 0.0 if trainer.state.global_step < args.critic_warmup_steps else 1.0", "policy_weight = 1.0",
         "tests/trainers/test_ppo.py -k warm_up",
     ),
     Mutation(
@@ -333,26 +332,25 @@ MUTATIONS = [
     ),
     Mutation(
         "the kept reference is the policy's copy after all", "trainers/reference.py",
-        "if self._saved is not None and self.args.keep_reference:", "if False:", "tests/trainers/test_warm_start.py -k kept",
+        "if saved is not None and args.keep_reference:", "if False:", "tests/trainers/test_warm_start.py -k kept",
     ),
     Mutation(
         "the reference lacks the policy's embeddings", "trainers/reference.py",
-        "copy_adapter(self.model, POLICY, REFERENCE)  # TRL", "pass  # TRL",
+        "copy_adapter(model, POLICY, REFERENCE)  # TRL", "pass  # TRL",
         "tests/trainers/test_warm_start.py -k embeddings",
     ),
     Mutation(
         "a resumed run loses the rest of its generation batch", "checkpoints/record.py",
-        'state["generation"] * self._generate_every + state["position"], buffer)',
-        'state["generation"] * self._generate_every, None)',
+        "return RolloutState(steps, micro_batches,", 'return RolloutState(state["generation"] * self._every, None,',
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step[ppo]",
     ),
     Mutation(
         "a resumed run reads the first epoch's rows again", "checkpoints/record.py",
-        "range(self._epochs_done)", "range(0)", "tests/trainers/test_checkpoint.py::test_killed_at_every_step[reinforce]",
+        "range(self.epochs_done)", "range(0)", "tests/trainers/test_checkpoint.py::test_killed_at_every_step[reinforce]",
     ),
     Mutation(
         "a checkpoint is built where the whole ones are", "checkpoints/record.py",
-        "self._building = building.parent", "building = folder",
+        "self.building = building.parent", "building = folder",
         "tests/trainers/test_checkpoint.py -k while_saving",
     ),
     Mutation(
@@ -378,7 +376,7 @@ MUTATIONS = [
         "module.support_avx512bf16_for_cpu = False", "pass", "tests/trainers/test_quantized.py",
     ),
     Mutation(
-        "a resumed adapter of a quantized base goes on in fp32", "trainers/reference.py",
+        "a resumed adapter of a quantized base goes on in fp32", "trainers/trainer.py",
         "parameter.data.to(dtypes.get(name, parameter.dtype))", "parameter.data", "tests/trainers/test_quantized.py",
     ),
     Mutation(
@@ -504,8 +502,9 @@ MUTATIONS = [
         "_zero(module, _NOISE)", "pass", f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
     ),
     Mutation(
-        "the critic's adapter has dropout", "trainers/ppo.py",
-        "        self._switch_off_noise()\n", "", f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
+        "the critic's adapter has dropout", "trainers/trainer.py",
+        "            self._switch_off_noise()\n            self.critic.thaw()", "            self.critic.thaw()",
+        f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
     ),
     Mutation(
         "a longer row turns the others otherwise", "rollout/generators/architecture.py",
@@ -546,15 +545,15 @@ MUTATIONS = [
         "if any((one / MARKER).is_file() for one in there):", "if False:", "tests/test_cli_chain.py -k damaged",
     ),
     Mutation(
-        "a skipped step moves the schedule", "checkpoints/nonfinite.py",
+        "a skipped step moves the schedule", "trainers/nonfinite.py",
         "optimizer._is_overflow = True", "optimizer._is_overflow = False", "tests/trainers/test_nonfinite.py",
     ),
     Mutation(
-        "weights that are not finite are saved", "checkpoints/nonfinite.py",
+        "weights that are not finite are saved", "trainers/nonfinite.py",
         "if not _agree(broken is None, accelerator):", "if False:", "tests/trainers/test_nonfinite.py",
     ),
     Mutation(
-        "a finished run trains one step more", "checkpoints/record.py",
+        "a finished run trains one step more", "trainers/trainer.py",
         "self.state.global_step >= self.state.max_steps", "self.state.global_step > self.state.max_steps",
         "tests/trainers/test_resume.py -k finished",
     ),
@@ -597,8 +596,8 @@ MUTATIONS = [
     ),
     Mutation(
         "evaluation forgets the weights of reward functions", "trainers/evaluation.py",
-        "reward_summary(rewards, self.reward_weights, self.reward_func_names)",
-        "reward_summary(rewards, self.reward_weights * 0 + 1, self.reward_func_names)",
+        "reward_summary(rewards, trainer.reward_weights, trainer.reward_func_names)",
+        "reward_summary(rewards, trainer.reward_weights * 0 + 1, trainer.reward_func_names)",
         "tests/trainers/test_reward_functions.py -k checkpoint",
     ),
     Mutation(

@@ -14,7 +14,7 @@ from agile_trainers.adapters.loading import (
 from agile_trainers.adapters.reference_adapter import add_reference, copy_adapter
 from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, thaw
 from agile_trainers.adapters.scope import explaining_scope, within_scope
-from agile_trainers.adapters.sharding import every_adapter_trainable, gathered_once, write
+from agile_trainers.adapters.sharding import assign_parameter, every_adapter_trainable, gathered_once
 
 __all__ = [
     "CRITIC",
@@ -26,6 +26,7 @@ __all__ = [
     "add_critic",
     "add_reference",
     "add_value_head",
+    "assign_parameter",
     "belongs_to",
     "check_repeatable",
     "copy_adapter",
@@ -42,5 +43,4 @@ __all__ = [
     "starts_elsewhere",
     "thaw",
     "within_scope",
-    "write",
 ]

@@ -24,7 +24,7 @@ from agile_trainers.adapters.initialization import REPEATABLE, changes_base
 from agile_trainers.adapters.merge import describe, differences, layers, merged_config, padded
 from agile_trainers.adapters.reference_adapter import copy_adapter
 from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, belongs_to
-from agile_trainers.adapters.sharding import write
+from agile_trainers.adapters.sharding import assign_parameter
 
 logger = logging.get_logger(__name__)
 
@@ -315,7 +315,7 @@ def restore_adapter(model: PeftModel, adapter: str, folder: Path) -> None:
             f"{folder} holds another adapter than {adapter!r}: {', '.join(different[:3])} is in one of them only."
         )
     for name, index in named.items():
-        write(own[int(index)][1], weights[name])
+        assign_parameter(own[int(index)][1], weights[name])
 
 
 def start_critic(

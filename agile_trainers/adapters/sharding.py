@@ -41,7 +41,7 @@ def whole(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def write(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+def assign_parameter(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Give a parameter the values of a whole tensor of its shape. Every process must take part, with the same values."""
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

@@ -1,11 +1,13 @@
-"""Checkpoints that a run continues from exactly, and that never look whole unless they are."""
+"""Saves checkpoints that a run continues from exactly, and that never look whole unless they are."""
 
 from __future__ import annotations
 
 import platform
 import shutil
 import uuid
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters import POLICY, every_adapter_trainable, parent_of
+from agile_trainers.adapters import POLICY, SavedAdapters, parent_of
 from agile_trainers.adapters.folders import (
     RECORD,
     CheckpointError,
@@ -26,21 +28,16 @@ from agile_trainers.adapters.folders import (
     checkpoints,
     lora_settings,
     mark_complete,
-    naming_full_disk,
     newest_complete,
     read_json,
     set_aside,
     step_of,
     write_json,
 )
-from agile_trainers.adapters.sharding import is_zero3
-from agile_trainers.checkpoints.nonfinite import StepGuard, check_finite
 from agile_trainers.checkpoints.output_lock import OutputDirInUseError, locked
 from agile_trainers.checkpoints.resumed_options import compare_options, recorded_options
 from agile_trainers.checkpoints.secrets import blanked
-from agile_trainers.checkpoints.stopping import GracefulStop
 from agile_trainers.envs.registry import describe_environment
-from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.train_batch import Batch
 
 logger = logging.get_logger(__name__)
@@ -54,128 +51,82 @@ _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "step
 _ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-class Checkpoints(GRPOTrainer):
-    """Saving, resuming and stopping of the multi-turn trainers."""
+@dataclass
+class RolloutState:
+    """How far a run is through its rollouts, beyond what ``Trainer`` saves."""
 
-    args: Any
-    model: Any
-    engine: RolloutEngine | None
-    environment: Any
-    _idle_batches: int
-    _saved: Any = None
-    _parent: dict[str, Any] | None = None
-    """What the policy was started from."""
-    _epochs_done = 0
-    _updates: Any  # of trainers/updates.py
-    _run_id = ""
-    """Of the run, or of its branch if it went on from an older checkpoint."""
-    _building: Path | None = None
-    """Folder below which a checkpoint is being built."""
+    steps: int
+    """Micro-steps taken."""
+    micro_batches: list[Batch] | None
+    """Of the generation batch that they are in; None at the start of one."""
+    idle_batches: int = 0
+    """Batches in a row, up to now, without any signal."""
+    skipped_steps: dict[str, int] = field(default_factory=dict)
+    """Of a :class:`~agile_trainers.trainers.nonfinite.StepGuard`."""
 
-    def _rollout_state(self) -> tuple[int, list[Batch]]:
-        """Micro-steps taken, and the micro-batches of the generation batch that they are in."""
-        raise NotImplementedError
 
-    def _restore_rollout(self, steps: int, buffer: list[Batch] | None) -> None:
-        raise NotImplementedError
+class RunCheckpoints:
+    """The checkpoints of a run in ``output_dir``: which one it goes on from, what a new one holds, and where it is built.
 
-    def _set_up_checkpoints(self) -> None:
-        """Once, after TRL's own constructor."""
-        if self.args.device.type == "cpu":
-            # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
-            vars(self.args)["_setup_devices"] = torch.device("cpu")
-        self._parent = parent_of(self._saved, self._base_config()._name_or_path)
-        self._graceful_stop = GracefulStop(self.accelerator)
-        self.add_callback(self._graceful_stop)
+    Args:
+        trainer: After TRL's own constructor.
+        algorithm: The algorithm's name.
+        environment: The trainer's argument.
+        saved: Where the policy was loaded from, if from adapters.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, algorithm: str, environment: Any, saved: SavedAdapters | None) -> None:
+        self._trainer, self._algorithm, self._environment, self._saved = trainer, algorithm, environment, saved
+        self._args: Any = trainer.args
+        self._parent = parent_of(saved, self._base_config._name_or_path)
+        self.run_id = ""
+        """Of the run, or of its branch if it went on from an older checkpoint."""
+        self.epochs_done = 0
+        """Before the checkpoint that the run went on from."""
+        self.building: Path | None = None
+        """Folder below which a checkpoint is being built."""
 
     @property
-    def _generate_every(self) -> int:
-        return self.args.steps_per_generation * self.num_iterations
+    def _base_config(self) -> Any:
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        return (model.get_base_model() if isinstance(model, PeftModel) else model).config
 
-    # ------------------------------------------------------------------------------------------------------- train
+    @property
+    def _every(self) -> int:
+        return self._args.steps_per_generation * self._args.num_iterations
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """``Trainer.train``; interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint
-        and stops its caller. A second signal stops at once.
+    # ------------------------------------------------------------------------------------------------------ choose
+
+    def choose(self, resume: str | bool | None, lock: ExitStack) -> str | None:
+        """The checkpoint to resume from. The main process locks ``output_dir`` and chooses; all get its answer, or error.
 
         Args:
-            resume_from_checkpoint: True takes the newest whole checkpoint in ``output_dir``; ``"auto"`` does if there is
-                one, and starts anew otherwise; a path takes that one.
-            *args: See ``Trainer.train``.
-            **kwargs: See ``Trainer.train``.
+            resume: ``resume_from_checkpoint``.
+            lock: Gets what has to be released when the run ends.
 
         Raises:
             CheckpointError: If there is no whole checkpoint there, or it is one of another run.
             OutputDirInUseError: If another process of this host trains into ``output_dir``.
-            NonFiniteError: If too many optimizer steps in a row have a gradient that is not finite.
-            KeyboardInterrupt: After the checkpoint of an interrupted run was saved.
-            SystemExit: With code 143, after the checkpoint of a run that got SIGTERM was saved.
         """
-        if self.engine is None:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        if self._updates.is_open:
-            raise RuntimeError(
-                "train() was called in the middle of a run of rollout() and update(). Call finish() first."
-            )
-        with ExitStack() as lock:
-            folder = self._find_checkpoint(resume_from_checkpoint, lock)
-            if self._updates.is_beginning:
-                self._updates.keep(lock)
-            self._epochs_done, steps = 0, self._rollout_state()[0]
-            # A trainer that trains anew, maybe after an interruption inside a step, begins with a new generation batch.
-            self._restore_rollout(-(-steps // self._generate_every) * self._generate_every, None)
-            self._guard = StepGuard()
-            if folder is not None:
-                self._epochs_done = int(read_json(Path(folder) / "trainer_state.json")["epoch"])
-                self._parent = read_json(Path(folder) / RECORD)["parent"]
-            try:
-                with self._graceful_stop.heard(), naming_full_disk(self.args.output_dir):
-                    output = super().train(folder, *args, **kwargs)
-            finally:
-                self.engine.pool.close()
-        self._graceful_stop.pass_on()
-        return output
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.engine is not None and self.state.global_step >= self.state.max_steps:
-            # `Trainer` looks at this after a step only, and so trains one too many.
-            logger.warning(
-                "Nothing is left to train: the checkpoint is at step %d of %d. Raise max_steps or num_train_epochs.",
-                self.state.global_step, self.state.max_steps,
-            )  # fmt: skip
-            self.control.should_training_stop = True
-            return
-        self._updates.intercept(kwargs)
-        super()._run_epoch(*args, **kwargs)
-
-    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        with self._updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if self.engine is not None:
-            self._guard.inspect(norm, self.model, self.optimizer, self.accelerator, self.state.global_step)
-            self._metrics["train"]["skipped_steps"] = [float(self._guard.skipped)]
-        return norm
-
-    def _find_checkpoint(self, resume: str | bool | None, lock: ExitStack) -> str | None:
-        """The checkpoint to resume from. The main process locks ``output_dir`` and chooses; all get its answer, or error."""
         answer: list[Any] = [None, ""]
-        if self.accelerator.is_main_process:
+        if self._trainer.accelerator.is_main_process:
             try:
-                lock.enter_context(locked(Path(self.args.output_dir)))
-                answer = [self._choose_checkpoint(resume), self._run_id]
+                lock.enter_context(locked(Path(self._args.output_dir)))
+                answer = [self._choose_checkpoint(resume), self.run_id]
             except (CheckpointError, OutputDirInUseError) as error:
                 answer = [error, ""]
         broadcast_object_list(answer)
         if isinstance(answer[0], Exception):
             raise answer[0]
-        self._run_id = answer[1]
-        return answer[0]
+        folder, self.run_id = answer
+        self.epochs_done = 0
+        if folder is not None:
+            self.epochs_done = int(read_json(Path(folder) / "trainer_state.json")["epoch"])
+            self._parent = read_json(Path(folder) / RECORD)["parent"]
+        return folder
 
     def _choose_checkpoint(self, resume: str | bool | None) -> str | None:
-        output_dir = Path(self.args.output_dir)
+        output_dir = Path(self._args.output_dir)
         folder = self._named_checkpoint(resume, output_dir)
         if folder is None:
             self._check_output_dir(output_dir)
@@ -186,7 +137,7 @@ class Checkpoints(GRPOTrainer):
         own = folder.resolve().parent == output_dir.resolve()
         later = [path for path in checkpoints(output_dir) if step_of(path) > record["global_step"]]
         if own and not later and record.get("run_id"):
-            self._run_id = record["run_id"]
+            self.run_id = record["run_id"]
         else:
             self._begin_branch(output_dir, after=record["global_step"] if own else -1)
         return str(folder)
@@ -216,9 +167,9 @@ class Checkpoints(GRPOTrainer):
             output_dir: Of the run.
             after: The step it goes on from; checkpoints of later steps are another branch's.
         """
-        self._run_id = uuid.uuid4().hex[:12]
+        self.run_id = uuid.uuid4().hex[:12]
         # The policy itself may come from one of them.
-        source = Path(self._base_config()._name_or_path if self._saved is None else self._saved.folder).resolve()
+        source = Path(self._base_config._name_or_path if self._saved is None else self._saved.folder).resolve()
         others = [path for path in checkpoints(output_dir) if step_of(path) > after and path.resolve() != source]
         if others:
             where = set_aside(others, output_dir)
@@ -239,7 +190,7 @@ class Checkpoints(GRPOTrainer):
 
     def _check_fits(self, folder: Path) -> None:
         """Refuse the checkpoint of a run with other settings, naming each that differs."""
-        theirs, ours = read_json(folder / RECORD), self._stage_record()
+        theirs, ours = read_json(folder / RECORD), self.record()
         pairs = {name: (theirs.get(name), ours[name]) for name in ("algorithm", "environment")}
         if "environment_arguments" in theirs:
             pairs["environment_arguments"] = theirs["environment_arguments"], ours["environment_arguments"]
@@ -278,19 +229,15 @@ class Checkpoints(GRPOTrainer):
 
     # -------------------------------------------------------------------------------------------------------- save
 
-    def _base_config(self) -> Any:
-        model = self.accelerator.unwrap_model(self.model)
-        return (model.get_base_model() if isinstance(model, PeftModel) else model).config
-
-    def _stage_record(self) -> dict[str, Any]:
-        """What ``agile_trainers.json`` says."""
-        model = self.accelerator.unwrap_model(self.model)
-        config = self._base_config()
+    def record(self) -> dict[str, Any]:
+        """The content of ``agile_trainers.json``: where a model comes from."""
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        config = self._base_config
         text = config.get_text_config()
         packages = ("agile-trainers", "trl", "transformers", "peft", "accelerate", "torch")
         record = {
-            "algorithm": self._name,
-            **describe_environment(self.environment),
+            "algorithm": self._algorithm,
+            **describe_environment(self._environment),
             "base_model": {
                 "name": config._name_or_path or None,
                 "commit": getattr(config, "_commit_hash", None),
@@ -298,112 +245,100 @@ class Checkpoints(GRPOTrainer):
             },
             "parent": self._parent,
             "lora": lora_settings(model.peft_config[POLICY]) if isinstance(model, PeftModel) else None,
-            "global_step": self.state.global_step,
-            "run_id": self._run_id,
-            "options": recorded_options(self.args),
+            "global_step": self._trainer.state.global_step,
+            "run_id": self.run_id,
+            "options": recorded_options(self._args),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         }
         return blanked(record)  # an environment may take an API's key as an argument
 
     def _geometry(self) -> dict[str, int]:
-        sizes = {name: getattr(self.args, name) for name in _GEOMETRY}
-        return {"processes": self.accelerator.num_processes, **sizes}
+        sizes = {name: getattr(self._args, name) for name in _GEOMETRY}
+        return {"processes": self._trainer.accelerator.num_processes, **sizes}
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """``Trainer.save_model``, and a record of where the model comes from (``agile_trainers.json``)."""
-        folder = Path(output_dir or self.args.output_dir)
-        if self.engine is not None and self.args.should_save:
-            write_json(folder / RECORD, self._stage_record())
-        sharded = is_zero3(self.accelerator.state.deepspeed_plugin) and isinstance(self.model, PeftModel)
-        with naming_full_disk(folder), every_adapter_trainable(self.model) if sharded else nullcontext():
-            super().save_model(output_dir, _internal_call)
+    @contextmanager
+    def saving(self, run: Path, rollout: RolloutState) -> Iterator[Path]:
+        """Build a checkpoint out of sight; whole, it takes its place in ``run``.
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.engine is None:
-            return super()._save_checkpoint(model, trial)
-        check_finite(self.model, self.accelerator, self.state.global_step)
-        run, args = Path(self._get_output_dir(trial)), self.args
-        name = f"checkpoint-{self.state.global_step}"
+        Args:
+            run: The folder of the run's checkpoints.
+            rollout: Saved with it, unless ``save_only_model``.
+
+        Yields:
+            The folder to write it into; :attr:`building` is the folder above.
+        """
+        accelerator, state, args = self._trainer.accelerator, self._trainer.state, self._args
+        name = f"checkpoint-{state.global_step}"
         building, folder = run / _UNFINISHED / name, run / name
-        here = self.accelerator.is_local_main_process  # of each machine, which need not share a disk
+        here = accelerator.is_local_main_process  # of each machine, which need not share a disk
         if here:
             shutil.rmtree(building.parent, ignore_errors=True)  # what a kill left
-        self.accelerator.wait_for_everyone()
-        self._building = building.parent
+        accelerator.wait_for_everyone()
+        self.building = building.parent
         try:
-            super()._save_checkpoint(model, trial)
+            yield building
         finally:
-            self._building = None
-        self._save_rollout(building)
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(folder)
+            self.building = None
+        self._save_rollout(building, rollout)
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(folder)
             if args.should_save:
-                self.state.save_to_json(str(building / "trainer_state.json"))
-        self.accelerator.wait_for_everyone()
+                state.save_to_json(str(building / "trainer_state.json"))
+        accelerator.wait_for_everyone()
         if args.should_save:
             mark_complete(building)
-        self.accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
         if here:
             _move_into_place(building, folder)
-        self.accelerator.wait_for_everyone()
-        if args.push_to_hub:
-            super()._push_from_checkpoint(str(folder))
-        if args.should_save:
-            # `Trainer` has looked in the folder of unfinished ones, where there is only this one.
+        accelerator.wait_for_everyone()
+
+    def rotate(self, run: Path) -> None:
+        """Delete the checkpoints beyond ``save_total_limit``. ``Trainer`` has looked in the folder of unfinished ones, where
+        there is only one."""
+        if self._args.should_save:
             rotate_checkpoints(
                 output_dir=str(run),
-                save_total_limit=args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
+                save_total_limit=self._args.save_total_limit,
+                best_model_checkpoint=self._trainer.state.best_model_checkpoint,
                 use_mtime=False,  # by step
             )
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._building is None else str(self._building)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Not yet, where `Trainer` calls it: the folder is not whole. See :meth:`_save_checkpoint`."""
-        if self.engine is None:
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save_rollout(self, folder: Path) -> None:
-        """The micro-batches that are still to be trained on, one file per process, and how far it is through them."""
-        if self.args.save_only_model:
+    def _save_rollout(self, folder: Path, rollout: RolloutState) -> None:
+        """The micro-batches that are still to be trained on, one file per process, and how far the run is through them."""
+        if self._args.save_only_model:
             return
-        steps, buffer = self._rollout_state()
-        generation, position = divmod(steps, self._generate_every)
+        generation, position = divmod(rollout.steps, self._every)
         (folder / _ROLLOUT).mkdir(parents=True, exist_ok=True)
         if position:
-            save_file(_flat(buffer), folder / _ROLLOUT / f"rank-{self.accelerator.process_index}.safetensors")
-        if self.args.should_save:
+            file = folder / _ROLLOUT / f"rank-{self._trainer.accelerator.process_index}.safetensors"
+            save_file(_flat(rollout.micro_batches or []), file)
+        if self._args.should_save:
             state = {
                 "generation": generation,
                 "position": position,
-                "idle_batches": self._idle_batches,
-                "skipped_steps": vars(self._guard),
+                "idle_batches": rollout.idle_batches,
+                "skipped_steps": rollout.skipped_steps,
                 "geometry": self._geometry(),
             }
             write_json(folder / _ROLLOUT / _POSITION, state)
 
     # ------------------------------------------------------------------------------------------------------ resume
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.engine is None or checkpoint is None:
-            return
+    def load_rollout(self, checkpoint: str) -> RolloutState:
+        """What :meth:`saving` saved of the rollouts, of this process."""
         folder = Path(checkpoint) / _ROLLOUT
         state = read_json(folder / _POSITION)
-        buffer = None
+        micro_batches = None
         if state["position"]:
-            file = folder / f"rank-{self.accelerator.process_index}.safetensors"
-            buffer = _nested(load_file(file, device=str(self.args.device)))
-        self._idle_batches = state["idle_batches"]
-        self._guard = StepGuard(**state.get("skipped_steps", {}))
-        self._restore_rollout(state["generation"] * self._generate_every + state["position"], buffer)
+            file = folder / f"rank-{self._trainer.accelerator.process_index}.safetensors"
+            micro_batches = _nested(load_file(file, device=str(self._args.device)))
+        steps = state["generation"] * self._every + state["position"]
+        return RolloutState(steps, micro_batches, state["idle_batches"], state.get("skipped_steps", {}))
 
-    def _at_epoch(self, sampler: Any) -> Any:
+    def at_epoch(self, sampler: Any) -> Any:
         """Draw the orders of the epochs that are over, so that the next is the one it would have been."""
         if getattr(sampler, "shuffle", False):
-            for _ in range(self._epochs_done):
+            for _ in range(self.epochs_done):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
 

@@ -29,7 +29,9 @@ def turn_log_ratio(
     return pool_to_turns(log_probs - reference, turn_ids, turns, "sum")
 
 
-def shaping(log_probs: torch.Tensor, reference: torch.Tensor, turn_ids: torch.Tensor, unit: str) -> torch.Tensor:
+def token_kl_penalty(
+    log_probs: torch.Tensor, reference: torch.Tensor, turn_ids: torch.Tensor, unit: str
+) -> torch.Tensor:
     """What ``beta`` times of which is taken from each token's advantage, as a constant.
 
     Args:

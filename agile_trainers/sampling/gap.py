@@ -6,12 +6,16 @@ trains on the wrong gradient with healthy metrics. The sampler's own log-probabi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from transformers.utils import logging
 
 from agile_trainers.rollout.generators.base import SamplingSettings
+
+logger = logging.get_logger(__name__)
 
 EXACT, ROUNDED = 1e-3, 0.1
 """Mean gap, in nats a token, that needs an explanation: where both compute in fp32 on the same weights, and elsewhere."""
@@ -221,3 +225,67 @@ def explain(gap: Gap, bound: float, conditions: Conditions, first: float) -> str
         f"Sampler and trainer differ by {gap.mean:.3g} nats a token (at most {gap.maximum:.3g}), more than "
         f"max_logprob_gap={bound}. The likely cause: {likely_cause(gap, bound, conditions, first)}. See docs/rollouts.md."
     )
+
+
+class GapMonitor:
+    """Measures the gap of every generation batch, and speaks up when it is too wide.
+
+    Args:
+        accelerator: The trainer's.
+        bound: ``max_logprob_gap``; None for the default that ``conditions`` calls for.
+        conditions: Says how sampler and trainer compute.
+    """
+
+    def __init__(self, accelerator: Accelerator, bound: float | None, conditions: Callable[[], Conditions]) -> None:
+        self._meter, self._bound, self._conditions = GapMeter(accelerator), bound, conditions
+        self._first: float | None = None
+        self._last = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a generation batch is being measured."""
+        return self._meter.is_open
+
+    def open(self) -> None:
+        """Start a generation batch."""
+        self._meter.open()
+
+    def add(
+        self,
+        log_probs: torch.Tensor,
+        sampled: torch.Tensor,
+        mask: torch.Tensor,
+        turn_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+    ) -> None:
+        """Take the tokens of a forward pass; see :meth:`GapMeter.add`."""
+        self._meter.add(log_probs, sampled, mask, turn_ids, prompt_mask[:, 0] == 0)
+
+    def close(self, *, is_first_step: bool) -> dict[str, float]:
+        """End the batch; all ranks agree on its gap.
+
+        Args:
+            is_first_step: Whether no optimizer step was made before. A resumed run has got past its first batch, and goes
+                on.
+
+        Returns:
+            The gap as metrics, under TRL's names; empty without a token that counts.
+
+        Raises:
+            SamplerMismatchError: In the run's first batch, if the gap is too wide and rounding cannot be the reason.
+        """
+        gap = self._meter.read()
+        if gap is None:
+            return {}
+        conditions, is_first = self._conditions(), self._first is None and is_first_step
+        bound = self._bound or (EXACT if conditions.exact else ROUNDED)
+        first, last = (gap.mean, 0.0) if self._first is None else (self._first, self._last)
+        self._first, self._last = first, gap.mean
+        if gap.mean > bound:
+            text = explain(gap, bound, conditions, first)
+            if is_first and conditions.exact:
+                raise SamplerMismatchError(text)
+            if last <= bound:  # once, until it has been narrow again
+                logger.warning(text)
+        name = "sampling/sampling_logp_difference"
+        return {f"{name}/mean": gap.mean, f"{name}/max": gap.maximum}

@@ -1,10 +1,11 @@
-"""What is checked and made once, before the first step."""
+"""Checks and makes what a run needs once, before the first step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import islice
 from math import gcd
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
 
+from agile_trainers.adapters import check_repeatable, within_scope
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult
 from agile_trainers.envs.checker import (
     EnvironmentProtocolError,
@@ -28,13 +30,105 @@ from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.engine import Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool, InlineTimeoutError
 from agile_trainers.rollout.generators.architecture import check_padding, same_up_to
+from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.process_environment import ProcessEnvironment
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
 from agile_trainers.sampling.vllm_checks import base_model, check_device
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.environment_options import for_environment
+from agile_trainers.trainers.evaluation_data import kept_columns, played_columns, with_best_metric
+from agile_trainers.trainers.launch import check_parallelism
+from agile_trainers.trainers.mixture import first_rows, made_of, mixture_of, names_of, with_column
+from agile_trainers.trainers.reward_functions import add_return_reward
 
 logger = logging.get_logger(__name__)
+
+
+@dataclass
+class RunSetup:
+    """A run of episodes before TRL's constructor: its arguments, completed and checked, and where its environments run."""
+
+    args: MultiTurnConfig
+    peft_config: Any
+    train_dataset: Any
+    """Paces training; empty rows where the user gave none."""
+    eval_dataset: Any
+    """For ``Trainer``, which wants one; :attr:`eval_rows` are played."""
+    reward_funcs: list[Any]
+    """The episode return first."""
+    reward_processing_classes: list[Any]
+    rows_are_options: bool
+    """Whether ``reset`` gets the rows of ``train_dataset``."""
+    eval_rows: Any
+    mixture: Mixture | None
+    """None for a single environment."""
+    pool: EnvironmentPool
+    first_states: dict[str | None, ResetResult]
+    """What each environment says first."""
+
+
+def prepare_run(
+    args: MultiTurnConfig,
+    environment: Any,
+    *,
+    model: Any,
+    peft_config: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    reward_funcs: Any,
+    reward_processing_classes: Any,
+) -> RunSetup:
+    """Complete the arguments of a trainer for episodes; nothing that the caller passed is changed.
+
+    Args:
+        args: The trainer's, as the user gave it.
+        environment: An id, a factory, or several of them by name.
+        model: The trainer's.
+        peft_config: The trainer's.
+        train_dataset: The trainer's.
+        eval_dataset: The trainer's.
+        reward_funcs: The trainer's.
+        reward_processing_classes: The trainer's.
+
+    Raises:
+        ValueError: For arguments that contradict each other or would have no effect.
+        EnvironmentProtocolError: If an environment fails or breaks the protocol.
+    """
+    args = args.with_environment(names_of(environment))
+    check_vllm(args)
+    check_parallelism(args)
+    check_kernels(args)
+    check_repeatable(model, peft_config)
+    if args.lora_target_scope is not None:
+        peft_config = within_scope(peft_config, args.lora_target_scope)
+    made = made_of(environment)
+    train_dataset = kept_columns(args, train_dataset, "train_dataset")
+    eval_rows = kept_columns(args, eval_dataset, "eval_dataset")
+    mixture = mixture_of(args, environment)
+    rows = training_rows(args, train_dataset)
+    probed = first_rows(mixture, args, train_dataset, eval_rows)
+    columns = with_column(mixture, played_columns(args, train_dataset, eval_rows))
+    pool = environment_pool(args, made)
+    first_states = {
+        name: probe_environment(pool, args.seed, row, name, with_rows=eval_rows is not None)
+        for name, row in probed.items()
+    }
+    functions, classes = add_return_reward(args, reward_funcs, reward_processing_classes, columns)
+    args = with_best_metric(args, by_reward=len(functions) > 1, eval_dataset=eval_rows)
+    return RunSetup(
+        args=args,
+        peft_config=peft_config,
+        train_dataset=rows,
+        # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
+        eval_dataset=rows if eval_rows is None and args.eval_strategy != "no" else eval_rows,
+        reward_funcs=functions,
+        reward_processing_classes=classes,
+        rows_are_options=train_dataset is not None,
+        eval_rows=eval_rows,
+        mixture=mixture,
+        pool=pool,
+        first_states=first_states,
+    )
 
 
 def build_engine(
@@ -232,7 +326,7 @@ def check_first_prompt(
         )
 
 
-def refuse(name: str, value: Any, reason: str) -> None:
+def reject_argument(name: str, value: Any, reason: str) -> None:
     """Raise ``ValueError`` if an argument was given that makes no sense together with an environment."""
     if value is not None and value != []:
         raise ValueError(f"`{name}` cannot be used together with `environment`: {reason}. Drop one of the two.")
@@ -265,7 +359,7 @@ def check_kernels(args: MultiTurnConfig) -> None:
         )
 
 
-def keep_differentiable(model: Any) -> None:
+def disable_bnb_cpu_packing(model: Any) -> None:
     """Keep bitsandbytes from packing 4-bit weights for inference, which it does at the first rollout on some CPUs (AVX512).
 
     Packed weights stay packed, and no gradient flows back through them: what lies below would be trained on a wrong one,

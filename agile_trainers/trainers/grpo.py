@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.credit import Credit, CreditInputs
 from agile_trainers.trainers.options import default_of, option, with_args
-from agile_trainers.trainers.trainer import Credit, MultiTurnTrainer, Turns
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 
 @with_args
@@ -87,7 +88,7 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
     def _needs_anchors(self) -> bool:
         return self.args.advantage_granularity == "anchor"
 
-    def _assign_credit(self, turns: Turns) -> Credit:
+    def assign_credit(self, turns: CreditInputs) -> Credit:
         args = self.args
         result = group_advantages(
             turns.rewards,

@@ -1,4 +1,4 @@
-"""What a trainer starts from: a model, or the adapters that an earlier stage left in a folder or on the Hub."""
+"""Resolves what a trainer starts from: a model, or the adapters that an earlier stage left in a folder or on the Hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass
-class Start:
+class TrainerInputs:
     """The arguments of TRL's constructor, and where the adapter in them came from."""
 
     model: Any
@@ -27,7 +27,7 @@ class Start:
     saved: SavedAdapters | None = None
 
 
-def start_from(start: Start) -> Start:
+def resolve_inputs(inputs: TrainerInputs) -> TrainerInputs:
     """Load the adapter that ``model`` names, if it names one, as the trainable policy.
 
     Only weights are taken over. Optimizer, learning rate and sampling settings are the new configuration's.
@@ -35,31 +35,31 @@ def start_from(start: Start) -> Start:
     Raises:
         ValueError: If the adapter cannot be continued as asked for, or an option needs one and there is none.
     """
-    args, init = start.args, dict(start.args.model_init_kwargs or {})
+    args, init = inputs.args, dict(inputs.args.model_init_kwargs or {})
     # TRL's own configuration, without an environment, has none of these options.
     merge, keep = (getattr(args, name, False) for name in ("merge_lora_configs", "keep_reference"))
-    saved = find_adapters(start.model, init.pop("revision", None)) if isinstance(start.model, str) else None
-    if merge and (saved is None or start.peft_config is None):
+    saved = find_adapters(inputs.model, init.pop("revision", None)) if isinstance(inputs.model, str) else None
+    if merge and (saved is None or inputs.peft_config is None):
         raise ValueError(
             "merge_lora_configs=True merges `peft_config` with the adapter that `model` is a folder or Hub id of; got "
-            f"model={start.model!r}, peft_config={start.peft_config!r}."
+            f"model={inputs.model!r}, peft_config={inputs.peft_config!r}."
         )
     if keep and (saved is None or REFERENCE not in saved.folders):
         raise ValueError(
             f"keep_reference=True needs a `model` that is a folder or Hub id with a reference adapter in {REFERENCE}/, got "
-            f"{start.model!r}. Leave it unset: the reference is then the policy as it is loaded."
+            f"{inputs.model!r}. Leave it unset: the reference is then the policy as it is loaded."
         )
     if saved is None:
-        return start
-    if start.quantization_config is not None:
-        init["quantization_config"] = start.quantization_config
+        return inputs
+    if inputs.quantization_config is not None:
+        init["quantization_config"] = inputs.quantization_config
     if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         init["device_map"] = None  # as TRL does
     init.setdefault("trust_remote_code", args.trust_remote_code)
-    zero3 = is_zero3(args.deepspeed_plugin) and start.quantization_config is None
+    zero3 = is_zero3(args.deepspeed_plugin) and inputs.quantization_config is None
     model = load_policy(
         saved,
-        peft_config=start.peft_config,
+        peft_config=inputs.peft_config,
         merge_lora_configs=merge,
         seed=args.seed,
         autocast_adapter_dtype=not zero3,
@@ -68,8 +68,8 @@ def start_from(start: Start) -> Start:
     logger.info("Continuing the adapter of %s on %s.", saved.source, saved.config.base_model_name_or_path)
     args = copy.copy(args)
     args.model_init_kwargs = None  # used up; TRL would say that it ignores them
-    return Start(
-        model, args, start.processing_class or load_tokenizer(saved, args.trust_remote_code), None, None, saved
+    return TrainerInputs(
+        model, args, inputs.processing_class or load_tokenizer(saved, args.trust_remote_code), None, None, saved
     )
 
 

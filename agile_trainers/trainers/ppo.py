@@ -2,27 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from peft import PeftModel
-from transformers.utils import logging
-from trl.models.utils import disable_gradient_checkpointing
 
-from agile_trainers.adapters import CRITIC, POLICY, belongs_to, restore_adapter, start_critic, thaw
-from agile_trainers.adapters.sharding import is_zero3
-from agile_trainers.objectives.advantages import whiten
-from agile_trainers.objectives.returns import gae, token_gae
-from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, turn_lengths
-from agile_trainers.objectives.value_loss import explained_variance, value_errors
-from agile_trainers.train_batch import Batch, like_length, read_inputs, trim_columns
+from agile_trainers.objectives.returns import gae
+from agile_trainers.objectives.value_loss import explained_variance
 from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.credit import Credit, CreditInputs
+from agile_trainers.trainers.critic import TARGETS
 from agile_trainers.trainers.options import option, with_args
-from agile_trainers.trainers.trainer import Credit, MultiTurnTrainer, Turns
-from agile_trainers.types import TurnBatch
-
-logger = logging.get_logger(__name__)
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 
 @with_args
@@ -119,32 +109,6 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         raise ValueError("MultiTurnPPOTrainer needs an environment. Pass `environment=...`.")
 
 
-@dataclass
-class Critique:
-    """What the critic said about the local episodes of a generation batch. U is K; T where tokens have values."""
-
-    offsets: torch.Tensor
-    """(B, U), where the values are read, in completion coordinates; -1 is the last prompt token."""
-    values: torch.Tensor
-    """(B, U), of the critic as it was then."""
-    turn_values: torch.Tensor
-    """(B, K), V(s_k)."""
-    final_values: torch.Tensor
-    """(B,), V of the final state of an episode cut short, 0 of the others."""
-    by_token: bool
-    """Whether tokens have values and advantages of their own."""
-
-
-@dataclass
-class ValuedTurns(Turns):
-    """Turns of all ranks and what the critic said about them."""
-
-    values: torch.Tensor
-    """(B, K)."""
-    final_values: torch.Tensor
-    """(B,)."""
-
-
 class MultiTurnPPOTrainer(MultiTurnTrainer):
     """PPO over multi-turn episodes (https://huggingface.co/papers/1707.06347) with generalized advantage estimates over
     turns (https://huggingface.co/papers/1506.02438).
@@ -162,126 +126,11 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
     _config_class = MultiTurnPPOConfig
     _needs_final_observation = True
-    _critique: Critique
-    _values: torch.Tensor | None
-    _step_ends = 0
-    """The micro-step at which the optimizer step ends that is being accumulated."""
-    _targets: torch.Tensor
+    _has_critic = True
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        self._values = None
-        super().__init__(*args, **kwargs)
-        if not isinstance(self.model, PeftModel):
-            raise ValueError(
-                "MultiTurnPPOTrainer trains policy and critic as two adapters on one base: pass "
-                "`peft_config=LoraConfig(...)`."
-            )
-        if self.optimizer is not None:
-            raise ValueError(
-                "MultiTurnPPOTrainer adds the critic's parameters to the model, which an optimizer made before cannot "
-                "hold. Leave `optimizers[0]` unset and use optim, learning_rate and critic_learning_rate."
-            )
-        # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
-        zero3 = is_zero3(self.args.deepspeed_plugin)
-        self._loss_totals = torch.zeros(4, device=self.accelerator.device)
-        start_critic(
-            self.model, self._saved, self.args.critic_start, seed=self.args.seed, autocast_adapter_dtype=not zero3
-        )
-        self._switch_off_noise()
-        self._thaw()
-        if self.args.turn_value_position != "state":
-            logger.warning(
-                "turn_value_position=%r reads the value after the action it is to be a baseline for: advantages are biased.",
-                self.args.turn_value_position,
-            )
-
-    # ------------------------------------------------------------------------------------------------ construction
-
-    def _thaw(self) -> None:
-        thaw(self.model, (POLICY, CRITIC))
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self._thaw()
-        made = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if made and self.args.critic_learning_rate is not None:
-            critic = {id(p) for name, p in self.model.named_parameters() if belongs_to(name, CRITIC)}
-            groups = []
-            for group in optimizer.param_groups:
-                for of_critic, rate in ((False, group["lr"]), (True, self.args.critic_learning_rate)):
-                    chosen = [p for p in group["params"] if (id(p) in critic) == of_critic]
-                    groups += [{**group, "params": chosen, "lr": rate}] if chosen else []
-            optimizer.param_groups[:] = groups
-        return optimizer
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._thaw()
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        critic = Path(self.state.best_model_checkpoint) / CRITIC
-        if critic.is_dir():
-            restore_adapter(self.accelerator.unwrap_model(self.model), CRITIC, critic)
-
-    # ------------------------------------------------------------------------------------------------------ credit
-
-    def _by_token(self, batch: TurnBatch) -> bool:
-        """Whether this generation batch has advantages per token; the same on all ranks."""
-        if self.args.advantage_granularity == "auto":
-            turns = (batch.turn_mask & ~batch.failed[:, None]).sum(dim=1).max()
-            return int(self.accelerator.gather(turns).max()) <= 1
-        return self.args.advantage_granularity == "token"
-
-    def _value_offsets(self, batch: TurnBatch, by_token: bool) -> torch.Tensor:
-        """See :class:`Critique`."""
-        tokens = torch.arange(batch.turn_ids.size(1), device=batch.turn_ids.device).expand_as(batch.turn_ids)
-        if by_token:
-            return tokens - 1
-        if self.args.turn_value_position == "mean":
-            return tokens
-        offsets = batch.state_positions[:, :-1] - batch.prompt_ids.size(1)
-        if self.args.turn_value_position == "final":
-            offsets = offsets + turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
-        return offsets
-
-    def _critic_values(self, batch: TurnBatch) -> Critique:
-        """Read values in micro-batches of like length, as log-probabilities are scored."""
-        by_token = self._by_token(batch)
-        final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
-        offsets = torch.cat([self._value_offsets(batch, by_token), final], dim=1)
-        read = torch.zeros(offsets.shape, device=offsets.device)
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            for rows, part in like_length(batch, self.args.per_device_train_batch_size, self.pad_to_multiple_of):
-                # Past the last token of the longest row nothing is read that counts.
-                positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
-                with self.accelerator.autocast():
-                    outputs = self._with_positions(self.model)(**read_inputs(part), value_positions=positions)
-                read[rows] = outputs.state_values
-        values = self._pooled(read[:, :-1], batch.turn_ids, batch.turn_mask.size(1))
-        turn_values = values
-        if by_token:
-            starts = (batch.state_positions[:, :-1] - batch.prompt_ids.size(1) + 1).clamp(max=values.size(1) - 1)
-            turn_values = values.gather(1, starts)
-        final_values = torch.where(batch.truncated, read[:, -1], 0.0)
-        return Critique(offsets[:, :-1], values, turn_values, final_values, by_token)
-
-    def _pooled(self, values: torch.Tensor, turn_ids: torch.Tensor, num_turns: int) -> torch.Tensor:
-        if self.args.turn_value_position != "mean":
-            return values
-        return pool_to_turns(values, turn_ids, num_turns, "mean")
-
-    def _gather_turns(self, batch: TurnBatch) -> ValuedTurns:
-        self._critique = self._critic_values(batch)
-        values = self.accelerator.pad_across_processes(self._critique.turn_values, dim=1)
-        return ValuedTurns(
-            **vars(super()._gather_turns(batch)),
-            values=self.accelerator.gather(values),
-            final_values=self.accelerator.gather(self._critique.final_values),
-        )
-
-    def _assign_credit(self, turns: Turns) -> Credit:
-        assert isinstance(turns, ValuedTurns)
+    def assign_credit(self, turns: CreditInputs) -> Credit:
+        """Generalized advantage estimates over turns, and what the critic should have said."""
+        assert turns.values is not None and turns.final_values is not None
         advantages = gae(
             turns.rewards,
             turns.values,
@@ -290,128 +139,10 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             gamma=self.args.gamma,
             gae_lambda=self.args.gae_lambda,
         )
-        self._targets = torch.where(turns.mask, advantages + turns.values, 0.0)
-        values, targets = turns.values[turns.mask], self._targets[turns.mask]
-        metrics = {"value/explained_variance": explained_variance(values, targets)}
-        if values.numel():
-            metrics["value/mean"] = values.mean().item()
-            metrics["value/error"] = (values - targets).square().mean().sqrt().item()
-        return Credit(advantages, metrics)
-
-    def _trl_batch(self, batch: TurnBatch, advantages: torch.Tensor, scores: Batch) -> Batch:
-        output = super()._trl_batch(batch, advantages, scores)
-        size, num_turns = batch.turn_mask.shape
-        targets = self._targets[self._local(size), :num_turns]
-        trained = turn_lengths(torch.where(output["tool_mask"] > 0, batch.turn_ids, -1), num_turns)
-        weights = (trained > 0).float()
-        if self._critique.by_token:
-            # A turn counts once, whatever its length.
-            lengths = spread_to_tokens(trained, batch.turn_ids).clamp(min=1)
-            weights, targets = (spread_to_tokens(x, batch.turn_ids) for x in (weights, targets))
-            weights = weights / lengths
-        output |= {
-            "value_offsets": self._critique.offsets,
-            "old_values": self._critique.values,
-            "value_targets": targets,
-            "value_weights": weights,
-        }
-        return output
-
-    def _token_advantages(self, advantages: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
-        """(B, T); those of single tokens are whitened over the tokens of all ranks and clipped, as asked for."""
-        if not self._critique.by_token:
-            return super()._token_advantages(advantages, batch)
-        targets = self._targets[self._local(batch.turn_mask.size(0)), : batch.turn_mask.size(1)]
-        advantages = token_gae(targets, self._critique.values, batch.turn_ids)
-        mask = batch.valid_mask
-        if self.args.whiten_advantages:
-            everyone, everywhere = (
-                self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
-                for x in (advantages, mask.long())
-            )
-            whitened = whiten(everyone, everywhere.bool())
-            advantages = whitened[self._local(mask.size(0)), : mask.size(1)]
-        if self.args.advantage_clip_range is not None:
-            advantages = advantages.clamp(-self.args.advantage_clip_range, self.args.advantage_clip_range)
-        return advantages
-
-    # -------------------------------------------------------------------------------------------------------- loss
-
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        drawn = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        step_begins = self._step >= self._step_ends
-        if step_begins:
-            # At the end of an epoch of a data set a step may be shorter than gradient_accumulation_steps.
-            self._step_ends = self._step + self.current_gradient_accumulation_steps
-        if step_begins or self._buffered_inputs is not drawn:
-            generation_ends = (self._step // self._generate_every + 1) * self._generate_every
-            micro_steps = range(self._step, min(self._step_ends, generation_ends))
-            micro_batches = [self._buffered_inputs[step % len(self._buffered_inputs)] for step in micro_steps]
-            self._count_turns(micro_batches, self.current_gradient_accumulation_steps)
-        return inputs
-
-    def _restore_rollout(self, steps: int, buffer: list[Batch] | None) -> None:
-        super()._restore_rollout(steps, buffer)
-        self._step_ends = 0
-
-    def _count_turns(self, micro_batches: list[Batch], in_step: int | None = None) -> None:
-        """Tell micro-batches of one optimizer step how many turns, over all ranks, it trains on.
-
-        Args:
-            micro_batches: Those of the step that are drawn already.
-            in_step: How many the step has; the others, of generation batches to come, are taken to be like these. Default:
-                no others.
-        """
-        turns = self.accelerator.reduce(sum(batch["value_weights"].sum() for batch in micro_batches), reduction="sum")
-        for batch in micro_batches:
-            batch["turns_in_step"] = turns * (in_step or len(micro_batches)) / len(micro_batches)
-
-    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        # Right before the forward pass: the reference pass has left only the policy trainable.
-        self._thaw()
-        batch = trim_columns(inputs, self.pad_to_multiple_of)
-        policy_loss = super()._compute_loss(model, batch)
-        assert self._values is not None
-        values, self._values = self._values, None
-        targets = batch["value_targets"]
-        values = self._pooled(values, batch["turn_ids"], targets.size(1))
-        weights = batch["value_weights"]
-        errors, clipped = value_errors(values, batch["old_values"], targets, self.args.value_clip_range)
-        # A padded entry has weight 0 but may have read anything.
-        total = torch.where(weights > 0, errors * weights, 0.0).sum()
-        self._log_losses(policy_loss.detach(), total.detach(), (clipped * weights).sum(), weights.sum())
-        # DDP averages over ranks; TRL's loss is divided for accumulation already, as this one must be.
-        value_loss = total * self.accelerator.num_processes / batch["turns_in_step"].clamp(min=1.0)
-        # Multiplied, not frozen: every parameter has a gradient in every step, as ZeRO-3 demands.
-        policy_weight = 0.0 if self.state.global_step < self.args.critic_warmup_steps else 1.0
-        return policy_weight * policy_loss + self.args.vf_coef * value_loss
-
-    def _log_losses(
-        self, policy: torch.Tensor, total: torch.Tensor, clipped: torch.Tensor, weight: torch.Tensor
-    ) -> None:
-        """Those of the optimizer step, once its last micro-batch is there; the critic's are means over its turns."""
-        self._loss_totals = self._loss_totals + torch.stack([policy, total, clipped, weight])
-        if self.accelerator.sync_gradients:
-            policy, total, clipped, weight = self.accelerator.reduce(self._loss_totals, reduction="sum")
-            self._loss_totals = torch.zeros_like(self._loss_totals)
-            self._metrics["train"]["policy/loss"].append((policy / self.accelerator.num_processes).item())
-            self._metrics["train"]["value/loss"].append((total / weight.clamp(min=1.0)).item())
-            if self.args.value_clip_range is not None:
-                self._metrics["train"]["value/clip_ratio"].append((clipped / weight.clamp(min=1.0)).item())
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        batch = self._loss_batch
-        if batch is None:
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        positions = batch["value_offsets"] + batch["prompt_ids"].size(1)
-
-        def with_values(**inputs: Any) -> Any:
-            """Policy and critic in one call: the only form that is right under DDP and DeepSpeed."""
-            outputs = model(**inputs, value_positions=positions)
-            self._values = outputs.state_values
-            return outputs
-
-        return super()._get_per_token_logps_and_entropies(with_values, *args, **kwargs)
+        targets = torch.where(turns.mask, advantages + turns.values, 0.0)
+        said, right = turns.values[turns.mask], targets[turns.mask]
+        metrics = {"value/explained_variance": explained_variance(said, right)}
+        if said.numel():
+            metrics["value/mean"] = said.mean().item()
+            metrics["value/error"] = (said - right).square().mean().sqrt().item()
+        return Credit(advantages, metrics, {TARGETS: targets})

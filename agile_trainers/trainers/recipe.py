@@ -6,7 +6,11 @@ import math
 import os
 from typing import Any
 
+from transformers.utils import logging
+
 from agile_trainers.trainers.launch import fill_deepspeed
+
+logger = logging.get_logger(__name__)
 
 TRL_LEARNING_RATE = 1e-6
 """TRL's default for ``learning_rate``, a rate for whole models."""
@@ -84,3 +88,9 @@ def idle_recipe(args: Any, *, adapter: bool) -> list[str]:
             f"{args.gradient_accumulation_steps} unset, or raise it."
         )
     return found
+
+
+def warn_of_idle_recipe(args: Any, *, adapter: bool) -> None:
+    """Log the findings of :func:`idle_recipe`."""
+    for finding in idle_recipe(args, adapter=adapter):
+        logger.warning(finding)

@@ -7,8 +7,9 @@ from typing import ClassVar
 from agile_trainers.objectives.advantages import whiten_each
 from agile_trainers.objectives.returns import discounted_returns
 from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.credit import Credit, CreditInputs
 from agile_trainers.trainers.options import changed_default, option, with_args
-from agile_trainers.trainers.trainer import Credit, MultiTurnTrainer, Turns
+from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 
 @with_args
@@ -66,7 +67,7 @@ class MultiTurnREINFORCETrainer(MultiTurnTrainer):
     _paper: ClassVar[dict[str, str]] = {"title": "GEM: A Gym for Agentic LLMs", "id": "2510.01051"}
     _config_class = MultiTurnREINFORCEConfig
 
-    def _assign_credit(self, turns: Turns) -> Credit:
+    def assign_credit(self, turns: CreditInputs) -> Credit:
         returns = discounted_returns(turns.rewards, turns.mask, self.args.gamma)
         granularity = self.args.advantage_granularity
         by_token = granularity == "token" or (granularity == "auto" and turns.mask.sum(dim=1).max() <= 1)

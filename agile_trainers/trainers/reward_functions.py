@@ -22,7 +22,7 @@ _TRLS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra
 RewardFunction = Callable[..., Any]
 
 
-def with_return(
+def add_return_reward(
     args: Any, reward_funcs: Any, classes: Any, columns: Mapping[str, Sequence[str]]
 ) -> tuple[list[Any], list[Any]]:
     """Put the episode return first among the reward functions; TRL demands at least one and logs each.

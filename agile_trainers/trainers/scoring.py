@@ -1,85 +1,107 @@
-"""Log-probabilities of whole generation batches: of the policy that an update starts from, and of the reference."""
+"""Scores whole generation batches without a gradient: the policy that an update starts from, and the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters import REFERENCE
-from agile_trainers.objectives.kl import turn_log_ratio
 from agile_trainers.rollout.generators.architecture import positions, takes_position_ids
-from agile_trainers.sampling.sampler import Generation
 from agile_trainers.sampling.vllm_checks import base_model
-from agile_trainers.train_batch import Batch, like_length, read_inputs
+from agile_trainers.train_batch import length_sorted_batches, read_inputs
 from agile_trainers.types import TurnBatch
 
+LogProbs = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+"""TRL's ``_get_per_token_logps_and_entropies``."""
 
-class Scoring(Generation):
-    """What the multi-turn trainers score between a rollout and its updates, without a gradient."""
 
-    beta: float
-    pad_to_multiple_of: int | None
+@dataclass
+class Scores:
+    """Log-probabilities of a generation batch, where the step needs them; 0 in rows that were not scored."""
 
-    @property
-    def _scores_old_policy(self) -> bool:
-        """Whether an update sees a batch that an older policy, or another engine, sampled; TRL's own condition."""
-        return self._corrects_mismatch or self.args.gradient_accumulation_steps % self._generate_every != 0
+    scored: torch.Tensor
+    """(B,) bool, the rows that were scored."""
+    old: torch.Tensor | None = None
+    """(B, T) float32, of the policy that the update starts from."""
+    reference: torch.Tensor | None = None
+    """(B, T) float32."""
 
-    def _with_positions(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """``model``, told each token's position as the sampler is: left padding must not count."""
-        if not takes_position_ids(base_model(self.accelerator.unwrap_model(self.model))):
-            return model
 
-        def forward(*, attention_mask: torch.Tensor, **inputs: Any) -> Any:
-            return model(attention_mask=attention_mask, position_ids=positions(attention_mask), **inputs)
+def with_positions(model: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    """``model``, told each token's position as the sampler is: left padding must not count.
 
-        return forward
+    Args:
+        model: Any callable around the policy.
+        policy: The policy itself, unwrapped.
+    """
+    if not takes_position_ids(base_model(policy)):
+        return model
 
-    def _policy_scores(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Batch:
-        """Log-probabilities (B, T) of policy and reference, where the step needs them.
+    def forward(*, attention_mask: torch.Tensor, **inputs: Any) -> Any:
+        return model(attention_mask=attention_mask, position_ids=positions(attention_mask), **inputs)
 
-        With ``advantages`` (B, K) and ``skip_zero_advantage``, only of rows with signal; the others are 0, and not read.
+    return forward
+
+
+class Scorer:
+    """Scores the episodes of a generation batch.
+
+    Args:
+        trainer: Its policy and reference are scored.
+        log_probs: TRL's ``_get_per_token_logps_and_entropies``, with its arguments.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, log_probs: LogProbs) -> None:
+        self._trainer, self._log_probs = trainer, log_probs
+
+    def score(self, batch: TurnBatch, *, old: bool, reference: bool, rows: torch.Tensor | None = None) -> Scores:
+        """Score some rows.
+
+        Args:
+            batch: The episodes of this process.
+            old: Whether the policy is scored.
+            reference: Whether the reference is.
+            rows: (R,) int64. Default: all.
         """
-        rows = torch.arange(batch.turn_ids.size(0), device=batch.turn_ids.device)
-        if advantages is not None and self.args.skip_zero_advantage:
-            live = (advantages.abs() > self.args.zero_advantage_eps).any(dim=1)
-            # As many on every rank: where weights are sharded, forward passes must match.
-            rows = live.int().argsort(descending=True, stable=True)[: int(self.accelerator.gather(live.sum()).max())]
-        scores: Batch = {"scored": torch.zeros_like(batch.failed).index_fill(0, rows, True)}
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            if self._scores_old_policy or self.args.kl_placement != "loss":
-                scores["old_per_token_logps"] = self._score(self.model, batch, rows)
-            if self.beta != 0.0:
-                scores["ref_per_token_logps"] = self._score_reference(batch, rows)
+        trainer = self._trainer
+        if rows is None:
+            rows = torch.arange(batch.turn_ids.size(0), device=batch.turn_ids.device)
+        scores = Scores(torch.zeros_like(batch.failed).index_fill(0, rows, True))
+        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+            if old:
+                scores.old = self._of(trainer.model, batch, rows)
+            if reference:
+                scores.reference = self.score_reference(batch, rows)
         return scores
 
-    def _score_reference(self, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
-        if self.ref_model is not None:
-            return self._score(self.ref_model, batch, rows)
-        policy = self.accelerator.unwrap_model(self.model)
-        with use_adapter(policy, adapter_name=REFERENCE if REFERENCE in policy.peft_config else None):
-            return self._score(self.model, batch, rows)
+    def live_rows(self, advantages: torch.Tensor, eps: float) -> torch.Tensor:
+        """The rows (R,) with an advantage above ``eps``, and so many others that every rank has equally many: where weights
+        are sharded, forward passes must match."""
+        live = (advantages.abs() > eps).any(dim=1)
+        most = int(self._trainer.accelerator.gather(live.sum()).max())
+        return live.int().argsort(descending=True, stable=True)[:most]
 
-    def _score(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities (B, T) of some rows."""
+    def score_reference(self, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities (B, T) of the reference: a model of its own, an adapter, or the base below the policy's."""
+        trainer: Any = self._trainer
+        if trainer.ref_model is not None:
+            return self._of(trainer.ref_model, batch, rows)
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        with use_adapter(policy, adapter_name=REFERENCE if REFERENCE in policy.peft_config else None):
+            return self._of(trainer.model, batch, rows)
+
+    def _of(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
+        trainer = self._trainer
         scores = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
-        for chosen, part in like_length(batch, self.args.per_device_train_batch_size, self.pad_to_multiple_of, rows):
+        size, multiple = trainer.args.per_device_train_batch_size, trainer.pad_to_multiple_of
+        for chosen, part in length_sorted_batches(batch, size, multiple, rows):
             length = part["completion_ids"].size(1)
-            log_probs, _, _ = self._get_per_token_logps_and_entropies(model, **read_inputs(part), logits_to_keep=length)
+            log_probs, _, _ = self._log_probs(model, **read_inputs(part), logits_to_keep=length)
             scores[chosen, :length] = log_probs.float()
         return scores
-
-    def _penalize(self, batch: TurnBatch, scores: Batch) -> None:
-        """Log the divergence from the reference, and take it from the rewards if that is its place."""
-        log_probs, reference = scores["old_per_token_logps"], scores["ref_per_token_logps"]
-        trained = batch.valid_mask
-        totals = torch.stack([((log_probs - reference) * trained).sum(), trained.sum().float()])
-        total, tokens = self.accelerator.reduce(totals, reduction="sum")
-        self._metrics["train"]["kl"].append((total / tokens.clamp(min=1.0)).item())
-        if self.args.kl_placement == "reward":
-            turns = turn_log_ratio(log_probs, reference, batch.turn_ids, batch.turn_mask.size(1))
-            batch.turn_rewards -= self.beta * turns * batch.turn_mask

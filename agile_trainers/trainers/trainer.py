@@ -1,60 +1,74 @@
-"""The seam: the only file that touches TRL's private methods.
+"""The trainer: every override of TRL and ``Trainer``, in the order in which a run and then a step calls them.
 
-``MultiTurnTrainer`` replaces what lies between a dataset row and TRL's loss: rollout, rewards, credit. The loss itself,
-the optimizer loop, checkpoints, logging and the Hub stay TRL's. Without an environment every method is plain ``super()``.
+``MultiTurnTrainer`` replaces the part between a dataset row and TRL's loss: rollout, rewards, credit. The loss itself and
+the optimizer loop stay TRL's. Everything with state of its own is an object: the sampler, the checkpoints, the Hub's
+repository, the reference, the log of episodes. Without an environment every method is plain ``super()``. No other file
+overrides a method of TRL's ``GRPOTrainer`` or of ``Trainer``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from huggingface_hub import is_offline_mode
 from peft import PeftModel
+from transformers.trainer_utils import PredictionOutput
 from transformers.utils import logging
+from trl import GRPOTrainer
 
-from agile_trainers.adapters import check_repeatable, explaining_scope, plain_copies, within_scope
+from agile_trainers.adapters import POLICY, every_adapter_trainable, explaining_scope, plain_copies, restore_adapter
+from agile_trainers.adapters.folders import RECORD, naming_full_disk, write_json
 from agile_trainers.adapters.fused import fuse
-from agile_trainers.checkpoints.hub import HubModels
-from agile_trainers.checkpoints.record import Checkpoints
+from agile_trainers.adapters.sharding import is_zero3
+from agile_trainers.checkpoints.hub import HubPushes, make_repository
+from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints
+from agile_trainers.checkpoints.stopping import GracefulStop
 from agile_trainers.envs.base import EnvironmentFactory
-from agile_trainers.objectives.advantages import pool_over_turns, whiten
-from agile_trainers.objectives.kl import shaping
+from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
 from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import training_specs
-from agile_trainers.train_batch import Batch, drop_silent_rows, sort_by_length, trim_columns
+from agile_trainers.sampling.correction import mismatch_weights
+from agile_trainers.sampling.gap import GapMonitor
+from agile_trainers.sampling.sampler import RolloutSampler
+from agile_trainers.train_batch import Batch, TrainBatch, sort_by_length
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.construction import (
+    RunSetup,
     activation_offloading,
     build_engine,
     check_architecture,
     check_first_prompt,
-    check_kernels,
-    check_vllm,
-    environment_pool,
-    keep_differentiable,
-    probe_environment,
-    refuse,
-    training_rows,
+    disable_bnb_cpu_packing,
+    prepare_run,
+    reject_argument,
 )
-from agile_trainers.trainers.evaluation import EpisodeEvaluation
-from agile_trainers.trainers.evaluation_data import kept_columns, played_columns, with_best_metric
-from agile_trainers.trainers.inputs import Start, start_from
-from agile_trainers.trainers.launch import check_engine, check_parallelism
-from agile_trainers.trainers.mixture import first_rows, made_of, mixture_of, names_of, with_column, with_names
+from agile_trainers.trainers.credit import Credit, CreditInputs, gather_turns, normalize
+from agile_trainers.trainers.critic import TARGETS, Critic, CriticValues
+from agile_trainers.trainers.episode_log import EpisodeLog
+from agile_trainers.trainers.evaluation import EpisodeEvaluator
+from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
+from agile_trainers.trainers.evaluation_table import Evaluated, completions_table
+from agile_trainers.trainers.inputs import TrainerInputs, resolve_inputs
+from agile_trainers.trainers.launch import check_engine
+from agile_trainers.trainers.mixture import with_names
 from agile_trainers.trainers.noise import switch_off_noise
-from agile_trainers.trainers.recipe import decide_learning_rate, idle_recipe
+from agile_trainers.trainers.nonfinite import StepGuard, check_finite
+from agile_trainers.trainers.recipe import decide_learning_rate, warn_of_idle_recipe
 from agile_trainers.trainers.reference import ReferencePolicy
-from agile_trainers.trainers.reward_functions import reward_inputs, with_return, without_failed
-from agile_trainers.trainers.rollout_log import RolloutLog
-from agile_trainers.trainers.scoring import Scoring
+from agile_trainers.trainers.reward_functions import drained_metrics, reward_inputs, without_failed
+from agile_trainers.trainers.scoring import Scorer, Scores, with_positions
 from agile_trainers.trainers.updates import Updates, rows_of_episodes
 from agile_trainers.types import Trajectory, TurnBatch
 
@@ -62,34 +76,18 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass
-class Turns:
-    """What a credit rule gets: the turns of *all* ranks, rows of a group side by side."""
+class _LossPass:
+    """Carries a micro-batch from `_compute_loss` to `_get_per_token_logps_and_entropies`, past TRL's signatures."""
 
-    rewards: torch.Tensor
-    """(B, K) float32."""
-    mask: torch.Tensor
-    """(B, K) bool, which turns happened in episodes that did not fail: what every statistic is over."""
-    failed: torch.Tensor
-    """(B,) bool."""
-    lengths: torch.Tensor
-    """(B, K) int64, action tokens."""
-    anchors: torch.Tensor
-    """(B, K) int64, the state each turn started from, as the environment names it; 0 where it names none."""
-    environments: torch.Tensor
-    """(B,) int64, which environment each row played; 0 in a run of one."""
+    batch: TrainBatch
+    inputs: Batch
+    """The same, as TRL's loss reads it."""
+    values: torch.Tensor | None = None
+    """Of the critic, from the pass that the loss is computed with."""
 
 
-@dataclass
-class Credit:
-    """What a credit rule returns."""
-
-    advantages: torch.Tensor
-    """(B, K), of all ranks."""
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, RolloutLog, ReferencePolicy):
-    """GRPO's machinery over multi-turn episodes; a subclass adds the credit rule, :meth:`_assign_credit`.
+class MultiTurnTrainer(GRPOTrainer):
+    """GRPO's machinery over multi-turn episodes; a subclass adds the credit rule, :meth:`assign_credit`.
 
     Takes every argument of TRL's ``GRPOTrainer``, in TRL's order, and:
 
@@ -112,20 +110,43 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
 
     args: Any  # the trainer's own configuration class, which `Trainer` does not know
     model: Any
+    ref_model: Any
+    control: Any
     num_generations: int
     beta: float
     pad_to_multiple_of: int | None
     scale_rewards: Any
+    hub_model_id: str | None
+    push_in_progress: Any
     _logs: dict[str, Any]
-    _mixture: Mixture | None
     _buffered_inputs: Any
+
     _config_class: type[MultiTurnConfig]
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "agile-trainers"]
     _needs_final_observation = False
+    """Whether the final state of an episode cut short is read."""
+    _has_critic = False
 
-    @property
-    def _needs_anchors(self) -> bool:
-        return False
+    # Made by the constructor, with an environment only.
+    engine: RolloutEngine | None = None
+    setup: RunSetup
+    sampler: RolloutSampler
+    scorer: Scorer
+    gap: GapMonitor
+    reference: ReferencePolicy
+    critic: Critic | None = None
+    evaluator: EpisodeEvaluator
+    episode_log: EpisodeLog
+    checkpoints: RunCheckpoints
+    hub: HubPushes
+    stop: GracefulStop
+    guard: StepGuard
+    updates: Updates
+
+    _loss_pass: _LossPass | None = None
+    _rollout_seconds = 0.0
+
+    # ------------------------------------------------------------------------------------------------ construction
 
     def __init__(
         self,
@@ -148,11 +169,9 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
     ):
         if args is None:
             args = self._config_class(output_dir=self._name.replace(" ", "-"))
-        self.engine: RolloutEngine | None = None
-        self._updates = Updates(self)
         self.environment = environment
-        # What `_compute_loss` shows `_get_per_token_logps_and_entropies` while it runs.
-        self._loss_batch: Batch | None = None
+        self.updates = Updates(self)
+        setup: RunSetup | None = None
         if environment is None:
             # TRL's own configuration will do for TRL's own trainer.
             args = args.without_environment() if isinstance(args, MultiTurnConfig) else args
@@ -161,98 +180,101 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
                 raise TypeError(
                     f"{type(self).__name__} takes a {self._config_class.__name__} as `args`, got {type(args).__name__}."
                 )
-            refuse("tools", tools, "the environment answers the model")
-            refuse("rollout_func", rollout_func, "the environment makes the rollout")
-            refuse("environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both")
-            args = args.with_environment(names_of(environment))
-            check_vllm(args)
-            check_parallelism(args)
-            check_kernels(args)
-            check_repeatable(model, peft_config)
-            if args.lora_target_scope is not None:
-                peft_config = within_scope(peft_config, args.lora_target_scope)
-            made = made_of(environment)
-            train_dataset = kept_columns(args, train_dataset, "train_dataset")
-            eval_dataset = kept_columns(args, eval_dataset, "eval_dataset")
-            self._rows_are_options, self._eval_rows = train_dataset is not None, eval_dataset
-            self._mixture = mixture_of(args, environment)
-            probed = first_rows(self._mixture, args, train_dataset, eval_dataset)
-            columns = with_column(self._mixture, played_columns(args, train_dataset, eval_dataset))
-            train_dataset = training_rows(args, train_dataset)
-            pool = environment_pool(args, made)
-            first_states = {
-                name: probe_environment(pool, args.seed, row, name, with_rows=eval_dataset is not None)
-                for name, row in probed.items()
-            }
-            reward_funcs, reward_processing_classes = with_return(
-                args, reward_funcs, reward_processing_classes, columns
+            reject_argument("tools", tools, "the environment answers the model")
+            reject_argument("rollout_func", rollout_func, "the environment makes the rollout")
+            reject_argument(
+                "environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both"
             )
-            args = with_best_metric(args, by_reward=len(reward_funcs) > 1, eval_dataset=eval_dataset)
-            if eval_dataset is None and args.eval_strategy != "no":
-                # `Trainer` wants a data set to evaluate on; `evaluate` plays seeds.
-                eval_dataset = train_dataset
-        # With it TRL would make an engine of its own.
-        use_vllm, args.use_vllm = args.use_vllm, args.use_vllm and environment is None
-        start = start_from(Start(model, args, processing_class, quantization_config, peft_config))
-        self._saved, args = start.saved, start.args
-        if environment is not None:
-            adapter = start.peft_config is not None or isinstance(start.model, PeftModel)
-            decide_learning_rate(args, adapter=adapter)
-            for finding in idle_recipe(args, adapter=adapter and optimizers[0] is None):
-                logger.warning(finding)
-        with explaining_scope(getattr(args, "lora_target_scope", None)), plain_copies(start.model):
-            super().__init__(
-                model=start.model,
-                reward_funcs=reward_funcs,
-                args=args,
+            self.setup = setup = prepare_run(
+                args,
+                environment,
+                model=model,
+                peft_config=peft_config,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=start.processing_class,
+                reward_funcs=reward_funcs,
+                reward_processing_classes=reward_processing_classes,
+            )
+            args, peft_config = setup.args, setup.peft_config
+            train_dataset, eval_dataset = setup.train_dataset, setup.eval_dataset
+            reward_funcs, reward_processing_classes = setup.reward_funcs, setup.reward_processing_classes
+        # With it TRL would make an engine of its own.
+        use_vllm, args.use_vllm = args.use_vllm, args.use_vllm and setup is None
+        inputs = resolve_inputs(TrainerInputs(model, args, processing_class, quantization_config, peft_config))
+        if setup is not None:
+            adapter = inputs.peft_config is not None or isinstance(inputs.model, PeftModel)
+            decide_learning_rate(inputs.args, adapter=adapter)
+            warn_of_idle_recipe(inputs.args, adapter=adapter and optimizers[0] is None)
+        with explaining_scope(getattr(args, "lora_target_scope", None)), plain_copies(inputs.model):
+            super().__init__(
+                model=inputs.model,
+                reward_funcs=reward_funcs,
+                args=inputs.args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=inputs.processing_class,
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
-                quantization_config=start.quantization_config,
-                peft_config=start.peft_config,
+                quantization_config=inputs.quantization_config,
+                peft_config=inputs.peft_config,
                 tools=tools,
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-        if environment is not None:
+        if setup is not None:
             self.use_vllm = self.args.use_vllm = use_vllm
-            check_engine(self.accelerator, self.args)
-            check_architecture(self.model, self.aux_loss_enabled)
-            keep_differentiable(self.model)
-            fuse(self.model)
-            self._turn_ratios = args.importance_sampling_level == "turn"
-            if self._turn_ratios:
-                # TRL's loss sees log-probabilities whose token ratios already are the turn's.
-                self.importance_sampling_level = "token"
-            self._rollout_seconds = 0.0
-            self._idle_batches = 0
-            self.engine = build_engine(
-                args,
-                pool,
-                self.processing_class,
-                eos_token_ids=self.eos_token_ids,
-                model_config=self.model.config,
-                append_final_observation=self._needs_final_observation,
+            self._set_up(setup, inputs)
+
+    def _set_up(self, setup: RunSetup, inputs: TrainerInputs) -> None:
+        """Make the parts of a run of episodes, after TRL's own constructor."""
+        args = self.args
+        check_engine(self.accelerator, args)
+        check_architecture(self.model, self.aux_loss_enabled)
+        disable_bnb_cpu_packing(self.model)
+        fuse(self.model)
+        self._turn_ratios = args.importance_sampling_level == "turn"
+        if self._turn_ratios:
+            # TRL's loss sees log-probabilities whose token ratios already are the turn's.
+            self.importance_sampling_level = "token"
+        self.engine = build_engine(
+            args,
+            setup.pool,
+            self.processing_class,
+            eos_token_ids=self.eos_token_ids,
+            model_config=self.model.config,
+            append_final_observation=self._needs_final_observation,
+        )
+        if args.training_chat_template:
+            # Whoever loads the saved tokenizer must render what the policy was trained on.
+            self.processing_class.chat_template = self.engine.chat.chat_template
+        for name, state in setup.first_states.items():
+            check_first_prompt(self.engine, state, name, needs_anchor=self._needs_anchors)
+        self.reference = ReferencePolicy(self, inputs.saved)
+        self._switch_off_noise()
+        if args.device.type == "cpu":
+            # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
+            vars(args)["_setup_devices"] = torch.device("cpu")
+        self.checkpoints = RunCheckpoints(self, self._name, self.environment, inputs.saved)
+        self.stop = GracefulStop(self.accelerator)
+        self.add_callback(self.stop)
+        self.guard = StepGuard()
+        self.hub = HubPushes(self)
+        self._offloading = activation_offloading(args, self.model)
+        if args.skip_zero_advantage and self.aux_loss_enabled:
+            raise ValueError(
+                "skip_zero_advantage cannot be combined with the router's auxiliary loss, which every episode trains. Set "
+                "router_aux_loss_coef=0.0 in model_init_kwargs, or skip_zero_advantage=False."
             )
-            if args.training_chat_template:
-                # Whoever loads the saved tokenizer must render what the policy was trained on.
-                self.processing_class.chat_template = self.engine.chat.chat_template
-            for name, state in first_states.items():
-                check_first_prompt(self.engine, state, name, needs_anchor=self._needs_anchors)
-            self._set_up_reference()
+        self.sampler = RolloutSampler(self, self.engine, self._tokenizer, self._dist)
+        self.scorer = Scorer(self, self._get_per_token_logps_and_entropies)
+        self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
+        self.episode_log = EpisodeLog(self, self.environment)
+        self.evaluator = EpisodeEvaluator(self, self.engine, self.sampler, setup.mixture, self._reward)
+        if self._has_critic:
+            self.critic = Critic(self, inputs.saved)
             self._switch_off_noise()
-            self._set_up_checkpoints()
-            self._set_up_hub()
-            self._offloading = activation_offloading(args, self.model)
-            if args.skip_zero_advantage and self.aux_loss_enabled:
-                raise ValueError(
-                    "skip_zero_advantage cannot be combined with the router's auxiliary loss, which every episode trains. "
-                    "Set router_aux_loss_coef=0.0 in model_init_kwargs, or skip_zero_advantage=False."
-                )
-            self._set_up_generation()
+            self.critic.thaw()
 
     def _switch_off_noise(self) -> None:
         """After construction, and after every adapter that is added later."""
@@ -262,49 +284,84 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
                     # DeepSpeed has wrapped the reference by now.
                     switch_off_noise(self.accelerator.unwrap_model(model))
 
-    # ---------------------------------------------------------------------------------------------------- rollout
+    @property
+    def _needs_anchors(self) -> bool:
+        """Whether the credit rule compares turns by the state they started from."""
+        return False
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+    @property
+    def micro_steps_per_generation(self) -> int:
+        """Micro-steps that are trained on one generation batch, over all passes."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    @property
+    def _corrects_mismatch(self) -> bool:
+        """Whether tokens are weighed by the trainer's probability over the sampler's."""
+        return bool(self.vllm_importance_sampling_correction)
+
+    @property
+    def _scores_old_policy(self) -> bool:
+        """Whether an update sees a batch that an older policy, or another engine, sampled; TRL's own condition."""
+        return self._corrects_mismatch or self.args.gradient_accumulation_steps % self.micro_steps_per_generation != 0
+
+    def _local(self, size: int) -> slice:
+        """This process's rows among those of all."""
+        return slice(self.accelerator.process_index * size, (self.accelerator.process_index + 1) * size)
+
+    def _add_metrics(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    # --------------------------------------------------------------------------------------------------- credit rule
+
+    def assign_credit(self, turns: CreditInputs) -> Credit:
+        """The credit rule of an algorithm: advantages of all turns, before whitening and clipping.
+
+        Args:
+            turns: Of all processes.
+        """
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------------------------------------------------- run
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """``Trainer.train``; interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint
+        and stops its caller. A second signal stops at once.
+
+        Args:
+            resume_from_checkpoint: True takes the newest whole checkpoint in ``output_dir``; ``"auto"`` does if there is
+                one, and starts anew otherwise; a path takes that one.
+            *args: See ``Trainer.train``.
+            **kwargs: See ``Trainer.train``.
+
+        Raises:
+            CheckpointError: If there is no whole checkpoint there, or it is one of another run.
+            OutputDirInUseError: If another process of this host trains into ``output_dir``.
+            NonFiniteError: If too many optimizer steps in a row have a gradient that is not finite.
+            KeyboardInterrupt: After the checkpoint of an interrupted run was saved.
+            SystemExit: With code 143, after the checkpoint of a run that got SIGTERM was saved.
+        """
         if self.engine is None:
-            return super()._generate_and_score_completions(inputs)
-        generation, first = self._step // self._generate_every, self._local(len(inputs)).start
-        if isinstance(inputs[0], Trajectory):  # of `update`
-            trajectories: list[Trajectory] = inputs  # type: ignore[assignment]
-            inputs = rows_of_episodes(trajectories)
-        else:
-            trajectories, inputs = self._play(inputs, generation, first)
-        batch = collate(
-            trajectories,
-            pad_token_id=self._tokenizer.pad_token_id,
-            end_token_id=self.eos_token_ids[0],
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            device=self.accelerator.device,
-        )
-        rewards = self._add_reward_functions(inputs, trajectories, batch)
-        # With a reference every row is scored, and before credit, which the penalty may be part of.
-        scores = self._policy_scores(batch) if self.beta != 0.0 else None
-        if scores is not None and self.args.kl_placement != "loss":
-            self._penalize(batch, scores)
-        advantages = self._credit(batch)
-        scores = scores or self._policy_scores(batch, advantages)
-        output = self._trl_batch(batch, advantages, scores)
-        self._measure_gap(batch, scores, output["tool_mask"] > 0)
-        self._log_rollout(trajectories, rewards, advantages, batch.turn_mask)
-        self._record(f"generation-{generation:06d}", self._training_records(trajectories, advantages, first))
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        if self.updates.is_open:
+            raise RuntimeError(
+                "train() was called in the middle of a run of rollout() and update(). Call finish() first."
+            )
+        with ExitStack() as lock:
+            folder = self.checkpoints.choose(resume_from_checkpoint, lock)
+            if self.updates.is_beginning:
+                self.updates.keep(lock)
+            # A trainer that trains anew, maybe after an interruption inside a step, begins with a new generation batch.
+            every = self.micro_steps_per_generation
+            self._restore_rollout(-(-self._step // every) * every, None)
+            self.guard = StepGuard()
+            try:
+                with self.stop.heard(), naming_full_disk(self.args.output_dir):
+                    output = super().train(folder, *args, **kwargs)
+            finally:
+                self.engine.pool.close()
+        self.stop.pass_on()
         return output
-
-    def _play(
-        self, inputs: list[dict[str, Any]], generation: int, first: int
-    ) -> tuple[list[Trajectory], list[dict[str, Any]]]:
-        """The episodes of some rows, and the rows as reward functions get them."""
-        assert self.engine is not None
-        started = time.perf_counter()
-        rows = [dict(row) if self._rows_are_options else None for row in inputs]
-        specs = training_specs(self.args.seed, generation, rows, first, self.num_generations, self._mixture)
-        with self._generator() as generator:
-            trajectories = self.engine.run(specs, generator)
-        self._rollout_seconds = time.perf_counter() - started
-        return trajectories, with_names(inputs, specs)
 
     def start(self, resume_from_checkpoint: str | bool | None = None) -> None:
         """Begin a run that :meth:`rollout` and :meth:`update` drive, with all that ``train()`` does before its first step.
@@ -318,7 +375,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             RuntimeError: In the middle of a run.
             ValueError: Without an environment, or where updates and generation batches do not end together.
         """
-        self._updates.start(resume_from_checkpoint)
+        self.updates.start(resume_from_checkpoint)
 
     def rollout(
         self, rows: Sequence[dict[str, Any]] | None = None, *, generation: int | None = None
@@ -338,7 +395,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             ValueError: Without an environment, or for empty rows or a negative index.
             RunOverError: If the next rows are those of a run that is over.
         """
-        return self._updates.rollout(rows, generation)
+        return self.updates.rollout(rows, generation)
 
     def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Train on episodes what ``train()`` trains on a generation batch: credit, loss, ``num_iterations`` passes over it.
@@ -358,7 +415,7 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             TypeError: For anything but trajectories.
             RunOverError: If the run is over; see :meth:`start`.
         """
-        return self._updates.update(trajectories)
+        return self.updates.update(trajectories)
 
     def finish(self) -> None:
         """End a run of :meth:`update` before ``max_steps``, as ``train()`` ends: best model, callbacks, pushes.
@@ -366,9 +423,119 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
         Raises:
             RunOverError: If the run is over.
         """
-        self._updates.finish()
+        self.updates.finish()
 
-    def _add_reward_functions(
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.critic is None:
+            return super().create_optimizer(model)
+        self.critic.thaw()
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if made:
+            self.critic.split_groups(optimizer)
+        return optimizer
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(dataset)
+        return sampler if self.engine is None else self.checkpoints.at_epoch(sampler)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.engine is not None and self.state.global_step >= self.state.max_steps:
+            # `Trainer` looks at this after a step only, and so trains one too many.
+            logger.warning(
+                "Nothing is left to train: the checkpoint is at step %d of %d. Raise max_steps or num_train_epochs.",
+                self.state.global_step, self.state.max_steps,
+            )  # fmt: skip
+            self.control.should_training_stop = True
+            return
+        self.updates.intercept(kwargs)
+        super()._run_epoch(*args, **kwargs)
+
+    # --------------------------------------------------------------------------------------------------------- step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.engine is None:
+            return super().training_step(*args, **kwargs)
+        self._rollout_seconds, started = 0.0, time.perf_counter()
+        if self.args.entropy_coef_schedule == "linear":
+            self.entropy_coef = self.args.entropy_coef * (1 - self.state.global_step / self.state.max_steps)
+        with self._offloading:
+            loss = super().training_step(*args, **kwargs)
+        self._add_metrics({"time/update": time.perf_counter() - started - self._rollout_seconds})
+        return loss
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.engine is None:
+            return inputs
+        steps, accumulation = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        drawn = self._buffered_inputs is not before
+        if drawn:
+            if steps % accumulation == 0 or accumulation % steps == 0:
+                self._buffered_inputs = sort_by_length(self._buffered_inputs, min(steps, accumulation))
+            inputs = self._buffered_inputs[self._step % steps]
+        if self.critic is not None:
+            self.critic.count_turns_of_step(
+                self._step,
+                self._buffered_inputs,
+                drawn=drawn,
+                every=self.micro_steps_per_generation,
+                # At the end of an epoch of a data set a step may be shorter than gradient_accumulation_steps.
+                length=self.current_gradient_accumulation_steps,
+            )
+        return inputs
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        if self.engine is None:
+            return super()._generate_and_score_completions(inputs)
+        generation, first = self._step // self.micro_steps_per_generation, self._local(len(inputs)).start
+        if isinstance(inputs[0], Trajectory):  # of `update`
+            trajectories: list[Trajectory] = inputs  # type: ignore[assignment]
+            inputs = rows_of_episodes(trajectories)
+        else:
+            trajectories, inputs = self._play(inputs, generation, first)
+        batch = collate(
+            trajectories,
+            pad_token_id=self._tokenizer.pad_token_id,
+            end_token_id=self.eos_token_ids[0],
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            device=self.accelerator.device,
+        )
+        rewards = self._add_rewards(inputs, trajectories, batch)
+        # With a reference every row is scored, and before credit, which the penalty may be part of.
+        scores = self._score(batch) if self.beta != 0.0 else None
+        if scores is not None and self.args.kl_placement != "loss":
+            self._penalize(batch, scores)
+        read = None if self.critic is None else self.critic.read(batch)
+        credit = self._credit(batch, read)
+        scores = scores or self._score(batch, credit.advantages)
+        output = self._train_batch(batch, credit, scores, read)
+        self._open_gap(batch, scores, output.tool_mask > 0)
+        metrics = self.episode_log.summarize(trajectories, rewards, self._rollout_seconds, credit.metrics)
+        metrics |= self.sampler.sync_metrics() | drained_metrics(self._pending_metrics, self.accelerator)
+        self._add_metrics(metrics)
+        self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
+        self.episode_log.fill_tables(
+            self._logs, self._pending_extra_logs, trajectories, rewards, credit.advantages, batch.turn_mask
+        )
+        self.episode_log.record_training(generation, trajectories, credit.advantages, first)
+        return output.to_trl()
+
+    def _play(
+        self, inputs: list[dict[str, Any]], generation: int, first: int
+    ) -> tuple[list[Trajectory], list[dict[str, Any]]]:
+        """The episodes of some rows, and the rows as reward functions get them."""
+        assert self.engine is not None
+        started = time.perf_counter()
+        rows = [dict(row) if self.setup.rows_are_options else None for row in inputs]
+        specs = training_specs(self.args.seed, generation, rows, first, self.num_generations, self.setup.mixture)
+        with self.sampler.generator() as generator:
+            trajectories = self.engine.run(specs, generator)
+        self._rollout_seconds = time.perf_counter() - started
+        return trajectories, with_names(inputs, specs)
+
+    def _add_rewards(
         self, inputs: list[dict[str, Any]], trajectories: list[Trajectory], batch: TurnBatch
     ) -> torch.Tensor:
         """Score with TRL's reward functions, add them to each episode's last turn; return (B, functions) of all ranks."""
@@ -386,152 +553,419 @@ class MultiTurnTrainer(Checkpoints, HubModels, EpisodeEvaluation, Scoring, Rollo
             self._calculate_rewards(**reward_inputs(rows, trajectories)), trajectories, self.accelerator
         )
 
-    def _local(self, size: int) -> slice:
-        return slice(self.accelerator.process_index * size, (self.accelerator.process_index + 1) * size)
+    def _score(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Scores:
+        """Score policy and reference where the step needs them; with ``advantages`` (B, K) maybe only rows with signal."""
+        rows = None
+        if advantages is not None and self.args.skip_zero_advantage:
+            rows = self.scorer.live_rows(advantages, self.args.zero_advantage_eps)
+        old = self._scores_old_policy or self.args.kl_placement != "loss"
+        return self.scorer.score(batch, old=old, reference=self.beta != 0.0, rows=rows)
 
-    # ----------------------------------------------------------------------------------------------------- credit
+    def _penalize(self, batch: TurnBatch, scores: Scores) -> None:
+        """Log the divergence from the reference, and take it from the rewards if that is its place."""
+        assert scores.old is not None and scores.reference is not None
+        trained = batch.valid_mask
+        totals = torch.stack([((scores.old - scores.reference) * trained).sum(), trained.sum().float()])
+        total, tokens = self.accelerator.reduce(totals, reduction="sum")
+        self._add_metrics({"kl": (total / tokens.clamp(min=1.0)).item()})
+        if self.args.kl_placement == "reward":
+            turns = turn_log_ratio(scores.old, scores.reference, batch.turn_ids, batch.turn_mask.size(1))
+            batch.turn_rewards -= self.beta * turns * batch.turn_mask
 
-    def _assign_credit(self, turns: Turns) -> Credit:
-        """The credit rule: advantages of all turns, before whitening and clipping."""
-        raise NotImplementedError
+    def _credit(self, batch: TurnBatch, read: CriticValues | None) -> Credit:
+        """The credit of the local rows; every statistic is over all ranks, before TRL shuffles rows."""
+        values = (None, None) if read is None else (read.turn_values, read.final_values)
+        turns = gather_turns(batch, self.accelerator, *values)
+        per_sequence = self.importance_sampling_level == "sequence"
+        credit = normalize(self.assign_credit(turns), turns.mask, self.args, per_sequence=per_sequence)
+        self._add_metrics(credit.metrics)
+        size, num_turns = batch.turn_mask.shape
+        return credit.local(self._local(size), num_turns)
 
-    def _credit(self, batch: TurnBatch) -> torch.Tensor:
-        """Advantages (B, K) of the local rows; every statistic is over all ranks, before TRL shuffles rows."""
-        turns = self._gather_turns(batch)
-        credit, valid = self._assign_credit(turns), turns.mask
-        advantages = credit.advantages
-        if self.args.whiten_advantages:
-            advantages = whiten(advantages, valid)
-        if self.args.advantage_clip_range is not None:
-            bound = self.args.advantage_clip_range
-            credit.metrics["advantage/clipped"] = (advantages[valid].abs() > bound).float().mean().item()
-            advantages = advantages.clamp(-bound, bound)
-        if self.importance_sampling_level == "sequence":
-            advantages = pool_over_turns(advantages, valid)
-        kept = advantages[valid]
-        credit.metrics["advantage/mean"] = kept.mean().item() if kept.numel() else 0.0
-        credit.metrics["advantage/std"] = kept.std().item() if kept.numel() > 1 else 0.0
-        for name, value in credit.metrics.items():
-            self._metrics["train"][name].append(value)
-        return advantages[self._local(batch.turn_mask.size(0)), : batch.turn_mask.size(1)]
-
-    def _gather_turns(self, batch: TurnBatch) -> Turns:
-        lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
-        rewards, mask, lengths, anchors = (
-            self.accelerator.gather(self.accelerator.pad_across_processes(value, dim=1))
-            for value in (batch.turn_rewards, batch.turn_mask.long(), lengths, batch.anchors)
-        )
-        failed, environments = self.accelerator.gather((batch.failed, batch.environments))
-        return Turns(rewards, mask.bool() & ~failed[:, None], failed, lengths, anchors, environments)
-
-    def _token_advantages(self, advantages: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
-        """(B, T) from (B, K)."""
-        return spread_to_tokens(advantages, batch.turn_ids)
-
-    def _trl_batch(self, batch: TurnBatch, advantages: torch.Tensor, scores: Batch) -> Batch:
-        """The batch dict that TRL's loss reads, and our own columns."""
-        spread = self._token_advantages(advantages, batch)
+    def _train_batch(self, batch: TurnBatch, credit: Credit, scores: Scores, read: CriticValues | None) -> TrainBatch:
+        """The generation batch that the loss is computed on, with TRL's columns and those of the credit rule."""
+        num_turns = batch.turn_mask.size(1)
+        if self.critic is not None and read is not None and read.by_token:
+            spread = self.critic.token_advantages(read, credit.columns[TARGETS], batch)
+        else:
+            spread = spread_to_tokens(credit.advantages, batch.turn_ids)
         if self.args.kl_placement == "advantage":
-            log_probs, reference = scores["old_per_token_logps"], scores["ref_per_token_logps"]
+            assert scores.old is not None and scores.reference is not None
             unit = "turn" if self._turn_ratios else self.importance_sampling_level
-            spread = spread - self.beta * shaping(log_probs, reference, batch.turn_ids, unit)
+            spread = spread - self.beta * token_kl_penalty(scores.old, scores.reference, batch.turn_ids, unit)
         if self._turn_ratios and self.args.turn_ratio_pooling == "sum":
-            lengths = turn_lengths(batch.turn_ids, advantages.size(1)).clamp(min=1)
+            lengths = turn_lengths(batch.turn_ids, num_turns).clamp(min=1)
             spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
         trained = batch.valid_mask
         if self.mask_truncated_completions:
             trained &= ~batch.truncated[:, None]
-        output = {
-            "prompt_ids": batch.prompt_ids,
-            "prompt_mask": batch.prompt_mask,
-            "completion_ids": batch.completion_ids,
-            "completion_mask": batch.completion_mask,
-            "tool_mask": trained.long(),
-            "turn_ids": batch.turn_ids,
-            "sampling_per_token_logps": batch.sampling_logprobs,
-            "advantages": spread,
-            "num_items_in_batch": self.accelerator.gather(trained.sum()).sum(),
-        }
-        if self._scores_old_policy:
-            output["old_per_token_logps"] = scores["old_per_token_logps"]
-        if self.beta != 0.0 and self.args.kl_placement == "loss":
-            output["ref_per_token_logps"] = scores["ref_per_token_logps"]
+        output = TrainBatch(
+            prompt_ids=batch.prompt_ids,
+            prompt_mask=batch.prompt_mask,
+            completion_ids=batch.completion_ids,
+            completion_mask=batch.completion_mask,
+            tool_mask=trained.long(),
+            turn_ids=batch.turn_ids,
+            sampling_per_token_logps=batch.sampling_logprobs,
+            advantages=spread,
+            num_items_in_batch=self.accelerator.gather(trained.sum()).sum(),
+            old_per_token_logps=scores.old if self._scores_old_policy else None,
+            ref_per_token_logps=scores.reference if self.args.kl_placement == "loss" else None,
+            turn_columns={name: column for name, column in credit.columns.items() if name != TARGETS},
+        )
         if self._corrects_mismatch:
-            scored = trained & scores["scored"][:, None]
-            output["importance_sampling_ratio"] = self._correction(batch, scores["old_per_token_logps"], scored)
+            assert scores.old is not None
+            scored = trained & scores.scored[:, None]
+            output.importance_sampling_ratio, metrics = mismatch_weights(
+                self.args, batch, scores.old, scored, self.accelerator
+            )
+            self._add_metrics(metrics)
+        if self.critic is not None and read is not None:
+            self.critic.add_columns(output, read, credit.columns[TARGETS], batch, num_turns)
         return output
 
-    # ------------------------------------------------------------------------------------------------------- loss
+    def _open_gap(self, batch: TurnBatch, scores: Scores, trained: torch.Tensor) -> None:
+        """Compare sampler and trainer where the old policy was scored; otherwise the first update's forward pass will."""
+        self.gap.open()
+        if scores.old is not None:
+            counted = trained & scores.scored[:, None]
+            self.gap.add(scores.old, batch.sampling_logprobs, counted, batch.turn_ids, batch.prompt_mask)
+            self._close_gap()
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        drawn = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        if self.engine is None or self._buffered_inputs is drawn:
-            return inputs
-        steps, accumulation = self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        if steps % accumulation == 0 or accumulation % steps == 0:
-            self._buffered_inputs = sort_by_length(self._buffered_inputs, min(steps, accumulation))
-        return self._buffered_inputs[self._step % steps]
+    def _close_gap(self) -> None:
+        self._add_metrics(self.gap.close(is_first_step=self.state.global_step == 0))
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         if self.engine is None:
             return super()._compute_loss(model=model, inputs=inputs)
-        share, beta, use_vllm = 1.0, self.beta, self.use_vllm
+        if self.critic is not None:
+            # Right before the forward pass: the reference pass has left only the policy trainable.
+            self.critic.thaw()
+        batch, share = TrainBatch.from_trl(inputs), 1.0
         if self.args.skip_zero_advantage:
-            inputs, share = drop_silent_rows(inputs, self.args.zero_advantage_eps, self.loss_type)
+            batch, share = batch.without_silent_rows(self.args.zero_advantage_eps, self.loss_type)
+        with self._handing_over(batch.trimmed(self.pad_to_multiple_of)) as handed:
+            loss = share * super()._compute_loss(model=model, inputs=handed.inputs)
+        first_pass_ends = self._step % self.micro_steps_per_generation == self.args.steps_per_generation - 1
+        if self.is_in_train and self.gap.is_open and (first_pass_ends or self.accelerator.sync_gradients):
+            # Before the backward pass, in which DeepSpeed takes its optimizer step.
+            self._close_gap()
+        if self.critic is not None:
+            assert handed.values is not None
+            loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch)
+            self._add_metrics(metrics)
+        return loss
+
+    @contextmanager
+    def _handing_over(self, batch: TrainBatch) -> Iterator[_LossPass]:
+        """Show the batch to the methods that TRL's loss calls, and have it weigh terms as this step does."""
+        beta, use_vllm = self.beta, self.use_vllm
         if self.args.kl_placement != "loss":
             self.beta = 0.0  # the penalty is in the advantages already
         self.use_vllm = self._corrects_mismatch  # on which condition TRL's loss weighs tokens
-        self._loss_batch = trim_columns(inputs, self.pad_to_multiple_of)
+        self._loss_pass = _LossPass(batch, batch.to_trl())
         try:
-            loss = share * super()._compute_loss(model=model, inputs=self._loss_batch)
+            yield self._loss_pass
         finally:
-            self._loss_batch, self.beta, self.use_vllm = None, beta, use_vllm
-        first_pass_ends = self._step % self._generate_every == self.args.steps_per_generation - 1
-        if self.is_in_train and self._gap_meter.is_open and (first_pass_ends or self.accelerator.sync_gradients):
-            # Before the backward pass, in which DeepSpeed takes its optimizer step.
-            self._check_gap()
-        return loss
+            self._loss_pass, self.beta, self.use_vllm = None, beta, use_vllm
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        handed = self._loss_pass
+        if handed is not None and self.critic is not None:
+            model = self.critic.listening(model, handed.batch, lambda values: setattr(handed, "values", values))
         if self.engine is not None:
-            model = self._with_positions(model)
+            model = with_positions(model, self.accelerator.unwrap_model(self.model))
         log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        batch = self._loss_batch
-        if batch is not None and self._gap_meter.is_open:
-            counted = batch["tool_mask"] * batch["completion_mask"] > 0
-            padded = batch["prompt_mask"][:, 0] == 0
-            self._gap_meter.add(log_probs, batch["sampling_per_token_logps"], counted, batch["turn_ids"], padded)
-        if batch is None or not self._turn_ratios:
+        if handed is None:
             return log_probs, entropies, aux_loss
-        turn_ids = batch["turn_ids"]
-        old = batch.get("old_per_token_logps", log_probs.detach())
-        num_turns = int(turn_ids.max()) + 1
-        pooled = pool_log_probs(log_probs, old, turn_ids, max(num_turns, 1), self.args.turn_ratio_pooling)
-        if "ref_per_token_logps" in batch:
+        batch = handed.batch
+        if self.gap.is_open:
+            sampled = batch.sampling_per_token_logps
+            self.gap.add(log_probs, sampled, batch.counted, batch.turn_ids, batch.prompt_mask)
+        if not self._turn_ratios:
+            return log_probs, entropies, aux_loss
+        old = log_probs.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
+        num_turns = int(batch.turn_ids.max()) + 1
+        pooled = pool_log_probs(log_probs, old, batch.turn_ids, max(num_turns, 1), self.args.turn_ratio_pooling)
+        if batch.ref_per_token_logps is not None:
             # The KL term must still see the policy's own distance to the reference.
-            batch["ref_per_token_logps"] = batch["ref_per_token_logps"] + (pooled - log_probs)
+            handed.inputs["ref_per_token_logps"] = batch.ref_per_token_logps + (pooled - log_probs)
         return pooled, entropies, aux_loss
 
-    def _rollout_state(self) -> tuple[int, list[Batch]]:
-        return self._step, self._buffered_inputs
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.engine is not None:
+            self.guard.inspect(norm, self.model, self.optimizer, self.accelerator, self.state.global_step)
+            self._metrics["train"]["skipped_steps"] = [float(self.guard.skipped)]
+        return norm
 
-    def _restore_rollout(self, steps: int, buffer: list[Batch] | None) -> None:
-        self._step, self._buffered_inputs = steps, buffer
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        with self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(dataset)
-        return sampler if self.engine is None else self._at_epoch(sampler)
+    # --------------------------------------------------------------------------------------------------- evaluation
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        *,
+        num_episodes: int | None = None,
+        greedy: bool | None = None,
+    ) -> dict[str, float]:
+        """Play many episodes and report their return; nothing is trained and the training stream does not change.
+
+        Args:
+            eval_dataset: Rows handed to ``reset``, repeated in order up to ``num_episodes``; several data sets by name; or
+                the name of one of the trainer's. Default: the trainer's ``eval_dataset``; without any, the environment
+                gets seeds only.
+            ignore_keys: Accepted for ``Trainer``'s sake; there are no model outputs to ignore.
+            metric_key_prefix: Prefix of the metrics.
+            num_episodes: Over all processes. Default: ``args.num_eval_episodes``.
+            greedy: Take the likeliest token instead of sampling. Default: ``args.eval_greedy``.
+
+        Returns:
+            The metrics of :func:`agile_trainers.rollout.metrics.summarize` under ``eval_``, with ``eval_return`` (the mean
+            episode return, for ``metric_for_best_model="return"``), its standard error ``eval_return_sem``, and
+            ``eval_episodes``; under TRL's names ``eval_reward`` (the return and the weighted reward functions), its
+            ``eval_reward_std``, ``eval_rewards/<name>/mean`` and ``.../std``, ``eval_completions/...``, and what reward
+            functions log. Seeds are the same in every evaluation. Of several environments, these are over all of them, and
+            ``eval_<name>_return`` and so on are over one; without rows each plays equally many episodes.
+        """
         if self.engine is None:
-            return super().training_step(*args, **kwargs)
-        self._rollout_seconds, started = 0.0, time.perf_counter()
-        if self.args.entropy_coef_schedule == "linear":
-            self.entropy_coef = self.args.entropy_coef * (1 - self.state.global_step / self.state.max_steps)
-        with self._offloading:
-            loss = super().training_step(*args, **kwargs)
-        self._metrics["train"]["time/update"].append(time.perf_counter() - started - self._rollout_seconds)
-        return loss
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        eval_dataset = rows_of(self.setup.eval_rows, eval_dataset)
+        if isinstance(eval_dataset, dict):
+            results: dict[str, float] = {}
+            for name, part in eval_dataset.items():
+                prefix = f"{metric_key_prefix}_{name}"
+                results |= self.evaluate(part, ignore_keys, prefix, num_episodes=num_episodes, greedy=greedy)
+            return results
+        count = self.args.num_eval_episodes if num_episodes is None else num_episodes
+        if count < 1:
+            raise ValueError(f"num_episodes must be at least 1, got {count}.")
+        training = self.model.training
+        played = self._play_evaluation(eval_dataset, count, greedy, metric_key_prefix)
+        # TRL's `log` files metrics under the mode of the model.
+        self.model.eval()
+        with completions_table(self, played, metric_key_prefix):
+            self.log(played.metrics)
+        self.model.train(training)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, played.metrics)
+        self.episode_log.record_evaluation(metric_key_prefix, played.trajectories)
+        return played.metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Play one episode for every row and return what was said; nothing is trained, logged or written.
+
+        Args:
+            test_dataset: Rows handed to ``reset``.
+            ignore_keys: Accepted for ``Trainer``'s sake; there are no model outputs to ignore.
+            metric_key_prefix: Prefix of the metrics.
+
+        Returns:
+            ``predictions``: an object array (rows,) of conversations, each the messages after the prompt, of all processes;
+            ``metrics``: those of :meth:`evaluate`. There are no ``label_ids``.
+        """
+        if self.engine is None:
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        rows = list(kept_columns(self.args, test_dataset, "test_dataset"))
+        played = self._play_evaluation(rows, len(rows), None, metric_key_prefix)
+        said = np.empty(len(rows), dtype=object)
+        for place, messages in gather_object(list(zip(played.places, (t.messages for t in played.trajectories)))):
+            said[place] = messages
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, played.metrics)
+        return PredictionOutput(predictions=said, label_ids=None, metrics=played.metrics)
+
+    def _play_evaluation(self, dataset: Any, count: int, greedy: bool | None, prefix: str) -> Evaluated:
+        return self.evaluator.play(
+            dataset,
+            count,
+            greedy,
+            prefix,
+            pending_metrics=self._pending_metrics,
+            pending_columns=self._pending_extra_logs,
+        )
+
+    # --------------------------------------------------------------------------------------------------- reference
+
+    def update_reference(self) -> None:
+        """Make the current policy the reference. Batches that were scored before keep the reference of then.
+
+        Raises:
+            ValueError: If there is no reference (``beta=0``), or it is the frozen base model (LoRA without
+                ``reference_adapter``), or there is no environment.
+        """
+        if self.engine is None:
+            raise ValueError("update_reference() moves the reference of a run with an environment; pass `environment`.")
+        self.reference.update()
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """``Trainer.save_model``, and a record of where the model comes from (``agile_trainers.json``)."""
+        folder = Path(output_dir or self.args.output_dir)
+        if self.engine is not None and self.args.should_save:
+            write_json(folder / RECORD, self.checkpoints.record())
+        sharded = is_zero3(self.accelerator.state.deepspeed_plugin) and isinstance(self.model, PeftModel)
+        with naming_full_disk(folder), every_adapter_trainable(self.model) if sharded else nullcontext():
+            super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.engine is None:
+            return super()._save_checkpoint(model, trial)
+        check_finite(self.model, self.accelerator, self.state.global_step)
+        run = Path(self._get_output_dir(trial))
+        rollout = RolloutState(self._step, self._buffered_inputs, self.episode_log.idle_batches, dict(vars(self.guard)))
+        with self.checkpoints.saving(run, rollout) as building:
+            super()._save_checkpoint(model, trial)
+            self.reference.save(building)
+        if self.args.push_to_hub:
+            self.hub.push_checkpoint(run / building.name)
+        self.checkpoints.rotate(run)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        building = None if self.engine is None else self.checkpoints.building
+        return super()._get_output_dir(trial) if building is None else str(building)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        folder = Path(resume_from_checkpoint)
+        if isinstance(self.model, PeftModel) and any(
+            file.parent != folder for file in folder.glob("*/adapter_config.json")
+        ):
+            if self.is_fsdp_enabled:  # `Trainer` restores the active one alone
+                for adapter in self.model.peft_config:
+                    restore_adapter(self.model, adapter, folder if adapter == POLICY else folder / adapter)
+            else:
+                # Finding adapters in subfolders, `Trainer` leaves out the one beside them.
+                self.model.load_adapter(str(folder), POLICY, is_trainable=True)
+        for name, parameter in self.model.named_parameters():
+            # PEFT loads adapters in fp32; TRL trains those of a quantized base in bf16.
+            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+        if self.engine is not None:
+            self.reference.restore(folder)
+        if self.critic is not None:
+            self.critic.thaw()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.engine is None or checkpoint is None:
+            return
+        if self.is_deepspeed_enabled:
+            self.reference.restore_after_deepspeed(Path(checkpoint))
+        rollout = self.checkpoints.load_rollout(checkpoint)
+        self.episode_log.idle_batches = rollout.idle_batches
+        self.guard = StepGuard(**rollout.skipped_steps)
+        self._restore_rollout(rollout.steps, rollout.micro_batches)
+
+    def _restore_rollout(self, steps: int, micro_batches: list[Batch] | None) -> None:
+        self._step, self._buffered_inputs = steps, micro_batches
+        if self.critic is not None:
+            self.critic.forget_step()
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.critic is not None:
+            self.critic.restore(Path(self.state.best_model_checkpoint))
+
+    # ---------------------------------------------------------------------------------------------------------- Hub
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Make the repository and check that it can be written to; ``Trainer`` calls this at construction.
+
+        Offline (``HF_HUB_OFFLINE=1``), nothing is asked and nothing pushed while training; a warning says so.
+
+        Raises:
+            ValueError: If the Hub refuses the repository's name or the token.
+        """
+        if not self.is_world_process_zero():
+            return
+        name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        if is_offline_mode():
+            logger.warning(
+                "HF_HUB_OFFLINE=1: nothing is pushed to %s. Push the run later with trainer.push_to_hub().", name
+            )
+            self.hub_model_id, self.push_in_progress = None, None
+            return
+        token = token or self.args.hub_token
+
+        def make() -> str:
+            super(MultiTurnTrainer, self).init_hf_repo(token=token)
+            return str(self.hub_model_id)
+
+        make_repository(name, token, make)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model to ``output_dir`` and push it: policy, tokenizer, record, model card and learning curve.
+
+        Reference, critic and episodes only if ``args.hub_extras`` asks for them; the optimizer never (but see
+        ``hub_strategy``).
+
+        Args:
+            commit_message: Of the commit.
+            blocking: Wait for the upload.
+            token: Default: ``args.hub_token``, or the one that ``hf auth login`` stored. It is written to no file.
+            revision: Branch. Default: ``args.hub_revision``.
+            **kwargs: ``dataset_name`` and ``tags`` of the model card.
+
+        Returns:
+            ``huggingface_hub.CommitInfo``, a future of it if not ``blocking``; None on all processes but the main one.
+        """
+        if self.engine is None:
+            return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
+        token = token or self.args.hub_token
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        self._finish_current_push()
+        return self.hub.push(commit_message, blocking, token, revision)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not where `Trainer` calls it: the folder is not whole. See :meth:`_save_checkpoint`."""
+        if self.engine is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        if self.engine is not None:
+            self.hub.summarize()
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write ``README.md`` and the learning curve to ``output_dir``.
+
+        Args:
+            model_name: Title. Default: the last part of ``hub_model_id``, or of ``output_dir``.
+            dataset_name: Hub id of the rows, if there were any.
+            tags: More tags.
+        """
+        if self.engine is None:
+            return super().create_model_card(model_name, dataset_name, tags)
+        if not self.is_world_process_zero():
+            return
+        self.hub.write_card(
+            self.checkpoints.record(),
+            model_name=model_name,
+            dataset_name=dataset_name,
+            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or ())],
+            paper=self._paper,
+        )

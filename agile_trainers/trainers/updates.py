@@ -160,16 +160,16 @@ class Updates:
             raise ValueError("rows is empty: pass one row per group, or None for those that train() would draw next.")
         else:
             batches = [[row for row in rows for _ in range(trainer.num_generations)]]
-        first = trainer._step // trainer._generate_every if generation is None else generation
+        first = trainer._step // trainer.micro_steps_per_generation if generation is None else generation
         started = time.perf_counter()
         played: list[Trajectory] = []
         for index, batch in enumerate(batches):
             options = [None if row is None else dict(row) for row in batch]
             begin = trainer.accelerator.process_index * len(batch)
             specs = training_specs(
-                trainer.args.seed, first + index, options, begin, trainer.num_generations, trainer._mixture
+                trainer.args.seed, first + index, options, begin, trainer.num_generations, trainer.setup.mixture
             )
-            with trainer._generator() as generator:
+            with trainer.sampler.generator() as generator:
                 played += engine.run(specs, generator)
         if self.is_open:
             self._log_time(played, time.perf_counter() - started)
@@ -186,9 +186,9 @@ class Updates:
     def _next_rows(self) -> list[list[Any]]:
         """The rows of the generation batches that the next update takes, None for each episode that has none."""
         trainer = self._trainer
-        if trainer._rows_are_options or (not self.is_open and trainer.state.global_step == 0):
+        if trainer.setup.rows_are_options or (not self.is_open and trainer.state.global_step == 0):
             self._open()
-        if not trainer._rows_are_options:
+        if not trainer.setup.rows_are_options:
             return [[None] * self._size] * self._per_update()
         return self._peek()
 
@@ -205,7 +205,7 @@ class Updates:
     def _per_update(self) -> int:
         """Generation batches of an update, which ends with an optimizer step."""
         trainer = self._trainer
-        accumulation, every = trainer.args.gradient_accumulation_steps, trainer._generate_every
+        accumulation, every = trainer.args.gradient_accumulation_steps, trainer.micro_steps_per_generation
         if every % accumulation and accumulation % every:
             raise ValueError(
                 f"update() needs generation batches and optimizer steps that end together, but a batch has {every} "
@@ -229,7 +229,7 @@ class Updates:
             for index, rows in enumerate(current, start=done):
                 if resumed and done and done == index:
                     trainer._load_rng_state(resumed)
-                if index % trainer._generate_every == 0 or index == done:
+                if index % trainer.micro_steps_per_generation == 0 or index == done:
                     yield rows
             number, resumed, done, self._micro_steps = number + 1, None, 0, 0
             epoch["epoch"] = number
@@ -244,14 +244,14 @@ class Updates:
         self._open()
         self._peek()  # the stream of rows moves on, whichever episodes are trained on
         self._pending = None
-        return self._run([batch for batch in batches for _ in range(self._trainer._generate_every)])
+        return self._run([batch for batch in batches for _ in range(self._trainer.micro_steps_per_generation)])
 
     def _finish_batch(self) -> None:
         """After a resume: train on what is left of the generation batch that the checkpoint was saved in."""
-        done = self._trainer._step % self._trainer._generate_every
+        done = self._trainer._step % self._trainer.micro_steps_per_generation
         if done:
             rows = next(self._batches)
-            self._run([rows] * (self._trainer._generate_every - done))
+            self._run([rows] * (self._trainer.micro_steps_per_generation - done))
 
     def _run(self, micro_batches: list[Any]) -> dict[str, float]:
         """The optimizer steps of some micro-batches, with ``Trainer``'s own loop."""
@@ -266,7 +266,7 @@ class Updates:
                 end(args, state, control) if control.should_training_stop else control
             )
         try:
-            with trainer._graceful_stop.heard(), naming_full_disk(trainer.args.output_dir):
+            with trainer.stop.heard(), naming_full_disk(trainer.args.output_dir):
                 trainer._run_epoch(
                     **{
                         **epoch,
@@ -286,7 +286,7 @@ class Updates:
         result = self._meter.read(trainer)
         if trainer.control.should_training_stop:
             self.finish()
-        trainer._graceful_stop.pass_on()
+        trainer.stop.pass_on()
         return result
 
     @contextmanager

@@ -59,8 +59,8 @@ def step(trainer: MultiTurnTrainer) -> dict[str, torch.Tensor]:
     rows = [dict(trainer.train_dataset[0])] * (EPISODES // PROCESSES)
     trainer.current_gradient_accumulation_steps = 1
     batch = trainer._generate_and_score_completions(rows)
-    if hasattr(trainer, "_count_turns"):
-        trainer._count_turns([batch])
+    if trainer.critic is not None:
+        trainer.critic.count_turns([batch])
     trainer.model.zero_grad()
     trainer._compute_loss(trainer.model, batch).backward()
     gradient = {name: full(p.grad) for name, p in trainer.model.named_parameters() if p.grad is not None}

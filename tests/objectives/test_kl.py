@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agile_trainers.objectives.kl import shaping, turn_log_ratio
+from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
 
 # Two turns of two and one tokens with an observation between; the second episode has one turn and padding.
 TURN_IDS = torch.tensor([[0, 0, -1, 1], [0, -1, -1, -1]])
@@ -24,11 +24,11 @@ def test_a_turns_log_ratio_is_the_sum_over_its_tokens():
     ],
 )
 def test_shaping_is_the_log_ratio_of_what_the_ratio_spans(unit, expected):
-    shaped = shaping(LOG_PROBS, REFERENCE, TURN_IDS, unit)
+    shaped = token_kl_penalty(LOG_PROBS, REFERENCE, TURN_IDS, unit)
     assert shaped.tolist() == expected and not shaped.requires_grad
 
 
 @pytest.mark.parametrize("unit", ["token", "turn", "sequence"])
 def test_an_episode_without_an_action_has_no_penalty(unit):
     nothing = torch.full((1, 2), -1)
-    assert not shaping(torch.ones(1, 2), torch.zeros(1, 2), nothing, unit).any()
+    assert not token_kl_penalty(torch.ones(1, 2), torch.zeros(1, 2), nothing, unit).any()

@@ -51,8 +51,8 @@ def test_an_exception_out_of_the_engine(
     embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: tuple[int, dict[str, torch.Tensor]]
 ) -> None:
     run = trainer(embedded_model, tmp_path)
-    assert run._vllm is not None
-    runner = run._vllm.engine.engine.model_executor.driver_worker.model_runner
+    assert run.sampler.vllm is not None
+    runner = run.sampler.vllm.engine.engine.model_executor.driver_worker.model_runner
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("the device fell off the bus")

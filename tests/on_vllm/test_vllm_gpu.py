@@ -38,7 +38,7 @@ def test_engine_and_trainer_make_room_for_each_other(lora: bool, embedded_model:
         vllm_enable_sleep_mode=True,
         offload_policy_during_rollout=True,
     )
-    engine = trainer._vllm.engine.engine
+    engine = trainer.sampler.vllm.engine.engine
     assert engine.is_sleeping()
     seen.clear()
     trainer.train()

@@ -39,8 +39,8 @@ def logs(trainer: MultiTurnTrainer, name: str) -> list[float]:
 
 def base_answers(trainer: MultiTurnTrainer) -> list[float]:
     """Log-probabilities of what the engine's base model says without any adapter. On CPU its weights are packed away."""
-    assert trainer._vllm is not None
-    engine = trainer._vllm.engine
+    assert trainer.sampler.vllm is not None
+    engine = trainer.sampler.vllm.engine
     adapter, engine.adapter = engine.adapter, None
     engine.engine.reset_prefix_cache()
     generator = VllmGenerator(engine, eos_token_ids=[], settings=SamplingSettings(do_sample=False))
@@ -61,8 +61,8 @@ def test_ten_updates_move_the_adapter_alone(
     assert len(logs(trainer, f"{GAP}/max")) == 10
     assert max(logs(trainer, f"{GAP}/max")) < 1e-3
     # The policy moved: under the first adapter the last answers had other log-probabilities.
-    trainer._vllm.sync = lambda: 0  # type: ignore[method-assign]
-    trainer._vllm.engine.load_adapter(
+    trainer.sampler.vllm.sync = lambda: 0  # type: ignore[method-assign]
+    trainer.sampler.vllm.engine.load_adapter(
         {
             name: torch.zeros_like(weight) if "lora_B" in name else weight
             for name, weight in get_peft_model_state_dict(trainer.model).items()
@@ -102,13 +102,13 @@ def test_ppo_hands_over_its_policy_and_nothing_of_its_critic(embedded_model: Pat
         peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian"),
     )
     handed: list[set[str]] = []
-    load = trainer._vllm.engine.load_adapter
+    load = trainer.sampler.vllm.engine.load_adapter
 
     def seen(weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         handed.append({*weights})
         return load(weights, config)
 
-    trainer._vllm.engine.load_adapter = seen  # type: ignore[method-assign]
+    trainer.sampler.vllm.engine.load_adapter = seen  # type: ignore[method-assign]
     trainer.train()
     assert {"default", "critic", "ref"} <= set(trainer.model.peft_config)
     policy = get_peft_model_state_dict(trainer.model, adapter_name="default")
@@ -125,8 +125,8 @@ def test_an_adapter_in_shares_is_handed_over_whole(embedded_model: Path, tmp_pat
     fully_shard(trainer.model, mesh=init_device_mesh("cpu", (1,)))
     assert all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
     handed: list[dict[str, torch.Tensor]] = []
-    trainer._vllm.engine.load_adapter = lambda weights, config: handed.append(weights) or 0  # type: ignore[method-assign]
-    trainer._vllm.sync()
+    trainer.sampler.vllm.engine.load_adapter = lambda weights, config: handed.append(weights) or 0  # type: ignore[method-assign]
+    trainer.sampler.vllm.sync()
     assert handed[0].keys() == expected.keys()
     for name, weight in handed[0].items():
         assert not isinstance(weight, DTensor) and torch.equal(weight, expected[name])
@@ -177,7 +177,7 @@ def test_weights_by_hand_when_the_temperature_differs(mode: str, embedded_model:
 
 def test_a_stale_adapter_is_called_that(embedded_model: Path, tmp_path: Path, caplog) -> None:
     trainer = make_trainer(embedded_model, tmp_path, max_steps=3, learning_rate=8.0, max_logprob_gap=1e-3, **VLLM)
-    trainer._vllm.sync = lambda: 0  # type: ignore[method-assign]
+    trainer.sampler.vllm.sync = lambda: 0  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert caplog.text.count("the engine seems to serve a stale adapter") == 1  # until it has agreed again
@@ -205,9 +205,9 @@ def test_greedy_evaluation_is_the_transformers_generators(embedded_model: Path, 
     episodes = {}
     for name, options in (("vllm", {"use_vllm": True}), ("transformers", {})):
         trainer = make_trainer(embedded_model, tmp_path / name, num_eval_episodes=12, eval_greedy=True, **options)
-        engine = trainer._vllm and trainer._vllm.engine
+        engine = trainer.sampler.vllm and trainer.sampler.vllm.engine
         trainer.evaluate()
-        assert (trainer._vllm and trainer._vllm.engine) is engine
+        assert (trainer.sampler.vllm and trainer.sampler.vllm.engine) is engine
         (file,) = (tmp_path / name / "rollouts").glob("*eval*.jsonl")
         episodes[name] = [json.loads(line) for line in file.read_text().splitlines()]
     for ours, theirs in zip(episodes["vllm"], episodes["transformers"], strict=True):
@@ -219,7 +219,7 @@ def test_the_saved_policy_is_served_as_it_is(embedded_model: Path, tmp_path: Pat
     trainer = make_trainer(embedded_model, tmp_path / "run", max_steps=3, learning_rate=1.0, **VLLM)
     trainer.train()
     trainer.save_model(str(tmp_path / "policy"))
-    engine = trainer._vllm.engine
+    engine = trainer.sampler.vllm.engine
     engine.adapter = LoRARequest("saved", 1000, str(tmp_path / "policy"))
     assert engine.engine.add_lora(engine.adapter)
     generator = VllmGenerator(engine, eos_token_ids=[], settings=SamplingSettings())

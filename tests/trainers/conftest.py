@@ -10,15 +10,16 @@ from checkpointed_runs import SAVING, make
 from enumerated import Table
 from trl import GRPOTrainer
 
-from agile_trainers.checkpoints import nonfinite, output_lock, stopping
+from agile_trainers.checkpoints import output_lock, stopping
 from agile_trainers.checkpoints import record as checkpoint_module
+from agile_trainers.trainers import nonfinite, trainer
 
 
 @pytest.fixture
 def warned(monkeypatch) -> list[str]:
     messages: list[str] = []
     record = lambda text, *values, **_: messages.append(text % values)  # noqa: E731
-    for module in (checkpoint_module, stopping, nonfinite, output_lock):
+    for module in (checkpoint_module, trainer, stopping, nonfinite, output_lock):
         monkeypatch.setattr(module.logger, "warning", record)
     return messages
 

@@ -8,7 +8,7 @@ import torch
 from games import make_trainer
 
 from agile_trainers.objectives.segments import spread_to_tokens
-from agile_trainers.trainers.trainer import Turns
+from agile_trainers.trainers.credit import CreditInputs
 from agile_trainers.types import TurnBatch
 
 EPISODES = torch.tensor(list(itertools.product((0, 1), repeat=3)))
@@ -75,10 +75,10 @@ def estimate(trainer, table: Table, episodes: torch.Tensor, advantages=None, spr
     size, mask = len(episodes), torch.ones(len(episodes), 2) > 0
     lengths = torch.tensor([1, 2]).expand(size, 2)
     if advantages is None:
-        turns = Turns(
+        turns = CreditInputs(
             turn_rewards(episodes), mask, torch.zeros(size) > 0, lengths, torch.zeros(size, 2).long(), torch.zeros(size)
         )
-        advantages = trainer._assign_credit(turns).advantages
+        advantages = trainer.assign_credit(turns).advantages
     turn_ids = TURN_IDS.expand(size, -1)
     if spread is None:
         spread = spread_to_tokens(advantages, turn_ids)
@@ -92,6 +92,7 @@ def estimate(trainer, table: Table, episodes: torch.Tensor, advantages=None, spr
         "completion_mask": torch.ones(size, 4, dtype=torch.long),
         "tool_mask": (turn_ids >= 0).long(),
         "turn_ids": turn_ids,
+        "sampling_per_token_logps": torch.zeros(size, 4),
         "advantages": spread,
         "num_items_in_batch": torch.tensor(3.0 * size),
         **columns,

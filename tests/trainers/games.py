@@ -14,6 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from agile_trainers.train_batch import plain_names
 from agile_trainers.trainers import (
     MultiTurnGRPOConfig,
     MultiTurnGRPOTrainer,
@@ -128,7 +129,7 @@ def draw_batch(trainer: MultiTurnTrainer) -> dict[str, torch.Tensor]:
     trainer.create_optimizer_and_scheduler(1)
     rows = [dict(trainer.train_dataset[0])] * trainer.args.generation_batch_size
     trainer.current_gradient_accumulation_steps = 1
-    return trainer._generate_and_score_completions(rows)
+    return plain_names(trainer._generate_and_score_completions(rows))
 
 
 def loss_and_gradients(

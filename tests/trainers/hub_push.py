@@ -40,7 +40,7 @@ def load(model: Path, output: Path) -> None:
             "logits": loaded(IDS).logits,
             "continued": continued.model(IDS).logits,
             "vocabulary": len(tokenizer),
-            "parent": continued._stage_record()["parent"],
+            "parent": continued.checkpoints.record()["parent"],
         },
         output / "loaded.pt",
     )

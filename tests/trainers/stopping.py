@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from agile_trainers.rollout.collate import collate
+from agile_trainers.trainers.credit import Credit
+from agile_trainers.trainers.scoring import Scores
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 from agile_trainers.types import StopReason, Trajectory, Turn, TurnBatch
 
@@ -171,10 +173,13 @@ class Game:
         """
         trainer.current_gradient_accumulation_steps = 1
         batch = self.batch(members)
-        advantages = trainer._credit(batch) if advantages is None else advantages
-        columns = trainer._trl_batch(batch, advantages, {})
-        # PPO's own would add the loss of a critic that here is exact.
-        loss = MultiTurnTrainer._compute_loss(trainer, trainer.model, columns)
+        critic = trainer.critic
+        read = None if critic is None else critic.read(batch)
+        credit = trainer._credit(batch, read) if advantages is None else Credit(advantages)
+        columns = trainer._train_batch(batch, credit, Scores(torch.ones(len(members)) > 0), read).to_trl()
+        trainer.critic = None  # here it is exact, and has no loss
+        loss = trainer._compute_loss(trainer.model, columns)
+        trainer.critic = critic
         return -self.gradient(loss) * trainer.max_completion_length
 
     def expectation(self, trainer: MultiTurnTrainer, groups: int, size: int) -> torch.Tensor:

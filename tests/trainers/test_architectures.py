@@ -87,7 +87,7 @@ def test_padding_moves_no_position_of_the_critic(tmp_path):
         for turn in range(len(record["turns"])):
             expected = value_of(trainer, record, len(record["prompt_ids"]) + record["turn_ids"].index(turn) - 1)
             assert batch["old_values"][row, turn].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    trainer._count_turns([batch])
+    trainer.critic.count_turns([batch])
     trainer._compute_loss(trainer.model, {**batch, "value_targets": batch["old_values"]})
     assert trainer._metrics["train"]["value/loss"][-1] < 1e-9
 
@@ -126,7 +126,7 @@ def test_reference_and_critic_have_no_noise(tmp_path, whole):
     gap = (batch["ref_per_token_logps"] - batch["old_per_token_logps"])[actions].abs().max()
     assert gap < 1e-5
     if not whole:
-        trainer._count_turns([batch])
+        trainer.critic.count_turns([batch])
         trainer._compute_loss(trainer.model, {**batch, "value_targets": batch["old_values"]})
         assert trainer._metrics["train"]["value/loss"][-1] < 1e-9
 

@@ -27,6 +27,8 @@ from games import relative_error as relative_error_of
 
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.rollout.generators.transformers.sampling import Sampler
+from agile_trainers.trainers.credit import Credit
+from agile_trainers.trainers.scoring import Scores
 
 WHOLE: dict[str, Any] = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1e6}
 """The whole episode's ratio, however large."""
@@ -62,8 +64,8 @@ def expected_gradient(trainer: Any, table: Table, log_probs: torch.Tensor) -> to
             continue
         batch, returns = turn_batch(EPISODES[[i]]), to_go()[[i]]
         batch.sampling_logprobs = log_probs[[i]]
-        scores = {"old_per_token_logps": table.log_probs(EPISODES[[i]]).detach(), "scored": torch.ones(1) > 0}
-        output = trainer._trl_batch(batch, returns, scores)
+        scores = Scores(torch.ones(1) > 0, table.log_probs(EPISODES[[i]]).detach())
+        output = trainer._train_batch(batch, Credit(returns), scores, None).to_trl()
         columns = {
             name: output[name] for name in ("importance_sampling_ratio", "old_per_token_logps") if name in output
         }

@@ -34,6 +34,8 @@ from enumerated import (
 from games import Chatter, settings
 
 from agile_trainers.trainers import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
+from agile_trainers.trainers.credit import Credit, gather_turns
+from agile_trainers.trainers.scoring import Scores
 
 
 def expectation(trainer, table: Table, group: int) -> torch.Tensor:
@@ -179,10 +181,10 @@ def _kl_given_contexts(table: Table, reference: Table) -> torch.Tensor:
     return total
 
 
-def scores_of(table: Table, reference: Table, episodes: torch.Tensor) -> dict[str, torch.Tensor]:
+def scores_of(table: Table, reference: Table, episodes: torch.Tensor) -> Scores:
     with torch.no_grad():
-        scored = {"old_per_token_logps": table, "ref_per_token_logps": reference}
-        return {name: policy.log_probs(episodes) for name, policy in scored.items()}
+        everything = torch.ones(len(episodes)) > 0
+        return Scores(everything, table.log_probs(episodes), reference.log_probs(episodes))
 
 
 def exact_divergence(table: Table, reference: Table) -> torch.Tensor:
@@ -199,7 +201,7 @@ def test_kl_in_the_reward_has_the_exact_value_and_gradient(embedded_model, tmp_p
     for members in itertools.product(range(8), repeat=2):
         batch, weight = turn_batch(EPISODES[list(members)]), probability[list(members)].prod()
         trainer._penalize(batch, scores_of(table, reference, EPISODES[list(members)]))
-        advantages = trainer._assign_credit(trainer._gather_turns(batch)).advantages
+        advantages = trainer.assign_credit(gather_turns(batch, trainer.accelerator)).advantages
         estimated = estimated + weight * estimate(trainer, table, EPISODES[list(members)], advantages)
         value += weight.item() * trainer._metrics["train"]["kl"][-1] * 3
     divergence = exact_divergence(table, reference)
@@ -243,7 +245,7 @@ def test_kl_in_the_advantage_has_the_exact_value_and_gradient(embedded_model, tm
     for i in range(8):
         batch, scores = turn_batch(EPISODES[[i]]), scores_of(table, reference, EPISODES[[i]])
         trainer._penalize(batch, scores)
-        columns = trainer._trl_batch(batch, torch.zeros(1, 2), scores)
+        columns = trainer._train_batch(batch, Credit(torch.zeros(1, 2)), scores, None).to_trl()
         assert not {"old_per_token_logps", "ref_per_token_logps"} & columns.keys()
         spread = columns["advantages"]
         gradient = estimate(trainer, table, EPISODES[[i]], torch.zeros(1, 2), spread=spread)

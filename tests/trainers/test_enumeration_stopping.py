@@ -16,7 +16,7 @@ from stopping import Game, relative_error
 from trl import GRPOTrainer
 
 from agile_trainers.trainers import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
-from agile_trainers.trainers.ppo import Critique
+from agile_trainers.trainers.critic import CriticValues
 
 GAMMAS = [1.0, 0.5]
 
@@ -99,8 +99,8 @@ def test_gae_with_the_exact_value_is_the_exact_gradient(
             for known in range(turn.end - turn.start):
                 by_token[0, turn.start + known] = value(e, k, known)
         values = by_token if granularity == "token" else by_turn
-        critique = Critique(torch.zeros_like(values), values, by_turn, torch.zeros(1), granularity == "token")
-        monkeypatch.setattr(trainer, "_critic_values", lambda batch, critique=critique: critique)
+        read = CriticValues(torch.zeros_like(values), values, by_turn, torch.zeros(1), granularity == "token")
+        monkeypatch.setattr(trainer.critic, "read", lambda batch, read=read: read)
         estimated = estimated + p * game.estimate(trainer, [e])
     assert relative_error(estimated, game.exact_gradient(gamma)) < 1e-5
 

@@ -134,8 +134,8 @@ def test_the_likely_cause(
 @pytest.mark.parametrize("path", PATHS)
 def test_every_batch_is_compared_once(embedded_model: Path, tmp_path: Path, path: str) -> None:
     trainer = make_trainer(embedded_model, tmp_path, **PATHS[path])
-    read, steps = trainer._check_gap, []
-    trainer._check_gap = lambda: (steps.append(trainer.state.global_step), read())[1]  # type: ignore[method-assign]
+    close, steps = trainer.gap.close, []
+    trainer.gap.close = lambda **known: (steps.append(trainer.state.global_step), close(**known))[1]  # type: ignore
     trainer.train()
     assert steps == [0, 0] if path == "loss-two-batches" else steps == [0]
     assert logs(trainer, MEAN) and 0 <= max(logs(trainer, MEAN)) < 1e-5
@@ -215,13 +215,14 @@ def test_after_a_first_batch_that_agreed_a_gap_warns_once(
 
 def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
     """Let the sampler's log-probs be wrong in rows without an advantage above .9, or in the others; count the former."""
-    credit, measure = trainer._credit, trainer._measure_gap
+    credit, measure = trainer._credit, trainer._open_gap
     advantages: list[torch.Tensor] = []
     count: list[int] = []
 
-    def remember(batch: Any) -> torch.Tensor:
-        advantages.append(credit(batch))
-        return advantages[-1]
+    def remember(batch: Any, read: Any) -> Any:
+        given = credit(batch, read)
+        advantages.append(given.advantages)
+        return given
 
     def shifted(batch: Any, scores: Any, trained: torch.Tensor) -> None:
         rows = (advantages[-1].abs() <= 0.9).all(dim=1)
@@ -229,7 +230,7 @@ def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
         batch.sampling_logprobs[rows == silent] -= 1.0  # in place: the training batch holds the same tensor
         measure(batch, scores, trained)
 
-    trainer._credit, trainer._measure_gap = remember, shifted  # type: ignore[method-assign]
+    trainer._credit, trainer._open_gap = remember, shifted  # type: ignore[method-assign]
     return count
 
 
@@ -269,7 +270,7 @@ def test_dropout_that_was_asked_for_is_no_error(embedded_model: Path, tmp_path: 
     [({}, True), ({"top_k": 5}, False), ({"repetition_penalty": 1.1}, False), ({"bf16": True}, False)],
 )
 def test_what_is_compared_exactly(embedded_model: Path, tmp_path: Path, changes: dict[str, Any], exact: bool) -> None:
-    assert make_trainer(embedded_model, tmp_path, **changes)._conditions().exact == exact
+    assert make_trainer(embedded_model, tmp_path, **changes).sampler.conditions().exact == exact
 
 
 def test_tf32_is_seen() -> None:

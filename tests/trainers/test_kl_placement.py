@@ -8,7 +8,7 @@ import pytest
 import torch
 from games import draw_batch, loss_and_gradients, make_trainer, relative_error
 
-from agile_trainers.objectives.kl import shaping
+from agile_trainers.objectives.kl import token_kl_penalty
 
 
 def moved(trainer):
@@ -39,6 +39,13 @@ def test_the_loss_itself_has_no_kl_term(embedded_model, tmp_path, placement):
     assert len(trainer._metrics["train"]["kl"]) == 1 and trainer._metrics["train"]["kl"][0] > 0
 
 
+def scores_of(trainer, columns):
+    """Log-probabilities (B, T) of policy and reference."""
+    columns.failed = torch.zeros(len(columns.turn_ids)) > 0
+    scores = trainer.scorer.score(columns, old=True, reference=True)
+    return scores.old, scores.reference
+
+
 def test_in_the_reward_the_penalty_is_part_of_what_is_compared(embedded_model, tmp_path):
     """By hand: unscaled advantages with and without penalty differ by the penalty less its mean over the group."""
     options = {"advantage_granularity": "trajectory", "scale_rewards": "none"}
@@ -47,9 +54,8 @@ def test_in_the_reward_the_penalty_is_part_of_what_is_compared(embedded_model, t
     torch.testing.assert_close(batch["completion_ids"], plain["completion_ids"])
     action = batch["turn_ids"] >= 0
     columns = SimpleNamespace(**batch)
-    rows = torch.arange(len(action))
     with torch.no_grad():
-        log_ratio = penalized._score(penalized.model, columns, rows) - penalized._score_reference(columns, rows)
+        log_ratio = scores_of(penalized, columns)[0] - scores_of(penalized, columns)[1]
     penalty = 0.3 * (log_ratio * action).sum(1)
     expected = penalty - penalty.view(-1, 4).mean(1).repeat_interleave(4)
     difference = plain["advantages"] - batch["advantages"]
@@ -62,9 +68,8 @@ def test_in_the_advantage_it_comes_after_whitening_and_clipping(embedded_model, 
     penalized = make(embedded_model, tmp_path, "advantage", **options)
     batch, plain = draw_batch(penalized), draw_batch(make(embedded_model, tmp_path, None, **options))
     columns = SimpleNamespace(**batch)
-    rows = torch.arange(len(batch["turn_ids"]))
     with torch.no_grad():
-        scores = penalized._score(penalized.model, columns, rows), penalized._score_reference(columns, rows)
-    expected = plain["advantages"] - 0.3 * shaping(*scores, batch["turn_ids"], level)
+        scores = scores_of(penalized, columns)
+    expected = plain["advantages"] - 0.3 * token_kl_penalty(*scores, batch["turn_ids"], level)
     torch.testing.assert_close(batch["advantages"], expected, rtol=1e-4, atol=1e-5)
     assert plain["advantages"].abs().max() <= 0.5

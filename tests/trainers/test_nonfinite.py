@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import newest_complete
-from agile_trainers.checkpoints.nonfinite import MOST_SKIPPED_IN_A_ROW, NonFiniteError
+from agile_trainers.trainers.nonfinite import MOST_SKIPPED_IN_A_ROW, NonFiniteError
 
 RUN = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
@@ -87,7 +87,7 @@ def test_too_many_in_a_row_end_the_run_and_leave_it_whole(embedded_model, tmp_pa
         again.train(resume_from_checkpoint=True)
     healthy = make("grpo", embedded_model, tmp_path, **{**RUN, "max_steps": 6})
     healthy.train(resume_from_checkpoint=True)
-    assert healthy._guard.skipped == 4 and healthy._guard.in_a_row == 0
+    assert healthy.guard.skipped == 4 and healthy.guard.in_a_row == 0
 
 
 class Break(TrainerCallback):

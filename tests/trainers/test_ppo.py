@@ -159,7 +159,7 @@ def test_the_value_loss_by_hand(embedded_model, tmp_path, changes):
     trainer = make_ppo(embedded_model, tmp_path, vf_coef=0.3, **changes)
     wake(trainer)
     batch = draw_batch(trainer)
-    trainer._count_turns([batch])
+    trainer.critic.count_turns([batch])
     wake(trainer, seed=1)  # the critic has moved since
     loss, _ = loss_and_gradients(trainer, batch)
     total, turns = 0.0, 0
@@ -218,7 +218,7 @@ def test_failed_episodes_are_not_trained_on(embedded_model, tmp_path):
     failed = torch.tensor([r["stop_reason"] == "environment_error" for r in episodes(tmp_path)])
     assert 0 < failed.sum() < 16
     assert (batch["value_weights"][failed] == 0).all() and (batch["value_weights"][~failed, 0] == 1).all()
-    trainer._count_turns([batch])
+    trainer.critic.count_turns([batch])
     assert batch["turns_in_step"] == sum(len(r["turns"]) for r in episodes(tmp_path) if not r["error"])
     loss, gradients = loss_and_gradients(trainer, batch)
     for name in ("old_values", "value_targets", "advantages"):
@@ -234,7 +234,7 @@ def test_values_elsewhere_change_nothing(embedded_model, tmp_path, changes):
     trainer = make_ppo(embedded_model, tmp_path, value_clip_range=0.2, **changes)
     wake(trainer)
     batch = draw_batch(trainer)
-    trainer._count_turns([batch])
+    trainer.critic.count_turns([batch])
     per_token = batch["value_offsets"].shape == batch["turn_ids"].shape
     outside = batch["turn_ids"] < 0 if per_token else batch["value_weights"] == 0
     assert outside.any()
@@ -325,7 +325,7 @@ def test_the_value_loss_divides_by_the_turns_of_its_own_step(embedded_model, tmp
         embedded_model, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, steps_per_generation=4
     )
     batches = [{"value_weights": torch.ones(2, turns)} for turns in (1, 2, 3, 4)]
-    trainer._count_turns(batches[:2])
+    trainer.critic.count_turns(batches[:2])
     assert [int(batch.get("turns_in_step", -1)) for batch in batches] == [6, 6, -1, -1]
 
 
@@ -412,7 +412,7 @@ def test_a_value_that_has_moved_far_enough_gets_no_gradient(embedded_model, tmp_
     trainer = make_ppo(embedded_model, tmp_path, value_clip_range=0.1)
     wake(trainer)
     batch = draw_batch(trainer)
-    trainer._count_turns([batch])
+    trainer.critic.count_turns([batch])
     # Every value stands between its old one, far away, and its target.
     values = batch["old_values"].clone()
     batch["old_values"], batch["value_targets"] = values - 1, values + 1
@@ -479,7 +479,7 @@ def test_what_the_trainer_cannot_do_without(embedded_model, tmp_path):
 def test_a_value_read_after_the_action_is_warned_of(embedded_model, tmp_path, monkeypatch):
     warnings = []
     monkeypatch.setattr(
-        "agile_trainers.trainers.ppo.logger.warning", lambda message, *args: warnings.append(message % args)
+        "agile_trainers.trainers.critic.logger.warning", lambda message, *args: warnings.append(message % args)
     )
     make_ppo(embedded_model, tmp_path, turn_value_position="final")
     assert len(warnings) == 1 and "'final'" in warnings[0] and "biased" in warnings[0]

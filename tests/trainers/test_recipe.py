@@ -153,7 +153,7 @@ def test_a_recipe_that_learns_nothing_is_warned_of(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="agile_trainers"):
         make(algorithm, str(embedded_model), tmp_path, peft_config, **options)
-    told = [record.getMessage() for record in caplog.records if record.name == "agile_trainers.trainers.trainer"]
+    told = [record.getMessage() for record in caplog.records if record.name == "agile_trainers.trainers.recipe"]
     assert len(told) == len(named) and all(name in message for name, message in zip(named, told))
 
 

@@ -127,7 +127,7 @@ def test_a_resumed_run_goes_on_inside_a_generation_batch(embedded_model: Path, t
     ours.start(str(tmp_path / "checkpoint-1"))
     assert ours.state.global_step == 2, "the second pass over the batch is made at once"
     log = ours.update(ours.rollout())
-    assert log["step"] == 4 and not ours._updates.is_open
+    assert log["step"] == 4 and not ours.updates.is_open
     for name, value in weights(whole).items():
         assert torch.equal(weights(ours)[name], value), name
 

@@ -1,0 +1,42 @@
+"""Weights that make up in the loss for the gap between sampler and trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from agile_trainers.objectives.mismatch import gap_metrics, importance_weights
+from agile_trainers.types import TurnBatch
+
+
+def mismatch_weights(
+    args: Any, batch: TurnBatch, log_probs: torch.Tensor, mask: torch.Tensor, accelerator: Accelerator
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Importance weights of tokens, as ``vllm_importance_sampling_mode`` says.
+
+    Args:
+        args: A ``MultiTurnConfig``.
+        batch: The episodes of this process.
+        log_probs: (B, T), of the trainer's policy.
+        mask: (B, T) bool, the tokens that were scored and are trained on.
+        accelerator: Gathers what the metrics are over.
+
+    Returns:
+        The weights (B, T), and metrics of the gap and of the weights over all processes.
+    """
+    correction = importance_weights(
+        log_probs,
+        batch.sampling_logprobs,
+        batch.turn_ids,
+        mask,
+        mode=args.vllm_importance_sampling_mode,
+        lowest=args.vllm_importance_sampling_clip_min,
+        highest=args.vllm_importance_sampling_clip_max,
+    )
+    columns = (log_probs, batch.sampling_logprobs, correction.weights, correction.clipped.long(), mask.long())
+    ours, theirs, weights, clipped, counted = (
+        accelerator.gather(accelerator.pad_across_processes(column, dim=1)) for column in columns
+    )
+    return correction.weights, gap_metrics(ours, theirs, weights, clipped.bool(), counted.bool())

@@ -1,0 +1,107 @@
+"""Credit: what a credit rule gets and returns, and how its advantages reach the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from agile_trainers.objectives.advantages import pool_over_turns, whiten
+from agile_trainers.objectives.segments import turn_lengths
+from agile_trainers.types import TurnBatch
+
+
+@dataclass
+class CreditInputs:
+    """The turns of *all* processes, rows of a group side by side: the input of a credit rule."""
+
+    rewards: torch.Tensor
+    """(B, K) float32."""
+    mask: torch.Tensor
+    """(B, K) bool, which turns happened in episodes that did not fail: what every statistic is over."""
+    failed: torch.Tensor
+    """(B,) bool."""
+    lengths: torch.Tensor
+    """(B, K) int64, action tokens."""
+    anchors: torch.Tensor
+    """(B, K) int64, the state each turn started from, as the environment names it; 0 where it names none."""
+    environments: torch.Tensor
+    """(B,) int64, which environment each row played; 0 in a run of one."""
+    values: torch.Tensor | None = None
+    """(B, K), V(s_k) of the critic; None without one."""
+    final_values: torch.Tensor | None = None
+    """(B,), V of the final state of an episode cut short, 0 of the others; None without a critic."""
+
+
+@dataclass
+class Credit:
+    """The output of a credit rule."""
+
+    advantages: torch.Tensor
+    """(B, K), of all processes."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    """(B, K) each, of all processes: what the loss needs besides, by name."""
+
+    def local(self, rows: slice, turns: int) -> Credit:
+        """One process's part.
+
+        Args:
+            rows: Its rows.
+            turns: Turns of its longest episode.
+        """
+        columns = {name: column[rows, :turns] for name, column in self.columns.items()}
+        return replace(self, advantages=self.advantages[rows, :turns], columns=columns)
+
+
+def gather_turns(
+    batch: TurnBatch,
+    accelerator: Accelerator,
+    values: torch.Tensor | None = None,
+    final_values: torch.Tensor | None = None,
+) -> CreditInputs:
+    """The turns of all processes, before TRL shuffles rows.
+
+    Args:
+        batch: The episodes of this process.
+        accelerator: The trainer's.
+        values: (B, K), of a critic.
+        final_values: (B,), of a critic.
+    """
+    lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
+    rewards, mask, lengths, anchors = (
+        accelerator.gather(accelerator.pad_across_processes(value, dim=1))
+        for value in (batch.turn_rewards, batch.turn_mask.long(), lengths, batch.anchors)
+    )
+    failed, environments = accelerator.gather((batch.failed, batch.environments))
+    inputs = CreditInputs(rewards, mask.bool() & ~failed[:, None], failed, lengths, anchors, environments)
+    if values is not None:
+        inputs.values = accelerator.gather(accelerator.pad_across_processes(values, dim=1))
+        inputs.final_values = accelerator.gather(final_values)
+    return inputs
+
+
+def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bool) -> Credit:
+    """Whiten, clip and pool advantages as the options say, and add their metrics.
+
+    Args:
+        credit: Of a credit rule.
+        mask: (B, K) bool, turns that count.
+        args: A ``MultiTurnConfig``.
+        per_sequence: Whether the importance ratio is one per sequence, so that the advantage has to be.
+    """
+    advantages, metrics = credit.advantages, dict(credit.metrics)
+    if args.whiten_advantages:
+        advantages = whiten(advantages, mask)
+    if args.advantage_clip_range is not None:
+        bound = args.advantage_clip_range
+        metrics["advantage/clipped"] = (advantages[mask].abs() > bound).float().mean().item()
+        advantages = advantages.clamp(-bound, bound)
+    if per_sequence:
+        advantages = pool_over_turns(advantages, mask)
+    kept = advantages[mask]
+    metrics["advantage/mean"] = kept.mean().item() if kept.numel() else 0.0
+    metrics["advantage/std"] = kept.std().item() if kept.numel() > 1 else 0.0
+    return replace(credit, advantages=advantages, metrics=metrics)

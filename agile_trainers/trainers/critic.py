@@ -1,0 +1,308 @@
+"""The critic of a run: an adapter with a value head, read in the policy's own forward passes and trained beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers.utils import logging
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from agile_trainers.adapters import (
+    CRITIC,
+    POLICY,
+    SavedAdapters,
+    belongs_to,
+    restore_adapter,
+    start_critic,
+    thaw,
+)
+from agile_trainers.adapters.sharding import is_zero3
+from agile_trainers.objectives.advantages import whiten
+from agile_trainers.objectives.returns import token_gae
+from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, turn_lengths
+from agile_trainers.objectives.value_loss import value_errors
+from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches, read_inputs
+from agile_trainers.trainers.scoring import with_positions
+from agile_trainers.types import TurnBatch
+
+logger = logging.get_logger(__name__)
+
+TARGETS = "value_targets"
+"""The column that a credit rule with a critic returns: (B, K), what V(s_k) should have been."""
+
+
+@dataclass
+class CriticValues:
+    """The critic's values of the local episodes of a generation batch. U is K; T where tokens have values."""
+
+    offsets: torch.Tensor
+    """(B, U), where the values are read, in completion coordinates; -1 is the last prompt token."""
+    values: torch.Tensor
+    """(B, U), of the critic as it was then."""
+    turn_values: torch.Tensor
+    """(B, K), V(s_k)."""
+    final_values: torch.Tensor
+    """(B,), V of the final state of an episode cut short, 0 of the others."""
+    by_token: bool
+    """Whether tokens have values and advantages of their own."""
+
+
+class Critic:
+    """Makes, reads, trains and restores the critic.
+
+    Args:
+        trainer: After everything else was set up; its model gets the critic's adapter.
+        saved: Where the policy was loaded from, if from adapters.
+        seed: Of the new weights.
+
+    Raises:
+        ValueError: Without LoRA, or with an optimizer made before the critic was.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, saved: SavedAdapters | None) -> None:
+        args: Any = trainer.args
+        name = type(trainer).__name__
+        if not isinstance(trainer.model, PeftModel):
+            raise ValueError(
+                f"{name} trains policy and critic as two adapters on one base: pass `peft_config=LoraConfig(...)`."
+            )
+        if trainer.optimizer is not None:
+            raise ValueError(
+                f"{name} adds the critic's parameters to the model, which an optimizer made before cannot hold. Leave "
+                "`optimizers[0]` unset and use optim, learning_rate and critic_learning_rate."
+            )
+        # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
+        zero3 = is_zero3(args.deepspeed_plugin)
+        start_critic(trainer.model, saved, args.critic_start, seed=args.seed, autocast_adapter_dtype=not zero3)
+        self._trainer, self._args = trainer, args
+        self._totals = torch.zeros(4, device=trainer.accelerator.device)
+        self._step_ends = 0  # the micro-step at which the optimizer step ends that is being accumulated
+        if args.turn_value_position != "state":
+            logger.warning(
+                "turn_value_position=%r reads the value after the action it is to be a baseline for: advantages are biased.",
+                args.turn_value_position,
+            )
+
+    def thaw(self) -> None:
+        """Make policy and critic trainable; every switch of adapters leaves only one of them so."""
+        thaw(self._trainer.model, (POLICY, CRITIC))
+
+    def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the critic's parameters a group of their own, if they have a learning rate of their own."""
+        if self._args.critic_learning_rate is None:
+            return
+        critic = {id(p) for name, p in self._trainer.model.named_parameters() if belongs_to(name, CRITIC)}
+        groups = []
+        for group in optimizer.param_groups:
+            for of_critic, rate in ((False, group["lr"]), (True, self._args.critic_learning_rate)):
+                chosen = [p for p in group["params"] if (id(p) in critic) == of_critic]
+                groups += [{**group, "params": chosen, "lr": rate}] if chosen else []
+        optimizer.param_groups[:] = groups
+
+    def restore(self, folder: Path) -> None:
+        """Read the critic of a checkpoint, if there is one in it."""
+        if (folder / CRITIC).is_dir():
+            model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+            restore_adapter(model, CRITIC, folder / CRITIC)
+
+    # ------------------------------------------------------------------------------------------------------ credit
+
+    def read(self, batch: TurnBatch) -> CriticValues:
+        """The values of a generation batch, in micro-batches of like length, as log-probabilities are scored."""
+        trainer, args = self._trainer, self._args
+        by_token = self._by_token(batch)
+        final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
+        offsets = torch.cat([self._offsets(batch, by_token), final], dim=1)
+        read = torch.zeros(offsets.shape, device=offsets.device)
+        model = with_positions(trainer.model, trainer.accelerator.unwrap_model(trainer.model))
+        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
+            size, multiple = args.per_device_train_batch_size, trainer.pad_to_multiple_of
+            for rows, part in length_sorted_batches(batch, size, multiple):
+                # Past the last token of the longest row nothing is read that counts.
+                positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
+                with trainer.accelerator.autocast():
+                    outputs = model(**read_inputs(part), value_positions=positions)
+                read[rows] = outputs.state_values
+        values = self._pooled(read[:, :-1], batch.turn_ids, batch.turn_mask.size(1))
+        turn_values = values
+        if by_token:
+            starts = (batch.state_positions[:, :-1] - batch.prompt_ids.size(1) + 1).clamp(max=values.size(1) - 1)
+            turn_values = values.gather(1, starts)
+        final_values = torch.where(batch.truncated, read[:, -1], 0.0)
+        return CriticValues(offsets[:, :-1], values, turn_values, final_values, by_token)
+
+    def _by_token(self, batch: TurnBatch) -> bool:
+        """Whether this generation batch has advantages per token; the same on all ranks."""
+        if self._args.advantage_granularity == "auto":
+            turns = (batch.turn_mask & ~batch.failed[:, None]).sum(dim=1).max()
+            return int(self._trainer.accelerator.gather(turns).max()) <= 1
+        return self._args.advantage_granularity == "token"
+
+    def _offsets(self, batch: TurnBatch, by_token: bool) -> torch.Tensor:
+        """See :class:`CriticValues`."""
+        tokens = torch.arange(batch.turn_ids.size(1), device=batch.turn_ids.device).expand_as(batch.turn_ids)
+        if by_token:
+            return tokens - 1
+        if self._args.turn_value_position == "mean":
+            return tokens
+        offsets = batch.state_positions[:, :-1] - batch.prompt_ids.size(1)
+        if self._args.turn_value_position == "final":
+            offsets = offsets + turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
+        return offsets
+
+    def _pooled(self, values: torch.Tensor, turn_ids: torch.Tensor, num_turns: int) -> torch.Tensor:
+        if self._args.turn_value_position != "mean":
+            return values
+        return pool_to_turns(values, turn_ids, num_turns, "mean")
+
+    def token_advantages(self, read: CriticValues, targets: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
+        """Advantages (B, T) of single tokens, whitened over the tokens of all processes and clipped, as asked for.
+
+        Args:
+            read: Of :meth:`read`, with ``by_token``.
+            targets: (B, K), of this process.
+            batch: Its episodes.
+        """
+        accelerator, mask = self._trainer.accelerator, batch.valid_mask
+        advantages = token_gae(targets, read.values, batch.turn_ids)
+        if self._args.whiten_advantages:
+            everyone, everywhere = (
+                accelerator.gather(accelerator.pad_across_processes(x, dim=1)) for x in (advantages, mask.long())
+            )
+            rows = mask.size(0)
+            own = slice(accelerator.process_index * rows, (accelerator.process_index + 1) * rows)
+            advantages = whiten(everyone, everywhere.bool())[own, : mask.size(1)]
+        if self._args.advantage_clip_range is not None:
+            advantages = advantages.clamp(-self._args.advantage_clip_range, self._args.advantage_clip_range)
+        return advantages
+
+    def add_columns(
+        self, output: TrainBatch, read: CriticValues, targets: torch.Tensor, batch: TurnBatch, num_turns: int
+    ) -> None:
+        """Add what the value loss reads to a generation batch.
+
+        Args:
+            output: Gets the columns ``value_offsets``, ``old_values``, ``value_targets`` and ``value_weights``.
+            read: Of :meth:`read`.
+            targets: (B, K), of this process.
+            batch: Its episodes.
+            num_turns: K.
+        """
+        trained = turn_lengths(torch.where(output.tool_mask > 0, batch.turn_ids, -1), num_turns)
+        weights = (trained > 0).float()
+        if read.by_token:
+            # A turn counts once, whatever its length.
+            lengths = spread_to_tokens(trained, batch.turn_ids).clamp(min=1)
+            weights, targets = (spread_to_tokens(x, batch.turn_ids) for x in (weights, targets))
+            weights = weights / lengths
+        units = output.token_columns if read.by_token else output.turn_columns
+        units |= {"old_values": read.values, TARGETS: targets, "value_weights": weights}
+        every_token = read.by_token or self._args.turn_value_position == "mean"
+        (output.token_columns if every_token else output.turn_columns)["value_offsets"] = read.offsets
+
+    # -------------------------------------------------------------------------------------------------------- loss
+
+    def forget_step(self) -> None:
+        """Begin a new optimizer step, wherever the last one was."""
+        self._step_ends = 0
+
+    def count_turns_of_step(
+        self, step: int, micro_batches: list[Batch], *, drawn: bool, every: int, length: int
+    ) -> None:
+        """At the start of an optimizer step, and of a generation batch in it, tell the micro-batches of the step how many
+        turns it trains on.
+
+        Args:
+            step: Micro-steps taken.
+            micro_batches: Of the generation batch.
+            drawn: Whether they are new.
+            every: Micro-steps of a generation batch, over all its passes.
+            length: Micro-steps of this optimizer step; at the end of an epoch it may be a short one.
+        """
+        begins = step >= self._step_ends
+        if begins:
+            self._step_ends = step + length
+        if begins or drawn:
+            generation_ends = (step // every + 1) * every
+            micro_steps = range(step, min(self._step_ends, generation_ends))
+            self.count_turns([micro_batches[i % len(micro_batches)] for i in micro_steps], length)
+
+    def count_turns(self, micro_batches: list[Batch], in_step: int | None = None) -> None:
+        """Tell micro-batches of one optimizer step how many turns, over all ranks, it trains on.
+
+        Args:
+            micro_batches: Those of the step that are drawn already.
+            in_step: How many the step has; the others, of generation batches to come, are taken to be like these. Default:
+                no others.
+        """
+        weights = [column_of(batch, "value_weights").sum() for batch in micro_batches]
+        turns = self._trainer.accelerator.reduce(sum(weights), reduction="sum")
+        for batch in micro_batches:
+            batch["turns_in_step"] = turns * (in_step or len(micro_batches)) / len(micro_batches)
+
+    def listening(
+        self, model: Callable[..., Any], batch: TrainBatch, heard: Callable[[torch.Tensor], None]
+    ) -> Callable[..., Any]:
+        """``model``, asked for values too: one call for both is the only form that is right under DDP and DeepSpeed.
+
+        Args:
+            model: The policy's forward pass.
+            batch: The micro-batch it will read.
+            heard: Gets the values (B, U).
+        """
+        positions = batch.column("value_offsets") + batch.prompt_ids.size(1)
+
+        def with_values(**inputs: Any) -> Any:
+            outputs = model(**inputs, value_positions=positions)
+            heard(outputs.state_values)
+            return outputs
+
+        return with_values
+
+    def add_loss(
+        self, policy_loss: torch.Tensor, values: torch.Tensor, batch: TrainBatch
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Policy loss and value loss together, and the metrics of an optimizer step with its last micro-batch.
+
+        Args:
+            policy_loss: TRL's, divided for accumulation.
+            values: (B, U), of the forward pass that gave it.
+            batch: The micro-batch.
+        """
+        trainer, args = self._trainer, self._args
+        targets, weights = batch.column(TARGETS), batch.column("value_weights")
+        values = self._pooled(values, batch.turn_ids, targets.size(1))
+        errors, clipped = value_errors(values, batch.column("old_values"), targets, args.value_clip_range)
+        # A padded entry has weight 0 but may have read anything.
+        total = torch.where(weights > 0, errors * weights, 0.0).sum()
+        metrics = self._metrics(policy_loss.detach(), total.detach(), (clipped * weights).sum(), weights.sum())
+        assert batch.turns_in_step is not None
+        # DDP averages over ranks; TRL's loss is divided for accumulation already, as this one must be.
+        value_loss = total * trainer.accelerator.num_processes / batch.turns_in_step.clamp(min=1.0)
+        # Multiplied, not frozen: every parameter has a gradient in every step, as ZeRO-3 demands.
+        policy_weight = 0.0 if trainer.state.global_step < args.critic_warmup_steps else 1.0
+        return policy_weight * policy_loss + args.vf_coef * value_loss, metrics
+
+    def _metrics(
+        self, policy: torch.Tensor, total: torch.Tensor, clipped: torch.Tensor, weight: torch.Tensor
+    ) -> dict[str, float]:
+        """Those of the optimizer step, once its last micro-batch is there; the critic's are means over its turns."""
+        accelerator = self._trainer.accelerator
+        self._totals = self._totals + torch.stack([policy, total, clipped, weight])
+        if not accelerator.sync_gradients:
+            return {}
+        policy, total, clipped, weight = accelerator.reduce(self._totals, reduction="sum")
+        self._totals = torch.zeros_like(self._totals)
+        metrics = {
+            "policy/loss": (policy / accelerator.num_processes).item(),
+            "value/loss": (total / weight.clamp(min=1.0)).item(),
+        }
+        if self._args.value_clip_range is not None:
+            metrics["value/clip_ratio"] = (clipped / weight.clamp(min=1.0)).item()
+        return metrics
