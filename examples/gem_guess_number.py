@@ -59,9 +59,7 @@ def tiny_model(folder: Path, seed: int, steps: int, batch: int) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", help="a chat model; default: a tiny one that this script makes and teaches the format"
-    )
+    parser.add_argument("--model", help="a chat model (default: a tiny one that this script makes)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/gem_guess_number"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft_steps", type=int, default=250)

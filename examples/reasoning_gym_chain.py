@@ -77,9 +77,7 @@ def make_trainer(model: str, tiny: bool, output_dir: Path, seed: int, rl_steps: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", help="a chat model; default: a tiny one that this script makes and teaches the format"
-    )
+    parser.add_argument("--model", help="a chat model (default: a tiny one that this script makes)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/reasoning_gym_chain"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft_rows", type=int, default=1000, help="answered questions shown to the tiny model")
