@@ -1,10 +1,43 @@
-"""Imports modules that the user names: environments, reward functions, data sets."""
+"""Imports what the user names: modules, and classes and functions as ``module.path:Name``."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import traceback
 from types import ModuleType
+from typing import Any
+
+
+class NotThereError(ValueError):
+    """A name leads to nothing; the message says which part of it."""
+
+
+def load_named(path: str) -> Any:
+    """Import a class, a function or another attribute of a module.
+
+    Args:
+        path: ``module.path:Name``; the name may have dots.
+
+    Raises:
+        NotThereError: If there is no such module, or nothing of that name in it; the message names the nearest.
+        ModuleNotFoundError: If the module needs another one that does not exist.
+        ValueError: If the module's code raises an error.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found: Any = import_named(module)
+    except ModuleNotFoundError as error:
+        # A library that the module itself needs is another matter, and its own error says what is missing.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise NotThereError(f"there is no module {error.name!r}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), cutoff=0.4)
+            raise NotThereError(f"{module} has no {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        found = getattr(found, part)
+    return found
 
 
 def import_named(module: str) -> ModuleType:

@@ -34,20 +34,7 @@ from transformers.utils import logging
 
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS, PROBES, ProbeSpec
-from agile_trainers.trainers import (
-    MultiTurnCISPOConfig,
-    MultiTurnCISPOTrainer,
-    MultiTurnGRPOConfig,
-    MultiTurnGRPOTrainer,
-    MultiTurnGSPOConfig,
-    MultiTurnGSPOTrainer,
-    MultiTurnPPOConfig,
-    MultiTurnPPOTrainer,
-    MultiTurnREINFORCEConfig,
-    MultiTurnREINFORCETrainer,
-)
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.trainer import MultiTurnTrainer
+from agile_trainers.trainers import MultiTurnTrainer, find_algorithm
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "probes.jsonl"
@@ -75,8 +62,8 @@ Run = dict[str, Any]
 class Algorithm:
     """An algorithm of the table, with the options in which it differs from the others."""
 
-    trainer: type[MultiTurnTrainer]
-    config: type[MultiTurnConfig]
+    name: str
+    """What ``find_algorithm`` finds its trainer by."""
     options: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] | None = None
     """Keyword arguments of a ``LoraConfig``; None trains all weights."""
@@ -87,19 +74,14 @@ OWN_REWARD = {"eight_turns": {"gamma": 0.1}}
 """Options of algorithms that credit turns, for probes where a turn's reward does not depend on the turns before it."""
 
 ALGORITHMS = {
-    "grpo": Algorithm(MultiTurnGRPOTrainer, MultiTurnGRPOConfig, {"advantage_granularity": "turn"}),
-    "grpo-trajectory": Algorithm(
-        MultiTurnGRPOTrainer, MultiTurnGRPOConfig, {"advantage_granularity": "trajectory"}, probes=("eight_turns",)
-    ),
+    "grpo": Algorithm("grpo", {"advantage_granularity": "turn"}),
+    "grpo-trajectory": Algorithm("grpo", {"advantage_granularity": "trajectory"}, probes=("eight_turns",)),
     # At a constant rate, one seed of three repeatedly forgot and relearned a start state of `grid`.
-    "gspo": Algorithm(MultiTurnGSPOTrainer, MultiTurnGSPOConfig, {"lr_scheduler_type": "linear"}),
-    "cispo": Algorithm(MultiTurnCISPOTrainer, MultiTurnCISPOConfig),
-    "reinforce": Algorithm(
-        MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig, {"num_generations": 1, "entropy_coef": 0.15}
-    ),
+    "gspo": Algorithm("gspo", {"lr_scheduler_type": "linear"}),
+    "cispo": Algorithm("cispo"),
+    "reinforce": Algorithm("reinforce", {"num_generations": 1, "entropy_coef": 0.15}),
     "ppo": Algorithm(
-        MultiTurnPPOTrainer,
-        MultiTurnPPOConfig,
+        "ppo",
         {"num_generations": 1, "per_device_train_batch_size": 64, "learning_rate": 3e-3, "whiten_advantages": True},
         {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
     ),
@@ -167,7 +149,8 @@ def _make_trainer(chosen: dict[str, Any], folder: str) -> MultiTurnTrainer:
     algorithm, spec, seed = ALGORITHMS[chosen["algorithm"]], PROBES[chosen["probe"]], chosen["seed"]
     steps = spec.episodes // chosen["options"]["per_device_train_batch_size"]
     by_length = spec.criterion == "length"
-    args = algorithm.config(
+    trainer_class = find_algorithm(algorithm.name)
+    args = trainer_class.config_class(
         output_dir=folder,
         seed=seed,
         max_steps=steps,
@@ -189,7 +172,7 @@ def _make_trainer(chosen: dict[str, Any], folder: str) -> MultiTurnTrainer:
     )
     model = make_embedded_model(f"{folder}/model", words=PROBE_WORDS, max_position_embeddings=512, seed=seed)
     starts = Dataset.from_list([{"start": start} for start in range(spec.factory.starts)])
-    trainer = algorithm.trainer(
+    trainer = trainer_class(
         model=str(model),
         environment=f"agile:probe/{chosen['probe']}",
         args=args,

@@ -16,7 +16,8 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-from agile_trainers.cli.train import ALGORITHMS, make_parser
+from agile_trainers.cli.train import make_parser
+from agile_trainers.trainers.algorithms import ALGORITHMS, find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
@@ -65,7 +66,8 @@ def _written_here(config: type[MultiTurnConfig]) -> set[str]:
 @cache
 def _known(kind: str, algorithm: str) -> set[str]:
     """What an option that lives ``kind`` may be called."""
-    config, trainer = ALGORITHMS[algorithm]
+    trainer = find_algorithm(algorithm)
+    config = trainer.config_class
     if kind == "ours":
         return _written_here(config) & _names(config)
     if kind in ("TRL", "transformers"):
@@ -95,7 +97,7 @@ def test_every_name_exists_where_the_page_says(row: Row) -> None:
 
 def test_what_is_not_yet_there_is_trls_name_or_no_field_yet() -> None:
     """The page must change when one of them arrives."""
-    every = {name for config, _ in ALGORITHMS.values() for name in _written_here(config)}
+    every = {name for algorithm in ALGORITHMS for name in _written_here(find_algorithm(algorithm).config_class)}
     for row in ROWS:
         if row.kind == "not_yet":
             assert not every & {name for name, _ in row.ours}, row.theirs
@@ -132,7 +134,7 @@ NEEDED = {"kl_placement": {"beta": 0.1}, "vllm_importance_sampling_mode": {"use_
 
 @pytest.mark.parametrize(("algorithm", "name", "value"), WRITTEN)
 def test_values_the_page_writes_are_taken(algorithm: str, name: str, value: Any) -> None:
-    config, _ = ALGORITHMS[algorithm]
+    config = find_algorithm(algorithm).config_class
     args = config(**CPU, **NEEDED.get(name, {}), **{name: value}).with_environment()
     assert getattr(args, name) == value
     with pytest.raises(ValueError):
@@ -149,7 +151,7 @@ DEFAULTS = [
 
 @pytest.mark.parametrize(("algorithm", "name", "value"), DEFAULTS)
 def test_defaults_are_the_real_ones(algorithm: str, name: str, value: Any) -> None:
-    default = getattr(ALGORITHMS[algorithm][0](**CPU), name)
+    default = getattr(find_algorithm(algorithm).config_class(**CPU), name)
     assert default == value and type(default) is type(value)
 
 
@@ -162,5 +164,9 @@ def test_the_tests_that_hold_a_difference_exist() -> None:
 
 
 def test_the_page_names_every_algorithm() -> None:
-    for algorithm, (config, trainer) in ALGORITHMS.items():
-        assert f"`{trainer.__name__}`, `{config.__name__}`" in PAGE and f"`agile-trainers {algorithm}`" in PAGE
+    for algorithm in ALGORITHMS:
+        trainer = find_algorithm(algorithm)
+        assert (
+            f"`{trainer.__name__}`, `{trainer.config_class.__name__}`" in PAGE
+            and f"`agile-trainers {algorithm}`" in PAGE
+        )

@@ -22,7 +22,7 @@ from trl.scripts.grpo import make_parser as make_trl_parser
 from agile_trainers.cli import launch_configs, train
 from agile_trainers.cli.launch_configs import FOLDER
 from agile_trainers.cli.main import COMMANDS, OWN_MODULES, main
-from agile_trainers.cli.train import ALGORITHMS
+from agile_trainers.trainers.algorithms import ALGORITHMS, find_algorithm
 
 TRLS = Path(trl.__file__).parent / "accelerate_configs"
 CONFIG = """\
@@ -95,7 +95,7 @@ def test_environment_arguments_come_from_yaml_or_json(config: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_each_algorithm_has_its_own_options_and_defaults(algorithm: str) -> None:
-    config, _ = ALGORITHMS[algorithm]
+    config = find_algorithm(algorithm).config_class
     _, args, *_ = train.make_parser(algorithm).parse_args_and_config([*ON_CPU, "--model_name_or_path", "model"])
     expected = config(output_dir=args.output_dir, use_cpu=True, bf16=False)
     assert type(args) is config
@@ -105,8 +105,10 @@ def test_each_algorithm_has_its_own_options_and_defaults(algorithm: str) -> None
 
 def test_commands_and_algorithms_agree() -> None:
     assert {*OWN_MODULES, *ALGORITHMS} == set(COMMANDS)
-    for algorithm, (config, trainer) in ALGORITHMS.items():
-        assert trainer._config_class is config and algorithm.upper() in trainer.__name__
+    for algorithm in ALGORITHMS:
+        trainer = find_algorithm(algorithm)
+        name = f"MultiTurn{algorithm.upper()}"
+        assert (trainer.__name__, trainer.config_class.__name__) == (f"{name}Trainer", f"{name}Config")
 
 
 def test_ppo_trains_and_saves_policy_and_critic(config: Path, embedded_model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from agile_trainers.cli import train
 from agile_trainers.cli.errors import Progress, is_mistake, message, nearest, take_debug
 from agile_trainers.cli.main import main
 from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
+from agile_trainers.trainers.algorithms import find_algorithm
 
 GUESS = ["--environment", "agile:guess_number"]
 
@@ -185,7 +186,7 @@ def test_a_crash_in_training_keeps_its_traceback_and_the_cpu_is_announced(
         raise ValueError("a bug")
 
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    trainer = train.ALGORITHMS["grpo"][1]
+    trainer = find_algorithm("grpo")
     monkeypatch.setattr(trainer, "_generate_and_score_completions", crash)
     argv = [
         "grpo",

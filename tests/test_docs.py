@@ -79,6 +79,8 @@ def folder(tmp_path: Path, embedded_model: Path, monkeypatch: pytest.MonkeyPatch
     """Where a reader stands, with the model as ``model`` and rows of GSM8K's schema as ``gsm8k``."""
     from datasets import Dataset, DatasetDict
 
+    algorithm = next(block for block in of("python") if block.page == "docs/algorithms.md")
+    (tmp_path / "constant_baseline.py").write_text(algorithm.text, encoding="utf-8")
     (tmp_path / "model").symlink_to(embedded_model)
     DatasetDict({split: Dataset.from_list(GSM8K) for split in ("train", "test")}).save_to_disk(tmp_path / "gsm8k")
     monkeypatch.chdir(tmp_path)
@@ -204,6 +206,7 @@ GEM = any_number("gem:game:GuessTheNumber-v0-easy", "\\boxed{{{}}}")
 GUESS = any_number("agile:guess_number")
 EARNED = {
     "README.md": [GEM],
+    "docs/algorithms.md": [GUESS],
     "docs/grpo.md": [GEM],
     "docs/ppo.md": [GUESS],
     "docs/reinforce.md": [GUESS],

@@ -1,64 +1,201 @@
-"""The package as a whole: what may import what, and how heavy the core is. What is installed: test_wheel.py."""
+"""The package as a whole: what may import what, who overrides what, and how heavy the core is. The wheel: test_wheel.py."""
 
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+import trl
 from mutations import MUTATIONS, Mutation
 
 import agile_trainers
-from agile_trainers import trainers
+from agile_trainers import MultiTurnTrainer, trainers
+from agile_trainers.cli.chain import command as chain
+from agile_trainers.trainers.algorithms import ALGORITHMS, find_algorithm
 
 ROOT = Path(__file__).resolve().parents[1]
-MAY_IMPORT = {
-    "types": set(),
-    "embedded": set(),
-    "imports": set(),
-    "train_batch": {"types"},
-    "objectives": set(),
-    "adapters": set(),
-    "envs": {"types", "imports"},
-    "rollout": {"types", "envs"},
-    "sampling": {"types", "train_batch", "objectives", "adapters", "rollout"},
-    "checkpoints": {"types", "train_batch", "adapters", "envs", "rollout"},
-    "trainers": {"types", "train_batch", "objectives", "adapters", "envs", "rollout", "sampling", "checkpoints"},
-    "cli": {"types", "embedded", "imports", "adapters", "envs", "rollout", "sampling", "checkpoints", "trainers"},
-}
-"""Imports point one way only: a part of the package, and the parts it may use."""
+PACKAGE = ROOT / "agile_trainers"
+FILES = sorted(PACKAGE.rglob("*.py"))
+IMPORTS_WHAT_IT_IS_TOLD = {
+    "imports.py", "cli/chain/stages.py", "cli/environments.py", "envs/libraries/gem.py", "envs/libraries/gymnasium.py",
+    "envs/libraries/textarena.py",
+}  # fmt: skip
+"""Files that import by a name from elsewhere: of the user, of a ready task, or of the library that the file adapts."""
 
 
-def _modules() -> list[Path]:
-    return [path for path in (ROOT / "agile_trainers").rglob("*.py") if path.parent.name != "agile_trainers"] + [
-        ROOT / "agile_trainers" / f"{name}.py" for name in ("types", "embedded", "imports", "train_batch")
-    ]
+# ------------------------------------------------------------------------------------------------------- import order
 
 
-def _imported_parts(path: Path) -> set[str]:
-    """First-level parts of ``agile_trainers`` that a module imports, itself included."""
-    parts: set[str] = set()
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+def order_of_imports() -> list[set[str]]:
+    """The parts of the package that AGENTS.md names, from the lowest level to the highest."""
+    rules = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^ *`((?:[\w, ]+ <- )+[\w, ]+)`", rules, flags=re.M)
+    return [set(level.split(", ")) for level in line.split(" <- ")]
+
+
+LEVELS = order_of_imports()
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def level_of(part: str) -> int:
+    return next(number for number, level in enumerate(LEVELS) if part in level)
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """Modules that a file imports anywhere in it, also inside functions, or names in full in a string."""
+    names = set[str]()
+    package = (path.relative_to(ROOT) if path.is_relative_to(PACKAGE) else path).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names = [tuple(alias.name.split(".")) for alias in node.names]
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            module = (*base, *(node.module.split(".") if node.module else ()))
-            names = [module] if len(module) > 1 else [(*module, alias.name) for alias in node.names]
-        else:
-            continue
-        parts |= {name[1] for name in names if name[0] == "agile_trainers" and len(name) > 1}
-    return parts
+            base = ".".join((*package[: len(package) - node.level + 1], node.module or "") if node.level else ())
+            module = (base.rstrip(".") or node.module or "") if node.level else node.module or ""
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"agile_(trainers|environments)(\.\w+)*\.?(:\w+)?", node.value):
+                names.add(node.value.rstrip(".").partition(":")[0])
+    return frozenset(names)
 
 
-@pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path) -> None:
-    part = path.relative_to(ROOT / "agile_trainers").with_suffix("").parts[0]
-    assert _imported_parts(path) <= MAY_IMPORT[part] | {part}
+def parts_imported(path: Path) -> set[str]:
+    there = {part_of(file) for file in FILES} - {"__init__"}
+    names = (name.split(".") for name in imported(path))
+    return {name[1] for name in names if name[0] == "agile_trainers" and len(name) > 1 and name[1] in there}
+
+
+def test_the_order_of_imports_names_every_part_once() -> None:
+    named = [part for level in LEVELS for part in level]
+    assert sorted(named) == sorted({part_of(path) for path in FILES} - {"__init__"})
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent != PACKAGE or path.stem != "__init__"],
+                         ids=lambda path: str(path.relative_to(PACKAGE)))  # fmt: skip
+def test_imports_go_the_way_that_the_rules_state(path: Path) -> None:
+    """Lazy imports and names in strings included. Parts of one level do not import each other."""
+    part = part_of(path)
+    lower = {other for level in LEVELS[: level_of(part)] for other in level}
+    assert parts_imported(path) - {part} <= lower
+
+
+def test_objectives_import_nothing_of_the_package() -> None:
+    assert not any(parts_imported(path) - {"objectives"} for path in FILES if part_of(path) == "objectives")
+
+
+def test_a_module_is_imported_by_name_only_where_the_name_is_given() -> None:
+    """Everywhere else the name is written out, at least its beginning, so that the order above sees it."""
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+                (name,) = node.args
+                if isinstance(name, ast.JoinedStr) and isinstance(name.values[0], ast.FormattedValue):
+                    assert ast.unparse(name.values[0].value) in ("__name__", "_verifiers().__name__"), path
+                elif not isinstance(name, (ast.Constant, ast.JoinedStr)):
+                    found.add(str(path.relative_to(PACKAGE)))
+    assert found == IMPORTS_WHAT_IT_IS_TOLD
+
+
+def test_ready_tasks_are_above_environments_and_asked_for_in_one_place() -> None:
+    """The one way up: the registry looks the ready tasks up when an id begins with ``agile:``."""
+    users = {str(path.relative_to(PACKAGE)) for path in FILES if any("agile_environments" in n for n in imported(path))}
+    assert {user for user in users if not user.startswith("cli/")} == {"envs/registry.py"}
+    tree = ast.parse((PACKAGE / "envs/registry.py").read_text(encoding="utf-8"))
+    assert not any("agile_environments" in (getattr(node, "module", "") or "") for node in tree.body)
+    below = {part for level in LEVELS[: level_of("envs") + 1] for part in level}
+    for path in (ROOT / "environments").rglob("*.py"):
+        assert parts_imported(path) <= below, path
+
+
+def test_vllm_is_imported_by_four_files() -> None:
+    users = {str(path.relative_to(PACKAGE)) for path in FILES if any(n.split(".")[0] == "vllm" for n in imported(path))}
+    (rule,) = re.findall(
+        r"vLLM is\s+imported by (.*?) alone", (ROOT / "AGENTS.md").read_text(encoding="utf-8"), flags=re.S
+    )
+    named = re.findall(r"`([\w/]+\.py)`", rule)
+    folder = ""
+    for number, name in enumerate(named):
+        folder = name.rpartition("/")[0] or folder
+        named[number] = f"{folder}/{name.rpartition('/')[2]}"
+    assert users == set(named)
+
+
+# -------------------------------------------------------------------------------------------------- the seam to TRL
+
+THEIRS = [trl.GRPOTrainer, trl.SFTTrainer, trl.DPOTrainer]
+OURS = [*map(find_algorithm, ALGORITHMS), chain._SFT, chain._DPO]
+
+
+def methods(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            yield from (one.name for one in node.body if isinstance(one, ast.FunctionDef))
+
+
+def test_one_file_overrides_private_methods_of_trl_and_trainer() -> None:
+    private = {name for kind in THEIRS for name, value in inspect.getmembers(kind, callable) if re.match("_[^_]", name)}
+    overriding = {str(path.relative_to(PACKAGE)) for path in FILES if private & set(methods(path))}
+    assert overriding == {"trainers/trainer.py"}
+
+
+def test_public_methods_of_trainer_are_overridden_there_and_in_chains() -> None:
+    """A chain's SFT and DPO take the pickled arguments, and any token in them, out of what is saved."""
+    overridden = {}
+    for trainer in OURS:
+        theirs = [kind for kind in trainer.__mro__ if not kind.__module__.startswith("agile_trainers")]
+        for kind in set(trainer.__mro__) - set(theirs):
+            public = {name for name, value in vars(kind).items() if callable(value) and name[0] != "_"}
+            if names := {name for name in public if any(name in vars(one) for one in theirs)}:
+                overridden[kind.__name__] = names
+    assert set(overridden) == {"MultiTurnTrainer", "_WithoutPickle"} and overridden["_WithoutPickle"] == {"save_model"}
+
+
+@pytest.mark.parametrize("trainer", OURS, ids=lambda trainer: trainer.__name__)
+def test_at_most_four_classes_of_ours_in_the_method_order(trainer: type) -> None:
+    assert sum(kind.__module__.startswith("agile_trainers") for kind in trainer.__mro__) <= 4
+
+
+def private_names(kind: type) -> set[str]:
+    """Names with one underscore that a class's source defines, declares or sets on ``self``."""
+    found = {name for name in (*vars(kind), *inspect.get_annotations(kind))}
+    for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind)))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return {name for name in found if re.match("_[^_]", name)}
+
+
+def test_no_private_attribute_of_a_trainer_is_known_to_another_file() -> None:
+    """Those of TRL and ``Trainer`` are theirs; parts read what is public, or get it handed over."""
+    theirs = {name for kind in trl.GRPOTrainer.__mro__[:-1] for name in private_names(kind)}
+    algorithms = [find_algorithm(name) for name in ALGORITHMS]
+    homes: dict[str, set[str]] = {}
+    for kind in {base for trainer in algorithms for base in trainer.__mro__ if issubclass(base, MultiTurnTrainer)}:
+        for name in private_names(kind) - theirs:
+            homes.setdefault(name, set()).add(inspect.getfile(kind))
+    assert len(homes) > 10
+    shared = set()
+    for path in FILES:
+        is_trainer = any(str(path) in files for files in homes.values()) or path.stem in ALGORITHMS
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in homes and homes[node.attr] != {str(path)}:
+                if is_trainer or ast.unparse(node.value) not in ("self", "cls"):
+                    shared.add(f"{path.name}: {ast.unparse(node)}")
+    assert not shared
+
+
+# ----------------------------------------------------------------------------------------------------- what is heavy
 
 
 @pytest.mark.parametrize(
@@ -99,9 +236,12 @@ def test_the_package_itself_is_light() -> None:
 
 
 def test_every_trainer_can_be_imported_from_the_package() -> None:
-    assert set(agile_trainers.__all__) == set(trainers.__all__) <= set(dir(agile_trainers))
+    assert set(agile_trainers.__all__) == set(trainers.__all__) <= set(dir(agile_trainers)) & set(dir(trainers))
     assert all(getattr(agile_trainers, name) is getattr(trainers, name) for name in trainers.__all__)
-    assert {name for name in vars(trainers) if name.startswith("MultiTurn")} == set(trainers.__all__)
+    found = [find_algorithm(name) for name in ALGORITHMS]
+    ours = {kind.__name__ for trainer in found for kind in (trainer, trainer.config_class)}
+    shared = {"MultiTurnTrainer", "MultiTurnConfig"}
+    assert {name for name in trainers.__all__ if name.startswith("MultiTurn")} == ours | shared
     with pytest.raises(AttributeError, match="no attribute 'MultiTurnGRPO'"):
         agile_trainers.MultiTurnGRPO  # noqa: B018
 

@@ -9,14 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from agile_trainers.cli.errors import guard, nearest, take_debug
+from agile_trainers.trainers.algorithms import ALGORITHMS, algorithm_names
 
 COMMANDS = {
     "demo": "trains a tiny model on guess-the-number, in minutes on a CPU",
-    "grpo": "trains any model on any environment by multi-turn GRPO",
-    "gspo": "the same with one importance ratio per episode, or per turn",
-    "cispo": "the same with clipped importance weights",
-    "reinforce": "the same without groups, returns normalized over the batch (ReBN)",
-    "ppo": "the same without groups, with a critic",
+    **{name: algorithm.summary for name, algorithm in ALGORITHMS.items()},
     "chain": "runs SFT, DPO and any of these in a row, as a YAML file says",
     "check": "says whether a run is ready to train, and shows its episodes",
     "play": "puts you in the model's seat, in the terminal",
@@ -47,6 +44,7 @@ def usage() -> str:
             "",
             *lines,
             "",
+            "module.path:Class in place of an algorithm trains by one of your own, also in `chain` and `check`.",
             "`agile-trainers <command> --help` lists the options of a command.",
             "--debug shows the traceback of an error.",
         ]
@@ -70,10 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(usage())
         return 0
-    if command not in COMMANDS:
-        print(
-            f"agile-trainers: there is no command {command!r}{nearest(command, COMMANDS)}\n\n{usage()}", file=sys.stderr
-        )
+    known = [*COMMANDS, *algorithm_names()]
+    if command not in known and ":" not in command:
+        print(f"agile-trainers: there is no command {command!r}{nearest(command, known)}\n\n{usage()}", file=sys.stderr)
         return 2
     # Before TRL is imported: the modules this package builds on call themselves experimental at every import.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -174,8 +174,8 @@ class _Help(argparse.Action):
 
 
 def _own_fields(kind: type) -> list[str]:
-    """The fields that this package's classes declare."""
-    ours = [base for base in kind.__mro__ if base.__module__.startswith("agile_trainers.")]
+    """The fields that neither TRL's nor transformers' classes declare: ours, and those of an algorithm of the user's."""
+    ours = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("trl", "transformers")]
     return [name for base in ours for name in inspect.get_annotations(base)]
 
 

@@ -1,4 +1,4 @@
-"""``agile-trainers grpo | gspo | cispo | reinforce | ppo``: any algorithm on any model and environment.
+"""``agile-trainers grpo | gspo | cispo | reinforce | ppo | module.path:Class``: any algorithm, model and environment.
 
 The options are those of ``trl grpo``, the algorithm's configuration, and :class:`MultiTurnScriptArguments`.
 Options come from the command line and from ``--config file.yaml``. Those of ``accelerate launch`` (``--num_processes 2``)
@@ -19,25 +19,15 @@ from transformers import TrainerCallback
 from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
-from agile_trainers import trainers
 from agile_trainers.cli.errors import Progress, guard, message, nearest, take_debug
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model, check_output
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.imports import import_named
+from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.mixture import made_of
 from agile_trainers.trainers.options import option, with_args
-from agile_trainers.trainers.trainer import MultiTurnTrainer
-
-ALGORITHMS: dict[str, tuple[type[MultiTurnConfig], type[MultiTurnTrainer]]] = {
-    "grpo": (trainers.MultiTurnGRPOConfig, trainers.MultiTurnGRPOTrainer),
-    "gspo": (trainers.MultiTurnGSPOConfig, trainers.MultiTurnGSPOTrainer),
-    "cispo": (trainers.MultiTurnCISPOConfig, trainers.MultiTurnCISPOTrainer),
-    "reinforce": (trainers.MultiTurnREINFORCEConfig, trainers.MultiTurnREINFORCETrainer),
-    "ppo": (trainers.MultiTurnPPOConfig, trainers.MultiTurnPPOTrainer),
-}
-"""What each command is configured by and trained with."""
 
 
 @with_args
@@ -99,8 +89,9 @@ class Started(TrainerCallback):
 
 def make_parser(algorithm: str, kind: type[Parser] = Parser) -> Parser:
     """The parser of ``agile-trainers <algorithm>``. Without a GPU the CPU is the default."""
-    types = (MultiTurnScriptArguments, ALGORITHMS[algorithm][0], ModelConfig, DatasetMixtureConfig)
-    needed = "--model_name_or_path MODEL --environment ID" + (" --use_peft" if algorithm == "ppo" else "")
+    config = find_algorithm(algorithm).config_class
+    types = (MultiTurnScriptArguments, config, ModelConfig, DatasetMixtureConfig)
+    needed = "--model_name_or_path MODEL --environment ID" + (" --use_peft" if config.has_critic else "")
     command = f"agile-trainers {algorithm}"
     return on_cpu(kind(types, prog=command, usage=f"{command} {needed} [--config FILE] [options]"))
 
@@ -121,7 +112,7 @@ def train(
     """Train, save, and push to the Hub if ``args.push_to_hub``.
 
     Args:
-        algorithm: A key of ``ALGORITHMS``.
+        algorithm: What ``find_algorithm`` finds a trainer by.
         script: What to train on.
         args: The algorithm's configuration.
         model: What to train.
@@ -141,7 +132,7 @@ def train(
         **(args.model_init_kwargs or {}),
     }
     try:
-        trainer = ALGORITHMS[algorithm][1](
+        trainer = find_algorithm(algorithm)(
             model=model.model_name_or_path,
             environment=environment,
             reward_funcs=_reward_functions(script),
@@ -277,14 +268,15 @@ def check_named(parser: Parser, model: ModelConfig) -> None:
 
 def check_needed(parser: Parser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
     """Say what an algorithm lacks in the words of the command line, before anything is loaded."""
-    if script.environment is None and algorithm in ("reinforce", "ppo"):
+    trainer = find_algorithm(algorithm)
+    if script.environment is None and trainer.needs_environment:
         parser.error(
             f"--environment is missing: {algorithm} trains on an environment's episodes, not on a data set alone."
         )
-    if algorithm == "ppo" and not model.use_peft:
+    if trainer.config_class.has_critic and not model.use_peft:
         parser.error(
-            "--use_peft is missing: ppo trains policy and critic as two LoRA adapters on one base. Add --use_peft, and "
-            "--lora_target_modules all-linear to adapt every linear layer."
+            f"--use_peft is missing: {algorithm} trains policy and critic as two LoRA adapters on one base. Add "
+            "--use_peft, and --lora_target_modules all-linear to adapt every linear layer."
         )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.libraries import LIBRARIES
-from agile_trainers.imports import import_named
+from agile_trainers.imports import NotThereError, load_named
 
 _registered: dict[str, Callable[..., Any]] = {}
 
@@ -146,21 +146,10 @@ def _tasks() -> dict[str, str]:
 
 
 def _load(path: str) -> Any:
-    module_name, _, attributes = path.partition(":")
     try:
-        target = import_named(module_name)
-    except ModuleNotFoundError as error:
-        # A library that the module itself needs is another matter, and its own error says what is missing.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise _unknown(path, f"there is no module {error.name!r}") from error
-    for attribute in attributes.split("."):
-        if not hasattr(target, attribute):
-            names = difflib.get_close_matches(attribute, dir(target), cutoff=0.4)
-            nearest = f"; did you mean {' or '.join(names)}?" if names else ""
-            raise ValueError(f"Unknown environment {path!r}: {module_name} has no {attributes!r}{nearest}")
-        target = getattr(target, attribute)
-    return target
+        return load_named(path)
+    except NotThereError as error:
+        raise _unknown(path, str(error)) from error
 
 
 def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:

@@ -35,4 +35,4 @@ class MultiTurnCISPOTrainer(MultiTurnGRPOTrainer):
         "title": "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention",
         "id": "2506.13585",
     }
-    _config_class = MultiTurnCISPOConfig
+    config_class = MultiTurnCISPOConfig

@@ -35,9 +35,10 @@ class MultiTurnConfig(GRPOConfig):
     A field that TRL does not have acts only with an environment; setting one without is an error.
     """
 
-    _groupless: ClassVar[bool] = False
-    """Whether the algorithm does without groups (``num_generations=1``)."""
-    _has_critic: ClassVar[bool] = False
+    groupless: ClassVar[bool] = False
+    """Whether the algorithm does without groups (``num_generations=1``); a subclass says so."""
+    has_critic: ClassVar[bool] = False
+    """Whether the run has a critic, whose values the credit rule gets; a subclass says so."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *GRPOConfig._VALID_DICT_FIELDS, "environment_limits", "environment_weights",
     ]  # fmt: skip
@@ -227,7 +228,7 @@ class MultiTurnConfig(GRPOConfig):
         # left to `without_environment`.
         group, eval_group = vars(self)["num_generations"], vars(self)["num_generations_eval"]
         self.num_generations_eval = eval_group or 1
-        if self._groupless and group != 1:
+        if self.groupless and group != 1:
             raise ValueError(
                 f"num_generations={group} has no effect: {type(self).__name__} compares no group, so every episode "
                 "starts from a state of its own. Leave num_generations unset (1)."
@@ -236,7 +237,7 @@ class MultiTurnConfig(GRPOConfig):
         self._batch_is_ours = all(value is None for value in given)
         if self.gradient_accumulation_steps is None:
             self.gradient_accumulation_steps = accumulation(self) if self._batch_is_ours else 1
-        if self._groupless:
+        if self.groupless:
             self.num_generations = self._episodes_per_generation()
         # `TrainingArguments` fills both in, with the loss.
         self.best_metric_is_unset = self.metric_for_best_model is None
@@ -389,7 +390,7 @@ class MultiTurnConfig(GRPOConfig):
             raise ValueError("sync_ref_model and reference_update_steps both move the reference; keep one of them.")
 
     def _check_hub(self) -> None:
-        there = {"reference": self.beta != 0.0, "critic": self._has_critic, "rollouts": self.log_rollouts}
+        there = {"reference": self.beta != 0.0, "critic": self.has_critic, "rollouts": self.log_rollouts}
         why = {
             "reference": "is no reference to push: beta=0.0 uses none",
             "critic": "is no critic to push: only PPO has one",

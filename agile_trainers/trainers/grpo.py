@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
+
+from trl import GRPOTrainer
 
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.trainers.config import MultiTurnConfig, _one_of
@@ -82,10 +85,13 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
     """
 
     _name = "Multi-turn GRPO"
-    _config_class = MultiTurnGRPOConfig
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "agile-trainers"]
+    _paper: ClassVar[dict[str, str]] = GRPOTrainer._paper
+    config_class = MultiTurnGRPOConfig
+    needs_environment = False
 
     @property
-    def _needs_anchors(self) -> bool:
+    def needs_anchors(self) -> bool:
         return self.args.advantage_granularity == "anchor"
 
     def assign_credit(self, turns: CreditInputs) -> Credit:

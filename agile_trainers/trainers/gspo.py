@@ -38,4 +38,4 @@ class MultiTurnGSPOTrainer(MultiTurnGRPOTrainer):
         "title": "Group Sequence Policy Optimization",
         "id": "2507.18071",
     }
-    _config_class = MultiTurnGSPOConfig
+    config_class = MultiTurnGSPOConfig

@@ -21,8 +21,8 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     """Configuration of :class:`MultiTurnPPOTrainer`: the shared options and these. ``docs/ppo.md`` says where the defaults
     come from."""
 
-    _groupless: ClassVar[bool] = True
-    _has_critic: ClassVar[bool] = True
+    groupless: ClassVar[bool] = True
+    has_critic: ClassVar[bool] = True
 
     num_generations: int = option(1, "Always 1; there are no groups.")
     gae_lambda: float = option(
@@ -105,9 +105,6 @@ class MultiTurnPPOConfig(MultiTurnConfig):
                     )
         return super().with_environment(names)
 
-    def without_environment(self) -> "MultiTurnConfig":
-        raise ValueError("MultiTurnPPOTrainer needs an environment. Pass `environment=...`.")
-
 
 class MultiTurnPPOTrainer(MultiTurnTrainer):
     """PPO over multi-turn episodes (https://huggingface.co/papers/1707.06347) with generalized advantage estimates over
@@ -124,9 +121,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     _name = "Multi-turn PPO"
     _tag_names: ClassVar[list[str]] = ["trl", "ppo", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
-    _config_class = MultiTurnPPOConfig
-    _needs_final_observation = True
-    _has_critic = True
+    config_class = MultiTurnPPOConfig
 
     def assign_credit(self, turns: CreditInputs) -> Credit:
         """Generalized advantage estimates over turns, and what the critic should have said."""

@@ -34,7 +34,7 @@ def accumulation(args: Any) -> int:
     Args:
         args: Its ``num_generations`` and ``per_device_train_batch_size``; without groups ``EPISODES`` counts.
     """
-    unit, units = (1, EPISODES) if args._groupless else (max(1, args.num_generations), GROUPS)
+    unit, units = (1, EPISODES) if args.groupless else (max(1, args.num_generations), GROUPS)
     together = max(1, micro_batch(args))
     whole = unit // math.gcd(unit, together)
     return whole * math.ceil(units * unit / (whole * together))
@@ -81,7 +81,7 @@ def idle_recipe(args: Any, *, adapter: bool) -> list[str]:
             f"Leave learning_rate unset ({LORA_LEARNING_RATE}), or set a larger one."
         )
     episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    if not args._groupless and episodes < 2 * args.num_generations:
+    if not args.groupless and episodes < 2 * args.num_generations:
         found.append(
             f"An update sees {episodes} episodes, one group of num_generations={args.num_generations}: where they score "
             "alike, it learns nothing. Leave gradient_accumulation_steps="

@@ -17,7 +17,7 @@ from agile_trainers.trainers.trainer import MultiTurnTrainer
 class MultiTurnREINFORCEConfig(MultiTurnConfig):
     """Configuration of :class:`MultiTurnREINFORCETrainer`: the shared options and these."""
 
-    _groupless: ClassVar[bool] = True
+    groupless: ClassVar[bool] = True
 
     num_generations: int = option(1, "Always 1; there are no groups.")
     importance_sampling_level: str = changed_default(
@@ -49,9 +49,6 @@ class MultiTurnREINFORCEConfig(MultiTurnConfig):
                 )
         return super().with_environment(names)
 
-    def without_environment(self) -> "MultiTurnConfig":
-        raise ValueError("MultiTurnREINFORCETrainer needs an environment. Pass `environment=...`.")
-
 
 class MultiTurnREINFORCETrainer(MultiTurnTrainer):
     """REINFORCE over multi-turn episodes; the baseline and the scale are those of the whole batch.
@@ -65,7 +62,7 @@ class MultiTurnREINFORCETrainer(MultiTurnTrainer):
     _name = "Multi-turn REINFORCE"
     _tag_names: ClassVar[list[str]] = ["trl", "reinforce", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {"title": "GEM: A Gym for Agentic LLMs", "id": "2510.01051"}
-    _config_class = MultiTurnREINFORCEConfig
+    config_class = MultiTurnREINFORCEConfig
 
     def assign_credit(self, turns: CreditInputs) -> Credit:
         returns = discounted_returns(turns.rewards, turns.mask, self.args.gamma)

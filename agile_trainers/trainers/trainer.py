@@ -121,11 +121,13 @@ class MultiTurnTrainer(GRPOTrainer):
     _logs: dict[str, Any]
     _buffered_inputs: Any
 
-    _config_class: type[MultiTurnConfig]
-    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "agile-trainers"]
-    _needs_final_observation = False
-    """Whether the final state of an episode cut short is read."""
-    _has_critic = False
+    # What a subclass says of its algorithm.
+    config_class: ClassVar[type[MultiTurnConfig]] = MultiTurnConfig
+    """The class of ``args``: the options on the command line. It says whether there are groups and a critic."""
+    needs_environment: ClassVar[bool] = True
+    """Whether the algorithm trains on episodes only. Where it does not, it is TRL's GRPO without an environment."""
+    _tag_names: ClassVar[list[str]] = ["trl", "agile-trainers"]
+    _paper: ClassVar[dict[str, str]] = {}
 
     # Made by the constructor, with an environment only.
     engine: RolloutEngine | None = None
@@ -145,6 +147,11 @@ class MultiTurnTrainer(GRPOTrainer):
 
     _loss_pass: _LossPass | None = None
     _rollout_seconds = 0.0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls._name == GRPOTrainer._name:  # TRL's own; records and model cards name the algorithm by it
+            cls._name = cls.__name__
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -168,17 +175,19 @@ class MultiTurnTrainer(GRPOTrainer):
         environment: str | EnvironmentFactory | Mapping[str, str | EnvironmentFactory] | None = None,
     ):
         if args is None:
-            args = self._config_class(output_dir=self._name.replace(" ", "-"))
+            args = self.config_class(output_dir=self._name.replace(" ", "-"))
         self.environment = environment
         self.updates = Updates(self)
         setup: RunSetup | None = None
         if environment is None:
+            if self.needs_environment:
+                raise ValueError(f"{type(self).__name__} needs an environment. Pass `environment=...`.")
             # TRL's own configuration will do for TRL's own trainer.
             args = args.without_environment() if isinstance(args, MultiTurnConfig) else args
         else:
-            if not isinstance(args, self._config_class):
+            if not isinstance(args, self.config_class):
                 raise TypeError(
-                    f"{type(self).__name__} takes a {self._config_class.__name__} as `args`, got {type(args).__name__}."
+                    f"{type(self).__name__} takes a {self.config_class.__name__} as `args`, got {type(args).__name__}."
                 )
             reject_argument("tools", tools, "the environment answers the model")
             reject_argument("rollout_func", rollout_func, "the environment makes the rollout")
@@ -243,13 +252,13 @@ class MultiTurnTrainer(GRPOTrainer):
             self.processing_class,
             eos_token_ids=self.eos_token_ids,
             model_config=self.model.config,
-            append_final_observation=self._needs_final_observation,
+            append_final_observation=args.has_critic,
         )
         if args.training_chat_template:
             # Whoever loads the saved tokenizer must render what the policy was trained on.
             self.processing_class.chat_template = self.engine.chat.chat_template
         for name, state in setup.first_states.items():
-            check_first_prompt(self.engine, state, name, needs_anchor=self._needs_anchors)
+            check_first_prompt(self.engine, state, name, needs_anchor=self.needs_anchors)
         self.reference = ReferencePolicy(self, inputs.saved)
         self._switch_off_noise()
         if args.device.type == "cpu":
@@ -271,7 +280,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
         self.episode_log = EpisodeLog(self, self.environment)
         self.evaluator = EpisodeEvaluator(self, self.engine, self.sampler, setup.mixture, self._reward)
-        if self._has_critic:
+        if args.has_critic:
             self.critic = Critic(self, inputs.saved)
             self._switch_off_noise()
             self.critic.thaw()
@@ -285,7 +294,7 @@ class MultiTurnTrainer(GRPOTrainer):
                     switch_off_noise(self.accelerator.unwrap_model(model))
 
     @property
-    def _needs_anchors(self) -> bool:
+    def needs_anchors(self) -> bool:
         """Whether the credit rule compares turns by the state they started from."""
         return False
 

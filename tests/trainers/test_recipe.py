@@ -13,8 +13,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
-from agile_trainers.cli.train import ALGORITHMS, parse_checked
+from agile_trainers.cli.train import parse_checked
 from agile_trainers.trainers import MultiTurnGRPOConfig
+from agile_trainers.trainers.algorithms import ALGORITHMS, find_algorithm
 from agile_trainers.trainers.recipe import accumulation, decide_learning_rate
 
 CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1}
@@ -26,8 +27,8 @@ def lora() -> LoraConfig:
 
 
 def make(algorithm: str, model: Any, folder: Path, peft_config: Any = None, **options: Any) -> Any:
-    config, trainer = ALGORITHMS[algorithm]
-    args = config(output_dir=str(folder), **CPU, **EPISODES, **options)
+    trainer = find_algorithm(algorithm)
+    args = trainer.config_class(output_dir=str(folder), **CPU, **EPISODES, **options)
     return trainer(model=model, environment=Chatter, args=args, peft_config=peft_config)
 
 
@@ -81,7 +82,7 @@ def test_an_update_sees_eight_groups(
 ) -> None:
     """None: an algorithm without groups. ``episodes`` are those of an update, over all processes."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    args = SimpleNamespace(per_device_train_batch_size=rows, num_generations=group or 1, _groupless=group is None)
+    args = SimpleNamespace(per_device_train_batch_size=rows, num_generations=group or 1, groupless=group is None)
     assert accumulation(args) == expected
     assert processes * rows * expected == episodes and episodes % (group or 1) == 0
 
@@ -101,7 +102,7 @@ def test_an_update_sees_eight_groups(
 def test_a_batch_that_is_given_stays(
     tmp_path: Path, algorithm: str, options: dict[str, Any], accumulated: int, generated: int
 ) -> None:
-    args = ALGORITHMS[algorithm][0](output_dir=str(tmp_path), **CPU, **options).with_environment()
+    args = find_algorithm(algorithm).config_class(output_dir=str(tmp_path), **CPU, **options).with_environment()
     assert (args.gradient_accumulation_steps, args.generation_batch_size) == (accumulated, generated)
     assert args.generation_batch_size == args.steps_per_generation * args.per_device_train_batch_size
 

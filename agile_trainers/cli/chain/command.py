@@ -40,9 +40,11 @@ from agile_trainers.adapters.folders import (
 from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline, stage_rows
 from agile_trainers.cli.errors import Progress
-from agile_trainers.cli.train import ALGORITHMS, Started
+from agile_trainers.cli.train import Started
 from agile_trainers.trainers import MultiTurnREINFORCETrainer
+from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.trainers.inputs import load_tokenizer
+from agile_trainers.trainers.launch import uses_deepspeed
 
 STATE = "stage.json"
 """In a stage's folder: what it was made of, which run of the stage before it started from, whether it is finished."""
@@ -165,6 +167,8 @@ def _train(
     make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
     trainer = make(pipeline, stage, model)
     trainer.add_callback(Started())
+    if checkpoint is not None and stage.algorithm in SUPERVISED:
+        trainer.add_callback(_Resumed(checkpoint))
     with naming_full_disk(folder):
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(str(folder))
@@ -184,7 +188,7 @@ def _record(stage: Stage, model: str, steps: int) -> dict[str, Any]:
 
 def make_multi_turn(pipeline: Pipeline, stage: Stage, model: str) -> Any:
     """The trainer of a multi-turn stage."""
-    return ALGORITHMS[stage.algorithm][1](
+    return find_algorithm(stage.algorithm)(
         model=model,
         environment=pipeline.environment,
         args=stage.config,
@@ -224,29 +228,35 @@ def _lora_of(pipeline: Pipeline, stage: Stage, model: str) -> Any:
     return stage.lora or (pipeline.lora if find_adapters(model) is None else None)
 
 
-class _Resuming:
-    """Mends two habits of `Trainer`: it passes over an adapter that has others in subfolders, and pickles tokens."""
+class _WithoutPickle:
+    """Removes what `Trainer` pickles beside a model: its arguments, with any token among them."""
 
     args: Any
-    model: Any
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         if self.args.should_save:
             (Path(output_dir or self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        if isinstance(self.model, PeftModel):
-            self.model.load_adapter(resume_from_checkpoint, POLICY, is_trainable=True)
 
-
-class _SFT(_Resuming, SFTTrainer):
+class _SFT(_WithoutPickle, SFTTrainer):
     pass
 
 
-class _DPO(_Resuming, DPOTrainer):
+class _DPO(_WithoutPickle, DPOTrainer):
     pass
+
+
+class _Resumed(TrainerCallback):
+    """Restores the policy of a checkpoint, which `Trainer` passes over where other adapters are in subfolders of it."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self._checkpoint = checkpoint
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # DeepSpeed restores every parameter by itself.
+        if isinstance(kwargs["model"], PeftModel) and not uses_deepspeed(args):
+            kwargs["model"].load_adapter(self._checkpoint, POLICY, is_trainable=True)
 
 
 class _Whole(TrainerCallback):

@@ -17,18 +17,17 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import DPOConfig, SFTConfig
 
-from agile_trainers import trainers
 from agile_trainers.cli.parser import Parser
-from agile_trainers.cli.train import ALGORITHMS
 from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
 from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.imports import import_named
+from agile_trainers.trainers import MultiTurnREINFORCEConfig
+from agile_trainers.trainers.algorithms import ALGORITHMS, algorithm_names, find_algorithm
 from agile_trainers.trainers.mixture import made_of, names_of
 
 SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
 """Stages that TRL's own trainers train."""
-CONFIGS: dict[str, type] = {**SUPERVISED, **{name: config for name, (config, _) in ALGORITHMS.items()}}
-EVALUATION = trainers.MultiTurnREINFORCEConfig
+EVALUATION = MultiTurnREINFORCEConfig
 """Plays episodes without groups."""
 EPISODES = (
     "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "max_observation_length", "stop_strings",
@@ -116,10 +115,11 @@ def parse_pipeline(content: Any) -> Pipeline:
         raise PipelineError(f"environment: {error}") from error
     if not isinstance(content["stages"], list):
         raise PipelineError(f"`stages` must be a list, got {content['stages']!r}.")
-    everything = {name for config in CONFIGS.values() for name in _options_of(config)}
-    shared = _mapping(content.get("options"), everything, "`options`")
     output = Path(content["output_dir"])
     raw = [_raw_stage(stage, number) for number, stage in enumerate(content["stages"], start=1)]
+    algorithms = {*SUPERVISED, *ALGORITHMS, *(stage["algorithm"] for stage in raw)}
+    everything = {name for algorithm in algorithms for name in _options_of(config_of(algorithm))}
+    shared = _mapping(content.get("options"), everything, "`options`")
     stages = [_stage(stage, shared, output, names_of(environment)) for stage in raw]
     names = [stage.name for stage in stages]
     folded = [name.casefold() for name in names]  # some disks take no notice of case
@@ -142,12 +142,22 @@ def parse_pipeline(content: Any) -> Pipeline:
 def _raw_stage(stage: Any, number: int) -> dict[str, Any]:
     stage = _mapping(stage, None, f"stage {number}")
     algorithm = stage.get("algorithm")
-    if algorithm not in CONFIGS:
+    known = [*SUPERVISED, *algorithm_names()]
+    if algorithm not in known and ":" not in str(algorithm):
         raise PipelineError(
-            f"stage {number}: `algorithm` must be one of {', '.join(CONFIGS)}, got {algorithm!r}"
-            f"{_nearest(algorithm, CONFIGS)}."
+            f"stage {number}: `algorithm` must be one of {', '.join(known)}, or 'module.path:Class' of your own, got "
+            f"{algorithm!r}{_nearest(algorithm, known)}."
         )
-    return {"name": algorithm, **stage}
+    try:
+        config_of(algorithm)
+    except (ValueError, TypeError, ImportError) as error:
+        raise PipelineError(f"stage {number}: {error}") from error
+    return {"name": algorithm.rpartition(":")[2], **stage}
+
+
+def config_of(algorithm: str) -> type:
+    """The configuration class of a stage's algorithm."""
+    return SUPERVISED[algorithm] if algorithm in SUPERVISED else find_algorithm(algorithm).config_class
 
 
 def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environments: list[str] | None) -> Stage:
@@ -158,7 +168,7 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
             f"{where}: a stage's name is the name of its folder. Expected letters, digits and any of `._+=@-`, a letter "
             f"or digit first and last, and none of {', '.join(RESERVED)}."
         )
-    config = CONFIGS[algorithm]
+    config = config_of(algorithm)
     known = _options_of(config)
     _mapping(raw, {*_STAGE_KEYS, *known}, where)
     options = {key: value for key, value in shared.items() if key in known}

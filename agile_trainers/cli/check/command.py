@@ -21,7 +21,6 @@ from agile_trainers.cli.errors import Progress, message
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model
 from agile_trainers.cli.train import (
-    ALGORITHMS,
     MultiTurnScriptArguments,
     check_needed,
     on_cpu,
@@ -30,6 +29,7 @@ from agile_trainers.cli.train import (
 )
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import describe_environment
+from agile_trainers.trainers.algorithms import algorithm_names, find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.construction import check_vllm, training_rows
 from agile_trainers.trainers.environment_options import for_environment
@@ -71,9 +71,11 @@ class CheckArguments:
 
 def make_parser(algorithm: str) -> Parser:
     """The parser of ``agile-trainers check``, for one algorithm."""
-    types = (CheckArguments, MultiTurnScriptArguments, ALGORITHMS[algorithm][0], ModelConfig, DatasetMixtureConfig)
+    config = find_algorithm(algorithm).config_class
+    types = (CheckArguments, MultiTurnScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     command = "agile-trainers check"
-    usage = f"{command} [{' | '.join(ALGORITHMS)}] --environment ID [--model MODEL] [--config FILE] [options]"
+    names = " | ".join([*algorithm_names(), "module.path:Class"])
+    usage = f"{command} [{names}] --environment ID [--model MODEL] [--config FILE] [options]"
     return on_cpu(Parser(types, prog=command, usage=usage))
 
 
@@ -87,7 +89,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     Returns:
         0 if the run is ready to train, 1 if not.
     """
-    algorithm, options = (argv[0], argv[1:]) if argv and argv[0] in ALGORITHMS else ("grpo", argv)
+    named = bool(argv) and not argv[0].startswith("-")
+    algorithm, options = (argv[0], argv[1:]) if named else ("grpo", argv)
     parser = make_parser(algorithm)
     options = [
         f"--model_name_or_path{option[7:]}" if option.split("=")[0] == "--model" else option for option in options

@@ -22,7 +22,6 @@ from trl import ModelConfig
 
 from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory, readable
 from agile_trainers.cli.layout import draw_layout
-from agile_trainers.cli.train import ALGORITHMS
 from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.players import Player, known_players
@@ -79,7 +78,7 @@ class Run:
             self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             model_config=self.config,
-            append_final_observation=ALGORITHMS[self.algorithm][1]._needs_final_observation,
+            append_final_observation=args.has_critic,
         )
 
 
@@ -338,7 +337,7 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
         run.config,
         run.args,
         run.model,
-        critic=ALGORITHMS[run.algorithm][1]._needs_final_observation,
+        critic=run.args.has_critic,
         prompt=prompt,
         observation=observation,
     )

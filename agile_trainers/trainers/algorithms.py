@@ -1,0 +1,112 @@
+"""Finds the trainer of an algorithm by name: ours, those given to :func:`register_algorithm`, and ``module.path:Class``.
+
+Imports no trainer until it is asked for one, so that ``agile-trainers --help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agile_trainers.imports import NotThereError, load_named
+
+if TYPE_CHECKING:
+    from agile_trainers.trainers.trainer import MultiTurnTrainer
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm of this package."""
+
+    trainer: str
+    """Where its trainer is, as ``module.path:Class``. The class names its configuration, ``config_class``."""
+    summary: str
+    """One line of ``agile-trainers --help``."""
+
+
+_HERE = "agile_trainers.trainers"
+ALGORITHMS = {
+    "grpo": Algorithm(f"{_HERE}.grpo:MultiTurnGRPOTrainer", "trains any model on any environment by multi-turn GRPO"),
+    "gspo": Algorithm(
+        f"{_HERE}.gspo:MultiTurnGSPOTrainer", "the same with one importance ratio per episode, or per turn"
+    ),
+    "cispo": Algorithm(f"{_HERE}.cispo:MultiTurnCISPOTrainer", "the same with clipped importance weights"),
+    "reinforce": Algorithm(
+        f"{_HERE}.reinforce:MultiTurnREINFORCETrainer",
+        "the same without groups, returns normalized over the batch (ReBN)",
+    ),
+    "ppo": Algorithm(f"{_HERE}.ppo:MultiTurnPPOTrainer", "the same without groups, with a critic"),
+}
+"""The algorithms of this package by name: the one list of them."""
+_registered: dict[str, type[MultiTurnTrainer]] = {}
+
+
+def register_algorithm(name: str, trainer: type[MultiTurnTrainer]) -> None:
+    """Give an algorithm a name that :func:`find_algorithm`, and with it the command line and chains, understand.
+
+    The name is known to this process. One that ``accelerate launch`` starts finds the class as ``module.path:Class``.
+
+    Args:
+        name: It must hold no colon, which is what ``module.path:Class`` is told apart by.
+        trainer: A subclass of :class:`~agile_trainers.trainers.trainer.MultiTurnTrainer` with a credit rule,
+            ``assign_credit``. Its ``config_class`` is what it is configured by.
+
+    Raises:
+        ValueError: If the name is empty, holds a colon, or is taken by another class, or the class has no credit rule.
+        TypeError: If it is no trainer class.
+    """
+    if not name or ":" in name:
+        raise ValueError(f"An algorithm's name must be non-empty and hold no colon, got {name!r}.")
+    if name in ALGORITHMS or _registered.get(name, trainer) is not trainer:
+        taken = _registered.get(name) or ALGORITHMS[name].trainer
+        raise ValueError(f"An algorithm named {name!r} is there already: {taken!r}. Choose another name.")
+    _registered[name] = _checked(trainer, repr(name))
+
+
+def algorithm_names() -> list[str]:
+    """The names of every algorithm: ours, then those registered."""
+    return [*ALGORITHMS, *_registered]
+
+
+def find_algorithm(name: str) -> type[MultiTurnTrainer]:
+    """The trainer class of an algorithm; its ``config_class`` is the configuration.
+
+    Args:
+        name: One of ``algorithm_names()``, or ``module.path:Class`` of a trainer class anywhere.
+
+    Raises:
+        ValueError: If there is none (the message names the nearest), its module cannot be imported, or the class has no
+            credit rule.
+        TypeError: If what the name leads to is no trainer class.
+    """
+    if name in _registered:
+        return _registered[name]
+    path = ALGORITHMS[name].trainer if name in ALGORITHMS else name
+    if not isinstance(path, str) or not all(path.partition(":")):
+        found = difflib.get_close_matches(str(name), algorithm_names(), cutoff=0.6)
+        near = f" Did you mean {' or '.join(found)}?" if found else ""
+        raise ValueError(
+            f"Unknown algorithm {name!r}.{near} Expected one of {', '.join(algorithm_names())}, or 'module.path:Class' of a "
+            "trainer class of your own."
+        )
+    try:
+        return _checked(load_named(path), repr(name))
+    except NotThereError as error:
+        raise ValueError(
+            f"Unknown algorithm {name!r}: {error}. Expected one of {', '.join(algorithm_names())}, or 'module.path:Class' "
+            "of a trainer class of your own."
+        ) from error
+
+
+def _checked(trainer: Any, name: str) -> type[MultiTurnTrainer]:
+    from agile_trainers.trainers.trainer import MultiTurnTrainer
+
+    if not isinstance(trainer, type) or not issubclass(trainer, MultiTurnTrainer):
+        raise TypeError(f"The algorithm {name} must be a subclass of MultiTurnTrainer, got {trainer!r}.")
+    if trainer.assign_credit is MultiTurnTrainer.assign_credit:
+        raise ValueError(
+            f"The algorithm {name}, {trainer.__name__}, has no credit rule: define "
+            "`assign_credit(self, turns: CreditInputs) -> Credit`."
+        )
+    return trainer
