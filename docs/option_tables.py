@@ -12,16 +12,11 @@ from agile_trainers.trainers.algorithms import ALGORITHMS, find_algorithm
 from agile_trainers.trainers.options import option_table
 
 DOCS = Path(__file__).resolve().parent
-CONFIGS: dict[str, type] = {
-    config.__name__: config for config in [MultiTurnConfig, *(find_algorithm(name).config_class for name in ALGORITHMS)]
-}
+_CLASSES: list[type] = [MultiTurnConfig]
+_CLASSES += (find_algorithm(name).config_class for name in ALGORITHMS)
+CONFIGS = {config.__name__: config for config in _CLASSES}
 """What has a table on some page, by the name that the page gives it."""
 PACKAGE = DOCS.parent / "agile_trainers"
-PARTS = (
-    "types.py", "imports.py", "embedded.py", "train_batch.py", "objectives", "adapters", "envs", "rollout", "sampling",
-    "checkpoints", "trainers", "cli",
-)  # fmt: skip
-"""The parts of the package, those that others import first; what is not named here comes last."""
 _TABLE = re.compile(r"(<!-- begin: options of (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 _FILES = re.compile(r"(<!-- begin: files of agile_trainers -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
@@ -37,21 +32,28 @@ def with_tables(page: str) -> str:
     return _FILES.sub(lambda found: f"{found[1]}{file_list()}\n{found[2]}", page)
 
 
-def file_list() -> str:
-    """A line for every file of the package, part by part: its path and the first sentence of its docstring."""
+def order_of_imports() -> list[set[str]]:
+    """The parts of the package, level by level from what others import, as ``AGENTS.md`` states them."""
+    rules = (DOCS.parent / "AGENTS.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^ *`((?:[\w, ]+ <- )+[\w, ]+)`", rules, flags=re.MULTILINE)
+    return [set(level.split(", ")) for level in line.split(" <- ")]
 
-    def place(path: Path) -> tuple[int, int, Path]:
-        part = path.relative_to(PACKAGE).parts[0]
-        number = PARTS.index(part) if part in PARTS else len(PARTS)
-        return (-1 if path.parent == PACKAGE and path.stem == "__init__" else number), path.stem != "__init__", path
+
+def file_list() -> str:
+    """A line for every file of the package, level by level: its path and the first sentence of its docstring."""
+    levels = [{"__init__"}, *order_of_imports()]
+
+    def place(path: Path) -> tuple[int, Path, bool, Path]:
+        part = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        level = next((number for number, level in enumerate(levels) if part in level), len(levels))
+        return level, path.parent, path.stem != "__init__", path
 
     lines = []
-    for path in sorted(PACKAGE.rglob("*.py"), key=lambda path: (place(path)[0], path.parent, *place(path)[1:])):
-        text = " ".join(
-            (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].split()
-        )
-        first = re.split(r"(?<=[.?]) (?=[A-Z`])", text)[0]
-        lines.append(f"- `{path.relative_to(PACKAGE)}`: {first}")
+    for path in sorted(PACKAGE.rglob("*.py"), key=place):
+        paragraph = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+        first = re.split(r"(?<=[.?]) (?=[A-Z`])", " ".join(paragraph.split()))[0]
+        text = re.sub(r":\w+:`|``", "`", first)
+        lines.append(f"- `{path.relative_to(PACKAGE)}`: {text}")
     return "\n".join(lines)
 
 

@@ -1,1 +1,1 @@
-
+"""The command line, ``agile-trainers``."""

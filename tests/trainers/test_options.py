@@ -75,6 +75,13 @@ def test_no_option_of_ours_is_left_out() -> None:
         assert {one.name for one in fields(config)} - trl <= described
 
 
+def test_every_option_is_set_by_a_test() -> None:
+    """As a keyword, a key or an option of the command line; that it changes something, the test itself shows."""
+    tests = "".join(path.read_text() for path in (DOCS.parent / "tests").rglob("*.py"))
+    ours = {one.name for config in CONFIGS.values() for one in own_options(config)}
+    assert not {name for name in ours if not re.search(rf"\b{name}=|\"(--)?{name}\"|\b{name}: ", tests)}
+
+
 def test_tables_in_the_docs_are_up_to_date() -> None:
     """``make docs-tables`` writes them."""
     pages = {path.name: path.read_text() for path in DOCS.glob("*.md")}
