@@ -228,7 +228,7 @@ def test_python_blocks_run_in_order(page: str, folder: Path) -> None:
     earned = iter(EARNED.get(page, []))
     for block in of("python"):
         if block.page == page:
-            exec(compile("\n" * block.line + exchanged(block.text), page, "exec"), namespace)
+            exec(compile("\n" * block.line + exchanged(block.text), page, "exec", dont_inherit=True), namespace)
             if "Trainer(" in block.text:
                 returns = next(earned)(namespace)
                 assert min(returns) < max(returns) > 0, f"{block}: {returns}"
