@@ -72,6 +72,11 @@ def test_what_a_page_names_exists(page: Path) -> None:
     assert (missing_files(text), missing_names(text), broken_links(page)) == (set(), set(), set())
 
 
+def test_the_changelogs_links_lead_somewhere() -> None:
+    """Its entries of released versions may name what is gone."""
+    assert broken_links(ROOT / "CHANGELOG.md") == set()
+
+
 def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A title\n[here](#a-title) [there](#b) [gone](gone.md)\n", encoding="utf-8")
