@@ -654,6 +654,35 @@ MUTATIONS = [
         "reset gets the column that names the environment", "rollout/mixture.py",
         "{column: value for column, value in row.items() if column != COLUMN}", "dict(row)", f"{MIXTURE} -k rows_choose",
     ),
+    Mutation(
+        "greedy evaluation samples", "evaluation/policy.py",
+        "do_sample=sampling.do_sample and not greedy", "do_sample=sampling.do_sample",
+        "tests/trainers/test_evaluate_policy.py -k of_the_trainer",
+    ),
+    Mutation(
+        "evaluation of the base below an adapter", "evaluation/policy.py",
+        "        policy = load_policy(saved, **init)\n", "        policy = load_policy(saved, **init).unload()\n",
+        "tests/trainers/test_evaluate_policy.py -k of_the_trainer",
+    ),
+    Mutation(
+        "rows of an evaluation in order of the processes", "evaluation/results.py",
+        "sorted(gather_object(list(zip(places, values, strict=True))), key=lambda one: one[0])",
+        "gather_object(list(zip(places, values, strict=True)))", "tests/trainers/test_two_processes.py",
+    ),
+    Mutation(
+        "a changed adapter is not moved", "sampling/served_policy.py",
+        "if digest(weights) == before[1]:", "if weights:", "tests/trainers/test_served_policy.py -k changed_after",
+    ),
+    Mutation(
+        "an adapter moved again for the first rollout", "sampling/served_policy.py",
+        "if digest(weights) == before[1]:", "if not weights:", "tests/trainers/test_served_policy.py -k once_for_each",
+    ),
+    Mutation(
+        "the user's own arguments are completed", "trainers/config.py",
+        "        args = copy.copy(self)\n        if args.vllm_importance",
+        "        args = self\n        if args.vllm_importance",
+        "tests/trainers/test_reward_functions.py -k makes_two_trainers",
+    ),
 ]  # fmt: skip
 
 

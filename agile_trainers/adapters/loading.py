@@ -14,7 +14,7 @@ from peft import get_peft_model_state_dict as adapter_weights
 from peft import set_peft_model_state_dict as set_adapter_weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import AutoProcessor, PreTrainedModel
 from transformers.utils import cached_file, logging
 from trl.trainer.utils import create_model_from_path
 
@@ -257,6 +257,15 @@ def load_policy(
         )  # fmt: skip
     load_weights(model, POLICY, weights, saved.folders[POLICY])
     return model
+
+
+def load_tokenizer(saved: SavedAdapters, trust_remote_code: bool = False) -> Any:
+    """The tokenizer that was saved with the policy, or None: the base's will do."""
+    if not (saved.folder / "tokenizer_config.json").is_file():
+        return None
+    return AutoProcessor.from_pretrained(
+        saved.folder, truncation_side="left", padding_side="left", trust_remote_code=trust_remote_code
+    )
 
 
 def _load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedModel:

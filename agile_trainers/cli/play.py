@@ -17,9 +17,8 @@ from agile_trainers.cli.preflight import check_model
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory, Observation
 from agile_trainers.envs.registry import make_environment_factory
-from agile_trainers.rollout.chat.frames import ChatFrames
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
-from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.players import play_in_seat
 from agile_trainers.types import Message, Trajectory
 
@@ -70,11 +69,16 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
     if options.model:
         check_model(options.model, option="--model")
     tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else make_tokenizer()
-    chat = ChatFrames(tokenizer, training_chat_template=options.training_chat_template)
+    how = EpisodeOptions(
+        max_turns=options.max_turns,
+        max_new_tokens=options.max_new_tokens,
+        max_model_length=options.max_model_length,
+        system_prompt=options.system_prompt,
+        training_chat_template=options.training_chat_template,
+    )
 
     def engine(seated: EnvironmentFactory) -> RolloutEngine:
-        limits = Limits(options.max_turns, options.max_new_tokens, options.max_model_length)
-        return RolloutEngine(EnvironmentPool(seated), chat, limits, system_prompt=options.system_prompt)
+        return build_engine(how, how.make_pool(seated), tokenizer)
 
     def hear(action: str | None, observation: Observation, reward: float | None) -> None:
         _show(console, observation, reward)

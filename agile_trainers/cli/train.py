@@ -23,10 +23,10 @@ from agile_trainers.cli.errors import Progress, guard, message, nearest, take_de
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model, check_output
 from agile_trainers.envs.questions.rows import read_dataset
+from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import import_named
 from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.mixture import made_of
 from agile_trainers.trainers.options import option, with_args
 
 
@@ -122,7 +122,7 @@ def train(
 
     environment: Any = script.environment
     if script.environment is not None and isinstance(script.environment_args, dict):
-        environment = made_of(script.environment, script.environment_args)
+        environment = environment_factories(script.environment, script.environment_args)
     dataset = script_dataset(script, mixture)
     args.model_init_kwargs = {
         "revision": model.model_revision,
@@ -292,7 +292,7 @@ def check_found(given: Any) -> None:
     """
     if given.environment is not None:
         script = MultiTurnScriptArguments(environment=given.environment, environment_args=given.environment_args)
-        made_of(script.environment, script.environment_args)  # type: ignore[arg-type]
+        environment_factories(script.environment, script.environment_args)  # type: ignore[arg-type]
     check_model(given.model_name_or_path, given.model_revision)
     if given.output_dir is not None:
         check_output(given.output_dir)

@@ -26,6 +26,8 @@ from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.imports import NotThereError, load_named
 
+_NAME = re.compile(r"\w[\w.-]*")
+"""Names of several environments, which become part of metrics' names."""
 _registered: dict[str, Callable[..., Any]] = {}
 
 
@@ -71,6 +73,61 @@ def make_environment_factory(environment: str | Callable[..., Any], **kwargs: An
     made = IdentifiedFactory(_find(environment, kwargs))
     made.id, made.arguments = environment, kwargs
     return made
+
+
+def environment_factories(
+    environment: Any, arguments: Mapping[str, Any] | None = None
+) -> EnvironmentFactory | dict[str, EnvironmentFactory]:
+    """The factory of an environment, or those of several by name.
+
+    Args:
+        environment: An id or factory, or several by name.
+        arguments: Keyword arguments of the environment; of several, those of each by its name.
+
+    Raises:
+        ValueError: If one of them cannot be made.
+        ImportError: If a library that one of them needs is missing.
+    """
+    if isinstance(environment, Mapping):
+        return _factories_by_name(environment, arguments or {})
+    return make_environment_factory(environment, **(arguments or {}))
+
+
+def _factories_by_name(environment: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, EnvironmentFactory]:
+    """The factories of a run of several environments, by name.
+
+    Args:
+        environment: Ids or factories by name.
+        arguments: Keyword arguments of each, by name.
+
+    Raises:
+        ValueError: For no environment, a name that cannot be part of a metric's, or what cannot be made.
+        ImportError: If a library that one of them needs is missing.
+    """
+    if not environment:
+        raise ValueError("environment is an empty mapping. Name at least one environment, or pass an id or a factory.")
+    for name in environment:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"environment: the name {name!r} becomes part of metrics' names. Expected letters, digits and any of "
+                "`_.-`, a letter or digit first."
+            )
+    unknown = [name for name in arguments if name not in environment]
+    if unknown:
+        raise ValueError(
+            f"environment_args names {unknown[0]!r}, which is none of the environments {', '.join(environment)}. With "
+            "several environments it gives the arguments of each by its name."
+        )
+    factories = {}
+    for name, one in environment.items():
+        given = arguments.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"environment_args[{name!r}] must be a mapping of names to values, got {given!r}.")
+        try:
+            factories[name] = make_environment_factory(one, **given)
+        except (ValueError, ImportError) as error:
+            raise type(error)(f"environment {name!r}: {error}") from error
+    return factories
 
 
 class IdentifiedFactory(functools.partial):

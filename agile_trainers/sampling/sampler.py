@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -17,10 +17,8 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.sampling.gap import Conditions
+from agile_trainers.sampling.served_policy import ServedPolicy
 from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
-
-if TYPE_CHECKING:
-    from agile_trainers.sampling.vllm_colocated import VllmPolicy
 
 
 def sampling_settings(args: Any, do_sample: bool = True) -> SamplingSettings:
@@ -48,15 +46,15 @@ def _multiplies_in_tf32() -> bool:
     return precision == "tf32" if precision is not None else torch.get_float32_matmul_precision() != "highest"
 
 
-def _policy_class(mode: str) -> type[VllmPolicy]:
+def _policy_class(mode: str) -> type[ServedPolicy]:
     # Importing vLLM takes seconds and changes the process: only whoever asks for it.
     if mode == "server":
         from agile_trainers.sampling.vllm_server import ServerPolicy
 
         return ServerPolicy
-    from agile_trainers.sampling.vllm_colocated import VllmPolicy as ColocatedPolicy
+    from agile_trainers.sampling.vllm_colocated import VllmPolicy
 
-    return ColocatedPolicy
+    return VllmPolicy
 
 
 class RolloutSampler:
@@ -75,9 +73,10 @@ class RolloutSampler:
     def __init__(self, trainer: GRPOTrainer, engine: RolloutEngine, tokenizer: Any, distribution: Any) -> None:
         self._trainer, self._engine, self._tokenizer = trainer, engine, tokenizer
         self._synced = 0, 0.0
-        self.vllm: VllmPolicy | None = None
+        self.vllm: ServedPolicy | None = None
         """The policy in a vLLM engine, with ``use_vllm``."""
         args: Any = trainer.args
+        settings = sampling_settings(args)
         if args.use_vllm:
             limit = engine.limits.max_model_length
             self.vllm = _policy_class(args.vllm_mode)(
@@ -87,8 +86,8 @@ class RolloutSampler:
                 distribution,
                 limit if limit < 1 << 30 else None,
             )
-        with self.generator():
-            # Made once for its checks of the sampling settings.
+        # Made once for its checks of the sampling settings; the first rollout is what moves the policy.
+        with self._on_transformers(settings) if self.vllm is None else self._on_engine(self.vllm, settings):
             pass
 
     @contextmanager
@@ -133,12 +132,15 @@ class RolloutSampler:
                 model.train(training)
 
     @contextmanager
-    def _on_vllm(self, policy: VllmPolicy, settings: SamplingSettings) -> Iterator[Generator]:
+    def _on_vllm(self, policy: ServedPolicy, settings: SamplingSettings) -> Iterator[Generator]:
         started = time.perf_counter()
         with policy.serving() as moved:
             self._synced = moved, time.perf_counter() - started
-            with policy.generator(settings, self._engine.chat.eos_token_ids, self._tokenizer) as made:
+            with self._on_engine(policy, settings) as made:
                 yield made
+
+    def _on_engine(self, policy: ServedPolicy, settings: SamplingSettings) -> AbstractContextManager[Generator]:
+        return policy.generator(settings, self._engine.chat.eos_token_ids, self._tokenizer)
 
     def sync_metrics(self) -> dict[str, float]:
         """What moving the policy to vLLM cost for the last rollout; empty without vLLM."""

@@ -8,57 +8,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-from torch.distributed.tensor import DTensor
+from peft import LoraConfig
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
 from vllm.version import __version__ as VERSION
 
-from agile_trainers.adapters import POLICY, belongs_to
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 from agile_trainers.rollout.generators.vllm.tensor_parallel import TogetherGenerator
-from agile_trainers.sampling.vllm_checks import base_model, base_source, compute_dtype, lora_rank, quantization
+from agile_trainers.sampling.served_policy import ServedPolicy
+from agile_trainers.sampling.vllm_checks import base_model, base_source, lora_rank, quantization
 
 
-class VllmPolicy:
+class VllmPolicy(ServedPolicy):
     """An engine in this process that serves the policy.
 
-    With LoRA only the policy's adapter is ever moved: the base is loaded from where the trainer loaded it, and stays what it
-    is. A model that is trained whole is moved whole. With ``vllm_tensor_parallel_size`` an engine is spread over as many
-    processes, which then step together.
-
-    Args:
-        args: The trainer's.
-        model: The policy, unwrapped.
-        accelerator: The trainer's.
-        distribution: TRL's ``DistributedBackend``, which gathers sharded weights.
-        max_model_length: Tokens of a conversation; None if nothing but the model limits it.
+    The base of an adapter is loaded from where the trainer loaded it, and stays what it is. With
+    ``vllm_tensor_parallel_size`` an engine is spread over as many processes, which then step together.
 
     Raises:
         ValueError: If vLLM cannot serve this policy.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        model: torch.nn.Module,
-        accelerator: Any,
-        distribution: Any,
-        max_model_length: int | None,
-    ):
-        self._model, self._accelerator, self._distribution = model, accelerator, distribution
-        self._sleeps, self._parks = args.vllm_enable_sleep_mode, args.offload_policy_during_rollout
-        self._config = model.peft_config[POLICY] if isinstance(model, PeftModel) else None
-        self.dtype = compute_dtype(args, model)
-        self._group = _group(accelerator, args.vllm_tensor_parallel_size)
-        rows = args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation
-        self._connect(args, rows, max_model_length)
-        # What vLLM cannot serve it says now, and not after an hour.
-        self.sync()
-        self._sleep()
-        accelerator.wait_for_everyone()
+    def _make_group(self, args: Any) -> dist.ProcessGroup | None:
+        return _group(self._accelerator, args.vllm_tensor_parallel_size)
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
         model, accelerator, parallel = self._model, self._accelerator, args.vllm_tensor_parallel_size
@@ -83,40 +57,14 @@ class VllmPolicy:
             },
         )
 
-    def sync(self) -> int:
-        """Serve the policy as it is now. Returns the bytes that were moved."""
-        if self._config is None:
-            return self._move_whole()
-        weights = [weight for name, weight in self._model.named_parameters() if belongs_to(name, POLICY)]
-        with self._distribution.gather_params(weights):
-            adapter = get_peft_model_state_dict(self._model, adapter_name=POLICY, save_embedding_layers=False)
-            # FSDP2 keeps a share of each; every process asks for the whole in the same order.
-            shares = ((name, weight) for name, weight in adapter.items() if isinstance(weight, DTensor))
-            adapter |= {name: weight.full_tensor() for name, weight in shares}
-            return self._move_adapter(adapter, self._config)
-
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         return self.engine.load_adapter(weights, config)
 
     def _move_whole(self) -> int:
         return self.engine.load_weights(_WholeModel(self._model, self._accelerator).weights())
 
-    @contextmanager
-    def serving(self) -> Iterator[int]:
-        """The engine awake, with the newest policy; yields the bytes that were moved for it."""
-        if self._sleeps:
-            self.engine.wake("weights")
-        moved = self.sync()
-        if self._group is not None:
-            # As TRL does: the gradients' last messages must be through before vLLM sends its own.
-            self._accelerator.wait_for_everyone()
-        with parked(self._model, self._parks):
-            if self._sleeps:
-                self.engine.wake("kv_cache")
-            try:
-                yield moved
-            finally:
-                self._sleep()
+    def _wake(self, part: str) -> None:
+        self.engine.wake(part)
 
     @contextmanager
     def generator(self, settings: SamplingSettings, eos_token_ids: list[int], tokenizer: Any) -> Iterator[Generator]:
@@ -161,16 +109,3 @@ def _group(accelerator: Any, size: int) -> dist.ProcessGroup | None:
         )
     ranks = [list(range(first, first + size)) for first in range(0, processes, size)]
     return dist.new_subgroups_by_enumeration(ranks, backend="gloo")[0]
-
-
-@contextmanager
-def parked(model: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Keep a model's weights in the CPU's memory meanwhile, if ``wanted``."""
-    places = [(weight, weight.device) for weight in model.parameters()] if wanted else []
-    for weight, _ in places:
-        weight.data = weight.data.to("cpu")
-    try:
-        yield
-    finally:
-        for weight, device in places:
-            weight.data = weight.data.to(device)

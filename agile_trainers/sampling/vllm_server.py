@@ -15,11 +15,11 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmServer
+from agile_trainers.sampling.served_policy import ServedPolicy
 from agile_trainers.sampling.vllm_checks import base_model, base_source, check_server, lora_rank, quantization
-from agile_trainers.sampling.vllm_colocated import VllmPolicy
 
 
-class ServerPolicy(VllmPolicy):
+class ServerPolicy(ServedPolicy):
     """A server that serves the policy to every process of the run.
 
     With LoRA the first process writes the adapter to a folder below ``output_dir``, which the server reads. A model that is
@@ -29,6 +29,8 @@ class ServerPolicy(VllmPolicy):
         requests.exceptions.ConnectionError: If there is no server.
         ValueError: If it would not serve this policy.
     """
+
+    _keeps_adapter = False  # it may be started anew meanwhile
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
         model, accelerator = self._model, self._accelerator

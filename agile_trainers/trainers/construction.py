@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from math import gcd
@@ -12,33 +10,25 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from peft.utils import TrainableTokensWrapper
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
 
 from agile_trainers.adapters import check_repeatable, within_scope
-from agile_trainers.envs.base import EnvironmentFactory, ResetResult
-from agile_trainers.envs.checker import (
-    EnvironmentProtocolError,
-    check_methods,
-    describe_error,
-    validate_reset,
-    validate_step,
-)
-from agile_trainers.rollout.chat.frames import ChatFrames
-from agile_trainers.rollout.engine import Limits, RolloutEngine
-from agile_trainers.rollout.environment_pool import EnvironmentPool, InlineTimeoutError
-from agile_trainers.rollout.generators.architecture import check_padding, same_up_to
+from agile_trainers.envs.base import ResetResult
+from agile_trainers.envs.registry import environment_factories
+from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.environment_probe import probe_environment
+from agile_trainers.rollout.episode_options import EpisodeOptions
+from agile_trainers.rollout.generators.architecture import check_padding
 from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.process_environment import ProcessEnvironment
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
 from agile_trainers.sampling.vllm_checks import base_model, check_device
 from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.environment_options import for_environment
 from agile_trainers.trainers.evaluation_data import kept_columns, played_columns, with_best_metric
 from agile_trainers.trainers.launch import check_parallelism
-from agile_trainers.trainers.mixture import first_rows, made_of, mixture_of, names_of, with_column
+from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, with_column
 from agile_trainers.trainers.reward_functions import add_return_reward
 
 logger = logging.get_logger(__name__)
@@ -101,19 +91,19 @@ def prepare_run(
     check_repeatable(model, peft_config)
     if args.lora_target_scope is not None:
         peft_config = within_scope(peft_config, args.lora_target_scope)
-    made = made_of(environment)
+    factories = environment_factories(environment)
     train_dataset = kept_columns(args, train_dataset, "train_dataset")
     eval_rows = kept_columns(args, eval_dataset, "eval_dataset")
     mixture = mixture_of(args, environment)
     rows = training_rows(args, train_dataset)
     probed = first_rows(mixture, args, train_dataset, eval_rows)
     columns = with_column(mixture, played_columns(args, train_dataset, eval_rows))
-    pool = environment_pool(args, made)
+    pool = EpisodeOptions.of_args(args).make_pool(factories)
+    start = environment_seed(args.seed, TRAINING, 0, 0)
     first_states = {
-        name: probe_environment(pool, args.seed, row, name, with_rows=eval_rows is not None)
-        for name, row in probed.items()
+        name: probe_environment(pool, start, row, name, with_rows=eval_rows is not None) for name, row in probed.items()
     }
-    functions, classes = add_return_reward(args, reward_funcs, reward_processing_classes, columns)
+    functions, classes, args.reward_weights = add_return_reward(args, reward_funcs, reward_processing_classes, columns)
     args = with_best_metric(args, by_reward=len(functions) > 1, eval_dataset=eval_rows)
     return RunSetup(
         args=args,
@@ -129,201 +119,6 @@ def prepare_run(
         pool=pool,
         first_states=first_states,
     )
-
-
-def build_engine(
-    args: MultiTurnConfig,
-    pool: EnvironmentPool,
-    tokenizer: Any,
-    *,
-    eos_token_ids: list[int],
-    model_config: Any,
-    append_final_observation: bool,
-) -> RolloutEngine:
-    """The rollout engine of a trainer.
-
-    Args:
-        args: Turn and token limits, template options.
-        pool: Where its environments run.
-        tokenizer: The trainer's ``processing_class``.
-        eos_token_ids: What ends an answer.
-        model_config: The model's, for the longest conversation it can read.
-        append_final_observation: See :class:`~agile_trainers.rollout.engine.RolloutEngine`.
-
-    Raises:
-        ValueError: If the model is not text only, its template rewrites earlier turns, or ``max_model_length`` exceeds
-            what it can read.
-    """
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(
-            f"Multi-turn episodes are text only, but processing_class is a {type(tokenizer).__name__}. Pass the "
-            "processor's tokenizer as `processing_class`."
-        )
-    longest = longest_conversation(args, model_config.get_text_config()) or 1 << 30
-    chat = ChatFrames(
-        tokenizer,
-        eos_token_ids=eos_token_ids,
-        chat_template_kwargs=args.chat_template_kwargs,
-        training_chat_template=args.training_chat_template,
-    )
-    return RolloutEngine(
-        pool,
-        chat,
-        _limits(args, longest),
-        environment_limits={
-            name: _limits(for_environment(args, name), longest) for name in pool.factories if name is not None
-        },
-        system_prompt=args.system_prompt,
-        append_final_observation=append_final_observation,
-    )
-
-
-def _limits(args: MultiTurnConfig, longest: int) -> Limits:
-    return Limits(
-        args.max_turns,
-        args.max_new_tokens,
-        min(args.max_model_length or longest, longest),
-        args.max_observation_length,
-    )
-
-
-def longest_conversation(args: MultiTurnConfig, config: Any) -> int | None:
-    """``max_model_length``, or what the model can read, alike in every batch, if that is limited.
-
-    Args:
-        args: The trainer's.
-        config: The model's text configuration.
-
-    Raises:
-        ValueError: If ``max_model_length`` is more than that.
-    """
-    asked, most = args.max_model_length, getattr(config, "max_position_embeddings", None)
-    if asked is not None and most is not None and asked > most:
-        raise ValueError(f"max_model_length={asked} is more than the model's max_position_embeddings={most}.")
-    alike = same_up_to(config)
-    if alike is None or alike >= (asked or most or alike):
-        return asked or most
-    why = (
-        f"{config.model_type}'s rope_type='longrope' has other factors for every row of a batch with a row of more than "
-        f"original_max_position_embeddings={alike} tokens, so that an episode would be trained with other "
-        "log-probabilities than it was sampled with"
-    )
-    if asked is not None:
-        raise ValueError(
-            f"max_model_length={asked} is too long: {why}. Set max_model_length to at most {alike}, or give the model a "
-            'rope that is the same at every length, for example model_init_kwargs={"rope_parameters": {"rope_type": "yarn", '
-            f'"factor": ..., "original_max_position_embeddings": {alike}, "rope_theta": ...}}}}.'
-        )
-    logger.warning("Conversations end at max_model_length=%d: %s.", alike, why)
-    return alike
-
-
-def environment_pool(
-    args: MultiTurnConfig, factory: EnvironmentFactory | Mapping[str, EnvironmentFactory]
-) -> EnvironmentPool:
-    """Where a run's environments run: of one factory, or of several by name.
-
-    Raises:
-        ValueError: If its limits contradict each other, or the factory cannot be sent to another process.
-    """
-    return EnvironmentPool(
-        factory,
-        args.environment_workers,
-        args.environment_timeout,
-        processes=args.environment_processes,
-        max_environments=args.max_environments,
-    )
-
-
-def probe_environment(
-    pool: EnvironmentPool,
-    seed: int,
-    row: dict[str, Any] | None,
-    environment: str | None = None,
-    *,
-    with_rows: bool = False,
-) -> ResetResult:
-    """Reset and step once, in the pool and from the state that the first episode will have; the instance is kept for it.
-
-    Args:
-        pool: Where the run's environments will run.
-        seed: The run's seed.
-        row: The first dataset row, or None without rows.
-        environment: Which of several; None where there is one.
-        with_rows: Whether there are rows to evaluate on, if there are none to train on.
-
-    Returns:
-        The first observation and its info.
-
-    Raises:
-        EnvironmentProtocolError: If the environment fails or breaks the protocol.
-    """
-    method, name, reusable = "the factory", pool.titles[environment], False
-    try:
-        instance = pool.environment(0, environment)
-        if not isinstance(instance, ProcessEnvironment):
-            name = type(instance).__name__
-        if environment is not None:
-            name = f"{environment} ({name})"
-        check_methods(instance, with_rows=with_rows or row is not None)
-        pool.release(0, reusable=True)
-        method = f"reset(options={row!r})"
-        pool.reset(0, environment_seed(seed, TRAINING, 0, 0), deepcopy(row), environment)
-        start = validate_reset(_outcome(pool))
-        method = "step()"
-        pool.step(0, "0")
-        validate_step(_outcome(pool))
-        reusable = True
-    except EnvironmentProtocolError as error:
-        raise EnvironmentProtocolError(f"{name} cannot be trained on:\n- {error}") from error
-    except (Exception, SystemExit) as error:
-        if isinstance(error, InlineTimeoutError):
-            raise
-        raise EnvironmentProtocolError(
-            f"{name} cannot be trained on:\n- {method} raised {describe_error(error)}"
-        ) from error
-    finally:
-        pool.release(0, reusable=reusable)
-    if start[0] == "":
-        logger.warning(f"{name}: the first observation is empty: the model sees nothing")
-    return start
-
-
-def _outcome(pool: EnvironmentPool) -> Any:
-    (outcome,) = pool.outcomes(block=True)
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value
-
-
-def check_first_prompt(
-    engine: RolloutEngine, start: ResetResult, environment: str | None = None, *, needs_anchor: bool = False
-) -> None:
-    """Check that a first observation can be written as a prompt and leaves room for an answer.
-
-    Args:
-        engine: The trainer's engine.
-        start: What :func:`probe_environment` returned.
-        environment: Which of several; None where there is one.
-        needs_anchor: Whether the algorithm compares turns by the state they started from.
-
-    Raises:
-        ValueError: If it does not, or names no anchor where one is needed.
-    """
-    observation, info = start
-    if needs_anchor and info.get("anchor") is None:
-        raise ValueError(
-            "advantage_granularity='anchor' compares turns that start from the same state, but the environment does not "
-            f"name it: the info of reset() is {info!r}. Put a string under info['anchor'] in reset() and step(), or "
-            "choose advantage_granularity='turn'."
-        )
-    length = len(engine.chat.first(engine.render(engine.cut(observation, environment)[0])))
-    if length >= (room := engine.limits_of(environment).max_model_length):
-        of = "" if environment is None else f" of the environment {environment!r}"
-        raise ValueError(
-            f"The first prompt{of} has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
-            "max_model_length, or shorten the environment's first observation."
-        )
 
 
 def reject_argument(name: str, value: Any, reason: str) -> None:

@@ -8,13 +8,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
+from agile_trainers.evaluation.results import evaluation_episodes, in_order, play_evaluation
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.metrics import episode_row
 from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import evaluation_specs, preserved_random_state
+from agile_trainers.rollout.seeds import preserved_random_state
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.trainers.evaluation_table import Evaluated
 from agile_trainers.trainers.mixture import with_names
@@ -80,14 +79,17 @@ class EpisodeEvaluator:
         trainer, args = self._trainer, self._trainer.args
         started = time.time()
         rows = None if dataset is None else list(islice(dataset, count))
-        if rows is not None and not rows:
-            raise ValueError(f"An evaluation data set must have at least one row, got {dataset!r}.")
         rank, world_size = trainer.accelerator.process_index, trainer.accelerator.num_processes
-        specs = evaluation_specs(args.seed, count, rows, rank, world_size, self._mixture)
         sample = not (args.eval_greedy if greedy is None else greedy)
         with preserved_random_state():
-            with self._sampler.generator(do_sample=sample) as generator:
-                trajectories = self._engine.run(specs, generator)
+            results = play_evaluation(
+                self._engine,
+                self._sampler.generator(do_sample=sample),
+                evaluation_episodes(args.seed, count, rows, self._mixture),
+                rank=rank,
+                world_size=world_size,
+            )
+            specs, trajectories = results.specs, results.trajectories
             # TRL gathers as many rewards from every process.
             missing = -(-count // world_size) - len(specs)
             options = with_names([spec.options or {} for spec in specs], specs)
@@ -99,9 +101,8 @@ class EpisodeEvaluator:
         scores |= drained_metrics(pending_metrics, trainer.accelerator)
         scores["num_tokens"] = float(trainer.state.num_input_tokens_seen)
         local = rewards.view(world_size, -1, rewards.size(1))[rank, : len(specs)]
-        played = gather_object([episode_row(trajectory) for trajectory in trajectories])
-        rewarded = gather_object(totals(local, trainer.reward_weights).tolist())
-        metrics = evaluation_summary(played, scores, prefix, started)
-        metrics |= environment_evaluations(played, rewarded, prefix)
+        rewarded = in_order(results.places, totals(local, trainer.reward_weights).tolist())
+        metrics = evaluation_summary(results.rows, scores, prefix, started)
+        metrics |= environment_evaluations(results.rows, rewarded, prefix)
         extra = drained_columns(pending_columns, len(specs))
-        return Evaluated(trajectories, list(range(rank, count, world_size)), metrics, local.tolist(), extra)
+        return Evaluated(trajectories, results.places, metrics, local.tolist(), extra)

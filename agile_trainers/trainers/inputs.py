@@ -6,10 +6,10 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoProcessor
 from transformers.utils import logging
 
 from agile_trainers.adapters import REFERENCE, SavedAdapters, find_adapters, load_policy
+from agile_trainers.adapters.loading import load_tokenizer
 from agile_trainers.adapters.sharding import is_zero3
 
 logger = logging.get_logger(__name__)
@@ -70,13 +70,4 @@ def resolve_inputs(inputs: TrainerInputs) -> TrainerInputs:
     args.model_init_kwargs = None  # used up; TRL would say that it ignores them
     return TrainerInputs(
         model, args, inputs.processing_class or load_tokenizer(saved, args.trust_remote_code), None, None, saved
-    )
-
-
-def load_tokenizer(saved: SavedAdapters, trust_remote_code: bool = False) -> Any:
-    """The tokenizer that was saved with the policy, or None: the base's will do."""
-    if not (saved.folder / "tokenizer_config.json").is_file():
-        return None
-    return AutoProcessor.from_pretrained(
-        saved.folder, truncation_side="left", padding_side="left", trust_remote_code=trust_remote_code
     )

@@ -1,81 +1,19 @@
-"""Several environments in one run, at construction: their factories, what draws them, and the rows that are for each."""
+"""Several environments in one run, at construction: what draws them, and the rows that are for each."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from datasets import Dataset
 
-from agile_trainers.envs.base import EnvironmentFactory
-from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.mixture import COLUMN, Mixture
 from agile_trainers.trainers.config import MultiTurnConfig
 
 _STREAMED = 1000
 """Rows of a stream that are looked at before training."""
-_NAME = re.compile(r"\w[\w.-]*")
-
-
-def environment_factories(
-    environment: Any, arguments: Mapping[str, Any] | None = None
-) -> dict[str, EnvironmentFactory]:
-    """The factories of a run of several environments, by name.
-
-    Args:
-        environment: Ids or factories by name.
-        arguments: Keyword arguments of each, by name.
-
-    Raises:
-        ValueError: For no environment, a name that cannot be part of a metric's, or what cannot be made.
-        ImportError: If a library that one of them needs is missing.
-    """
-    arguments = arguments or {}
-    if not environment:
-        raise ValueError("environment is an empty mapping. Name at least one environment, or pass an id or a factory.")
-    for name in environment:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(
-                f"environment: the name {name!r} becomes part of metrics' names. Expected letters, digits and any of "
-                "`_.-`, a letter or digit first."
-            )
-    unknown = [name for name in arguments if name not in environment]
-    if unknown:
-        raise ValueError(
-            f"environment_args names {unknown[0]!r}, which is none of the environments {', '.join(environment)}. With "
-            "several environments it gives the arguments of each by its name."
-        )
-    factories = {}
-    for name, one in environment.items():
-        given = arguments.get(name) or {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"environment_args[{name!r}] must be a mapping of names to values, got {given!r}.")
-        try:
-            factories[name] = make_environment_factory(one, **given)
-        except (ValueError, ImportError) as error:
-            raise type(error)(f"environment {name!r}: {error}") from error
-    return factories
-
-
-def made_of(
-    environment: Any, arguments: Mapping[str, Any] | None = None
-) -> EnvironmentFactory | dict[str, EnvironmentFactory]:
-    """What makes the environments of a trainer's ``environment``: one factory, or several by name.
-
-    Args:
-        environment: An id or factory, or several by name.
-        arguments: Keyword arguments of the environment; of several, those of each by its name.
-
-    Raises:
-        ValueError: If one of them cannot be made.
-        ImportError: If a library that one of them needs is missing.
-    """
-    if isinstance(environment, Mapping):
-        return environment_factories(environment, arguments)
-    return make_environment_factory(environment, **(arguments or {}))
 
 
 def names_of(environment: Any) -> list[str] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.trainer_utils import speed_metrics
 
+from agile_trainers.evaluation.results import evaluation_metrics
 from agile_trainers.rollout.metrics import summarize
 
 
@@ -67,12 +68,7 @@ def evaluation_summary(
 
 
 def _evaluated(rows: Sequence[dict[str, Any]], others: dict[str, float], prefix: str) -> dict[str, float]:
-    summary = summarize(rows) | others
-    failures = summary["stop/environment_error"] + summary["stop/environment_timeout"]
-    sound = len(rows) * (1 - failures)
-    summary["return"] = summary.get("return/mean", float("nan"))
-    summary["return_sem"] = summary["return/std"] / sound**0.5 if sound else float("nan")
-    summary["episodes"] = float(len(rows))
+    summary = others | evaluation_metrics(rows)
     return {f"{prefix}_{name}": value for name, value in summary.items()}
 
 

@@ -24,31 +24,30 @@ RewardFunction = Callable[..., Any]
 
 def add_return_reward(
     args: Any, reward_funcs: Any, classes: Any, columns: Mapping[str, Sequence[str]]
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[Any], list[Any], list[float] | None]:
     """Put the episode return first among the reward functions; TRL demands at least one and logs each.
 
     Args:
-        args: A ``MultiTurnConfig`` for episodes. Its ``reward_weights``, which weigh the other functions, get a 1 for the
-            return.
+        args: A ``MultiTurnConfig`` for episodes. Its ``reward_weights`` weigh the other functions.
         reward_funcs: The user's, in TRL's form.
         classes: Their processing classes.
         columns: The columns of each data set whose rows are played, by the data set's name.
 
     Returns:
-        What TRL's trainer takes as ``reward_funcs`` and ``reward_processing_classes``.
+        What TRL's trainer takes as ``reward_funcs``, ``reward_processing_classes`` and ``args.reward_weights``, where the
+        return has weight 1.
 
     Raises:
         ValueError: If there are not as many weights as functions, or a function asks for what it cannot get.
     """
     own = [] if reward_funcs is None else list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
     classes = classes if isinstance(classes, list) else [classes] * len(own)
-    if args.reward_weights is not None:
-        if len(args.reward_weights) != len(own):
-            raise ValueError(
-                f"reward_weights has {len(args.reward_weights)} entries for {len(own)} reward_funcs; the environment's "
-                "own reward needs none (its weight is 1)."
-            )
-        args.reward_weights = [1.0, *args.reward_weights]
+    weights = args.reward_weights
+    if weights is not None and len(weights) != len(own):
+        raise ValueError(
+            f"reward_weights has {len(weights)} entries for {len(own)} reward_funcs; the environment's own reward needs "
+            "none (its weight is 1)."
+        )
     apart = args.environment_processes == 0 and args.max_environments is None
     called = [function for function in own if callable(function) and not isinstance(function, nn.Module)]
     for function in called:
@@ -57,7 +56,8 @@ def add_return_reward(
     def environment(trajectories: list[Trajectory], **_: Any) -> list[float]:
         return [trajectory.episode_return for trajectory in trajectories]
 
-    return [environment, *(over_sound_episodes(f, apart) if f in called else f for f in own)], [None, *classes]
+    functions = [environment, *(over_sound_episodes(f, apart) if f in called else f for f in own)]
+    return functions, [None, *classes], None if weights is None else [1.0, *weights]
 
 
 def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardFunction:

@@ -38,6 +38,8 @@ from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.environment_probe import check_first_prompt
+from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.seeds import training_specs
 from agile_trainers.sampling.correction import mismatch_weights
 from agile_trainers.sampling.gap import GapMonitor
@@ -47,9 +49,7 @@ from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.construction import (
     RunSetup,
     activation_offloading,
-    build_engine,
     check_architecture,
-    check_first_prompt,
     disable_bnb_cpu_packing,
     prepare_run,
     reject_argument,
@@ -247,7 +247,7 @@ class MultiTurnTrainer(GRPOTrainer):
             # TRL's loss sees log-probabilities whose token ratios already are the turn's.
             self.importance_sampling_level = "token"
         self.engine = build_engine(
-            args,
+            EpisodeOptions.of_args(args),
             setup.pool,
             self.processing_class,
             eos_token_ids=self.eos_token_ids,

@@ -18,7 +18,7 @@ from agile_trainers.envs import EnvironmentProtocolError, check_environment, val
 from agile_trainers.envs.players import play
 from agile_trainers.envs.probes import PROBES
 from agile_trainers.rollout.environment_pool import EnvironmentPool
-from agile_trainers.trainers.construction import probe_environment
+from agile_trainers.rollout.environment_probe import probe_environment
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "go"}]
 

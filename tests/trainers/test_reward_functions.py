@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from games import Chatter, make_trainer
+from games import LORA, Chatter, make_trainer, settings
+from peft import LoraConfig
 from safetensors.torch import load_file
 
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.trainers.reward_functions import reward_summary, share_without_spread
 from agile_trainers.types import StopReason, Trajectory
 
@@ -274,3 +276,24 @@ def test_a_reward_model_scores_what_did_not_fail(embedded_model, tmp_path, faili
     assert 0 < failed.sum() < 16 and torch.equal(scores.isnan(), failed)
     assert logged["stop/environment_error"] == failed.float().mean()
     assert logged[f"rewards/{name}/mean"] == pytest.approx(scores.nanmean().item()) and scores.nanmean() != 0
+
+
+def test_a_configuration_makes_two_trainers(embedded_model, tmp_path):
+    """Its ``reward_weights``, and everything else in it, stays what the user gave."""
+    args = MultiTurnGRPOConfig(**settings(tmp_path, reward_weights=[0.5], beta=0.1, learning_rate=None))
+    before = repr(vars(args))
+
+    def make():
+        def brevity(completions, **_):
+            return [1.0] * len(completions)
+
+        return MultiTurnGRPOTrainer(
+            str(embedded_model), brevity, args, environment=Chatter, peft_config=LoraConfig(**LORA)
+        )
+
+    first = make()
+    first.train()
+    assert repr(vars(args)) == before
+    second = make()
+    assert repr(vars(args)) == before and repr(vars(second.args)) == repr(vars(first.args))
+    assert first.reward_weights.tolist() == second.reward_weights.tolist() == [1.0, 0.5]

@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 from games import Chatter, Gradients, end_process, make_trainer
 
+from agile_trainers.evaluation import EpisodeOptions, evaluate_policy
+from agile_trainers.sampling.sampler import sampling_settings
+
 
 class Fragile(Chatter):
     """Fails on some answers."""
@@ -46,6 +49,10 @@ def play(model: str, output: Path, changes: dict) -> None:
     else:
         trainer.train()
     metrics = trainer.evaluate()
+    alone = evaluate_policy(
+        trainer.model, trainer.processing_class, trainer.environment, 5, seed=trainer.args.seed,
+        options=EpisodeOptions.of_args(trainer.args), sampling=sampling_settings(trainer.args),
+    )  # fmt: skip
     if trainer.accelerator.is_main_process:
         torch.save(
             {
@@ -55,6 +62,8 @@ def play(model: str, output: Path, changes: dict) -> None:
                 "adapter": {k: v for k, v in trainer.model.state_dict().items() if "lora" in k},
                 "logged": trainer.state.log_history[0],
                 "evaluation": metrics,
+                "rows": alone.rows,
+                "alone": alone.metrics,
             },
             output / "result.pt",
         )

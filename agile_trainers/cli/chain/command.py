@@ -8,7 +8,6 @@ form is in docs/chaining.md.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer, SFTTrainer
 
@@ -37,13 +36,16 @@ from agile_trainers.adapters.folders import (
     read_json,
     write_json,
 )
+from agile_trainers.adapters.loading import load_tokenizer
 from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline, stage_rows
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.train import Started
-from agile_trainers.trainers import MultiTurnREINFORCETrainer
+from agile_trainers.evaluation import evaluate_policy
+from agile_trainers.rollout.episode_files import episode_record, write_records
+from agile_trainers.rollout.episode_options import EpisodeOptions
+from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.trainers.algorithms import find_algorithm
-from agile_trainers.trainers.inputs import load_tokenizer
 from agile_trainers.trainers.launch import uses_deepspeed
 
 STATE = "stage.json"
@@ -289,24 +291,33 @@ def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -
     path, of = folder / "evaluation.json", {**of, "settings": pipeline.evaluation_options}
     if path.is_file() and (known := read_json(path))["of"] == of:
         return known["metrics"]
-    args = copy.copy(pipeline.evaluation)
-    args.output_dir = str(folder / "evaluation")
-    trainer = MultiTurnREINFORCETrainer(model=model, environment=pipeline.environment, args=args)
-    for printing in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(printing)
-    metrics = trainer.evaluate()
-    kept: dict[str, Any] = _scores(metrics, "eval")
+    args = pipeline.evaluation
+    results = evaluate_policy(
+        model,
+        None,
+        pipeline.environment,
+        args.num_eval_episodes,
+        seed=args.seed,
+        greedy=args.eval_greedy,
+        options=EpisodeOptions.of_args(args),
+        sampling=sampling_settings(args),
+        generation_chunk_size=args.generation_chunk_size,
+        device="cpu" if args.use_cpu else None,
+        model_init_kwargs={"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})},
+    )
+    if args.log_rollouts:
+        name = f"eval-rank{PartialState().process_index}.jsonl"
+        write_records(folder / "evaluation" / "rollouts" / name, [episode_record(one) for one in results.trajectories])
+    kept: dict[str, Any] = _scores(results.metrics)
     if isinstance(pipeline.environment, dict):
-        kept["environments"] = {name: _scores(metrics, f"eval_{name}") for name in pipeline.environment}
-    del trainer
+        kept["environments"] = {name: _scores(metrics) for name, metrics in results.by_environment.items()}
     _forget()
     _write(path, {"of": of, "metrics": kept})
     return kept
 
 
-def _scores(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    names = ("return", "return_sem", "success", "episodes")
-    return {name: metrics[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in metrics}
+def _scores(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: metrics[name] for name in ("return", "return_sem", "success", "episodes") if name in metrics}
 
 
 def _forget() -> None:

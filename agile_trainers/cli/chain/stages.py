@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import importlib
@@ -20,21 +21,38 @@ from trl import DPOConfig, SFTConfig
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
 from agile_trainers.envs.questions.rows import FILES, read_dataset
+from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import import_named
-from agile_trainers.trainers import MultiTurnREINFORCEConfig
+from agile_trainers.rollout.episode_options import EpisodeOptions
+from agile_trainers.sampling.sampler import sampling_settings
+from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.algorithms import ALGORITHMS, algorithm_names, find_algorithm
-from agile_trainers.trainers.mixture import made_of, names_of
+from agile_trainers.trainers.mixture import names_of
 
 SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
 """Stages that TRL's own trainers train."""
-EVALUATION = MultiTurnREINFORCEConfig
-"""Plays episodes without groups."""
 EPISODES = (
     "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "max_observation_length", "stop_strings",
     "system_prompt", "training_chat_template", "chat_template_kwargs", "temperature", "top_p", "top_k", "min_p",
     "num_eval_episodes", "eval_greedy", "environment_limits",
 )  # fmt: skip
 """What an evaluation takes over from the last multi-turn stage, unless ``evaluation`` says otherwise."""
+_PLAYED = (
+    "seed", "generation_chunk_size", "max_environments", "environment_workers", "environment_processes",
+    "environment_timeout",
+)  # fmt: skip
+"""What else ``evaluation`` may say."""
+_SHARED = ("repetition_penalty", "log_rollouts", "use_cpu", "trust_remote_code", "model_init_kwargs")
+"""What else an evaluation takes over from the options of all stages."""
+EVALUATION = dataclasses.make_dataclass(
+    "EvaluationOptions",
+    [
+        (one.name, one.type, copy.copy(one))
+        for one in dataclasses.fields(MultiTurnGRPOConfig)
+        if one.name in (*EPISODES, *_PLAYED, *_SHARED)
+    ],
+)  # fmt: skip
+"""Options of an evaluation: those fields of the trainers' configuration that it has a use for."""
 RESERVED = ("start", "chain.json", "chain.json.partial")
 """Names in the chain's folder that no stage can have."""
 _NAME = re.compile(r"\w(?:[\w.+=@-]{0,98}\w)?")
@@ -71,7 +89,7 @@ class Pipeline:
     """A factory, or several by name."""
     stages: list[Stage]
     evaluation: Any
-    """Configuration of every evaluation."""
+    """How every evaluation is played, as ``EVALUATION`` has it."""
     evaluation_options: dict[str, Any]
     """Those that it was made of."""
     lora: LoraConfig | None
@@ -110,7 +128,7 @@ def parse_pipeline(content: Any) -> Pipeline:
     sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]  # for module.path:name
     arguments = _mapping(content.get("environment_args"), None, "`environment_args`")
     try:
-        environment = made_of(content["environment"], arguments)
+        environment = environment_factories(content["environment"], arguments)
     except (ValueError, ImportError) as error:
         raise PipelineError(f"environment: {error}") from error
     if not isinstance(content["stages"], list):
@@ -132,7 +150,7 @@ def parse_pipeline(content: Any) -> Pipeline:
         str(content["model"]),
         environment,
         stages,
-        make_config(EVALUATION, evaluation, output, "`evaluation`"),
+        _check_evaluation(make_config(EVALUATION, evaluation, None, "`evaluation`")),
         evaluation,
         _lora(content.get("lora"), "`lora`"),
         {name: content.get(name) for name in ("model", "environment", "environment_args", "lora")},
@@ -201,7 +219,7 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
     )
 
 
-def make_config(config: type, options: Mapping[str, Any], output_dir: Path, where: str) -> Any:
+def make_config(config: type, options: Mapping[str, Any], output_dir: Path | None, where: str) -> Any:
     """A configuration from YAML's values, which mean what they mean on the command line (``1e-3`` is a number)."""
 
     def refuse(message: str) -> NoReturn:
@@ -210,7 +228,8 @@ def make_config(config: type, options: Mapping[str, Any], output_dir: Path, wher
     parser = Parser([config])
     parser.error = refuse  # type: ignore[method-assign]
     try:
-        parser.set_defaults_with_config(**options, output_dir=str(output_dir))
+        folder = {} if output_dir is None else {"output_dir": str(output_dir)}
+        parser.set_defaults_with_config(**options, **folder)
         (made,) = parser.parse_args_into_dataclasses(args=[])
     except (ValueError, TypeError) as error:
         raise PipelineError(f"{where}: {error}") from error
@@ -219,15 +238,26 @@ def make_config(config: type, options: Mapping[str, Any], output_dir: Path, wher
 
 def _evaluation(raw: Any, shared: dict[str, Any], stages: list[Stage]) -> dict[str, Any]:
     """The options of every evaluation."""
-    known = {*EPISODES, "seed", "generation_chunk_size", "max_environments", "environment_workers"}
-    given = _mapping(raw, known, "`evaluation`")
+    given = _mapping(raw, {*EPISODES, *_PLAYED}, "`evaluation`")
     played = next((stage.options for stage in reversed(stages) if stage.algorithm not in SUPERVISED), shared)
     options = {name: value for name, value in shared.items() if name in _options_of(EVALUATION)}
-    options |= {name: played[name] for name in EPISODES if name in played} | given
-    # Nothing is trained; a generation batch of two is the least that is allowed.
-    options |= {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
-    options |= {"beta": 0.0, "eval_strategy": "no"}
-    return options | {"report_to": "none", "push_to_hub": False}
+    return options | {name: played[name] for name in EPISODES if name in played} | given
+
+
+def _check_evaluation(options: Any) -> Any:
+    """The options of every evaluation, if they can be played by.
+
+    Raises:
+        PipelineError: If one of them is out of range.
+    """
+    try:
+        EpisodeOptions.of_args(options)
+        sampling_settings(options)
+        if options.num_eval_episodes < 1:
+            raise ValueError(f"num_eval_episodes must be at least 1, got {options.num_eval_episodes}.")
+    except ValueError as error:
+        raise PipelineError(f"`evaluation`: {error}") from error
+    return options
 
 
 def check_dataset(name: str, where: str) -> None:

@@ -28,12 +28,13 @@ from agile_trainers.cli.train import (
     split_of,
 )
 from agile_trainers.embedded import make_embedded_model
-from agile_trainers.envs.registry import describe_environment
+from agile_trainers.envs.registry import describe_environment, environment_factories
+from agile_trainers.rollout.episode_options import end_token_ids
 from agile_trainers.trainers.algorithms import algorithm_names, find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.construction import check_vllm, training_rows
 from agile_trainers.trainers.environment_options import for_environment
-from agile_trainers.trainers.mixture import first_rows, made_of, mixture_of, names_of, rows_of_environment
+from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, rows_of_environment
 from agile_trainers.trainers.options import option, with_args
 from agile_trainers.trainers.recipe import idle_recipe
 
@@ -124,7 +125,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         check_needed(parser, algorithm, script=script, model=model)
         player = check.player if check.player != "auto" else "model" if named else "random"
         try:
-            made = made_of(script.environment, script.environment_args)
+            made = environment_factories(script.environment, script.environment_args)
             check_model(str(model.model_name_or_path), model.model_revision)
             dataset = script_dataset(script, mixture)
             train_rows = split_of(dataset, script.dataset_train_split)
@@ -189,5 +190,4 @@ def load_tokenizer(model: ModelConfig, trust_remote_code: bool) -> tuple[PreTrai
         ends = GenerationConfig.from_pretrained(model.model_name_or_path, **where).eos_token_id
     except OSError:  # the model has no generation_config.json
         ends = None
-    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    return tokenizer, sorted({*known, tokenizer.eos_token_id} - {None})
+    return tokenizer, end_token_ids(ends, tokenizer)

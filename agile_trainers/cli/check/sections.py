@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -17,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
 
 from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory, readable
@@ -25,14 +24,15 @@ from agile_trainers.cli.layout import draw_layout
 from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.players import Player, known_players
+from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
-from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
+from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
+from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.metrics import episode_row, summarize
 from agile_trainers.rollout.players import play_in_seat
-from agile_trainers.rollout.seeds import evaluation_specs
+from agile_trainers.rollout.seeds import TRAINING, environment_seed, evaluation_specs
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.construction import build_engine, check_first_prompt, environment_pool, probe_environment
 from agile_trainers.types import StopReason, Trajectory
 
 REPLAYED = 4
@@ -67,18 +67,26 @@ class Run:
         """The episodes to play: the same in every check."""
         return evaluation_specs(self.args.seed, self.episodes, self.rows, 0, 1)
 
+    @property
+    def options(self) -> EpisodeOptions:
+        """How the training plays, but in threads, so that a call that hangs can be given up."""
+        args = self.args
+        return replace(
+            EpisodeOptions.of_args(args),
+            environment_processes=0,
+            environment_workers=max(1, args.environment_workers),
+            environment_timeout=args.environment_timeout or self.time_limit,
+        )
+
     def engine(self, factory: EnvironmentFactory) -> RolloutEngine:
-        """The trainer's rollout engine, in threads, so that a call that hangs can be given up."""
-        args = copy.copy(self.args)
-        args.environment_processes, args.environment_workers = 0, max(1, args.environment_workers)
-        args.environment_timeout = args.environment_timeout or self.time_limit
+        """The trainer's rollout engine."""
         return build_engine(
-            args,
-            environment_pool(args, factory),
+            self.options,
+            self.options.make_pool(factory),
             self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             model_config=self.config,
-            append_final_observation=args.has_critic,
+            append_final_observation=self.args.has_critic,
         )
 
 
@@ -181,7 +189,9 @@ def check_conversation(report: Report, run: Run) -> bool:
     try:
         engine = run.engine(run.factory)
         needs_anchor = getattr(run.args, "advantage_granularity", None) == "anchor"
-        start = probe_environment(engine.pool, run.args.seed, run.rows[0] if run.rows else None)
+        start = probe_environment(
+            engine.pool, environment_seed(run.args.seed, TRAINING, 0, 0), run.rows[0] if run.rows else None
+        )
         check_first_prompt(engine, start, needs_anchor=needs_anchor)
         engine.pool.close()
     except ValueError as error:
@@ -205,23 +215,23 @@ def player_plays(run: Run, name: str) -> list[Trajectory]:
 
 def model_plays(run: Run) -> list[Trajectory]:
     """The episodes, by the model, sampling as the training would."""
-    args, name = run.args, run.model.model_name_or_path
-    model = AutoModelForCausalLM.from_pretrained(
-        name, revision=run.model.model_revision, dtype=run.model.dtype, trust_remote_code=args.trust_remote_code
-    )
-    engine = run.engine(run.factory)
-    generator = TransformersGenerator(
-        model.to("cuda" if torch.cuda.is_available() else "cpu").eval(),
-        eos_token_ids=engine.chat.eos_token_ids,
-        pad_token_id=run.tokenizer.pad_token_id,
-        settings=sampling_settings(args),
-        tokenizer=run.tokenizer,
-        max_batch_size=args.generation_chunk_size,
-    )
-    try:
-        return engine.run(run.specs(), generator)
-    finally:
-        engine.pool.close()
+    return evaluate_policy(
+        str(run.model.model_name_or_path),
+        run.tokenizer,
+        run.factory,
+        run.episodes,
+        rows=run.rows,
+        seed=run.args.seed,
+        options=run.options,
+        sampling=sampling_settings(run.args),
+        generation_chunk_size=run.args.generation_chunk_size,
+        append_final_observation=run.args.has_critic,
+        model_init_kwargs={
+            "revision": run.model.model_revision,
+            "dtype": run.model.dtype,
+            "trust_remote_code": run.args.trust_remote_code,
+        },
+    ).trajectories
 
 
 def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:

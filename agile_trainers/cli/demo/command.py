@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig, PeftModel
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, PrinterCallback
+from transformers import PrinterCallback
 from transformers.utils import logging
 from trl import SFTTrainer
 
@@ -32,18 +30,18 @@ from agile_trainers.cli.demo.report import Score, learning_curve, plot, results_
 from agile_trainers.cli.preflight import check_output
 from agile_trainers.cli.progress import show_progress
 from agile_trainers.embedded import make_embedded_model, words_of
+from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.players import Player
-from agile_trainers.rollout.engine import EpisodeSpec
-from agile_trainers.rollout.generators.base import GenerationRequest
-from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
+from agile_trainers.rollout.players import play_in_seat
 from agile_trainers.trainers.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
+ENVIRONMENT = "agile:guess_number"
 HIGH, GUESSES = LEVELS["normal"]
 GROUP = 8
 """Games of the same secret in one update: what a game's return is compared with."""
-
-
-TURN = re.compile(r"<\|im_start\|>\s*(\w+)\s*\n\s*(.*?)\s*<\|im_end\|>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def make_trainer(
     secrets = Dataset.from_dict({"secret": list(range(1, HIGH + 1))})
     trainer = MultiTurnGRPOTrainer(
         model=model,
-        environment="agile:guess_number",
+        environment=ENVIRONMENT,
         args=MultiTurnGRPOConfig(
             output_dir=str(output),
             max_turns=GUESSES,
@@ -114,18 +112,14 @@ def make_trainer(
 
 
 def scripted_score(name: str, player: Player, trainer: MultiTurnGRPOTrainer, episodes: int) -> Score:
-    """Let a scripted player play through the trainer's own rollout engine."""
-    tokenizer, engine = trainer.processing_class, trainer.engine
-    assert isinstance(tokenizer, PreTrainedTokenizerBase) and engine is not None
+    """Let a scripted player play in the model's seat, within the trainer's limits."""
+    tokenizer, options = trainer.processing_class, EpisodeOptions.of_args(trainer.args)
 
-    def script(request: GenerationRequest) -> list[int]:
-        turns = TURN.findall(tokenizer.decode(request.token_ids))
-        messages = [{"role": role, "content": content} for role, content in turns]
-        answer = player(messages, random.Random(request.uniforms(1)[0]))
-        return [*tokenizer.encode(answer), tokenizer.eos_token_id]
+    def engine(factory: EnvironmentFactory) -> RolloutEngine:
+        return build_engine(options, options.make_pool(factory), tokenizer)
 
     specs = [EpisodeSpec(index, (index,), {"secret": index % HIGH + 1}) for index in range(episodes)]
-    games = engine.run(specs, ScriptedGenerator(script))
+    games = play_in_seat(engine, make_environment_factory(ENVIRONMENT), lambda _: player, specs, tokenizer)
     return Score(
         name, sum(bool(game.success) for game in games) / episodes, sum(g.episode_return for g in games) / episodes
     )

@@ -1,0 +1,113 @@
+"""Tries an environment before a run: it is reset and stepped once, and its first prompt must leave room for an answer."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from transformers.utils import logging
+
+from agile_trainers.envs.base import ResetResult
+from agile_trainers.envs.checker import (
+    EnvironmentProtocolError,
+    check_methods,
+    describe_error,
+    validate_reset,
+    validate_step,
+)
+from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool, InlineTimeoutError
+from agile_trainers.rollout.process_environment import ProcessEnvironment
+
+logger = logging.get_logger(__name__)
+
+
+def probe_environment(
+    pool: EnvironmentPool,
+    seed: int,
+    row: dict[str, Any] | None,
+    environment: str | None = None,
+    *,
+    with_rows: bool = False,
+) -> ResetResult:
+    """Reset and step once, in the pool and from the state that the first episode will have; the instance is kept for it.
+
+    Args:
+        pool: Where the run's environments will run.
+        seed: Of the environment.
+        row: The first dataset row, or None without rows.
+        environment: Which of several; None where there is one.
+        with_rows: Whether there are rows to evaluate on, if there are none to train on.
+
+    Returns:
+        The first observation and its info.
+
+    Raises:
+        EnvironmentProtocolError: If the environment fails or breaks the protocol.
+    """
+    method, name, reusable = "the factory", pool.titles[environment], False
+    try:
+        instance = pool.environment(0, environment)
+        if not isinstance(instance, ProcessEnvironment):
+            name = type(instance).__name__
+        if environment is not None:
+            name = f"{environment} ({name})"
+        check_methods(instance, with_rows=with_rows or row is not None)
+        pool.release(0, reusable=True)
+        method = f"reset(options={row!r})"
+        pool.reset(0, seed, deepcopy(row), environment)
+        start = validate_reset(_outcome(pool))
+        method = "step()"
+        pool.step(0, "0")
+        validate_step(_outcome(pool))
+        reusable = True
+    except EnvironmentProtocolError as error:
+        raise EnvironmentProtocolError(f"{name} cannot be trained on:\n- {error}") from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, InlineTimeoutError):
+            raise
+        raise EnvironmentProtocolError(
+            f"{name} cannot be trained on:\n- {method} raised {describe_error(error)}"
+        ) from error
+    finally:
+        pool.release(0, reusable=reusable)
+    if start[0] == "":
+        logger.warning(f"{name}: the first observation is empty: the model sees nothing")
+    return start
+
+
+def _outcome(pool: EnvironmentPool) -> Any:
+    (outcome,) = pool.outcomes(block=True)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
+
+
+def check_first_prompt(
+    engine: RolloutEngine, start: ResetResult, environment: str | None = None, *, needs_anchor: bool = False
+) -> None:
+    """Check that a first observation can be written as a prompt and leaves room for an answer.
+
+    Args:
+        engine: The trainer's engine.
+        start: What :func:`probe_environment` returned.
+        environment: Which of several; None where there is one.
+        needs_anchor: Whether the algorithm compares turns by the state they started from.
+
+    Raises:
+        ValueError: If it does not, or names no anchor where one is needed.
+    """
+    observation, info = start
+    if needs_anchor and info.get("anchor") is None:
+        raise ValueError(
+            "advantage_granularity='anchor' compares turns that start from the same state, but the environment does not "
+            f"name it: the info of reset() is {info!r}. Put a string under info['anchor'] in reset() and step(), or "
+            "choose advantage_granularity='turn'."
+        )
+    length = len(engine.chat.first(engine.render(engine.cut(observation, environment)[0])))
+    if length >= (room := engine.limits_of(environment).max_model_length):
+        of = "" if environment is None else f" of the environment {environment!r}"
+        raise ValueError(
+            f"The first prompt{of} has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
+            "max_model_length, or shorten the environment's first observation."
+        )

@@ -1,0 +1,193 @@
+"""Options of an episode (limits, form of the conversation, where environments run), and the engine that plays by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.engine import Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.generators.architecture import same_up_to
+
+logger = logging.get_logger(__name__)
+
+LIMITS = ("max_turns", "max_new_tokens", "max_model_length", "max_observation_length")
+"""Limits that each of several environments may have of its own."""
+_UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class EpisodeOptions:
+    """How episodes are played. Every field has the name, default and meaning that it has in the trainers' configuration.
+
+    Raises:
+        ValueError: If a limit is below 1, or ``environment_limits`` has another one.
+    """
+
+    max_turns: int = 8
+    max_new_tokens: int = 256
+    max_model_length: int | None = None
+    max_observation_length: int = 100_000
+    system_prompt: str | None = None
+    training_chat_template: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    environment_workers: int = 0
+    environment_processes: int = 0
+    max_environments: int | None = None
+    environment_timeout: float | None = None
+    environment_limits: Mapping[str, Mapping[str, int]] | None = None
+
+    def __post_init__(self) -> None:
+        for name in LIMITS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        for environment in self.environment_limits or {}:
+            self.of(environment)
+
+    @classmethod
+    def of_args(cls, args: Any) -> EpisodeOptions:
+        """The options among a larger set, such as a ``MultiTurnConfig``."""
+        return cls(**{one.name: getattr(args, one.name) for one in fields(cls)})
+
+    def of(self, environment: str | None) -> EpisodeOptions:
+        """The options as one of several environments has them, with its own limits.
+
+        Raises:
+            ValueError: If one of these is unknown or out of range.
+        """
+        own: dict[str, Any] = dict((self.environment_limits or {}).get(environment or "", {}))
+        unknown = [name for name in own if name not in LIMITS]
+        if unknown:
+            raise ValueError(
+                f"environment_limits[{environment!r}] knows no {unknown[0]!r}; an environment may have its own "
+                f"{', '.join(LIMITS)}."
+            )
+        try:
+            return replace(self, environment_limits=None, **own)
+        except ValueError as error:
+            raise ValueError(f"environment_limits[{environment!r}]: {error}") from error
+
+    def make_pool(self, factory: EnvironmentFactory | Mapping[str, EnvironmentFactory]) -> EnvironmentPool:
+        """Where environments run: of one factory, or of several by name.
+
+        Raises:
+            ValueError: If the options contradict each other, or the factory cannot be sent to another process.
+        """
+        return EnvironmentPool(
+            factory,
+            self.environment_workers,
+            self.environment_timeout,
+            processes=self.environment_processes,
+            max_environments=self.max_environments,
+        )
+
+
+def build_engine(
+    options: EpisodeOptions,
+    pool: EnvironmentPool,
+    tokenizer: Any,
+    *,
+    eos_token_ids: list[int] | None = None,
+    model_config: Any = None,
+    append_final_observation: bool = False,
+) -> RolloutEngine:
+    """Make a rollout engine.
+
+    Args:
+        options: Limits and template options.
+        pool: Where the environments run.
+        tokenizer: The policy's.
+        eos_token_ids: Tokens that end an answer. Default: the tokenizer's.
+        model_config: The model's, for the longest conversation it can read. Default: no limit but ``max_model_length``.
+        append_final_observation: See :class:`~agile_trainers.rollout.engine.RolloutEngine`.
+
+    Raises:
+        ValueError: If the model is not text only, its template rewrites earlier turns, ``max_model_length`` exceeds what it
+            can read, or limits are for an environment that is not there.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(
+            f"Multi-turn episodes are text only, but processing_class is a {type(tokenizer).__name__}. Pass the "
+            "processor's tokenizer as `processing_class`."
+        )
+    missing = [name for name in options.environment_limits or {} if name not in pool.factories]
+    if missing:
+        there = ", ".join(name for name in pool.factories if name is not None) or "one without a name"
+        raise ValueError(f"environment_limits names {missing[0]!r}, which is none of the environments: {there}.")
+    longest = options.max_model_length
+    if model_config is not None:
+        longest = longest_conversation(longest, model_config.get_text_config())
+    chat = ChatFrames(
+        tokenizer,
+        eos_token_ids=eos_token_ids,
+        chat_template_kwargs=options.chat_template_kwargs,
+        training_chat_template=options.training_chat_template,
+    )
+    return RolloutEngine(
+        pool,
+        chat,
+        _limits(options, longest or _UNLIMITED),
+        environment_limits={
+            name: _limits(options.of(name), longest or _UNLIMITED) for name in pool.factories if name is not None
+        },
+        system_prompt=options.system_prompt,
+        append_final_observation=append_final_observation,
+    )
+
+
+def end_token_ids(of_model: int | list[int] | None, tokenizer: Any) -> list[int]:
+    """Tokens that end an answer, as in TRL's trainers.
+
+    Args:
+        of_model: ``eos_token_id`` of the model's generation config.
+        tokenizer: Its own is one of them.
+    """
+    known = [] if of_model is None else [of_model] if isinstance(of_model, int) else list(of_model)
+    return sorted({*known, tokenizer.eos_token_id} - {None})
+
+
+def _limits(options: EpisodeOptions, longest: int) -> Limits:
+    return Limits(
+        options.max_turns,
+        options.max_new_tokens,
+        min(options.max_model_length or longest, longest),
+        options.max_observation_length,
+    )
+
+
+def longest_conversation(asked: int | None, config: Any) -> int | None:
+    """``max_model_length``, or what the model can read, alike in every batch, if that is limited.
+
+    Args:
+        asked: ``max_model_length``, if it is set.
+        config: The model's text configuration.
+
+    Raises:
+        ValueError: If ``max_model_length`` is more than that.
+    """
+    most = getattr(config, "max_position_embeddings", None)
+    if asked is not None and most is not None and asked > most:
+        raise ValueError(f"max_model_length={asked} is more than the model's max_position_embeddings={most}.")
+    alike = same_up_to(config)
+    if alike is None or alike >= (asked or most or alike):
+        return asked or most
+    why = (
+        f"{config.model_type}'s rope_type='longrope' has other factors for every row of a batch with a row of more than "
+        f"original_max_position_embeddings={alike} tokens, so that an episode would be trained with other "
+        "log-probabilities than it was sampled with"
+    )
+    if asked is not None:
+        raise ValueError(
+            f"max_model_length={asked} is too long: {why}. Set max_model_length to at most {alike}, or give the model a "
+            'rope that is the same at every length, for example model_init_kwargs={"rope_parameters": {"rope_type": "yarn", '
+            f'"factor": ..., "original_max_position_embeddings": {alike}, "rope_theta": ...}}}}.'
+        )
+    logger.warning("Conversations end at max_model_length=%d: %s.", alike, why)
+    return alike

@@ -1,0 +1,160 @@
+"""A policy on an engine beside the trainer: moved there before a rollout, if it has changed since."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from agile_trainers.adapters import POLICY, belongs_to
+from agile_trainers.rollout.generators.base import Generator, SamplingSettings
+from agile_trainers.sampling.vllm_checks import compute_dtype
+
+
+class ServedPolicy(ABC):
+    """An engine that serves the trainer's policy.
+
+    With LoRA only the policy's adapter is ever moved. The constructor moves it, so that what the engine cannot serve is an
+    error then; the first rollout moves it again only if it has changed. A model that is trained whole is moved before every
+    rollout; until then the engine has what it loaded itself.
+
+    Args:
+        args: The trainer's.
+        model: The policy, unwrapped.
+        accelerator: The trainer's.
+        distribution: TRL's ``DistributedBackend``, which gathers sharded weights.
+        max_model_length: Tokens of a conversation; None if nothing but the model limits it.
+
+    Raises:
+        ValueError: If the engine cannot serve this policy.
+    """
+
+    _keeps_adapter = True
+    """Whether what was moved is sure to be there at the first rollout."""
+
+    def __init__(
+        self,
+        args: Any,
+        model: torch.nn.Module,
+        accelerator: Any,
+        distribution: Any,
+        max_model_length: int | None,
+    ):
+        self._model, self._accelerator, self._distribution = model, accelerator, distribution
+        self._sleeps, self._parks = args.vllm_enable_sleep_mode, args.offload_policy_during_rollout
+        self._config = model.peft_config[POLICY] if isinstance(model, PeftModel) else None
+        self.dtype = compute_dtype(args, model)
+        self._group = self._make_group(args)
+        rows = args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation
+        self._connect(args, rows, max_model_length)
+        self._moved_at_construction: tuple[int, bytes] | None = None
+        if self._config is not None:
+            moved = self.sync()
+            if self._keeps_adapter and not self._sleeps:
+                with self._adapter() as weights:
+                    self._moved_at_construction = moved, digest(weights)
+        self._sleep()
+        accelerator.wait_for_everyone()
+
+    @abstractmethod
+    def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
+        """Make the engine, or find it."""
+
+    @abstractmethod
+    def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
+        """Hand over an adapter; return its bytes."""
+
+    @abstractmethod
+    def _move_whole(self) -> int:
+        """Hand over a model that is trained whole; return its bytes."""
+
+    @abstractmethod
+    def generator(
+        self, settings: SamplingSettings, eos_token_ids: list[int], tokenizer: Any
+    ) -> AbstractContextManager[Generator]:
+        """A generator of this process on the engine."""
+
+    def _make_group(self, args: Any) -> dist.ProcessGroup | None:
+        """The processes that one engine is spread over; None where each has one of its own."""
+        return None
+
+    def _wake(self, part: str) -> None:
+        """Give a sleeping engine the memory of its ``"weights"`` or its ``"kv_cache"``."""
+        return
+
+    def _sleep(self) -> None:
+        """Free the engine's memory, if it is to sleep between rollouts."""
+        return
+
+    @contextmanager
+    def _adapter(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The policy's adapter, whole on every process."""
+        own = [weight for name, weight in self._model.named_parameters() if belongs_to(name, POLICY)]
+        with self._distribution.gather_params(own):
+            adapter = get_peft_model_state_dict(self._model, adapter_name=POLICY, save_embedding_layers=False)
+            # FSDP2 keeps a share of each; every process asks for the whole in the same order.
+            shares = ((name, weight) for name, weight in adapter.items() if isinstance(weight, DTensor))
+            yield adapter | {name: weight.full_tensor() for name, weight in shares}
+
+    def sync(self) -> int:
+        """Serve the policy as it is now. Returns the bytes that were moved."""
+        if self._config is None:
+            return self._move_whole()
+        with self._adapter() as weights:
+            return self._move_adapter(weights, self._config)
+
+    def _sync_if_changed(self) -> int:
+        """Serve the policy as it is now; the bytes that were moved for it, here or at construction."""
+        before, self._moved_at_construction = self._moved_at_construction, None
+        if before is not None:
+            with self._adapter() as weights:
+                if digest(weights) == before[1]:
+                    return before[0]
+        return self.sync()
+
+    @contextmanager
+    def serving(self) -> Iterator[int]:
+        """The engine awake, with the newest policy; yields the bytes that were moved for it."""
+        if self._sleeps:
+            self._wake("weights")
+        moved = self._sync_if_changed()
+        if self._group is not None:
+            # As TRL does: the gradients' last messages must be through before vLLM sends its own.
+            self._accelerator.wait_for_everyone()
+        with parked(self._model, self._parks):
+            if self._sleeps:
+                self._wake("kv_cache")
+            try:
+                yield moved
+            finally:
+                self._sleep()
+
+
+def digest(weights: Mapping[str, torch.Tensor]) -> bytes:
+    """A digest of names, types, shapes and values: equal for equal weights."""
+    made = blake2b(digest_size=16)
+    for name in sorted(weights):
+        weight = weights[name].detach().cpu().contiguous()
+        made.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        made.update(weight.flatten().view(torch.uint8).numpy().tobytes())
+    return made.digest()
+
+
+@contextmanager
+def parked(model: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
+    """Keep a model's weights in the CPU's memory meanwhile, if ``wanted``."""
+    places = [(weight, weight.device) for weight in model.parameters()] if wanted else []
+    for weight, _ in places:
+        weight.data = weight.data.to("cpu")
+    try:
+        yield
+    finally:
+        for weight, device in places:
+            weight.data = weight.data.to(device)
