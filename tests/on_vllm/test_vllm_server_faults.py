@@ -18,7 +18,7 @@ from engines import policy
 from generated import VOCAB
 from peft import get_peft_model_state_dict
 
-from agile_trainers.rollout.generators.vllm.engine import server as server_module
+from agile_trainers.rollout.generators.vllm import server as server_module
 from agile_trainers.rollout.generators.vllm.server import VllmServer
 
 
