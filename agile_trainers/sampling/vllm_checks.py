@@ -14,22 +14,6 @@ from transformers import PreTrainedModel
 from agile_trainers.adapters.folders import NOT_LORA_SETTINGS
 from agile_trainers.adapters.initialization import changes_base
 
-_SERVER = "it acts on a server of vLLM's, and the engine runs in this process (vllm_mode='colocate')"
-_COLOCATED = "it acts on an engine in this process, and vLLM's server (vllm_mode='server') has options of its own"
-_ALWAYS = {
-    "vllm_max_model_length": "max_model_length limits the conversation, the engine's too",
-    "vllm_structured_outputs_regex": "an answer is what the model says; let the environment judge its form",
-}
-_REFUSED = {
-    "colocate": _ALWAYS | dict.fromkeys(
-        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"), _SERVER
-    ),
-    "server": _ALWAYS | dict.fromkeys(
-        ("vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
-         "offload_policy_during_rollout"), _COLOCATED
-    ),
-}  # fmt: skip
-_CORRECTION = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for."""
 _SERVED = NOT_LORA_SETTINGS | {
@@ -37,64 +21,6 @@ _SERVED = NOT_LORA_SETTINGS | {
     "layers_pattern", "ensure_weight_tying", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 """LoRA settings whose meaning is in the weights, in what vLLM reads of the configuration, or in training alone."""
-
-
-def check_options(args: Any, defaults: dict[str, Any]) -> None:
-    """Refuse vLLM options that would be ignored.
-
-    Args:
-        args: A ``MultiTurnConfig`` for episodes, which says whether it corrects for the sampler.
-        defaults: The default of each of its fields.
-
-    Raises:
-        ValueError: For the first of them.
-    """
-    changed = [name for name in defaults if name.startswith("vllm_") or name == "offload_policy_during_rollout"]
-    changed = [name for name in changed if getattr(args, name) != defaults[name]]
-    _check_correction(args, changed)
-    if not args.use_vllm:
-        idle = next((name for name in changed if not name.startswith("vllm_importance_sampling_")), None)
-        if idle is not None:
-            raise ValueError(
-                f"{idle}={getattr(args, idle)!r} has no effect without vLLM. Set use_vllm=True, or leave {idle} unset."
-            )
-        return
-    if args.vllm_mode not in _REFUSED:
-        raise ValueError(f"vllm_mode must be 'colocate' or 'server', got {args.vllm_mode!r}.")
-    for name, reason in _REFUSED[args.vllm_mode].items():
-        if name in changed:
-            raise ValueError(f"{name}={getattr(args, name)!r} has no effect with an environment: {reason}.")
-
-
-def _check_correction(args: Any, changed: Sequence[str]) -> None:
-    if not args.vllm_importance_sampling_correction:
-        idle = next((name for name in _CORRECTION if name in changed), None)
-        if idle is not None:
-            raise ValueError(
-                f"{idle}={getattr(args, idle)!r} has no effect with vllm_importance_sampling_correction=False. Set that to "
-                f"True, or leave {idle} unset."
-            )
-    elif args.loss_type == "vespo" and not (args.vllm_importance_sampling_mode or "").startswith("token"):
-        raise ValueError(
-            "loss_type='vespo' pools weights over the sequence by itself. Use vllm_importance_sampling_mode="
-            "'token_truncate' or 'token_mask'."
-        )
-
-
-def check_device(args: Any) -> None:
-    """Refuse options that free a GPU's memory where there is none.
-
-    Raises:
-        ValueError: On CPU, or where the weights are not this process's own to move.
-    """
-    for name in ("vllm_enable_sleep_mode", "offload_policy_during_rollout"):
-        if getattr(args, name) and args.device.type == "cpu":
-            raise ValueError(f"{name}=True frees a GPU's memory and has no effect on CPU. Leave it unset.")
-    if args.offload_policy_during_rollout and (args.deepspeed or args.fsdp):
-        raise ValueError(
-            "offload_policy_during_rollout=True cannot move weights that DeepSpeed or FSDP keeps in buffers of its own. "
-            "Leave it unset; ZeRO-3 and FSDP have options to offload."
-        )
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agile_trainers.trainers.config import _one_of
-from agile_trainers.trainers.config_rules import CISPO_BOUND
+from agile_trainers.trainers.config_rules import CISPO_BOUND, Rule, one_of
 from agile_trainers.trainers.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.trainers.options import option, with_args
 
@@ -21,9 +20,7 @@ class MultiTurnCISPOConfig(MultiTurnGRPOConfig):
         "every weight to a fifth.",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _one_of(self, "loss_type", ("cispo",))
+    value_rules: ClassVar[tuple[Rule, ...]] = (*MultiTurnGRPOConfig.value_rules, one_of("loss_type", "cispo"))
 
 
 class MultiTurnCISPOTrainer(MultiTurnGRPOTrainer):

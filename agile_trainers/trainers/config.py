@@ -8,10 +8,8 @@ from typing import Any, ClassVar
 from trl import GRPOConfig
 
 from agile_trainers.checkpoints.secrets import blanked
-from agile_trainers.objectives.mismatch import MODES
-from agile_trainers.sampling.vllm_checks import check_options
 from agile_trainers.trainers.build_locks import remove_abandoned_locks
-from agile_trainers.trainers.config_rules import CISPO_BOUND, check_counts, check_needed, check_objective, check_read
+from agile_trainers.trainers.config_rules import CISPO_BOUND, EPISODES, SIZES, VALUES, Rule, check_rules
 from agile_trainers.trainers.environment_options import check_environments, check_names, longest_completion
 from agile_trainers.trainers.launch import fill_deepspeed, uses_deepspeed
 from agile_trainers.trainers.options import default_of, option, with_args
@@ -39,6 +37,10 @@ class MultiTurnConfig(GRPOConfig):
     """Whether the algorithm does without groups (``num_generations=1``); a subclass says so."""
     has_critic: ClassVar[bool] = False
     """Whether the run has a critic, whose values the credit rule gets; a subclass says so."""
+    value_rules: ClassVar[tuple[Rule, ...]] = ()
+    """The algorithm's rules for values, checked at construction after those of all algorithms."""
+    episode_rules: ClassVar[tuple[Rule, ...]] = ()
+    """The algorithm's rules for a run with an environment."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *GRPOConfig._VALID_DICT_FIELDS, "environment_limits", "environment_weights",
     ]  # fmt: skip
@@ -221,18 +223,13 @@ class MultiTurnConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        check_counts(self)
+        check_rules(self, SIZES)
         if uses_deepspeed(self):
             remove_abandoned_locks()  # before `TrainingArguments` starts it
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
         # left to `without_environment`.
         group, eval_group = vars(self)["num_generations"], vars(self)["num_generations_eval"]
         self.num_generations_eval = eval_group or 1
-        if self.groupless and group != 1:
-            raise ValueError(
-                f"num_generations={group} has no effect: {type(self).__name__} compares no group, so every episode "
-                "starts from a state of its own. Leave num_generations unset (1)."
-            )
         given = (vars(self)[name] for name in _BATCH)
         self._batch_is_ours = all(value is None for value in given)
         if self.gradient_accumulation_steps is None:
@@ -246,35 +243,8 @@ class MultiTurnConfig(GRPOConfig):
         self.num_generations, self.num_generations_eval = group, eval_group
         if self.importance_sampling_level == "trajectory":
             self.importance_sampling_level = "sequence"
-        check_objective(self)
-        _one_of(self, "importance_sampling_level", ("token", "turn", "sequence"))
-        _one_of(self, "turn_ratio_pooling", ("mean", "sum"))
-        for name in (
-            "max_turns", "max_new_tokens", "num_eval_episodes", "max_model_length", "max_observation_length",
-            "generation_chunk_size",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens must lie between 0 and max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}."
-            )
+        check_rules(self, (*VALUES, *self.value_rules))
         check_environments(self)
-        if not 0.0 <= self.gamma <= 1.0:
-            raise ValueError(f"gamma is a discount per turn and must lie in [0, 1], got {self.gamma}.")
-        if self.advantage_clip_range is not None and self.advantage_clip_range <= 0:
-            raise ValueError(f"advantage_clip_range must be positive, got {self.advantage_clip_range}.")
-        if self.zero_advantage_eps < 0:
-            raise ValueError(f"zero_advantage_eps must not be negative, got {self.zero_advantage_eps}.")
-        if self.max_logprob_gap is not None and self.max_logprob_gap <= 0:
-            raise ValueError(f"max_logprob_gap must be positive, got {self.max_logprob_gap}.")
-        if self.vllm_importance_sampling_mode is not None:
-            _one_of(self, "vllm_importance_sampling_mode", MODES)
-        if self.reference_update_steps is not None and self.reference_update_steps < 1:
-            raise ValueError(f"reference_update_steps must be at least 1, got {self.reference_update_steps}.")
-        _one_of(self, "kl_placement", ("loss", "reward", "advantage"))
-        _one_of(self, "entropy_coef_schedule", ("constant", "linear"))
 
     def __getstate__(self) -> dict[str, Any]:
         # `Trainer` pickles its arguments into every folder that it saves.
@@ -338,6 +308,7 @@ class MultiTurnConfig(GRPOConfig):
         Args:
             names: Those of several environments; None for one.
         """
+        check_rules(self, self.episode_rules)
         check_names(self, names)
         length = longest_completion(self, names)
         if self.max_completion_length not in (None, length):
@@ -346,31 +317,10 @@ class MultiTurnConfig(GRPOConfig):
                 f"max_turns * max_new_tokens = {length}{', that of the longest' if names else ''}. Set max_turns, "
                 "max_new_tokens (per answer) and max_model_length (whole conversation) instead."
             )
-        for name, instead in _NO_EFFECT.items():
-            if getattr(self, name) != default_of(self.__dataclass_fields__[name]):
-                raise ValueError(f"{name}={getattr(self, name)!r} has no effect with an environment: {instead}.")
-        defaults = {f.name: default_of(f) for f in fields(self)}
         args = copy.copy(self)
         if args.vllm_importance_sampling_correction is None:
             args.vllm_importance_sampling_correction = self.use_vllm or self.repetition_penalty != 1.0
-        check_options(args, defaults)
-        check_read(args, defaults)
-        check_needed(args, defaults)
-        self._check_reference()
-        self._check_hub()
-        self._check_skipping()
-        if self.entropy_coef_schedule != "constant" and (self.entropy_coef == 0.0 or self.use_adaptive_entropy):
-            raise ValueError(
-                f"entropy_coef_schedule={self.entropy_coef_schedule!r} moves entropy_coef, which is {self.entropy_coef} "
-                f"with use_adaptive_entropy={self.use_adaptive_entropy}. Set entropy_coef, and leave the other unset."
-            )
-        if self.importance_sampling_level == "turn":
-            self._check_turn_level()
-        elif self.turn_ratio_pooling != default_of(self.__dataclass_fields__["turn_ratio_pooling"]):
-            raise ValueError(
-                f"turn_ratio_pooling={self.turn_ratio_pooling!r} acts on importance_sampling_level='turn' only, which is "
-                f"{self.importance_sampling_level!r}."
-            )
+        check_rules(args, EPISODES)
         args.max_completion_length = length
         if self.loss_type == "cispo" and self.epsilon_high is None:
             args.epsilon_high = CISPO_BOUND
@@ -378,66 +328,6 @@ class MultiTurnConfig(GRPOConfig):
         if args.vllm_importance_sampling_correction:
             args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or "turn_truncate"
         return args
-
-    def _check_reference(self) -> None:
-        for name in ("kl_placement", "reference_adapter", "reference_update_steps", "keep_reference"):
-            if self.beta == 0.0 and getattr(self, name) != default_of(self.__dataclass_fields__[name]):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} has no effect with beta=0.0, which uses no reference. Set beta, or "
-                    f"leave {name} unset."
-                )
-        if self.sync_ref_model and self.reference_update_steps:
-            raise ValueError("sync_ref_model and reference_update_steps both move the reference; keep one of them.")
-
-    def _check_hub(self) -> None:
-        there = {"reference": self.beta != 0.0, "critic": self.has_critic, "rollouts": self.log_rollouts}
-        why = {
-            "reference": "is no reference to push: beta=0.0 uses none",
-            "critic": "is no critic to push: only PPO has one",
-            "rollouts": "are no rollouts to push: log_rollouts=False",
-        }
-        for name in self.hub_extras:
-            if name not in there:
-                raise ValueError(f"hub_extras must be among {', '.join(map(repr, there))}, got {name!r}.")
-            if not there[name]:
-                raise ValueError(f"hub_extras={self.hub_extras!r}: there {why[name]}. Leave {name!r} out.")
-
-    def _check_skipping(self) -> None:
-        if not self.skip_zero_advantage:
-            if self.zero_advantage_eps:
-                raise ValueError(f"zero_advantage_eps={self.zero_advantage_eps} needs skip_zero_advantage=True.")
-            return
-        if self.beta != 0.0 and self.kl_placement == "loss":
-            raise ValueError(
-                f"skip_zero_advantage cannot be combined with beta={self.beta} and kl_placement='loss', which trains "
-                "episodes without advantage too. Set kl_placement='reward' or 'advantage', beta=0.0, or "
-                "skip_zero_advantage=False."
-            )
-        for name, idle in (
-            ("entropy_coef", 0.0), ("use_adaptive_entropy", False), ("top_entropy_quantile", 1.0),
-        ):  # fmt: skip
-            if getattr(self, name) != idle:
-                raise ValueError(
-                    f"skip_zero_advantage cannot be combined with {name}={getattr(self, name)!r}, which trains episodes "
-                    f"without advantage too. Set {name}={idle!r} or skip_zero_advantage=False."
-                )
-
-    def _check_turn_level(self) -> None:
-        if self.loss_type == "vespo":
-            raise ValueError(
-                "loss_type='vespo' pools the ratio over the sequence by itself and cannot be combined with "
-                "importance_sampling_level='turn'. Use importance_sampling_level='token'."
-            )
-        if self.top_entropy_quantile < 1.0:
-            raise ValueError(
-                f"top_entropy_quantile={self.top_entropy_quantile} drops tokens out of a turn whose ratio is pooled over "
-                "all of them. Use top_entropy_quantile=1.0 or importance_sampling_level='token'."
-            )
-        if self.turn_ratio_pooling == "sum" and self.off_policy_mask_threshold is not None:
-            raise ValueError(
-                "off_policy_mask_threshold compares mean log-probabilities, which turn_ratio_pooling='sum' changes. Use "
-                "turn_ratio_pooling='mean' or leave off_policy_mask_threshold unset."
-            )
 
     def _episodes_per_generation(self) -> int:
         """A group size that TRL's check of the generation batch lets pass, for algorithms without groups."""
@@ -458,41 +348,3 @@ class MultiTurnConfig(GRPOConfig):
 
 _BATCH = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
 """What makes an update larger than a micro-batch."""
-
-_NO_EFFECT = {
-    "use_transformers_continuous_batching": "the rollout generator admits and retires episodes at every token already",
-    "use_transformers_paged": "the rollout generator admits and retires episodes at every token already",
-    "transformers_continuous_batching_config": "the rollout generator does its own batching",
-    "cache_implementation": "the rollout generator keeps its own KV cache between turns",
-    "generation_kwargs": "set temperature, top_p, top_k, min_p, repetition_penalty, min_new_tokens or stop_strings",
-    "max_tool_calling_iterations": "an environment's turns are limited by max_turns",
-    "num_generations_eval": "evaluate() plays num_eval_episodes episodes of their own",
-    "enable_jit_checkpoint": "it saves in the middle of a step; send SIGINT (Ctrl-C), which saves at its end and stops",
-    "multi_objective_aggregation": "rewards are added to the turns before anything is normalized",
-    "log_multimodal": "episodes are text",
-    "train_sampling_strategy": "rows come in TRL's order, and micro-batches hold episodes of like length",
-    "length_column_name": "rows come in TRL's order, and micro-batches hold episodes of like length",
-    "data_seed": "seed orders the rows",
-    "label_names": "episodes have no labels",
-    "label_smoothing_factor": "episodes have no labels",
-    **dict.fromkeys(
-        (
-            "per_device_eval_batch_size",
-            "eval_accumulation_steps",
-            "eval_do_concat_batches",
-            "eval_use_gather_object",
-            "batch_eval_metrics",
-            "include_for_metrics",
-            "prediction_loss_only",
-            "bf16_full_eval",
-            "fp16_full_eval",
-        ),
-        "evaluate() plays num_eval_episodes episodes, generation_chunk_size at once, as training plays them",
-    ),
-}
-
-
-def _one_of(config: Any, name: str, choices: tuple[str, ...]) -> None:
-    value = getattr(config, name)
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

@@ -1,148 +1,136 @@
-"""Rejects values of TRL's own options that would fail after the first rollout only, or be ignored without a word."""
+"""Lists the rules of the options in one table: which values an option takes, when it acts, and what to do instead.
+
+A rule is data (:class:`Rule`) and :func:`check_rules` evaluates it. The rules of one algorithm are beside its
+configuration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
+from trl import GRPOConfig
+
+from agile_trainers.objectives.mismatch import MODES
 from agile_trainers.trainers.launch import uses_deepspeed
+from agile_trainers.trainers.options import default_of
 
-_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Losses that clip the importance ratio from both sides."""
-LOSS_TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
-CISPO_BOUND = 5.0
-"""CISPO's default bound of the importance weight (ScaleRL, https://huggingface.co/papers/2510.13786)."""
-_OF_LOSS = {
-    "epsilon": _CLIPPED,
-    "epsilon_high": (*_CLIPPED, "cispo"),
-    "delta": _CLIPPED,
-    "sapo_temperature_pos": ("sapo",),
-    "sapo_temperature_neg": ("sapo",),
-    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
-}
-"""Options that one loss or another does not read."""
-_NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(
-        ("ref_model_mixup_alpha", "ref_model_sync_steps"),
-        ("sync_ref_model=True", lambda args: bool(args.sync_ref_model)),
-    ),
-    **dict.fromkeys(
-        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-        ("use_adaptive_entropy=True", lambda args: bool(args.use_adaptive_entropy)),
-    ),
-    **dict.fromkeys(
-        ("num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo"),
-        ("log_completions=True", lambda args: bool(args.log_completions)),
-    ),
-    "use_bias_correction_kl": (
-        "beta and kl_placement='loss'",
-        lambda args: args.beta != 0.0 and args.kl_placement == "loss",
-    ),
-    "ds3_gather_for_generation": ("DeepSpeed", lambda args: uses_deepspeed(args)),
-}
-"""Options that another one switches on: what they need, and whether it is there."""
-_SCALES = ("group", "batch", "none")
-_SCALES_OF_AGILERL = {"mean_std": "group", "mean_only": "none"}
-_COUNTS = (
-    "num_iterations", "steps_per_generation", "generation_batch_size", "gradient_accumulation_steps",
-    "per_device_train_batch_size",
-)  # fmt: skip
-_POSITIVE = ("delta", "sapo_temperature_pos", "sapo_temperature_neg")
-_NOT_NEGATIVE = ("epsilon", "epsilon_high", "beta", "off_policy_mask_threshold")
+Allows = Callable[[Any, Any], bool]
+"""Maps a configuration and the option's value to whether that value is accepted."""
+Message = str | Callable[[Any, str, Any], str]
+"""A text with the places ``{name}``, ``{value}`` and ``{args}``, or a function of the configuration, name and value."""
 
 
-def check_counts(args: Any) -> None:
-    """Refuse sizes of a batch below 1, by which TRL's configuration divides.
+@dataclass(frozen=True)
+class Rule:
+    """Rejects a value of an option that is out of range, contradicts another option or would have no effect."""
 
-    Args:
-        args: A ``MultiTurnConfig`` before its ``__post_init__``.
-
-    Raises:
-        ValueError: For the first of them.
-    """
-    for name in _COUNTS:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
+    options: tuple[str, ...]
+    """Names of the options that the rule holds for."""
+    allows: Allows
+    message: Message
+    """The error: option, value, what was expected, what to do."""
+    when_set: bool = False
+    """Whether the option's default is always accepted."""
 
 
-def check_objective(args: Any) -> None:
-    """Refuse values of TRL's loss options that no loss can be computed with.
+def check_rules(args: Any, rules: Iterable[Rule]) -> None:
+    """Evaluate rules on a configuration.
 
     Args:
         args: A ``MultiTurnConfig``.
+        rules: Rules, in the order in which they are evaluated.
 
     Raises:
-        ValueError: For the first of them.
+        ValueError: For the first option that breaks a rule.
     """
-    if args.loss_type == "gspo":
-        raise ValueError(
-            "loss_type='gspo' is no loss of TRL's: GSPO is loss_type='grpo' with importance_sampling_level='sequence'. Use "
-            "MultiTurnGSPOConfig, which also sets its narrow epsilon and epsilon_high, or set the two here."
-        )
-    if args.loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type must be one of {', '.join(map(repr, LOSS_TYPES))}, got {args.loss_type!r}.")
-    if args.scale_rewards not in _SCALES:
-        meant = _SCALES_OF_AGILERL.get(args.scale_rewards)
-        raise ValueError(
-            f"scale_rewards must be one of {', '.join(map(repr, _SCALES))}, got {args.scale_rewards!r}."
-            + (f" What AgileRL calls {args.scale_rewards!r} is {meant!r}." if meant else "")
-        )
-    for name in ("epsilon", "epsilon_high"):
-        if isinstance(getattr(args, name), (tuple, list)):
-            raise ValueError(_for_pair(name, getattr(args, name), args.loss_type))
-    for name in (*_POSITIVE, *_NOT_NEGATIVE):
-        value = getattr(args, name)
-        if value is None and name not in ("epsilon", "beta", "sapo_temperature_pos", "sapo_temperature_neg"):
-            continue
-        if not isinstance(value, Real) or isinstance(value, bool):
-            raise ValueError(f"{name} must be a number, got {value!r}.")
-        if (name in _POSITIVE and value <= 0) or value < 0:
-            raise ValueError(f"{name} must {'be positive' if name in _POSITIVE else 'not be negative'}, got {value}.")
-    if not 0.0 <= args.top_entropy_quantile <= 1.0:
-        raise ValueError(f"top_entropy_quantile must lie in [0, 1], got {args.top_entropy_quantile}.")
-    if args.pad_to_multiple_of is not None and args.pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of must be at least 1, got {args.pad_to_multiple_of}.")
+    for rule in rules:
+        for name in rule.options:
+            value = getattr(args, name)
+            if rule.when_set and value == default_of(args.__dataclass_fields__[name]):
+                continue
+            if not rule.allows(args, value):
+                message = rule.message
+                raise ValueError(
+                    message.format(name=name, value=value, args=args)
+                    if isinstance(message, str)
+                    else message(args, name, value)
+                )
 
 
-def check_read(args: Any, defaults: dict[str, Any]) -> None:
-    """Refuse loss options that the chosen loss does not read.
+# ------------------------------------------------------------------------------------------------- kinds of rules
+
+
+def one_of(option: str, *choices: str, optional: bool = False) -> Rule:
+    """Make a rule for an option with a fixed set of values; ``optional`` adds None."""
+    shown = ", ".join(map(repr, choices))
+    return Rule(
+        (option,),
+        lambda _, value: value in choices or (optional and value is None),
+        f"{{name}} must be one of {shown}, got {{value!r}}.",
+    )
+
+
+def at_least(low: float, *options: str, optional: bool = False) -> Rule:
+    """Make a rule for numbers with a lower bound; ``optional`` accepts None."""
+    expected = "not be negative" if low == 0 else f"be at least {low}"
+    return _number(options, expected, lambda value: value >= low, optional)
+
+
+def positive(*options: str, optional: bool = False) -> Rule:
+    """Make a rule for numbers above 0; ``optional`` accepts None."""
+    return _number(options, "be positive", lambda value: value > 0, optional)
+
+
+def in_unit_interval(*options: str) -> Rule:
+    """Make a rule for numbers in [0, 1]."""
+    return _number(options, "lie in [0, 1]", lambda value: 0 <= value <= 1, optional=False)
+
+
+def _number(options: tuple[str, ...], expected: str, holds: Callable[[Any], bool], optional: bool) -> Rule:
+    def is_number(value: Any) -> bool:
+        return isinstance(value, Real) and not isinstance(value, bool)
+
+    return Rule(
+        options,
+        lambda _, value: optional if value is None else is_number(value) and holds(value),
+        lambda _, name, value: f"{name} must {expected if is_number(value) else 'be a number'}, got {value!r}.",
+    )
+
+
+def acts_with(needed: str, is_there: Callable[[Any], bool], *options: str) -> Rule:
+    """Make a rule for options that act only together with another one.
 
     Args:
-        args: A ``MultiTurnConfig`` for episodes.
-        defaults: The default of each of its fields.
-
-    Raises:
-        ValueError: For the first of them.
+        needed: The other option, as the error names it.
+        is_there: Whether a configuration has it.
+        options: Names.
     """
-    for name, losses in _OF_LOSS.items():
-        if args.loss_type not in losses and getattr(args, name) != defaults[name]:
-            instead = "set epsilon_high, the only bound of CISPO's weight" if args.loss_type == "cispo" else ""
-            raise ValueError(
-                f"{name}={getattr(args, name)!r} has no effect with loss_type={args.loss_type!r}; it acts with "
-                f"{', '.join(map(repr, losses))}. Leave {name} unset{', and ' if instead else ''}{instead}."
-            )
+    return Rule(
+        options,
+        lambda args, _: is_there(args),
+        f"{{name}}={{value!r}} has no effect without {needed}. Set that, or leave {{name}} unset.",
+        when_set=True,
+    )
 
 
-def check_needed(args: Any, defaults: dict[str, Any]) -> None:
-    """Refuse options that act only together with another one, which is not set.
-
-    Args:
-        args: A ``MultiTurnConfig`` for episodes.
-        defaults: The default of each of its fields.
-
-    Raises:
-        ValueError: For the first of them.
-    """
-    for name, (needed, is_there) in _NEEDS.items():
-        if getattr(args, name) != defaults[name] and not is_there(args):
-            raise ValueError(
-                f"{name}={getattr(args, name)!r} has no effect without {needed}. Set that, or leave {name} unset."
-            )
+def idle(reason: str, *options: str, allows: Allows = lambda args, value: False) -> Rule:
+    """Make a rule for options that have no effect with an environment, whatever the others are unless ``allows`` says so."""
+    return Rule(options, allows, f"{{name}}={{value!r}} has no effect with an environment: {reason}.", when_set=True)
 
 
-def _for_pair(name: str, pair: Any, loss_type: str) -> str:
+# ------------------------------------------------------------------------------------------------------ the table
+
+CISPO_BOUND = 5.0
+"""CISPO's default bound of the importance weight (ScaleRL, https://huggingface.co/papers/2510.13786)."""
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Losses that clip the importance ratio from both sides."""
+LOSS_TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
+
+
+def _explain_pair(args: Any, name: str, pair: Any) -> str:
     """The error for AgileRL's ``clip_coef`` where a distance from 1 is expected."""
     told = f"{name} must be a number, got {pair!r}."
     if len(pair) != 2 or not all(isinstance(bound, Real) for bound in pair):
@@ -150,7 +138,309 @@ def _for_pair(name: str, pair: Any, loss_type: str) -> str:
     low, high = pair
     if low >= 1 or high <= 1:  # a pair of distances
         return f"{told} Set epsilon={low} and epsilon_high={high}."
-    if loss_type == "cispo":
-        return f"{told} Of AgileRL's clip_coef, bounds of the ratio, CISPO has the upper: set epsilon_high={high}."
+    if args.loss_type == "cispo":
+        return (
+            f"{told} AgileRL's clip_coef holds bounds of the ratio, and CISPO uses the upper: set epsilon_high={high}."
+        )
     distances = f"epsilon={round(1 - low, 9)} and epsilon_high={round(high - 1, 9)}"
     return f"{told} AgileRL's clip_coef holds bounds of the ratio; here are their distances from 1: set {distances}."
+
+
+def _agilerl_scale(theirs: str, here: str) -> Rule:
+    return Rule(
+        ("scale_rewards",),
+        lambda _, value: value != theirs,
+        f"scale_rewards must be one of 'group', 'batch', 'none', got {{value!r}}. AgileRL's {theirs!r} is {here!r} here.",
+    )
+
+
+SIZES: tuple[Rule, ...] = (
+    at_least(1, "num_iterations", "per_device_train_batch_size"),
+    at_least(1, "steps_per_generation", "generation_batch_size", "gradient_accumulation_steps", optional=True),
+    Rule(
+        ("num_generations",),
+        lambda args, value: not args.groupless or value == 1,
+        "num_generations={value} has no effect: {args.__class__.__name__} compares no group, and every episode starts from "
+        "a state of its own. Leave num_generations unset (1).",
+    ),
+)
+"""Checked first at construction: TRL's configuration divides by these."""
+
+VALUES: tuple[Rule, ...] = (
+    Rule(
+        ("loss_type",),
+        lambda _, value: value != "gspo",
+        "loss_type='gspo' is not a loss of TRL's: GSPO is loss_type='grpo' with importance_sampling_level='sequence'. Use "
+        "MultiTurnGSPOConfig, which also sets its narrow epsilon and epsilon_high, or set the two here.",
+    ),
+    one_of("loss_type", *LOSS_TYPES),
+    _agilerl_scale("mean_std", "group"),
+    _agilerl_scale("mean_only", "none"),
+    one_of("scale_rewards", "group", "batch", "none"),
+    Rule(("epsilon", "epsilon_high"), lambda _, value: not isinstance(value, (tuple, list)), _explain_pair),
+    positive("sapo_temperature_pos", "sapo_temperature_neg"),
+    positive("delta", "advantage_clip_range", "max_logprob_gap", optional=True),
+    at_least(0, "epsilon", "beta", "zero_advantage_eps"),
+    at_least(0, "epsilon_high", "off_policy_mask_threshold", optional=True),
+    in_unit_interval("top_entropy_quantile", "gamma"),
+    one_of("importance_sampling_level", "token", "turn", "sequence"),
+    one_of("turn_ratio_pooling", "mean", "sum"),
+    one_of("kl_placement", "loss", "reward", "advantage"),
+    one_of("entropy_coef_schedule", "constant", "linear"),
+    one_of("vllm_importance_sampling_mode", *MODES, optional=True),
+    at_least(1, "max_turns", "max_new_tokens", "num_eval_episodes", "max_observation_length"),
+    at_least(
+        1, "max_model_length", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of", optional=True
+    ),
+    Rule(
+        ("min_new_tokens",),
+        lambda args, value: 0 <= value <= args.max_new_tokens,
+        "min_new_tokens must lie between 0 and max_new_tokens={args.max_new_tokens}, got {value!r}.",
+    ),
+)
+"""Values of an option, checked at construction."""
+
+_PLAYED = "evaluate() plays num_eval_episodes episodes, generation_chunk_size at once, as training plays them"
+UNUSED = (
+    idle(
+        "the rollout generator admits and retires episodes at every token already",
+        "use_transformers_continuous_batching", "use_transformers_paged",
+    ),
+    idle("the rollout generator does its own batching", "transformers_continuous_batching_config"),
+    idle("the rollout generator keeps its own KV cache between turns", "cache_implementation"),
+    idle(
+        "set temperature, top_p, top_k, min_p, repetition_penalty, min_new_tokens or stop_strings", "generation_kwargs"
+    ),
+    idle("an environment's turns are limited by max_turns", "max_tool_calling_iterations"),
+    idle("evaluate() plays num_eval_episodes episodes of their own", "num_generations_eval"),
+    idle(
+        "it saves in the middle of a step; send SIGINT (Ctrl-C), which saves at its end and stops", "enable_jit_checkpoint"
+    ),
+    idle("rewards are added to the turns before anything is normalized", "multi_objective_aggregation"),
+    idle("episodes are text", "log_multimodal"),
+    idle(
+        "rows come in TRL's order, and micro-batches hold episodes of similar length",
+        "train_sampling_strategy", "length_column_name",
+    ),
+    idle("seed orders the rows", "data_seed"),
+    idle("episodes have no labels", "label_names", "label_smoothing_factor"),
+    idle(
+        _PLAYED,
+        "per_device_eval_batch_size", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
+        "batch_eval_metrics", "include_for_metrics", "prediction_loss_only", "bf16_full_eval", "fp16_full_eval",
+    ),
+)  # fmt: skip
+"""TRL's and transformers' options for what an environment replaces."""
+
+_VLLM = (
+    Rule(
+        tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")),
+        lambda args, _: bool(args.vllm_importance_sampling_correction),
+        "{name}={value!r} has no effect with vllm_importance_sampling_correction=False. Set that to True, or leave {name} "
+        "unset.",
+        when_set=True,
+    ),
+    Rule(
+        ("loss_type",),
+        lambda args, value: (
+            value != "vespo"
+            or not args.vllm_importance_sampling_correction
+            or (args.vllm_importance_sampling_mode or "").startswith("token")
+        ),
+        "loss_type='vespo' pools weights over the sequence by itself. Use vllm_importance_sampling_mode='token_truncate' or "
+        "'token_mask'.",
+    ),
+    Rule(
+        (
+            *(
+                field.name
+                for field in fields(GRPOConfig)
+                if field.name.startswith("vllm_") and not field.name.startswith("vllm_importance_sampling_")
+            ),
+            "offload_policy_during_rollout",
+        ),
+        lambda args, _: bool(args.use_vllm),
+        "{name}={value!r} has no effect without vLLM. Set use_vllm=True, or leave {name} unset.",
+        when_set=True,
+    ),
+    one_of("vllm_mode", "colocate", "server"),
+    idle("max_model_length limits the conversation, and the engine's too", "vllm_max_model_length"),
+    idle("the environment judges the form of an answer", "vllm_structured_outputs_regex"),
+    idle(
+        "it acts on vLLM's server, and the engine runs in this process (vllm_mode='colocate')",
+        "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+        allows=lambda args, _: args.vllm_mode == "server",
+    ),
+    idle(
+        "it acts on an engine in this process, and vLLM's server (vllm_mode='server') has options of its own",
+        "vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
+        "offload_policy_during_rollout",
+        allows=lambda args, _: args.vllm_mode == "colocate",
+    ),
+)  # fmt: skip
+
+
+def _read_by(losses: tuple[str, ...], *options: str) -> Rule:
+    return Rule(
+        options,
+        lambda args, _: args.loss_type in losses,
+        "{name}={value!r} has no effect with loss_type={args.loss_type!r}; it acts with "
+        f"{', '.join(map(repr, losses))}. Leave {{name}} unset.",
+        when_set=True,
+    )
+
+
+LOSS = (
+    Rule(
+        ("epsilon", "delta"),
+        lambda args, _: args.loss_type != "cispo",
+        "{name}={value!r} has no effect with loss_type='cispo'. Leave {name} unset, and set epsilon_high, the only bound of "
+        "CISPO's weight.",
+        when_set=True,
+    ),
+    _read_by(_CLIPPED, "epsilon", "delta"),
+    _read_by((*_CLIPPED, "cispo"), "epsilon_high"),
+    _read_by(("sapo",), "sapo_temperature_pos", "sapo_temperature_neg"),
+    _read_by(("vespo",), "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
+"""Options that only some losses read."""
+
+SWITCHED_ON = (
+    acts_with(
+        "sync_ref_model=True", lambda args: bool(args.sync_ref_model), "ref_model_mixup_alpha", "ref_model_sync_steps"
+    ),
+    acts_with(
+        "use_adaptive_entropy=True", lambda args: bool(args.use_adaptive_entropy),
+        "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
+    ),
+    acts_with(
+        "log_completions=True", lambda args: bool(args.log_completions),
+        "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo",
+    ),
+    acts_with(
+        "beta and kl_placement='loss'", lambda args: args.beta != 0.0 and args.kl_placement == "loss",
+        "use_bias_correction_kl",
+    ),
+    acts_with("DeepSpeed", uses_deepspeed, "ds3_gather_for_generation"),
+)  # fmt: skip
+
+_REFERENCE = (
+    Rule(
+        ("kl_placement", "reference_adapter", "reference_update_steps", "keep_reference"),
+        lambda args, _: args.beta != 0.0,
+        "{name}={value!r} has no effect with beta=0.0, which uses no reference. Set beta, or leave {name} unset.",
+        when_set=True,
+    ),
+    Rule(
+        ("reference_update_steps",),
+        lambda args, value: not (value and args.sync_ref_model),
+        "reference_update_steps={value} and sync_ref_model=True both move the reference. Leave one of them unset.",
+    ),
+)
+
+
+def _pushed(extra: str, is_there: Callable[[Any], bool], why: str) -> Rule:
+    return Rule(
+        ("hub_extras",),
+        lambda args, value: extra not in value or is_there(args),
+        f"hub_extras={{value!r}}: {why}. Leave {extra!r} out.",
+    )
+
+
+_HUB = (
+    Rule(
+        ("hub_extras",),
+        lambda _, value: set(value) <= {"reference", "critic", "rollouts"},
+        lambda _, name, value: (
+            "hub_extras must be among 'reference', 'critic', 'rollouts', got "
+            f"{next(extra for extra in value if extra not in ('reference', 'critic', 'rollouts'))!r}."
+        ),
+    ),
+    _pushed("reference", lambda args: args.beta != 0.0, "there is no reference to push, beta=0.0 uses none"),
+    _pushed("critic", lambda args: args.has_critic, "there is no critic to push, the algorithm has none"),
+    _pushed("rollouts", lambda args: args.log_rollouts, "there are no rollouts to push, log_rollouts=False"),
+)
+
+_SKIPPING = (
+    acts_with("skip_zero_advantage=True", lambda args: args.skip_zero_advantage, "zero_advantage_eps"),
+    Rule(
+        ("skip_zero_advantage",),
+        lambda args, value: not value or args.beta == 0.0 or args.kl_placement != "loss",
+        "skip_zero_advantage=True cannot be combined with beta={args.beta} and kl_placement='loss', which trains episodes "
+        "without advantage too. Set kl_placement='reward' or 'advantage', beta=0.0, or skip_zero_advantage=False.",
+    ),
+    Rule(
+        ("entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"),
+        lambda args, _: not args.skip_zero_advantage,
+        "skip_zero_advantage=True cannot be combined with {name}={value!r}, which trains episodes without advantage too. "
+        "Leave {name} unset, or set skip_zero_advantage=False.",
+        when_set=True,
+    ),
+    Rule(
+        ("entropy_coef_schedule",),
+        lambda args, _: args.entropy_coef != 0.0 and not args.use_adaptive_entropy,
+        "entropy_coef_schedule={value!r} moves entropy_coef, which is {args.entropy_coef} with use_adaptive_entropy="
+        "{args.use_adaptive_entropy}. Set entropy_coef, and leave use_adaptive_entropy unset.",
+        when_set=True,
+    ),
+)
+
+_TURN_RATIOS = (
+    Rule(
+        ("turn_ratio_pooling",),
+        lambda args, _: args.importance_sampling_level == "turn",
+        "turn_ratio_pooling={value!r} acts on importance_sampling_level='turn' only, which is "
+        "{args.importance_sampling_level!r}. Leave turn_ratio_pooling unset.",
+        when_set=True,
+    ),
+    Rule(
+        ("loss_type",),
+        lambda args, value: value != "vespo" or args.importance_sampling_level != "turn",
+        "loss_type='vespo' pools the ratio over the sequence by itself and cannot be combined with "
+        "importance_sampling_level='turn'. Use importance_sampling_level='token'.",
+    ),
+    Rule(
+        ("top_entropy_quantile",),
+        lambda args, value: value == 1.0 or args.importance_sampling_level != "turn",
+        "top_entropy_quantile={value} drops tokens out of a turn whose ratio is pooled over all of them. Use "
+        "top_entropy_quantile=1.0 or importance_sampling_level='token'.",
+    ),
+    Rule(
+        ("off_policy_mask_threshold",),
+        lambda args, value: (
+            value is None or args.importance_sampling_level != "turn" or args.turn_ratio_pooling != "sum"
+        ),
+        "off_policy_mask_threshold={value} compares mean log-probabilities, which turn_ratio_pooling='sum' changes. Use "
+        "turn_ratio_pooling='mean' or leave off_policy_mask_threshold unset.",
+    ),
+)
+
+EPISODES: tuple[Rule, ...] = (
+    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_HUB, *_SKIPPING, *_TURN_RATIOS,
+)  # fmt: skip
+"""When an option acts, checked for a run with an environment."""
+
+MACHINE: tuple[Rule, ...] = (
+    Rule(
+        ("vllm_enable_sleep_mode", "offload_policy_during_rollout"),
+        lambda args, value: not value or args.device.type != "cpu",
+        "{name}=True frees a GPU's memory and has no effect on CPU. Leave it unset.",
+    ),
+    Rule(
+        ("offload_policy_during_rollout",),
+        lambda args, value: not (value and (args.deepspeed or args.fsdp)),
+        "offload_policy_during_rollout=True cannot move weights that DeepSpeed or FSDP keeps in buffers of its own. Leave "
+        "it unset; ZeRO-3 and FSDP have options to offload.",
+    ),
+    Rule(
+        ("use_liger_kernel",),
+        lambda args, value: not value or args.device.type != "cpu",
+        "use_liger_kernel=True needs a GPU: Liger's layers are Triton programs, which do not run on CPU. Leave it unset.",
+    ),
+    Rule(
+        ("activation_offload",),
+        lambda args, value: not value or args.device.type != "cpu",
+        "activation_offload=True has no effect on CPU, whose memory it would move activations to. Leave it unset.",
+    ),
+)
+"""Options that need a GPU, checked before the model is loaded; ``args.device`` starts accelerate."""

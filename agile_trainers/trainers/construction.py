@@ -24,8 +24,9 @@ from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.architecture import check_padding
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
-from agile_trainers.sampling.vllm_checks import base_model, check_device
+from agile_trainers.sampling.vllm_checks import base_model
 from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.config_rules import MACHINE, check_rules
 from agile_trainers.trainers.evaluation_data import kept_columns, played_columns, with_best_metric
 from agile_trainers.trainers.launch import check_parallelism
 from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, with_column
@@ -85,9 +86,8 @@ def prepare_run(
         EnvironmentProtocolError: If an environment fails or breaks the protocol.
     """
     args = args.with_environment(names_of(environment))
-    check_vllm(args)
+    check_machine(args)
     check_parallelism(args)
-    check_kernels(args)
     check_repeatable(model, peft_config)
     if args.lora_target_scope is not None:
         peft_config = within_scope(peft_config, args.lora_target_scope)
@@ -128,30 +128,8 @@ def reject_argument(name: str, value: Any, reason: str) -> None:
 
 
 def activation_offloading(args: MultiTurnConfig, model: Any) -> AbstractContextManager[Any]:
-    """What a training step runs in: TRL's offloading of activations, if asked for.
-
-    Raises:
-        ValueError: On CPU, where activations are in the CPU's memory already.
-    """
-    if not args.activation_offload:
-        return nullcontext()
-    if args.device.type == "cpu":
-        raise ValueError(
-            "activation_offload=True has no effect on CPU, whose memory it would move activations to. Leave it unset."
-        )
-    return get_act_offloading_ctx_manager(model=model)
-
-
-def check_kernels(args: MultiTurnConfig) -> None:
-    """Refuse Liger's layer kernels where they cannot run, before they replace the layers of every model in the process.
-
-    Raises:
-        ValueError: On CPU.
-    """
-    if args.use_liger_kernel and args.device.type == "cpu":
-        raise ValueError(
-            "use_liger_kernel=True needs a GPU: Liger's layers are Triton programs, which do not run on CPU. Leave it unset."
-        )
+    """The context of a training step: TRL's offloading of activations, if asked for."""
+    return get_act_offloading_ctx_manager(model=model) if args.activation_offload else nullcontext()
 
 
 def disable_bnb_cpu_packing(model: Any) -> None:
@@ -198,16 +176,16 @@ def check_architecture(model: Any, aux_loss_enabled: bool) -> None:
         )
 
 
-def check_vllm(args: MultiTurnConfig) -> None:
-    """Say at once whether ``use_vllm`` can be had.
+def check_machine(args: MultiTurnConfig) -> None:
+    """Reject options that this machine cannot serve.
 
     Raises:
-        ImportError: If vLLM is not installed.
+        ImportError: If vLLM is asked for and not installed.
         ValueError: For options that need a GPU, on CPU.
     """
     if args.use_vllm and not is_vllm_available():
         raise ImportError("use_vllm=True needs vLLM, which is not installed: pip install 'agile-trainers[vllm]'.")
-    check_device(args)
+    check_rules(args, MACHINE)
 
 
 def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:

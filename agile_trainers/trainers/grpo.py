@@ -1,16 +1,27 @@
 """Multi-turn GRPO: group-relative advantages, per turn or per trajectory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from trl import GRPOTrainer
 
 from agile_trainers.objectives.advantages import group_advantages
-from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.config_rules import Rule, one_of
 from agile_trainers.trainers.credit import Credit, CreditInputs
-from agile_trainers.trainers.options import default_of, option, with_args
+from agile_trainers.trainers.options import option, with_args
 from agile_trainers.trainers.trainer import MultiTurnTrainer
+
+
+def _acts_at(granularities: tuple[str, ...], option: str) -> Rule:
+    shown = " or ".join(map(repr, granularities))
+    return Rule(
+        (option,),
+        lambda args, _: args.advantage_granularity in granularities,
+        f"{{name}}={{value!r}} acts on advantage_granularity={shown} only, which is {{args.advantage_granularity!r}}. Leave "
+        "{name} unset.",
+        when_set=True,
+    )
 
 
 @with_args
@@ -44,38 +55,31 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
     )
     anchor_weight: float = option(1.0, "Weight of the turn's part at anchor granularity.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _one_of(self, "advantage_granularity", ("turn", "trajectory", "anchor"))
-        _one_of(self, "turn_credit", ("return", "reward"))
-        _one_of(self, "advantage_baseline", ("mean", "leave_one_out"))
-
-    def with_environment(self, names: Sequence[str] | None = None) -> "MultiTurnConfig":
-        granularity = self.advantage_granularity
-        for name, acts_on in (
-            ("turn_credit", ("turn", "anchor")),
-            ("turn_advantage_trajectory_fallback", ("turn",)),
-            ("anchor_weight", ("anchor",)),
-        ):
-            if granularity not in acts_on and getattr(self, name) != default_of(self.__dataclass_fields__[name]):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} acts on advantage_granularity={' or '.join(map(repr, acts_on))} only, "
-                    f"which is {granularity!r}."
-                )
-        if self.turn_advantage_trajectory_fallback is not None and self.turn_credit == "reward":
-            raise ValueError(
-                f"turn_advantage_trajectory_fallback={self.turn_advantage_trajectory_fallback!r} acts on "
-                "turn_credit='return' only: it compares a turn's return with those of whole episodes. Leave it unset, or "
-                "set turn_credit='return'."
-            )
-        uses_gamma = granularity != "trajectory" and self.turn_credit == "return"
-        if self.gamma != 1.0 and not uses_gamma:
-            raise ValueError(
-                f"gamma={self.gamma} discounts the return of a turn, which advantage_granularity="
-                f"{self.advantage_granularity!r} with turn_credit={self.turn_credit!r} does not use. Set "
-                "advantage_granularity='turn' and turn_credit='return', or gamma=1.0."
-            )
-        return super().with_environment(names)
+    value_rules: ClassVar[tuple[Rule, ...]] = (
+        one_of("advantage_granularity", "turn", "trajectory", "anchor"),
+        one_of("turn_credit", "return", "reward"),
+        one_of("advantage_baseline", "mean", "leave_one_out"),
+    )
+    episode_rules: ClassVar[tuple[Rule, ...]] = (
+        _acts_at(("turn", "anchor"), "turn_credit"),
+        _acts_at(("turn",), "turn_advantage_trajectory_fallback"),
+        _acts_at(("anchor",), "anchor_weight"),
+        Rule(
+            ("turn_advantage_trajectory_fallback",),
+            lambda args, value: value is None or args.turn_credit == "return",
+            "turn_advantage_trajectory_fallback={value!r} acts on turn_credit='return' only: it compares a turn's return "
+            "with those of whole episodes. Leave it unset, or set turn_credit='return'.",
+        ),
+        Rule(
+            ("gamma",),
+            lambda args, value: (
+                value == 1.0 or (args.advantage_granularity != "trajectory" and args.turn_credit == "return")
+            ),
+            "gamma={value} discounts the return of a turn, which advantage_granularity={args.advantage_granularity!r} with "
+            "turn_credit={args.turn_credit!r} does not use. Set advantage_granularity='turn' and turn_credit='return', or "
+            "gamma=1.0.",
+        ),
+    )
 
 
 class MultiTurnGRPOTrainer(MultiTurnTrainer):

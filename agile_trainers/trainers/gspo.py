@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agile_trainers.trainers.config import _one_of
+from agile_trainers.trainers.config_rules import Rule, one_of
 from agile_trainers.trainers.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.trainers.options import changed_default, option, with_args
 
@@ -23,10 +23,11 @@ class MultiTurnGSPOConfig(MultiTurnGRPOConfig):
         MultiTurnGRPOConfig, "advantage_granularity", "trajectory", "The default is the unit of the paper's ratio."
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _one_of(self, "loss_type", ("grpo",))
-        _one_of(self, "importance_sampling_level", ("sequence", "turn"))
+    value_rules: ClassVar[tuple[Rule, ...]] = (
+        *MultiTurnGRPOConfig.value_rules,
+        one_of("loss_type", "grpo"),
+        one_of("importance_sampling_level", "sequence", "turn"),
+    )
 
 
 class MultiTurnGSPOTrainer(MultiTurnGRPOTrainer):

@@ -1,6 +1,5 @@
 """Multi-turn PPO: a critic tells what a state is worth, and a turn is credited with how much better it went."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,11 +7,21 @@ import torch
 
 from agile_trainers.objectives.returns import gae
 from agile_trainers.objectives.value_loss import explained_variance
-from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.config_rules import Rule, at_least, in_unit_interval, one_of, positive
 from agile_trainers.trainers.credit import Credit, CreditInputs
 from agile_trainers.trainers.critic import TARGETS
 from agile_trainers.trainers.options import option, with_args
 from agile_trainers.trainers.trainer import MultiTurnTrainer
+
+
+def _tokens_need(option: str, needed: str) -> Rule:
+    return Rule(
+        (option,),
+        lambda args, value: args.advantage_granularity == "turn" or value == needed,
+        "advantage_granularity={args.advantage_granularity!r}, which may give each token an advantage, needs "
+        f"{option}={needed!r}, got {{value!r}}. Set {option}={needed!r} or advantage_granularity='turn'.",
+    )
 
 
 @with_args
@@ -66,44 +75,36 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         "`importance_sampling_level=token` and `turn_value_position=state`.",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _one_of(self, "critic_start", ("auto", "new", "policy", "saved"))
-        _one_of(self, "turn_value_position", ("state", "final", "mean"))
-        _one_of(self, "advantage_granularity", ("turn", "token", "auto"))
-        if not 0.0 <= self.gae_lambda <= 1.0:
-            raise ValueError(f"gae_lambda must lie in [0, 1], got {self.gae_lambda}.")
-        for name in ("vf_coef", "value_clip_range", "critic_learning_rate"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
-        if self.critic_warmup_steps < 0:
-            raise ValueError(f"critic_warmup_steps must not be negative, got {self.critic_warmup_steps}.")
-        if self.critic_warmup_steps and self.weight_decay:
-            raise ValueError(
-                f"weight_decay={self.weight_decay} would shrink the policy during critic_warmup_steps="
-                f"{self.critic_warmup_steps}, in which it is not to change. Set one of them to 0."
-            )
-
-    def with_environment(self, names: Sequence[str] | None = None) -> "MultiTurnConfig":
-        if self.scale_rewards != "group":
-            raise ValueError(
-                f"scale_rewards={self.scale_rewards!r} has no effect: PPO has no groups. Use whiten_advantages=True to "
-                "scale advantages over the batch."
-            )
-        if self.skip_zero_advantage:
-            raise ValueError(
-                "skip_zero_advantage has no effect: every episode trains the critic. Leave skip_zero_advantage unset."
-            )
-        if self.advantage_granularity != "turn":
-            for name, needed in (("importance_sampling_level", "token"), ("turn_value_position", "state")):
-                if getattr(self, name) != needed:
-                    chosen = ", which may choose 'token'," if self.advantage_granularity == "auto" else ""
-                    raise ValueError(
-                        f"advantage_granularity={self.advantage_granularity!r}{chosen} needs {name}={needed!r}, got "
-                        f"{getattr(self, name)!r}. Set {name}={needed!r} or advantage_granularity='turn'."
-                    )
-        return super().with_environment(names)
+    value_rules: ClassVar[tuple[Rule, ...]] = (
+        one_of("critic_start", "auto", "new", "policy", "saved"),
+        one_of("turn_value_position", "state", "final", "mean"),
+        one_of("advantage_granularity", "turn", "token", "auto"),
+        in_unit_interval("gae_lambda"),
+        positive("vf_coef"),
+        positive("value_clip_range", "critic_learning_rate", optional=True),
+        at_least(0, "critic_warmup_steps"),
+        Rule(
+            ("weight_decay",),
+            lambda args, value: not (value and args.critic_warmup_steps),
+            "weight_decay={value} would shrink the policy during critic_warmup_steps={args.critic_warmup_steps}, in which "
+            "only the critic is trained. Set one of them to 0.",
+        ),
+    )
+    episode_rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            ("scale_rewards",),
+            lambda args, value: value == "group",
+            "scale_rewards={value!r} has no effect: PPO has no groups. Use whiten_advantages=True to scale advantages over "
+            "the batch.",
+        ),
+        Rule(
+            ("skip_zero_advantage",),
+            lambda args, value: not value,
+            "skip_zero_advantage={value} has no effect: every episode trains the critic. Leave skip_zero_advantage unset.",
+        ),
+        _tokens_need("importance_sampling_level", "token"),
+        _tokens_need("turn_value_position", "state"),
+    )
 
 
 class MultiTurnPPOTrainer(MultiTurnTrainer):

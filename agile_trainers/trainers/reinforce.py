@@ -1,12 +1,12 @@
 """Multi-turn REINFORCE with return batch normalization (ReBN)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from agile_trainers.objectives.advantages import whiten_each
 from agile_trainers.objectives.returns import discounted_returns
-from agile_trainers.trainers.config import MultiTurnConfig, _one_of
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.config_rules import Rule, one_of
 from agile_trainers.trainers.credit import Credit, CreditInputs
 from agile_trainers.trainers.options import changed_default, option, with_args
 from agile_trainers.trainers.trainer import MultiTurnTrainer
@@ -36,18 +36,15 @@ class MultiTurnREINFORCEConfig(MultiTurnConfig):
         "tokens if every episode of the batch has a single turn, else turns.",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _one_of(self, "advantage_granularity", ("turn", "token", "auto"))
-
-    def with_environment(self, names: Sequence[str] | None = None) -> "MultiTurnConfig":
-        for name, default in (("scale_rewards", "group"), ("whiten_advantages", False)):
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} has no effect: REINFORCE normalizes returns over the whole batch. "
-                    f"Leave {name} unset."
-                )
-        return super().with_environment(names)
+    value_rules: ClassVar[tuple[Rule, ...]] = (one_of("advantage_granularity", "turn", "token", "auto"),)
+    episode_rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            ("scale_rewards", "whiten_advantages"),
+            lambda args, value: False,
+            "{name}={value!r} has no effect: REINFORCE normalizes returns over the whole batch. Leave {name} unset.",
+            when_set=True,
+        ),
+    )
 
 
 class MultiTurnREINFORCETrainer(MultiTurnTrainer):

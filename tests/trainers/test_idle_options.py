@@ -10,8 +10,7 @@ from transformers import TrainingArguments
 from trl import GRPOConfig
 
 from agile_trainers.trainers import MultiTurnGRPOConfig
-from agile_trainers.trainers.config import _NO_EFFECT
-from agile_trainers.trainers.config_rules import _NEEDS, _OF_LOSS
+from agile_trainers.trainers.config_rules import LOSS, SWITCHED_ON, UNUSED, Rule
 
 REFUSED = {
     "log_multimodal": False, "num_generations_eval": 2, "generation_kwargs": {"num_beams": 2},
@@ -48,11 +47,15 @@ ACTING = {
 }  # fmt: skip
 
 
+def named(rules: tuple[Rule, ...]) -> set[str]:
+    return {name for rule in rules for name in rule.options}
+
+
 def test_every_option_of_trls_is_sorted():
     own = {f.name for f in fields(GRPOConfig)} - {f.name for f in fields(TrainingArguments)}
-    sorted_ = {*_NO_EFFECT, *_NEEDS, *_OF_LOSS, *ACTING}
+    sorted_ = {*named(UNUSED), *named(SWITCHED_ON), *named(LOSS), *ACTING}
     assert own - sorted_ == {name for name in own if name.startswith("vllm_")}, "vLLM's have tests of their own"
-    assert set(REFUSED) == set(_NO_EFFECT) and set(NEEDING) == set(_NEEDS)
+    assert set(REFUSED) == named(UNUSED) and set(NEEDING) == named(SWITCHED_ON)
 
 
 @pytest.mark.parametrize("name", REFUSED)

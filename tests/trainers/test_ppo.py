@@ -449,7 +449,7 @@ def test_bad_options(tmp_path, changes, message):
         ({"turn_value_position": "mean", **TOKENS}, "turn_value_position='state'.*'mean'"),
         (
             {"importance_sampling_level": "turn", "advantage_granularity": "auto"},
-            "'auto', which may choose 'token', needs",
+            "advantage_granularity='auto'.*importance_sampling_level='token'.*'turn'",
         ),
         ({"turn_value_position": "final", "advantage_granularity": "auto"}, "needs turn_value_position='state'"),
     ],

@@ -17,13 +17,13 @@ from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.sampling.vllm_checks import (
     base_source,
-    check_device,
     check_server,
     compute_dtype,
     lora_rank,
     quantization,
 )
 from agile_trainers.trainers import MultiTurnGRPOConfig
+from agile_trainers.trainers.config_rules import MACHINE, check_rules
 
 
 def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:
@@ -185,7 +185,7 @@ def test_modes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["vllm_enable_sleep_mode", "offload_policy_during_rollout"])
 def test_what_frees_a_gpu_needs_one(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=True frees a GPU's memory and has no effect on CPU"):
-        check_device(config(tmp_path, use_vllm=True, **{name: True}).with_environment())
+        check_rules(config(tmp_path, use_vllm=True, **{name: True}).with_environment(), MACHINE)
 
 
 def test_sharded_weights_are_not_moved_about() -> None:
@@ -197,7 +197,7 @@ def test_sharded_weights_are_not_moved_about() -> None:
         fsdp="",
     )
     with pytest.raises(ValueError, match=r"offload_policy_during_rollout=True.*DeepSpeed.*FSDP"):
-        check_device(args)
+        check_rules(args, MACHINE)
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)])

@@ -32,7 +32,7 @@ from agile_trainers.envs.registry import describe_environment, environment_facto
 from agile_trainers.rollout.episode_options import end_token_ids
 from agile_trainers.trainers.algorithms import algorithm_names, find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.construction import check_vllm, training_rows
+from agile_trainers.trainers.construction import check_machine, training_rows
 from agile_trainers.trainers.environment_options import for_environment
 from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, rows_of_environment
 from agile_trainers.trainers.options import option, with_args
@@ -131,7 +131,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             train_rows = split_of(dataset, script.dataset_train_split)
             if train_rows:
                 training_rows(args, train_rows)
-            check_vllm(args)
+            check_machine(args)
             rows = _rows_of_each(args, script, train_rows, check.episodes)
             tokenizer, ends = load_tokenizer(model, args.trust_remote_code)
             config = model_config(model, args.trust_remote_code)

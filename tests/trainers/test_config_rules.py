@@ -1,0 +1,89 @@
+"""The table of option rules: what is true of every row."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from errors import naming
+
+from agile_trainers.trainers import (
+    MultiTurnCISPOConfig,
+    MultiTurnGRPOConfig,
+    MultiTurnGSPOConfig,
+    MultiTurnPPOConfig,
+    MultiTurnREINFORCEConfig,
+)
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.config_rules import (
+    EPISODES,
+    MACHINE,
+    SIZES,
+    VALUES,
+    Rule,
+    acts_with,
+    at_least,
+    check_rules,
+    in_unit_interval,
+    one_of,
+    positive,
+)
+
+CONFIGS = [
+    MultiTurnGRPOConfig, MultiTurnGSPOConfig, MultiTurnCISPOConfig, MultiTurnREINFORCEConfig, MultiTurnPPOConfig,
+]  # fmt: skip
+
+
+def rules_of(config: type[MultiTurnConfig]) -> tuple[Rule, ...]:
+    return (*SIZES, *VALUES, *config.value_rules, *config.episode_rules, *EPISODES, *MACHINE)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_row_names_options_that_exist_and_writes_a_whole_message(tmp_path: Path, config: type[MultiTurnConfig]):
+    args = config(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    for rule in rules_of(config):
+        for name in rule.options:
+            assert name in config.__dataclass_fields__
+            if isinstance(rule.message, str):
+                said = rule.message.format(name=name, value="some value", args=args)
+                assert name in said and not re.search(r"[{}]", said)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_defaults_of_every_algorithm_pass(tmp_path: Path, config: type[MultiTurnConfig]):
+    check_rules(config(output_dir=str(tmp_path), use_cpu=True, bf16=False).with_environment(), (*EPISODES, *MACHINE))
+
+
+@pytest.mark.parametrize(
+    ("rule", "accepted", "rejected"),
+    [
+        (at_least(1, "beta"), [1, 1.5], [0, 0.99, -1, float("nan"), "2", True, None]),
+        (at_least(0, "beta", optional=True), [0, 0.0, None], [-1e-9, False]),
+        (positive("beta"), [1e-9, 3], [0, -1, None]),
+        (positive("beta", optional=True), [None], [0.0]),
+        (in_unit_interval("beta"), [0, 1, 0.5], [-0.1, 1.1, None, "1"]),
+        (one_of("beta", "a", "b"), ["a", "b"], ["c", None, 1]),
+        (one_of("beta", "a", optional=True), ["a", None], ["b"]),
+    ],
+)
+def test_ranges(tmp_path: Path, rule: Rule, accepted: list[object], rejected: list[object]):
+    args = MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    for value in accepted:
+        vars(args)["beta"] = value
+        check_rules(args, [rule])
+    for value in rejected:
+        vars(args)["beta"] = value
+        with pytest.raises(ValueError, match=naming("beta", value)):
+            check_rules(args, [rule])
+
+
+def test_an_option_at_its_default_needs_nothing(tmp_path: Path):
+    args = MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    rule = acts_with("log_completions=True", lambda args: args.log_completions, "gamma")
+    check_rules(args, [rule])
+    args.gamma = 0.5
+    with pytest.raises(ValueError, match=naming("gamma=0.5", "log_completions=True")):
+        check_rules(args, [rule])
+    args.log_completions = True
+    check_rules(args, [rule])
