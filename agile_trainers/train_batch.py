@@ -1,4 +1,4 @@
-"""The batch that the loss reads: which field has which shape, which rows go together, and how much padding they carry.
+"""Defines the batch that the loss reads: the shape of each field, the grouping of rows and the trimming of padding.
 
 TRL stores, shuffles and splits a ``dict`` of tensors. :meth:`TrainBatch.to_trl` and :meth:`TrainBatch.from_trl` are the only
 places where the two forms meet.
@@ -15,12 +15,12 @@ import torch
 from agile_trainers.types import TurnBatch
 
 Batch = dict[str, torch.Tensor]
-"""A micro-batch as TRL keeps it."""
+"""A micro-batch as TRL stores it: tensors by name."""
 
 _PROMPT, _TOKENS, _SCALAR = "(B, P)", "(B, T)", "()"
 _TURN_PREFIX, _TOKEN_PREFIX = "turns:", "tokens:"
 _READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-"""Fields that a forward pass reads."""
+"""Fields that a forward pass takes."""
 
 
 def _shaped(shape: str, **options: Any) -> Any:
@@ -29,7 +29,7 @@ def _shaped(shape: str, **options: Any) -> Any:
 
 @dataclass
 class TrainBatch:
-    """Episodes as the loss reads them. Names are TRL's where TRL has one."""
+    """A batch of episodes for the loss. A field has TRL's name where TRL has one."""
 
     prompt_ids: torch.Tensor = _shaped(_PROMPT)
     """(B, P) int64, left-padded."""
@@ -44,31 +44,31 @@ class TrainBatch:
     turn_ids: torch.Tensor = _shaped(_TOKENS)
     """(B, T) int64, -1 outside of actions."""
     sampling_per_token_logps: torch.Tensor = _shaped(_TOKENS)
-    """(B, T) float32, of the sampler."""
+    """(B, T) float32, log-probabilities under the sampler."""
     advantages: torch.Tensor = _shaped(_TOKENS)
     """(B, T) float32."""
     num_items_in_batch: torch.Tensor = _shaped(_SCALAR)
     """Tokens that are trained on in the generation batch, over all processes."""
     old_per_token_logps: torch.Tensor | None = _shaped(_TOKENS, default=None)
-    """(B, T), of the policy that the update starts from; None: those of the forward pass itself."""
+    """(B, T), under the policy that the update starts from. None: those of the forward pass itself."""
     ref_per_token_logps: torch.Tensor | None = _shaped(_TOKENS, default=None)
-    """(B, T), of the reference, where the loss has a KL term."""
+    """(B, T), under the reference. None: the loss has no KL term."""
     importance_sampling_ratio: torch.Tensor | None = _shaped(_TOKENS, default=None)
-    """(B, T), weights that make up for the gap between sampler and trainer."""
+    """(B, T), weights that correct for the gap between sampler and trainer."""
     turns_in_step: torch.Tensor | None = _shaped(_SCALAR, default=None)
     """Turns that the optimizer step trains a critic on, over all processes."""
     turn_columns: Batch = field(default_factory=dict)
-    """(B, K) each: further columns of a credit rule."""
+    """(B, K) each: further columns of a credit rule, one value per turn."""
     token_columns: Batch = field(default_factory=dict)
-    """(B, T) each: likewise."""
+    """(B, T) each: further columns of a credit rule, one value per token."""
 
     def column(self, name: str) -> torch.Tensor:
-        """A credit rule's own column, (B, K) or (B, T)."""
+        """Return a credit rule's own column, (B, K) or (B, T), by name."""
         return self.turn_columns[name] if name in self.turn_columns else self.token_columns[name]
 
     @property
     def counted(self) -> torch.Tensor:
-        """(B, T) bool, the tokens that the loss is over."""
+        """(B, T) bool, the tokens that enter the loss."""
         return self.tool_mask * self.completion_mask > 0
 
     @property
@@ -77,28 +77,28 @@ class TrainBatch:
         return _lengths(self.prompt_mask, self.completion_mask)
 
     def to_trl(self) -> Batch:
-        """The fields that are there, as TRL keeps them."""
+        """Convert to TRL's dictionary; fields that are None are left out."""
         batch = {name: value for name in _SHAPES if (value := getattr(self, name)) is not None}
         batch |= {_TURN_PREFIX + name: value for name, value in self.turn_columns.items()}
         return batch | {_TOKEN_PREFIX + name: value for name, value in self.token_columns.items()}
 
     @classmethod
     def from_trl(cls, batch: Batch) -> TrainBatch:
-        """The typed form of what :meth:`to_trl` made; tensors are shared."""
+        """Convert from the dictionary that :meth:`to_trl` made; tensors are shared."""
         turns = {n.removeprefix(_TURN_PREFIX): value for n, value in batch.items() if n.startswith(_TURN_PREFIX)}
         tokens = {n.removeprefix(_TOKEN_PREFIX): value for n, value in batch.items() if n.startswith(_TOKEN_PREFIX)}
         known = {name: batch[name] for name in _SHAPES if name in batch}
         length = known["completion_ids"].size(1)
         for name in batch.keys() - known.keys():
-            if ":" not in name:  # a checkpoint of before there were prefixes
+            if ":" not in name:  # a checkpoint written before columns had prefixes
                 (tokens if batch[name].size(1) == length else turns)[name] = batch[name]
         return cls(**known, turn_columns=turns, token_columns=tokens)
 
     def trimmed(self, multiple: int | None = None) -> TrainBatch:
-        """Without the columns that are padding in every row. TRL pads to the longest row of the *generation* batch.
+        """Drop the columns that are padding in every row. TRL pads to the longest row of the *generation* batch.
 
         Args:
-            multiple: TRL's ``pad_to_multiple_of``, to which the batch was padded and which what is left keeps.
+            multiple: TRL's ``pad_to_multiple_of``; the trimmed width is a multiple of it.
         """
         width, length = _width(self.prompt_mask, multiple), _width(self.completion_mask, multiple)
         cut: dict[str, Any] = {}
@@ -110,7 +110,7 @@ class TrainBatch:
         return TrainBatch(**cut, turn_columns=dict(self.turn_columns), token_columns=tokens)
 
     def rows(self, chosen: torch.Tensor) -> TrainBatch:
-        """Some of its rows.
+        """Select rows.
 
         Args:
             chosen: (B,) bool or (R,) int64.
@@ -118,17 +118,17 @@ class TrainBatch:
         return TrainBatch.from_trl({n: value[chosen] if value.ndim else value for n, value in self.to_trl().items()})
 
     def without_silent_rows(self, eps: float, loss_type: str) -> tuple[TrainBatch, float]:
-        """Drop the rows that have no advantage, and with it no gradient.
+        """Drop the rows that have no advantage, and therefore no gradient.
 
-        Without any other row, the shortest one stays: a rank that skipped its forward and backward pass would leave the
-        others waiting.
+        If no row is left, the shortest one stays: other ranks would wait for a rank that skips its forward and backward
+        pass.
 
         Args:
-            eps: An advantage counts as none up to this.
-            loss_type: TRL's; some divide by the number of rows or tokens of the micro-batch.
+            eps: Largest absolute advantage that counts as none.
+            loss_type: TRL's; some losses divide by the number of rows or tokens of the micro-batch.
 
         Returns:
-            What is left, and what its loss is to be multiplied by to give that of the whole.
+            The remaining rows, and the factor from their loss to the loss of the whole batch.
         """
         mask = self.counted
         kept = ((self.advantages.abs() > eps) & mask).any(dim=1)
@@ -148,12 +148,12 @@ _SHAPES: dict[str, str] = {f.name: f.metadata["shape"] for f in fields(TrainBatc
 
 
 def column_of(batch: Batch, name: str) -> torch.Tensor:
-    """A credit rule's own column, (B, K) or (B, T), of a micro-batch as TRL keeps it."""
+    """Return a credit rule's own column, (B, K) or (B, T), from a micro-batch in TRL's form."""
     return next(batch[key] for key in (_TURN_PREFIX + name, _TOKEN_PREFIX + name, name) if key in batch)
 
 
 def plain_names(batch: Batch) -> Batch:
-    """A micro-batch as TRL keeps it, with the credit rule's own columns under their own names."""
+    """Remove the prefixes of the credit rule's columns from the names of a micro-batch in TRL's form."""
     return {name.removeprefix(_TURN_PREFIX).removeprefix(_TOKEN_PREFIX): value for name, value in batch.items()}
 
 
@@ -174,7 +174,7 @@ def _lengths(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.
 def length_sorted_batches(
     batch: TurnBatch, size: int, multiple: int | None, rows: torch.Tensor | None = None
 ) -> Iterator[tuple[torch.Tensor, Batch]]:
-    """Micro-batches of rows of like length, for forward passes that train nothing.
+    """Yield micro-batches of rows of similar length, for forward passes without gradient.
 
     Args:
         batch: The episodes.
@@ -183,7 +183,7 @@ def length_sorted_batches(
         rows: (R,) int64, the rows to read. Default: all.
 
     Yields:
-        The rows of a micro-batch, and what a model reads of them, without columns that are padding in all of them.
+        The rows of a micro-batch, and the fields that a model reads, without columns that are padding in all rows.
     """
     lengths = _lengths(batch.prompt_mask, batch.completion_mask)
     ordered = lengths.argsort() if rows is None else rows[lengths[rows].argsort()]
@@ -194,7 +194,7 @@ def length_sorted_batches(
 
 
 def read_inputs(part: Batch) -> Batch:
-    """A micro-batch as a model's keyword arguments: prompt and completion as one sequence."""
+    """Make a model's keyword arguments from a micro-batch: prompt and completion as one sequence."""
     return {
         "input_ids": torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
         "attention_mask": torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
@@ -202,13 +202,13 @@ def read_inputs(part: Batch) -> Batch:
 
 
 def sort_by_length(micro_batches: list[Batch], window: int) -> list[Batch]:
-    """Exchange rows between the micro-batches of one accumulation window so that each holds rows of like length.
+    """Exchange rows between the micro-batches of one accumulation window so that each holds rows of similar length.
 
     The window's gradient is a sum over its rows, so only the padding changes. (``loss_type="bnpo"`` and the entropy bonus
-    normalize per micro-batch, whose make-up is arbitrary anyway.)
+    normalize per micro-batch, whose rows are arbitrary anyway.)
 
     Args:
-        micro_batches: In the order of the updates, as TRL keeps them.
+        micro_batches: In the order of the updates, in TRL's form.
         window: Micro-batches of one optimizer step.
     """
     ordered: list[Batch] = []

@@ -1,4 +1,4 @@
-"""Uploads to the Hub beside training: one after another, tried again when that can help, and never silently lost."""
+"""Uploads to the Hub in the background, one after another; retries where that can help and reports what failed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 WAITS = (2.0, 10.0, 60.0)
-"""Seconds before each further attempt."""
+"""Seconds of waiting before the second, third and fourth attempt."""
 SILENCE_SECONDS = 300.0
-"""How long the Hub may say nothing; the client of ``huggingface_hub`` would wait for ever."""
+"""Timeout for an answer of the Hub; the client of ``huggingface_hub`` has none."""
 STAGE = ".push-"
-"""Beginning of the folders below ``output_dir`` that hold what is being uploaded."""
+"""Prefix of the folders below ``output_dir`` that hold the files of an upload."""
 
 
 def limit_silence() -> None:
-    """Let the process's Hub client give up on a server that hangs."""
+    """Give the Hub client of this process a timeout."""
 
     def factory() -> httpx.Client:
         client = default_client_factory()
@@ -39,16 +39,16 @@ def limit_silence() -> None:
 
 
 def stage(files: Mapping[Path, Path], output_dir: Path, leave_out: tuple[str, ...] = ()) -> Path:
-    """Collect what is to be uploaded in a folder below ``output_dir``: checkpoints are deleted over time.
+    """Collect the files of an upload in a folder below ``output_dir``, since checkpoints are deleted over time.
 
     Args:
-        files: Relative path (of a file or folder) to the folder it lies in. From checkpoints, which nobody writes into any
-            more, hard links are made where the file system has them; what lies in ``output_dir`` itself is copied.
-        output_dir: Where the new folder is made.
-        leave_out: Names of files that are not taken.
+        files: Relative path (of a file or folder) to the folder it lies in. Files of checkpoints no longer change and are
+            hard-linked where the file system allows it; files of ``output_dir`` itself are copied.
+        output_dir: Parent of the new folder.
+        leave_out: Names of files that are left out.
 
     Returns:
-        The folder. Whoever uploads it removes it.
+        The folder. The caller removes it.
 
     Raises:
         OSError: If the disk is full, or a file cannot be read. Nothing is left behind then.
@@ -70,27 +70,27 @@ def stage(files: Mapping[Path, Path], output_dir: Path, leave_out: tuple[str, ..
 
 
 def remove_stages(output_dir: Path) -> None:
-    """Remove what killed uploads left."""
+    """Remove the folders that killed uploads left."""
     for folder in output_dir.glob(f"{STAGE}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class BackgroundPushes:
-    """The uploads of a run, in the order they were given. Has what ``Trainer`` asks of its ``push_in_progress``."""
+    """Runs the uploads of a run in order. It has the methods that ``Trainer`` calls on its ``push_in_progress``."""
 
     def __init__(self) -> None:
         self.jobs: list[Future[Any]] = []
         self.failures: list[str] = []
-        """What could not be pushed, and why."""
+        """Uploads that failed, each with its reason."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hub-push")
         self._stop = threading.Event()
 
     def submit(self, what: str, prepare: Callable[[], Path], upload: Callable[[Path], Any]) -> None:
-        """Upload later. Returns at once, but for ``prepare``.
+        """Prepare an upload now and run it in the background.
 
         Args:
-            what: For messages.
-            prepare: Makes the folder to upload, now. If the disk is full, this upload is given up and training goes on.
+            what: The upload's name in messages.
+            prepare: Makes the folder to upload. If the disk is full, this upload is given up and training goes on.
             upload: Uploads that folder, which is removed afterwards.
         """
         try:
@@ -101,7 +101,7 @@ class BackgroundPushes:
         self.jobs.append(self._thread.submit(self._push, what, folder, upload))
 
     def is_done(self) -> bool:
-        """Whether nothing is under way."""
+        """Return True if no upload is pending or running."""
         return all(job.done() for job in self.jobs)
 
     def wait_until_done(self) -> None:
@@ -110,12 +110,12 @@ class BackgroundPushes:
             job.result()
 
     def cancel(self) -> None:
-        """Give up what has not begun, and further attempts."""
+        """Cancel the uploads that have not begun, and all retries."""
         self._stop.set()
         self.jobs = [job for job in self.jobs if not job.cancel()]
 
     def summarize(self) -> None:
-        """Warn of everything that did not arrive, once."""
+        """Log the uploads that failed, once."""
         if self.failures:
             logger.warning(
                 "%d of the run's pushes did not arrive:\n%s\nNothing is lost: the checkpoints are in output_dir. Push them "
@@ -148,12 +148,12 @@ class BackgroundPushes:
 def _link(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # the file system has no links, or not there; a full disk shows when copying
+    except OSError:  # no links on this file system, or not between the two; a full disk shows when copying
         shutil.copy2(source, target)
 
 
 def _pause(error: Exception, wait: float | None) -> float | None:
-    """Seconds to wait before another attempt; None if it would fail too, or was the last."""
+    """Return the seconds to wait before another attempt; None if it would fail too, or if this was the last."""
     response = getattr(error, "response", None)
     if wait is None or not isinstance(error, HfHubHTTPError) or response is None:
         return wait if isinstance(error, (httpx.TransportError, OSError)) else None

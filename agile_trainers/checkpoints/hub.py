@@ -1,4 +1,4 @@
-"""Pushes to the Hub. Files are chosen by name, so that nothing else can slip in."""
+"""Pushes a run to the Hub. Files are chosen by name, so that no other file is uploaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EXTRAS = {
 
 
 class HubPushes:
-    """The repository of a run: made and checked at the start, pushed to from the main process.
+    """Pushes models, checkpoints and model card of a run to its repository, from the main process.
 
     Args:
         trainer: After TRL's own constructor.
@@ -52,8 +52,8 @@ class HubPushes:
         adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
         if "reference" in self._args.hub_extras and REFERENCE not in adapters:
             raise ValueError(
-                f"hub_extras={self._args.hub_extras!r}: there is no reference to push: it is the frozen base model. Set "
-                "reference_adapter=True (LoRA), or leave it out."
+                f"hub_extras={self._args.hub_extras!r}: the reference is the frozen base model, which is not pushed. Set "
+                "reference_adapter=True (LoRA), or leave 'reference' out."
             )
 
     def push(self, message: str | None, blocking: bool, token: str | None, revision: str | None) -> Any:
@@ -95,7 +95,7 @@ class HubPushes:
             self._push_later(folder, f"{message}, checkpoint", path_in_repo=path)
 
     def summarize(self) -> None:
-        """Say which background pushes failed, once they are over."""
+        """Log the background pushes that failed, once they are over."""
         if isinstance(getattr(self._trainer, "push_in_progress", None), BackgroundPushes):
             self._trainer.push_in_progress.summarize()
 
@@ -107,10 +107,10 @@ class HubPushes:
         )
 
     def _stage(self, folder: Path, path_in_repo: str | None) -> Path:
-        """What is pushed of a folder: the model in it, or all of it under another path."""
+        """Collect the files to push: those of the model in ``folder``, or the whole folder under another path."""
         output_dir = Path(self._args.output_dir)
         if path_in_repo is not None:
-            # Without the pickle, which nothing here reads.
+            # Leave out the pickle of the arguments, which nothing here reads.
             return stage({Path("."): folder}, output_dir, leave_out=(TRAINING_ARGS_NAME,))
         chosen = dict.fromkeys(self._chosen(folder), folder)
         chosen |= {Path(name): output_dir for name in ("README.md", CURVE) if (output_dir / name).is_file()}
@@ -156,11 +156,11 @@ class HubPushes:
         """Write ``README.md`` and the learning curve to ``output_dir``.
 
         Args:
-            record: Of the run; see :meth:`~agile_trainers.checkpoints.record.RunCheckpoints.record`.
+            record: The run's record; see :meth:`~agile_trainers.checkpoints.record.RunCheckpoints.record`.
             model_name: Title. Default: the last part of ``hub_model_id``, or of ``output_dir``.
             dataset_name: Hub id of the rows, if there were any.
-            tags: Of the card.
-            paper: TRL's ``_paper``: the algorithm's.
+            tags: Tags of the card.
+            paper: The algorithm's paper, in the form of TRL's ``_paper``.
         """
         trainer, output_dir = self._trainer, Path(self._args.output_dir)
         model_id = trainer.hub_model_id or output_dir.name
@@ -182,12 +182,12 @@ class HubPushes:
 
 
 def make_repository(name: str, token: str | None, make: Callable[[], str]) -> None:
-    """Make the repository and check that it can be written to.
+    """Make the repository and check write access to it.
 
     Args:
-        name: As the user gave it, for the error.
-        token: The Hub's.
-        make: Makes it and returns its whole name.
+        name: The name that the user gave, for the error.
+        token: The Hub token.
+        make: Makes the repository and returns its full name.
 
     Raises:
         ValueError: If the Hub refuses the repository's name or the token.
@@ -198,7 +198,7 @@ def make_repository(name: str, token: str | None, make: Callable[[], str]) -> No
         try:
             auth_check(made, token=token, write=True)
         except RepositoryNotFoundError as error:
-            if error.response.status_code != 404:  # it was made just now: this Hub does not answer the question
+            if error.response.status_code != 404:  # the repository was made just now, so this Hub has no such endpoint
                 raise
     except (HfHubHTTPError, HFValidationError) as error:
         response = getattr(error, "response", None)

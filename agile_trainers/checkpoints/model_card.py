@@ -1,4 +1,4 @@
-"""The model card: what was trained, how, and how well it does."""
+"""Writes the model card: base model, environment, evaluation, learning curve, options and lineage."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _SHARED = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "max_steps",
     "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "seed",
 )  # fmt: skip
-"""Of transformers' options; many of the others say where the run was, not what it did."""
+"""Options of transformers that the card shows; many of the others describe the machine, not the training."""
 _ALWAYS = ("learning_rate", "beta", "temperature", "seed", "max_turns", "max_new_tokens")
 _WHERE = ("vllm_server", "vllm_group_port", "hub_", "log_", "model_init_kwargs", "ds3_")
 _EVALUATIONS = 10
-"""Rows of the evaluation table, at most; the last one is always there."""
+"""Largest number of rows of the evaluation table; the last evaluation is always among them."""
 
 
 def hyperparameters(args: Any) -> dict[str, Any]:
-    """The options of a run that differ from their defaults, and the few that always matter."""
+    """Return the options of a run that differ from their defaults, and those in ``_ALWAYS``."""
     trl = {f.name for f in fields(GRPOConfig)} - {f.name for f in fields(GRPOConfig.__mro__[1])}
     own = {f.name for f in fields(args)} - {f.name for f in fields(GRPOConfig)}
     found = {}
@@ -50,16 +50,16 @@ def model_card(
     dataset: str | None = None,
     paper: Mapping[str, str] | None = None,
 ) -> str:
-    """The text of ``README.md``.
+    """Write the text of ``README.md``.
 
     Args:
         name: Title.
-        model_id: What loads the model: its Hub id, or the folder's name.
+        model_id: Hub id of the model, or the folder's name.
         record: ``agile_trainers.json``.
         log_history: ``trainer.state.log_history``.
         options: See :func:`hyperparameters`.
         tags: For the Hub's search.
-        trainer: Class that trained it.
+        trainer: Name of the trainer's class.
         dataset: Hub id of the rows, if there were any.
         paper: ``title``, ``id`` (arXiv) and optionally ``citation`` (BibTeX) of the algorithm.
     """
@@ -97,7 +97,7 @@ def model_card(
 
 
 def measure(log_history: Sequence[Mapping[str, Any]]) -> str:
-    """What a run is judged by: ``"reward"`` where reward functions add to the return, else ``"return"``."""
+    """Name the measure of a run: ``"reward"`` where reward functions add to the return, else ``"return"``."""
     names = {name.removeprefix("eval_") for entry in log_history for name in entry}
     own = {name for name in names if name.startswith("rewards/") and not name.startswith("rewards/environment/")}
     return "reward" if own else "return"
@@ -140,7 +140,7 @@ def _loading(base: str, model_id: str, record: Mapping[str, Any], trainer: str) 
 def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], measured: str) -> str:
     stride = -(-len(evaluations) // _EVALUATIONS) or 1
     shown = list(reversed(list(reversed(evaluations))[::stride]))
-    # Of several environments, those of each.
+    # One column for each of several environments.
     names = sorted(
         {found[1] for entry in shown for key in entry if (found := re.fullmatch(r"eval_(.+)_return_sem", key))}
     )
@@ -194,7 +194,7 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def curve(log_history: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Update and mean return of its training episodes, or their mean reward; see :func:`measure`."""
+    """Return pairs of update and mean return (or reward, see :func:`measure`) of its training episodes."""
     name = "reward" if measure(log_history) == "reward" else "return/mean"
     return [(entry["step"], entry[name]) for entry in log_history if name in entry]
 

@@ -1,4 +1,4 @@
-"""Keeps two runs from writing into one ``output_dir`` at once."""
+"""Locks ``output_dir``, so that no two runs write into it at once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class OutputDirInUseError(RuntimeError):
 
 @contextmanager
 def locked(output_dir: Path) -> Iterator[None]:
-    """Hold ``output_dir/run.lock`` as long as the block runs.
+    """Hold ``output_dir/run.lock`` while the block runs.
 
-    The operating system lets go of the lock when the process ends, however it ends, so a killed run blocks nobody. A
-    process on another host never blocks: file locks are unreliable between hosts, and a requeued job must start.
+    The operating system releases the lock when the process ends, also when it is killed. A process on another host does
+    not block: file locks are unreliable between hosts, and a requeued job must start.
 
     Args:
         output_dir: Made if it does not exist.

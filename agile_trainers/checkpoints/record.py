@@ -1,4 +1,4 @@
-"""Saves checkpoints that a run continues from exactly, and that never look whole unless they are."""
+"""Saves and restores checkpoints, from which a run continues exactly; an incomplete one is recognized."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ from agile_trainers.train_batch import Batch
 logger = logging.get_logger(__name__)
 
 _UNFINISHED = "unfinished"
-"""Subfolder of ``output_dir`` in which a checkpoint is built; it is moved out of it once it is whole."""
+"""Subfolder of ``output_dir`` in which a checkpoint is built; a complete one is moved out of it."""
 _ROLLOUT, _POSITION = "rollout", "position.json"
-"""Subfolder of the rollout buffer (of its own, since loaders of whole models take every safetensors file beside them)."""
+"""Subfolder and index of the rollout buffer. Loaders of whole models take every safetensors file of the main folder."""
 _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
-"""With these, a half-used rollout buffer means the same."""
+"""Options that must be the same for a half-used rollout buffer to be valid."""
 _ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass
 class RolloutState:
-    """How far a run is through its rollouts, beyond what ``Trainer`` saves."""
+    """The position of a run in its rollouts, which ``Trainer`` does not save."""
 
     steps: int
     """Micro-steps taken."""
     micro_batches: list[Batch] | None
-    """Of the generation batch that they are in; None at the start of one."""
+    """Micro-batches of the current generation batch; None at its start."""
     idle_batches: int = 0
-    """Batches in a row, up to now, without any signal."""
+    """Number of latest batches in a row without any signal."""
     skipped_steps: dict[str, int] = field(default_factory=dict)
-    """Of a :class:`~agile_trainers.trainers.nonfinite.StepGuard`."""
+    """Counters of a :class:`~agile_trainers.trainers.nonfinite.StepGuard`."""
 
 
 class RunCheckpoints:
-    """The checkpoints of a run in ``output_dir``: which one it goes on from, what a new one holds, and where it is built.
+    """Chooses, builds and deletes the checkpoints of a run in ``output_dir``.
 
     Args:
         trainer: After TRL's own constructor.
         algorithm: The algorithm's name.
         environment: The trainer's argument.
-        saved: Where the policy was loaded from, if from adapters.
+        saved: The adapters that the policy was loaded from, if any.
     """
 
     def __init__(self, trainer: GRPOTrainer, algorithm: str, environment: Any, saved: SavedAdapters | None) -> None:
@@ -80,9 +80,9 @@ class RunCheckpoints:
         self._args: Any = trainer.args
         self._parent = parent_of(saved, self._base_config._name_or_path)
         self.run_id = ""
-        """Of the run, or of its branch if it went on from an older checkpoint."""
+        """Id of the run, or of its branch if it was resumed from an older checkpoint."""
         self.epochs_done = 0
-        """Before the checkpoint that the run went on from."""
+        """Number of whole epochs before the checkpoint that the run was resumed from."""
         self.building: Path | None = None
         """Folder below which a checkpoint is being built."""
 
@@ -98,11 +98,11 @@ class RunCheckpoints:
     # ------------------------------------------------------------------------------------------------------ choose
 
     def choose(self, resume: str | bool | None, lock: ExitStack) -> str | None:
-        """The checkpoint to resume from. The main process locks ``output_dir`` and chooses; all get its answer, or error.
+        """Choose the checkpoint to resume from. The main process locks ``output_dir`` and chooses for all, or all raise.
 
         Args:
             resume: ``resume_from_checkpoint``.
-            lock: Gets what has to be released when the run ends.
+            lock: Receives the lock, which is released when the run ends.
 
         Raises:
             CheckpointError: If there is no whole checkpoint there, or it is one of another run.
@@ -144,7 +144,7 @@ class RunCheckpoints:
 
     @staticmethod
     def _named_checkpoint(resume: str | bool | None, output_dir: Path) -> Path | None:
-        """The whole checkpoint that ``resume_from_checkpoint`` names, read once; None to start anew."""
+        """Return the complete checkpoint that ``resume_from_checkpoint`` names; None to start a new run."""
         if resume is None or resume is False or (resume == "auto" and not checkpoints(output_dir)):
             return None
         if resume is not True and resume != "auto":
@@ -161,11 +161,11 @@ class RunCheckpoints:
         return folder
 
     def _begin_branch(self, output_dir: Path, after: int) -> None:
-        """Give the run a new id, and set aside what later resumes would take for its checkpoints.
+        """Give the run a new id, and set aside checkpoints that a later resume would take for its own.
 
         Args:
-            output_dir: Of the run.
-            after: The step it goes on from; checkpoints of later steps are another branch's.
+            output_dir: Folder of the run.
+            after: The step it is resumed from; checkpoints of later steps belong to another branch.
         """
         self.run_id = uuid.uuid4().hex[:12]
         # The policy itself may come from one of them.
@@ -180,7 +180,7 @@ class RunCheckpoints:
             )  # fmt: skip
 
     def _check_output_dir(self, output_dir: Path) -> None:
-        """Nothing that others wrote is to be overwritten."""
+        """Reject an ``output_dir`` with checkpoints of another program, which might be overwritten."""
         foreign = [path for path in checkpoints(output_dir) if not (path / RECORD).is_file()]
         if foreign:
             raise CheckpointError(
@@ -189,7 +189,7 @@ class RunCheckpoints:
             )
 
     def _check_fits(self, folder: Path) -> None:
-        """Refuse the checkpoint of a run with other settings, naming each that differs."""
+        """Reject the checkpoint of a run with other settings, and name each that differs."""
         theirs, ours = read_json(folder / RECORD), self.record()
         pairs = {name: (theirs.get(name), ours[name]) for name in ("algorithm", "environment")}
         if "environment_arguments" in theirs:
@@ -212,7 +212,7 @@ class RunCheckpoints:
         different += [f"{change} does not fit the saved states" for change in options.refused]
         if different:
             raise CheckpointError(
-                f"{folder} is a checkpoint of another run: {'; '.join(different)}. Give the trainer the settings of then, "
+                f"{folder} is a checkpoint of another run: {'; '.join(different)}. Give the trainer those settings, "
                 f"or start a new run with model={str(folder)!r}."
             )
         if options.idle:
@@ -230,7 +230,7 @@ class RunCheckpoints:
     # -------------------------------------------------------------------------------------------------------- save
 
     def record(self) -> dict[str, Any]:
-        """The content of ``agile_trainers.json``: where a model comes from."""
+        """Make the content of ``agile_trainers.json``: the origin of a model."""
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
         config = self._base_config
         text = config.get_text_config()
@@ -258,21 +258,21 @@ class RunCheckpoints:
 
     @contextmanager
     def saving(self, run: Path, rollout: RolloutState) -> Iterator[Path]:
-        """Build a checkpoint out of sight; whole, it takes its place in ``run``.
+        """Build a checkpoint in a hidden folder and move it into ``run`` when it is complete.
 
         Args:
             run: The folder of the run's checkpoints.
-            rollout: Saved with it, unless ``save_only_model``.
+            rollout: Position in the rollouts, saved unless ``save_only_model``.
 
         Yields:
-            The folder to write it into; :attr:`building` is the folder above.
+            The folder to write into; :attr:`building` is its parent.
         """
         accelerator, state, args = self._trainer.accelerator, self._trainer.state, self._args
         name = f"checkpoint-{state.global_step}"
         building, folder = run / _UNFINISHED / name, run / name
         here = accelerator.is_local_main_process  # of each machine, which need not share a disk
         if here:
-            shutil.rmtree(building.parent, ignore_errors=True)  # what a kill left
+            shutil.rmtree(building.parent, ignore_errors=True)  # left by a killed process
         accelerator.wait_for_everyone()
         self.building = building.parent
         try:
@@ -293,8 +293,7 @@ class RunCheckpoints:
         accelerator.wait_for_everyone()
 
     def rotate(self, run: Path) -> None:
-        """Delete the checkpoints beyond ``save_total_limit``. ``Trainer`` has looked in the folder of unfinished ones, where
-        there is only one."""
+        """Delete the checkpoints beyond ``save_total_limit``. ``Trainer`` only sees the folder of unfinished ones."""
         if self._args.should_save:
             rotate_checkpoints(
                 output_dir=str(run),
@@ -304,7 +303,7 @@ class RunCheckpoints:
             )
 
     def _save_rollout(self, folder: Path, rollout: RolloutState) -> None:
-        """The micro-batches that are still to be trained on, one file per process, and how far the run is through them."""
+        """Save the current micro-batches, one file per process, and the position in them."""
         if self._args.save_only_model:
             return
         generation, position = divmod(rollout.steps, self._every)
@@ -325,7 +324,7 @@ class RunCheckpoints:
     # ------------------------------------------------------------------------------------------------------ resume
 
     def load_rollout(self, checkpoint: str) -> RolloutState:
-        """What :meth:`saving` saved of the rollouts, of this process."""
+        """Load the position in the rollouts that :meth:`saving` saved for this process."""
         folder = Path(checkpoint) / _ROLLOUT
         state = read_json(folder / _POSITION)
         micro_batches = None
@@ -344,7 +343,7 @@ class RunCheckpoints:
 
 
 def _move_into_place(building: Path, folder: Path) -> None:
-    """Rename a finished checkpoint; one of the same step makes room first."""
+    """Rename a complete checkpoint; an older one of the same step is removed."""
     if folder.is_dir() and building.is_dir():
         doomed = folder.with_name(f"{folder.name}.old")
         shutil.rmtree(doomed, ignore_errors=True)

@@ -17,13 +17,13 @@ _BOOKKEEPING = (
     "prediction_loss", "project", "push_to_hub", "report_to", "restore_callback", "resume_from", "run_name", "save_",
     "skip_memory", "torch_empty", "trackio_", "use_cpu", "vllm_gpu", "vllm_group", "vllm_server",
 )  # fmt: skip
-"""Beginnings of options that change nothing of what is learned, or that are compared elsewhere."""
+"""Prefixes of options that do not affect learning, or that are compared elsewhere."""
 _IN_THE_OPTIMIZER = (
     "learning_rate", "critic_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
 )  # fmt: skip
-"""Restored with the optimizer's state, so that another value of theirs has no effect."""
+"""Options that are restored with the optimizer's state, so that another value has no effect."""
 _FIXED = ("optim", "optim_args", "optim_target_modules", "reference_adapter")
-"""Another value of theirs does not fit the states in the checkpoint."""
+"""Options whose value must fit the states in the checkpoint."""
 
 
 @dataclass
@@ -31,21 +31,21 @@ class OptionChanges:
     """Differences between the options of two parts of a run, each as ``name: then -> now``."""
 
     refused: list[str] = field(default_factory=list)
-    """The checkpoint's states do not fit them."""
+    """Changes that do not fit the states in the checkpoint."""
     idle: list[str] = field(default_factory=list)
-    """They have no effect."""
+    """Changes without effect."""
     active: list[str] = field(default_factory=list)
-    """They take effect from the checkpoint on."""
+    """Changes that take effect from the checkpoint on."""
 
 
 def recorded_options(args: TrainingArguments) -> dict[str, Any]:
-    """The options that decide what a run learns, as JSON holds them. No path, address or token is among them."""
+    """Return the options that affect learning, as JSON types, without paths, addresses and tokens."""
     chosen = {f.name: getattr(args, f.name) for f in fields(args) if not f.name.startswith(_BOOKKEEPING)}
     return json.loads(json.dumps(chosen, default=str))
 
 
 def compare_options(then: dict[str, Any], now: dict[str, Any]) -> OptionChanges:
-    """Sort the differences by what they do to a resumed run.
+    """Sort the differences by their effect on a resumed run.
 
     Args:
         then: :func:`recorded_options` when the checkpoint was saved. Options it does not name are not compared.

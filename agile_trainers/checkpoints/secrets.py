@@ -1,4 +1,4 @@
-"""Takes secrets out of what is written: entries whose name says token, key or password, and what looks like one."""
+"""Removes secrets from output: entries whose name says token, key or password, and strings that look like one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 _TOKENIZER = re.compile(r"^(bos|eos|unk|sep|pad|cls|mask|image|video|audio|boi|eoi)_token$")
-"""Special tokens of a tokenizer, which are no secrets."""
+"""Names of a tokenizer's special tokens, which are not secrets."""
 _LOOKS = re.compile(r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_\-]{16,}|(?<=://)[^/@\s]+(?=@)")
-"""Tokens of the Hub, keys of APIs, and the user's part of an address."""
+"""Patterns of Hub tokens, API keys, and the user part of an address."""
 
 
 def blanked(value: Any, name: str = "", instead: str | None = "***") -> Any:
-    """A copy of a value without secrets; what holds none is returned as it is.
+    """Copy a value without secrets; a value without any is returned unchanged.
 
     Args:
-        value: Anything; dictionaries, lists and tuples are looked into.
-        name: What the value is called.
-        instead: What stands in a secret's place. None for what may be read again, where it means that there is none.
+        value: Any value; dictionaries, lists and tuples are searched.
+        name: The value's name.
+        instead: Replacement of a secret. None for output that is read again, where None means that there is none.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value

@@ -26,7 +26,7 @@ _DEFAULT: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a run that SIGTERM stopped, by convention."""
 GRACE_SECONDS = 25.0
-"""What a process has after SIGTERM under torchrun, which kills it after 30."""
+"""Seconds from SIGTERM to the end of a process under torchrun, which kills it after 30."""
 
 
 class GracefulStop(TrainerCallback):
@@ -43,7 +43,7 @@ class GracefulStop(TrainerCallback):
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Handle the signals inside this block. A second one does what it did before, but is never ignored."""
+        """Handle the signals inside this block. A second signal has its earlier effect, but is never ignored."""
         self._requested, self._stopped = None, ""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         if None in before.values() or threading.current_thread() is not threading.main_thread():
@@ -69,7 +69,7 @@ class GracefulStop(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save and stop if a process got a signal."""
         number = torch.tensor(float(self._requested or 0), device=self._accelerator.device)
-        # It may reach one process a step later than another.
+        # The signal may reach one process a step later than another.
         numbers = self._accelerator.gather(number)
         if numbers.max() > 0:
             self._requested = signal.Signals(int(numbers.max()))
@@ -77,7 +77,7 @@ class GracefulStop(TrainerCallback):
             self._stopped = f"stopped at step {state.global_step}; resume_from_checkpoint=True goes on from there"
 
     def pass_on(self) -> None:
-        """Stop whoever called ``train`` too.
+        """Stop the caller of ``train`` too.
 
         Raises:
             KeyboardInterrupt: After SIGINT.
@@ -92,10 +92,10 @@ class GracefulStop(TrainerCallback):
 
 @contextmanager
 def _end_if_a_peer_is_gone() -> Iterator[None]:
-    """End this process within the grace period after SIGTERM, where torchrun sends it because a peer died.
+    """End this process within the grace period after a SIGTERM that torchrun sends because a peer died.
 
     The main thread may wait for that peer in a collective, where no Python signal handler runs; so a thread waits for the
-    signal. Outside torchrun whoever sends SIGTERM decides how long it waits.
+    signal. Outside torchrun the sender of SIGTERM sets the grace period.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield

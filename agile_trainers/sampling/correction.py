@@ -1,4 +1,4 @@
-"""Weights that make up in the loss for the gap between sampler and trainer."""
+"""Computes importance weights that correct the loss for the gap between sampler and trainer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agile_trainers.types import TurnBatch
 def mismatch_weights(
     args: Any, batch: TurnBatch, log_probs: torch.Tensor, mask: torch.Tensor, accelerator: Accelerator
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Importance weights of tokens, as ``vllm_importance_sampling_mode`` says.
+    """Compute the importance weight of each token by ``vllm_importance_sampling_mode``.
 
     Args:
         args: A ``MultiTurnConfig``.
         batch: The episodes of this process.
-        log_probs: (B, T), of the trainer's policy.
+        log_probs: (B, T), under the trainer's policy.
         mask: (B, T) bool, the tokens that were scored and are trained on.
-        accelerator: Gathers what the metrics are over.
+        accelerator: Gathers the columns for the metrics.
 
     Returns:
         The weights (B, T), and metrics of the gap and of the weights over all processes.

@@ -1,7 +1,7 @@
-"""The gap between sampler and trainer in one generation batch: measured on the device, read once, explained.
+"""Measures and explains the gap between sampler and trainer: the difference of their log-probabilities.
 
-On-policy the importance ratio is 1 by construction, so a trainer that computes other log-probabilities than the sampler did
-trains on the wrong gradient with healthy metrics. The sampler's own log-probabilities are the only witness.
+On-policy the importance ratio is 1 by construction. A trainer whose log-probabilities differ from the sampler's therefore
+trains on the wrong gradient with healthy metrics; only the sampler's own log-probabilities show it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from agile_trainers.rollout.generators.base import SamplingSettings
 logger = logging.get_logger(__name__)
 
 EXACT, ROUNDED = 1e-3, 0.1
-"""Mean gap, in nats a token, that needs an explanation: where both compute in fp32 on the same weights, and elsewhere."""
+"""Largest normal mean gap, in nats a token: where both compute in fp32 on the same weights, and elsewhere."""
 _FILTERS, _PENALTIES = ("top_p", "top_k", "min_p", "min_new_tokens"), ("repetition_penalty",)
 
 
 class SamplerMismatchError(RuntimeError):
-    """The trainer's log-probabilities are not the sampler's, although both compute the same in the same precision."""
+    """The log-probabilities of trainer and sampler differ, although rounding cannot be the cause."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Gap:
     maximum: float
     tokens: int
     full_rows: float = 0.0
-    """The mean over rows without left padding; 0 without any such token, as below."""
+    """Mean over rows without left padding; 0 if there is no such token, here and below."""
     padded_rows: float = 0.0
-    """Over rows with left padding."""
+    """Mean over rows with left padding."""
     first_turns: float = 0.0
     later_turns: float = 0.0
 
@@ -44,10 +44,10 @@ class Gap:
 class GapMeter:
     """Sums the gap of one generation batch on the device.
 
-    ``open`` starts a batch, ``add`` takes its forward passes one by one and never waits for the device, ``read`` ends it.
+    ``open`` starts a batch, ``add`` takes its forward passes one by one without waiting for the device, ``read`` ends it.
 
     Args:
-        accelerator: Whose processes ``read`` agrees with.
+        accelerator: The trainer's; ``read`` gathers over its processes.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -55,10 +55,10 @@ class GapMeter:
         self._sums: torch.Tensor | None = None
         self._highest: torch.Tensor | None = None
         self.is_open = False
-        """Whether a batch is being measured."""
+        """True between ``open`` and ``read``."""
 
     def open(self) -> None:
-        """Start a generation batch, whatever became of the last one."""
+        """Start a generation batch and drop an unfinished one."""
         self._sums, self._highest, self.is_open = None, None, True
 
     @torch.no_grad()
@@ -70,12 +70,12 @@ class GapMeter:
         turn_ids: torch.Tensor,
         padded: torch.Tensor,
     ) -> None:
-        """Take the tokens of a forward pass.
+        """Add the tokens of a forward pass.
 
         Args:
             log_probs: (B, T), of the trainer.
             sampled: (B, T), of the sampler.
-            mask: (B, T) bool, the tokens that count. What stands elsewhere has no influence, whatever it is.
+            mask: (B, T) bool, the tokens that count. Values elsewhere have no influence, NaN included.
             turn_ids: (B, T) int64.
             padded: (B,) bool, rows whose prompt is padded.
         """
@@ -87,9 +87,9 @@ class GapMeter:
         self._highest = highest if self._highest is None else torch.maximum(self._highest, highest)
 
     def read(self) -> Gap | None:
-        """End the batch: the gap over all ranks, the same on each. None without a token that counts.
+        """End the batch and return the gap over all ranks; None if no token counts.
 
-        Every rank must call it at the same point; it is the one collective and the one wait for the device.
+        Every rank must call it at the same point. It is the only collective and the only wait for the device.
         """
         assert self._sums is not None and self._highest is not None, "No forward pass was added."
         ranks = self._accelerator.gather(torch.cat([self._sums, self._highest[None]])[None]).double().cpu()
@@ -109,7 +109,7 @@ class GapMeter:
 
 
 def reshaping(settings: SamplingSettings) -> tuple[list[str], list[str]]:
-    """Sampling settings that make the sampler's distribution another one than the policy's.
+    """Find the sampling settings under which the sampler's distribution differs from the policy's.
 
     Returns:
         The penalties, which leave every token possible, and the filters, which do not; each as ``name=value``.
@@ -124,25 +124,25 @@ def reshaping(settings: SamplingSettings) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How sampler and trainer compute."""
+    """The settings, dtypes and noise under which sampler and trainer compute."""
 
     settings: SamplingSettings
     scored_at: float
-    """The temperature the trainer scores at."""
+    """Temperature at which the trainer scores."""
     sampler: torch.dtype
     trainer: torch.dtype
     quantized: bool = False
     tf32: bool = False
     dropout: bool = False
-    """Whether dropout is left on in training."""
+    """True if dropout is active in training."""
     vllm: bool = False
     corrected: bool = False
-    """Whether tokens are weighed by the trainer's probability over the sampler's."""
+    """True if tokens are weighed by the trainer's probability over the sampler's."""
     model_type: str = ""
 
     @property
     def rounded(self) -> list[str]:
-        """What makes the two differ by rounding, in words. Empty: they agree up to the order of fp32 sums."""
+        """Causes of a difference by rounding, in words. Empty: the two agree up to the order of fp32 sums."""
         dtypes = {self.sampler, self.trainer}
         return [
             *([f"the sampler computes in {self.sampler}, the trainer in {self.trainer}"] if len(dtypes) > 1 else []),
@@ -153,7 +153,7 @@ class Conditions:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is known that makes the two differ by more than the order of fp32 sums."""
+        """True if the two should differ by no more than the order of fp32 sums."""
         return not (self.rounded or self.dropout or any(reshaping(self.settings)))
 
 
@@ -161,12 +161,12 @@ _EXACT_DTYPES = {torch.float32, torch.float64}
 
 
 def likely_cause(gap: Gap, bound: float, conditions: Conditions, first: float) -> str:
-    """Why sampler and trainer differ, by what is known: the likeliest cause first.
+    """Name the likeliest cause of a gap between sampler and trainer.
 
     Args:
-        gap: Of this batch.
-        bound: Which its mean exceeds.
-        conditions: How they compute.
+        gap: The gap of this batch.
+        bound: The bound that its mean exceeds.
+        conditions: How sampler and trainer compute.
         first: The mean gap of the first generation batch.
     """
     known, (penalties, filters) = conditions, reshaping(conditions.settings)
@@ -174,7 +174,9 @@ def likely_cause(gap: Gap, bound: float, conditions: Conditions, first: float) -
         return f"answers are sampled at temperature {known.settings.temperature} and scored at temperature {known.scored_at}"
     if penalties or filters:
         named = " and ".join(penalties + filters)
-        cause = f"{named} changes what is sampled from, which the trainer's log-probabilities do not know"
+        cause = (
+            f"{named} changes the distribution that is sampled from, and the trainer's log-probabilities are without it"
+        )
         if filters:
             cause += f"; nothing corrects for tokens that {' and '.join(filters)} removes"
         if penalties and not known.corrected:
@@ -187,9 +189,7 @@ def likely_cause(gap: Gap, bound: float, conditions: Conditions, first: float) -
         if known.vllm:
             return f"{told}, so the engine seems to serve a stale adapter"
         if not known.rounded:
-            return (
-                f"{told}, so it came with longer conversations (rope factors that depend on length) or with the update"
-            )
+            return f"{told}, so the cause is a longer conversation (rope factors that depend on length) or the update"
     if known.rounded:
         return "; ".join(known.rounded)
     if known.vllm:
@@ -203,22 +203,22 @@ def likely_cause(gap: Gap, bound: float, conditions: Conditions, first: float) -
     if gap.first_turns <= bound < gap.later_turns:
         return (
             f"only turns after the first differ ({gap.later_turns:.2g}, first turns {gap.first_turns:.2g}): {model} reads "
-            "keys and values kept between turns otherwise than a whole conversation (rope factors that depend on length, "
+            "keys and values kept between turns differently from a whole conversation (rope factors that depend on length, "
             "local attention taken for full)"
         )
     return (
-        f"{model} adds noise in training that is no dropout module (attention, residual or router noise), or its decoding "
-        "step computes something else than its forward pass"
+        f"{model} adds noise in training that is not a dropout module (attention, residual or router noise), or its "
+        "decoding step and its forward pass compute different values"
     )
 
 
 def explain(gap: Gap, bound: float, conditions: Conditions, first: float) -> str:
-    """What to say of a gap that is too wide.
+    """Write the warning or error for a gap that is too wide.
 
     Args:
-        gap: Of this batch.
-        bound: Which its mean exceeds.
-        conditions: How they compute.
+        gap: The gap of this batch.
+        bound: The bound that its mean exceeds.
+        conditions: How sampler and trainer compute.
         first: The mean gap of the first generation batch.
     """
     return (
@@ -228,12 +228,12 @@ def explain(gap: Gap, bound: float, conditions: Conditions, first: float) -> str
 
 
 class GapMonitor:
-    """Measures the gap of every generation batch, and speaks up when it is too wide.
+    """Measures the gap of every generation batch, and warns or raises when it is too wide.
 
     Args:
         accelerator: The trainer's.
         bound: ``max_logprob_gap``; None for the default that ``conditions`` calls for.
-        conditions: Says how sampler and trainer compute.
+        conditions: Returns how sampler and trainer compute.
     """
 
     def __init__(self, accelerator: Accelerator, bound: float | None, conditions: Callable[[], Conditions]) -> None:
@@ -243,7 +243,7 @@ class GapMonitor:
 
     @property
     def is_open(self) -> bool:
-        """Whether a generation batch is being measured."""
+        """True while a generation batch is measured."""
         return self._meter.is_open
 
     def open(self) -> None:
@@ -258,15 +258,14 @@ class GapMonitor:
         turn_ids: torch.Tensor,
         prompt_mask: torch.Tensor,
     ) -> None:
-        """Take the tokens of a forward pass; see :meth:`GapMeter.add`."""
+        """Add the tokens of a forward pass; see :meth:`GapMeter.add`."""
         self._meter.add(log_probs, sampled, mask, turn_ids, prompt_mask[:, 0] == 0)
 
     def close(self, *, is_first_step: bool) -> dict[str, float]:
-        """End the batch; all ranks agree on its gap.
+        """End the batch and return its gap as metrics, the same on all ranks.
 
         Args:
-            is_first_step: Whether no optimizer step was made before. A resumed run has got past its first batch, and goes
-                on.
+            is_first_step: True before the first optimizer step. A resumed run is past its first batch and only warns.
 
         Returns:
             The gap as metrics, under TRL's names; empty without a token that counts.
@@ -285,7 +284,7 @@ class GapMonitor:
             text = explain(gap, bound, conditions, first)
             if is_first and conditions.exact:
                 raise SamplerMismatchError(text)
-            if last <= bound:  # once, until it has been narrow again
+            if last <= bound:  # once, until the gap has been narrow again
                 logger.warning(text)
         name = "sampling/sampling_logp_difference"
         return {f"{name}/mean": gap.mean, f"{name}/max": gap.maximum}

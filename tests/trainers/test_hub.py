@@ -216,8 +216,8 @@ def test_hyperparameters_are_what_was_chosen(tmp_path):
     [
         (["optimizer"], {}, "must be among 'reference', 'critic', 'rollouts', got 'optimizer'"),
         (["critic"], {}, "there is no critic to push"),
-        (["reference"], {}, "there is no reference to push: beta=0.0 uses none"),
-        (["reference"], {"beta": 0.1}, "there is no reference to push: it is the frozen base model"),
+        (["reference"], {}, r"reference.*beta=0\.0"),
+        (["reference"], {"beta": 0.1}, "reference.*frozen base model"),
         (["rollouts"], {"log_rollouts": False}, "there are no rollouts to push"),
     ],
 )
