@@ -682,6 +682,17 @@ MUTATIONS = [
         "        args = copy.copy(self)\n        if args.vllm_importance",
         "        args = self\n        if args.vllm_importance",
         "tests/trainers/test_reward_functions.py -k makes_two_trainers",
+        "an algorithm of the user's is named after TRL's", "trainers/trainer.py",
+        "cls._name = cls.__name__", "pass", "tests/trainers/test_algorithms.py",
+    ),
+    Mutation(
+        "options of a user's algorithm are taken for TRL's", "cli/parser.py",
+        'not in ("trl", "transformers")', 'in ("agile_trainers",)', "tests/trainers/test_algorithms.py",
+    ),
+    Mutation(
+        "a chain's stage resumes without its policy", "cli/chain/command.py",
+        "if isinstance(kwargs[\"model\"], PeftModel) and not uses_deepspeed(args):", "if False:",
+        "tests/test_cli_chain.py -k interrupted",
     ),
 ]  # fmt: skip
 
