@@ -682,6 +682,8 @@ MUTATIONS = [
         "        args = copy.copy(self)\n        if args.vllm_importance",
         "        args = self\n        if args.vllm_importance",
         "tests/trainers/test_reward_functions.py -k makes_two_trainers",
+    ),
+    Mutation(
         "an algorithm of the user's is named after TRL's", "trainers/trainer.py",
         "cls._name = cls.__name__", "pass", "tests/trainers/test_algorithms.py",
     ),
@@ -701,7 +703,7 @@ def copy_project(target: Path) -> None:
     """What the tests need, and nothing that was built."""
     for name in ("agile_trainers", "environments", "tests", "examples", "benchmarks", "docs", "accelerate_configs"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "AGENTS.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, target / name)
     (target / "agile_environments").symlink_to("environments")
 
