@@ -1,4 +1,4 @@
-"""Samples a trainer's rollouts: with transformers on the trainer's own model, or with a vLLM engine beside it."""
+"""Makes the generator of each rollout: transformers on the trainer's own model, or a vLLM engine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
 
 
 def sampling_settings(args: Any, do_sample: bool = True) -> SamplingSettings:
-    """How answers are sampled.
+    """Make the sampling settings from a configuration.
 
     Args:
         args: A ``MultiTurnConfig``.
-        do_sample: False: greedily.
+        do_sample: False takes the likeliest token.
     """
     return SamplingSettings(
         temperature=args.temperature,
@@ -41,13 +41,13 @@ def sampling_settings(args: Any, do_sample: bool = True) -> SamplingSettings:
 
 
 def _multiplies_in_tf32() -> bool:
-    """Whether a GPU rounds the factors of fp32 matrix products to TF32."""
+    """Return True if a GPU rounds the factors of fp32 matrix products to TF32."""
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # since torch 2.9
     return precision == "tf32" if precision is not None else torch.get_float32_matmul_precision() != "highest"
 
 
 def _policy_class(mode: str) -> type[ServedPolicy]:
-    # Importing vLLM takes seconds and changes the process: only whoever asks for it.
+    # Importing vLLM takes seconds and changes the process, so it is imported with use_vllm=True only.
     if mode == "server":
         from agile_trainers.sampling.vllm_server import ServerPolicy
 
@@ -58,11 +58,11 @@ def _policy_class(mode: str) -> type[ServedPolicy]:
 
 
 class RolloutSampler:
-    """Makes the generator of each rollout, with the policy as it is then.
+    """Makes the generator of each rollout, with the current policy.
 
     Args:
-        trainer: Its policy is sampled from.
-        engine: The rollout engine that the generators are for.
+        trainer: The trainer whose policy is sampled.
+        engine: The rollout engine that uses the generators.
         tokenizer: The policy's.
         distribution: TRL's ``DistributedBackend``, which gathers sharded weights.
 
@@ -74,7 +74,7 @@ class RolloutSampler:
         self._trainer, self._engine, self._tokenizer = trainer, engine, tokenizer
         self._synced = 0, 0.0
         self.vllm: ServedPolicy | None = None
-        """The policy in a vLLM engine, with ``use_vllm``."""
+        """The policy in a vLLM engine; None without ``use_vllm``."""
         args: Any = trainer.args
         settings = sampling_settings(args)
         if args.use_vllm:
@@ -86,16 +86,16 @@ class RolloutSampler:
                 distribution,
                 limit if limit < 1 << 30 else None,
             )
-        # Made once for its checks of the sampling settings; the first rollout is what moves the policy.
+        # Make a generator once for its checks of the sampling settings; the first rollout moves the policy.
         with self._on_transformers(settings) if self.vllm is None else self._on_engine(self.vllm, settings):
             pass
 
     @contextmanager
     def generator(self, do_sample: bool = True) -> Iterator[Generator]:
-        """The generator of one rollout.
+        """Make the generator of one rollout.
 
         Args:
-            do_sample: False: take the likeliest token.
+            do_sample: False takes the likeliest token.
         """
         settings = sampling_settings(self._trainer.args, do_sample)
         with self._on_transformers(settings) if self.vllm is None else self._on_vllm(self.vllm, settings) as made:
@@ -103,7 +103,7 @@ class RolloutSampler:
 
     @contextmanager
     def _on_transformers(self, settings: SamplingSettings) -> Iterator[Generator]:
-        """On the unwrapped policy, in eval mode, as TRL unwraps it for its own generation."""
+        """Make a generator on the unwrapped policy, in eval mode, as TRL does for its own generation."""
         trainer, args = self._trainer, self._trainer.args
         training = trainer.model.training
         with (
@@ -116,7 +116,7 @@ class RolloutSampler:
             torch.no_grad(),
             gathered_once(model),
         ):
-            # Compiled, it would be compiled again for every length of the KV cache.
+            # A compiled model would be compiled again for every length of the KV cache.
             model = extract_model_from_parallel(model, keep_torch_compile=False)
             model.eval()
             try:
@@ -143,14 +143,14 @@ class RolloutSampler:
         return policy.generator(settings, self._engine.chat.eos_token_ids, self._tokenizer)
 
     def sync_metrics(self) -> dict[str, float]:
-        """What moving the policy to vLLM cost for the last rollout; empty without vLLM."""
+        """Return bytes and seconds of moving the policy to vLLM for the last rollout; empty without vLLM."""
         if self.vllm is None:
             return {}
         moved, seconds = self._synced
         return {"vllm/sync_bytes": float(moved), "time/sync": seconds}
 
     def conditions(self) -> Conditions:
-        """How sampler and trainer compute, for an explanation of the gap between them."""
+        """Describe how sampler and trainer compute, to explain the gap between them."""
         trainer = self._trainer
         args: Any = trainer.args
         policy = trainer.accelerator.unwrap_model(trainer.model)
@@ -163,7 +163,7 @@ class RolloutSampler:
             sampler=ours if self.vllm is None else self.vllm.dtype,
             trainer=ours,
             quantized=getattr(base.config, "quantization_config", None) is not None,
-            # Triton's matrix products, of which vLLM's attention is made, round to TF32 whatever torch is told.
+            # Triton's matrix products, which vLLM's attention uses, round to TF32 whatever the setting of torch.
             tf32=on_gpu and (self.vllm is not None or _multiplies_in_tf32()),
             dropout=not args.disable_dropout,
             vllm=self.vllm is not None,

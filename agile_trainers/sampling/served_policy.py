@@ -1,4 +1,4 @@
-"""A policy on an engine beside the trainer: moved there before a rollout, if it has changed since."""
+"""Serves the trainer's policy from a vLLM engine, and moves it there before a rollout if it has changed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from agile_trainers.sampling.vllm_checks import compute_dtype
 class ServedPolicy(ABC):
     """An engine that serves the trainer's policy.
 
-    With LoRA only the policy's adapter is ever moved. The constructor moves it, so that what the engine cannot serve is an
-    error then; the first rollout moves it again only if it has changed. A model that is trained whole is moved before every
-    rollout; until then the engine has what it loaded itself.
+    With LoRA only the policy's adapter is moved. The constructor moves it, so that an adapter that the engine cannot serve
+    is an error at construction; the first rollout moves it again only if it has changed. A model that is trained whole is
+    moved before every rollout; before the first one the engine has the weights that it loaded itself.
 
     Args:
         args: The trainer's.
@@ -37,7 +37,7 @@ class ServedPolicy(ABC):
     """
 
     _keeps_adapter = True
-    """Whether what was moved is sure to be there at the first rollout."""
+    """True if the adapter that construction moved is certain to be there at the first rollout."""
 
     def __init__(
         self,
@@ -65,24 +65,24 @@ class ServedPolicy(ABC):
 
     @abstractmethod
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
-        """Make the engine, or find it."""
+        """Make the engine, or connect to it."""
 
     @abstractmethod
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
-        """Hand over an adapter; return its bytes."""
+        """Move an adapter to the engine and return its bytes."""
 
     @abstractmethod
     def _move_whole(self) -> int:
-        """Hand over a model that is trained whole; return its bytes."""
+        """Move a model that is trained whole to the engine and return its bytes."""
 
     @abstractmethod
     def generator(
         self, settings: SamplingSettings, eos_token_ids: list[int], tokenizer: Any
     ) -> AbstractContextManager[Generator]:
-        """A generator of this process on the engine."""
+        """Make a generator of this process on the engine."""
 
     def _make_group(self, args: Any) -> dist.ProcessGroup | None:
-        """The processes that one engine is spread over; None where each has one of its own."""
+        """Make the group of processes that share an engine; None where each has its own."""
         return None
 
     def _wake(self, part: str) -> None:
@@ -90,12 +90,12 @@ class ServedPolicy(ABC):
         return
 
     def _sleep(self) -> None:
-        """Free the engine's memory, if it is to sleep between rollouts."""
+        """Free the engine's memory if it sleeps between rollouts."""
         return
 
     @contextmanager
     def _adapter(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The policy's adapter, whole on every process."""
+        """Gather the policy's adapter on every process."""
         own = [weight for name, weight in self._model.named_parameters() if belongs_to(name, POLICY)]
         with self._distribution.gather_params(own):
             adapter = get_peft_model_state_dict(self._model, adapter_name=POLICY, save_embedding_layers=False)
@@ -104,14 +104,14 @@ class ServedPolicy(ABC):
             yield adapter | {name: weight.full_tensor() for name, weight in shares}
 
     def sync(self) -> int:
-        """Serve the policy as it is now. Returns the bytes that were moved."""
+        """Move the current policy to the engine and return the bytes that were moved."""
         if self._config is None:
             return self._move_whole()
         with self._adapter() as weights:
             return self._move_adapter(weights, self._config)
 
     def _sync_if_changed(self) -> int:
-        """Serve the policy as it is now; the bytes that were moved for it, here or at construction."""
+        """Move the current policy if it has changed; return the bytes that were moved, here or at construction."""
         before, self._moved_at_construction = self._moved_at_construction, None
         if before is not None:
             with self._adapter() as weights:
@@ -121,7 +121,7 @@ class ServedPolicy(ABC):
 
     @contextmanager
     def serving(self) -> Iterator[int]:
-        """The engine awake, with the newest policy; yields the bytes that were moved for it."""
+        """Wake the engine with the current policy; yield the bytes that were moved."""
         if self._sleeps:
             self._wake("weights")
         moved = self._sync_if_changed()
@@ -138,7 +138,7 @@ class ServedPolicy(ABC):
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> bytes:
-    """A digest of names, types, shapes and values: equal for equal weights."""
+    """Compute a digest of names, types, shapes and values; equal weights have equal digests."""
     made = blake2b(digest_size=16)
     for name in sorted(weights):
         weight = weights[name].detach().cpu().contiguous()
@@ -149,7 +149,7 @@ def digest(weights: Mapping[str, torch.Tensor]) -> bytes:
 
 @contextmanager
 def parked(model: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Keep a model's weights in the CPU's memory meanwhile, if ``wanted``."""
+    """Keep a model's weights in the CPU's memory while the block runs, if ``wanted``."""
     places = [(weight, weight.device) for weight in model.parameters()] if wanted else []
     for weight, _ in places:
         weight.data = weight.data.to("cpu")

@@ -1,4 +1,4 @@
-"""What of the options and of the model vLLM can take, said before the engine is made."""
+"""Rejects models, adapters and servers with which vLLM cannot serve the policy, before an engine is made."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from agile_trainers.adapters.folders import NOT_LORA_SETTINGS
 from agile_trainers.adapters.initialization import changes_base
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for."""
+"""Maximum ranks that vLLM can be started with."""
 _SERVED = NOT_LORA_SETTINGS | {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
     "layers_pattern", "ensure_weight_tying", "megatron_core", "qalora_group_size",
 }  # fmt: skip
-"""LoRA settings whose meaning is in the weights, in what vLLM reads of the configuration, or in training alone."""
+"""LoRA settings that vLLM reads, that the weights contain, or that only affect training."""
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The model below the adapters."""
+    """Return the model below the adapters."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def base_source(model: torch.nn.Module) -> str:
-    """Folder or Hub id that vLLM loads the base model from.
+    """Return the folder or Hub id from which vLLM loads the base model.
 
     Raises:
-        ValueError: If the model does not say.
+        ValueError: If the model was made in memory.
     """
     name = base_model(model).config._name_or_path
     if not name:
@@ -44,7 +44,7 @@ def base_source(model: torch.nn.Module) -> str:
 
 
 def compute_dtype(args: Any, model: torch.nn.Module) -> torch.dtype:
-    """What the trainer computes in, and so should the sampler."""
+    """Return the dtype in which the trainer computes, which the sampler should share."""
     if args.bf16:
         return torch.bfloat16
     if args.fp16:
@@ -53,15 +53,15 @@ def compute_dtype(args: Any, model: torch.nn.Module) -> torch.dtype:
 
 
 def quantization(model: torch.nn.Module, served: Sequence[str], engine: str) -> str | None:
-    """The name of the base model's quantization, None without any.
+    """Return the name of the base model's quantization; None without any.
 
     Args:
         model: The policy.
-        served: What the installed vLLM can serve here.
-        engine: What that is, in words.
+        served: Names of the quantizations that the engine can serve.
+        engine: The engine's name in the error.
 
     Raises:
-        ValueError: If it cannot serve this one.
+        ValueError: If the engine cannot serve this quantization.
     """
     config = getattr(base_model(model).config, "quantization_config", None)
     if config is None:
@@ -71,18 +71,18 @@ def quantization(model: torch.nn.Module, served: Sequence[str], engine: str) -> 
     if method not in served or settings.get("load_in_8bit"):
         bits = " in 8 bit" if settings.get("load_in_8bit") else ""
         raise ValueError(
-            f"{engine} cannot serve a base model quantized by {method!r}{bits}, and it is never merged or unpacked for it. "
-            "What can: the transformers generator (use_vllm=False), or vLLM with a base that is not quantized"
-            f"{', or by one of ' if served else ''}{', '.join(served)}."
+            f"{engine} cannot serve a base model quantized by {method!r}{bits}. Use the "
+            "transformers generator (use_vllm=False), or a base that is not quantized"
+            f"{', or quantized by one of ' if served else ''}{', '.join(served)}."
         )
     return method
 
 
 def lora_rank(config: LoraConfig) -> int:
-    """How much room vLLM has to make for an adapter.
+    """Return the maximum rank with which vLLM must be started for an adapter.
 
     Raises:
-        ValueError: If it cannot serve such an adapter, naming the settings it would ignore.
+        ValueError: If vLLM cannot serve the adapter. The error names the settings that it would ignore.
     """
     if config.peft_type != PeftType.LORA:
         raise ValueError(f"vLLM serves LoRA adapters, not {config.peft_type}. Use a LoraConfig, or set use_vllm=False.")
@@ -109,18 +109,18 @@ def lora_rank(config: LoraConfig) -> int:
 def check_server(
     info: dict[str, Any], url: str, *, model: str, dtype: torch.dtype, rank: int | None, max_model_length: int | None
 ) -> None:
-    """Refuse a server that would not serve the policy as it is.
+    """Reject a server that would serve another model than the policy.
 
     Args:
-        info: How it was started, vLLM's ``VllmConfig`` as ``/server_info`` gives it.
+        info: The server's ``VllmConfig``, as ``/server_info`` returns it.
         url: Its address.
         model: Folder or Hub id of the trainer's base model.
-        dtype: What the trainer computes in.
-        rank: Of the policy's adapter; None for a model that is trained whole.
+        dtype: The trainer's dtype.
+        rank: Rank of the policy's adapter; None for a model that is trained whole.
         max_model_length: Tokens of a conversation; None if nothing but the model limits it.
 
     Raises:
-        ValueError: With everything that is wrong, and the command that starts the right one.
+        ValueError: With every difference, and the command that starts a suitable server.
     """
     served, highest = info["model_config"], (info["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]
     name = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The trainer's policy in a vLLM engine of its own process: made once, given the newest weights before every rollout."""
+"""Serves the trainer's policy from a vLLM engine in the trainer's process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from agile_trainers.sampling.vllm_checks import base_model, base_source, lora_ra
 class VllmPolicy(ServedPolicy):
     """An engine in this process that serves the policy.
 
-    The base of an adapter is loaded from where the trainer loaded it, and stays what it is. With
-    ``vllm_tensor_parallel_size`` an engine is spread over as many processes, which then step together.
+    The engine loads the base of an adapter from the same place as the trainer, once. With ``vllm_tensor_parallel_size``
+    that many processes share an engine and step together.
 
     Raises:
         ValueError: If vLLM cannot serve this policy.
@@ -68,7 +68,7 @@ class VllmPolicy(ServedPolicy):
 
     @contextmanager
     def generator(self, settings: SamplingSettings, eos_token_ids: list[int], tokenizer: Any) -> Iterator[Generator]:
-        """A generator on the engine as this process is to use it: with the others of its group, if there are any."""
+        """Make a generator on the engine, which steps together with the other processes of the group, if any."""
         made = VllmGenerator(self.engine, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer)
         with closing(made):
             if self._group is None:
@@ -79,26 +79,26 @@ class VllmPolicy(ServedPolicy):
 
     def _sleep(self) -> None:
         if self._sleeps:
-            # The base of an adapter has to stay; a whole model is moved anew each time.
+            # The base of an adapter stays in memory; a whole model is moved again before each rollout.
             self.engine.sleep(level=2 if self._config is None else 1)
 
 
 class _WholeModel(VLLMGeneration):
-    """TRL's names for the weights of a model that is trained whole, gathered one by one where they are sharded."""
+    """Iterates over the weights of a model that is trained whole, under TRL's names; gathers sharded ones one by one."""
 
     def __init__(self, model: torch.nn.Module, accelerator: Any):
         super().__init__(model, accelerator, processing_class=None)
 
     def _init_vllm(self) -> None:
-        """There is an engine already."""
+        """Make no engine, since there is one."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, as they are now. Every process has to iterate."""
+        """Yield all current weights. Every process has to iterate."""
         return self._iter_named_params()
 
 
 def _group(accelerator: Any, size: int) -> dist.ProcessGroup | None:
-    """The processes that one engine is spread over: neighbours, as TRL has them; None where each has one of its own."""
+    """Make the group of neighbouring processes that share an engine, as TRL does; None where each has its own."""
     if size == 1:
         return None
     processes = accelerator.num_processes

@@ -1,4 +1,4 @@
-"""The trainer's policy on a vLLM server that was started beside it."""
+"""Serves the trainer's policy from a vLLM server that was started beside the trainer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ServerPolicy(ServedPolicy):
     """A server that serves the policy to every process of the run.
 
     With LoRA the first process writes the adapter to a folder below ``output_dir``, which the server reads. A model that is
-    trained whole goes TRL's way, over NCCL.
+    trained whole is sent over NCCL, as TRL does.
 
     Raises:
         requests.exceptions.ConnectionError: If there is no server.
-        ValueError: If it would not serve this policy.
+        ValueError: If the server would not serve this policy.
     """
 
-    _keeps_adapter = False  # it may be started anew meanwhile
+    _keeps_adapter = False  # the server may be restarted in between
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
         model, accelerator = self._model, self._accelerator
@@ -71,7 +71,7 @@ class ServerPolicy(ServedPolicy):
             )
 
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
-        self._accelerator.wait_for_everyone()  # the episodes of all processes are over
+        self._accelerator.wait_for_everyone()  # until the episodes of all processes are over
         moved = self.server.load_adapter(weights, config) if self._accelerator.is_main_process else 0
         (self.server.adapter,) = broadcast_object_list([self.server.adapter])
         return moved
@@ -85,7 +85,7 @@ class ServerPolicy(ServedPolicy):
 
     @contextmanager
     def generator(self, settings: SamplingSettings, eos_token_ids: list[int], tokenizer: Any) -> Iterator[Generator]:
-        """A generator of this process."""
+        """Make a generator of this process."""
         made = ServerGenerator(self.server, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer)
         with closing(made):
             yield made

@@ -1,4 +1,4 @@
-"""The trainers and their configurations, loaded when first used, and what an algorithm of one's own is made of."""
+"""Exports the trainers, their configurations and the parts of an algorithm of your own, loaded when first used."""
 
 from __future__ import annotations
 

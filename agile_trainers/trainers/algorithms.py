@@ -20,7 +20,7 @@ class Algorithm:
     """An algorithm of this package."""
 
     trainer: str
-    """Where its trainer is, as ``module.path:Class``. The class names its configuration, ``config_class``."""
+    """Its trainer, as ``module.path:Class``. The configuration is the class's ``config_class``."""
     summary: str
     """One line of ``agile-trainers --help``."""
 
@@ -38,19 +38,20 @@ ALGORITHMS = {
     ),
     "ppo": Algorithm(f"{_HERE}.ppo:MultiTurnPPOTrainer", "the same without groups, with a critic"),
 }
-"""The algorithms of this package by name: the one list of them."""
+"""The algorithms of this package by name."""
 _registered: dict[str, type[MultiTurnTrainer]] = {}
 
 
 def register_algorithm(name: str, trainer: type[MultiTurnTrainer]) -> None:
-    """Give an algorithm a name that :func:`find_algorithm`, and with it the command line and chains, understand.
+    """Register an algorithm under a name, for :func:`find_algorithm`, the command line and chains.
 
-    The name is known to this process. One that ``accelerate launch`` starts finds the class as ``module.path:Class``.
+    The name is known to this process only. A process that ``accelerate launch`` starts finds the class as
+    ``module.path:Class``.
 
     Args:
-        name: It must hold no colon, which is what ``module.path:Class`` is told apart by.
+        name: A name without a colon, which marks ``module.path:Class``.
         trainer: A subclass of :class:`~agile_trainers.trainers.trainer.MultiTurnTrainer` with a credit rule,
-            ``assign_credit``. Its ``config_class`` is what it is configured by.
+            ``assign_credit``. Its ``config_class`` is its configuration.
 
     Raises:
         ValueError: If the name is empty, holds a colon, or is taken by another class, or the class has no credit rule.
@@ -65,12 +66,12 @@ def register_algorithm(name: str, trainer: type[MultiTurnTrainer]) -> None:
 
 
 def algorithm_names() -> list[str]:
-    """The names of every algorithm: ours, then those registered."""
+    """List the names of all algorithms: those of this package, then those registered."""
     return [*ALGORITHMS, *_registered]
 
 
 def find_algorithm(name: str) -> type[MultiTurnTrainer]:
-    """The trainer class of an algorithm; its ``config_class`` is the configuration.
+    """Find the trainer class of an algorithm; its ``config_class`` is the configuration.
 
     Args:
         name: One of ``algorithm_names()``, or ``module.path:Class`` of a trainer class anywhere.

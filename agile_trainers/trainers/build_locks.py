@@ -1,4 +1,4 @@
-"""Removes locks that a killed run left where PyTorch builds extensions, and for which every later run would wait for ever.
+"""Removes build locks of PyTorch's extensions that a killed run left, which would block every later run.
 
 DeepSpeed builds extensions at first use. PyTorch locks the folder with a file, which only the process that made it removes.
 """
@@ -18,16 +18,16 @@ _SHARED_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph"
 
 
 def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
-    """Remove the build locks that no process holds, and say so.
+    """Remove the build locks that no process holds, and log them.
 
-    Whoever builds keeps its lock file open, which ``/proc`` shows. Where it cannot be told, on a file system that other
-    hosts share or without ``/proc``, a warning names the file instead.
+    A process that builds keeps its lock file open, which ``/proc`` shows. Without ``/proc``, or on a file system that
+    other hosts share, the holder is unknown and a warning names the file instead.
 
     Args:
         root: The folder of all builds. Default: PyTorch's, ``TORCH_EXTENSIONS_DIR`` or below ``~/.cache``.
 
     Returns:
-        What was removed.
+        The files that were removed.
     """
     root = root or Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     locks = [path for path in (*root.glob("*/lock"), *root.glob("*/*/lock")) if path.is_file()]
@@ -52,20 +52,20 @@ def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
 
 
 def _open_files() -> set[Path] | None:
-    """Every file that a process has open, of those that this user may look at; None where the system does not tell."""
+    """Return all files that processes visible to this user have open; None without ``/proc``."""
     if not Path("/proc/self/fd").is_dir():
         return None
     found = set()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             found.add(Path(os.readlink(descriptor)))
-        except OSError:  # ended meanwhile, or another user's
+        except OSError:  # the process ended, or is another user's
             continue
     return found
 
 
 def _is_shared(folder: Path) -> bool:
-    """Whether other hosts may see the folder."""
+    """Return True if the folder is on a network file system."""
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     path = folder.resolve()
     where = next((str(parent) for parent in (path, *path.parents) if str(parent) in mounts), "")

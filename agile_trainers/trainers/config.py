@@ -18,7 +18,7 @@ from agile_trainers.trainers.recipe import TRL_LEARNING_RATE, accumulation, micr
 TRL_COMPLETION_LENGTH = 512
 """TRL's default for ``max_completion_length``, which applies when there is no environment."""
 TRL_SAMPLING_MODE = "sequence_mask"
-"""TRL's default for ``vllm_importance_sampling_mode``, likewise."""
+"""TRL's default for ``vllm_importance_sampling_mode``, which applies when there is no environment."""
 
 
 @with_args
@@ -34,9 +34,9 @@ class MultiTurnConfig(GRPOConfig):
     """
 
     groupless: ClassVar[bool] = False
-    """Whether the algorithm does without groups (``num_generations=1``); a subclass says so."""
+    """True for an algorithm without groups (``num_generations=1``); set by a subclass."""
     has_critic: ClassVar[bool] = False
-    """Whether the run has a critic, whose values the credit rule gets; a subclass says so."""
+    """True for an algorithm with a critic, whose values the credit rule gets; set by a subclass."""
     value_rules: ClassVar[tuple[Rule, ...]] = ()
     """The algorithm's rules for values, checked at construction after those of all algorithms."""
     episode_rules: ClassVar[tuple[Rule, ...]] = ()
@@ -261,7 +261,7 @@ class MultiTurnConfig(GRPOConfig):
         return copied
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as reporters get them (W&B, TensorBoard, Trackio, ...), without tokens, keys and passwords."""
+        """Return the options for reporters (W&B, TensorBoard, Trackio, ...), without tokens, keys and passwords."""
         return blanked(super().to_dict())
 
     def __str__(self) -> str:
@@ -274,7 +274,7 @@ class MultiTurnConfig(GRPOConfig):
         cls.__repr__ = cls.__str__  # type: ignore[method-assign, assignment]  # `dataclass` would write one that shows tokens
 
     def without_environment(self) -> "MultiTurnConfig":
-        """This configuration as TRL's own ``GRPOTrainer`` means it. Fields that need an environment must be unset."""
+        """Copy the configuration for TRL's own ``GRPOTrainer``. Fields that need an environment must be unset."""
         idle = [f.name for f in fields(self) if f.name in self._own_fields() and getattr(self, f.name) != default_of(f)]
         for name in ("importance_sampling_level", "vllm_importance_sampling_mode"):
             if str(getattr(self, name)).startswith("turn"):
@@ -303,10 +303,10 @@ class MultiTurnConfig(GRPOConfig):
         return args
 
     def with_environment(self, names: Sequence[str] | None = None) -> "MultiTurnConfig":
-        """A copy for episodes: derived fields filled in, everything that would be ignored refused.
+        """Copy the configuration for episodes: fill in derived fields, reject options without effect.
 
         Args:
-            names: Those of several environments; None for one.
+            names: Names of several environments; None for one.
         """
         check_rules(self, self.episode_rules)
         check_names(self, names)
@@ -314,7 +314,7 @@ class MultiTurnConfig(GRPOConfig):
         if self.max_completion_length not in (None, length):
             raise ValueError(
                 f"max_completion_length={self.max_completion_length} cannot be set together with an environment: it is "
-                f"max_turns * max_new_tokens = {length}{', that of the longest' if names else ''}. Set max_turns, "
+                f"max_turns * max_new_tokens = {length}{' of the longest environment' if names else ''}. Set max_turns, "
                 "max_new_tokens (per answer) and max_model_length (whole conversation) instead."
             )
         args = copy.copy(self)
@@ -330,13 +330,13 @@ class MultiTurnConfig(GRPOConfig):
         return args
 
     def _episodes_per_generation(self) -> int:
-        """A group size that TRL's check of the generation batch lets pass, for algorithms without groups."""
+        """Return a group size that passes TRL's check of the generation batch, for algorithms without groups."""
         local = micro_batch(self) * (self.steps_per_generation or self.gradient_accumulation_steps or 1)
         episodes = self.generation_batch_size or local
         if episodes < 2:
             raise ValueError(
-                "A generation batch of one episode has nothing to be compared with. Raise per_device_train_batch_size or "
-                "gradient_accumulation_steps."
+                "A generation batch needs at least two episodes, whose returns are compared. Raise "
+                "per_device_train_batch_size or gradient_accumulation_steps."
             )
         return episodes
 
@@ -347,4 +347,4 @@ class MultiTurnConfig(GRPOConfig):
 
 
 _BATCH = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
-"""What makes an update larger than a micro-batch."""
+"""Options that make an update larger than a micro-batch."""

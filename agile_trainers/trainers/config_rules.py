@@ -1,7 +1,6 @@
-"""Lists the rules of the options in one table: which values an option takes, when it acts, and what to do instead.
+"""Lists the rules of the options in one table: the values of an option, when it acts, and the alternative.
 
-A rule is data (:class:`Rule`) and :func:`check_rules` evaluates it. The rules of one algorithm are beside its
-configuration.
+:class:`Rule` is data, which :func:`check_rules` evaluates. The rules of one algorithm are in its configuration.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class Rule:
     """Rejects a value of an option that is out of range, contradicts another option or would have no effect."""
 
     options: tuple[str, ...]
-    """Names of the options that the rule holds for."""
+    """Names of the options that the rule is about."""
     allows: Allows
     message: Message
-    """The error: option, value, what was expected, what to do."""
+    """The error text: option, value, expectation and solution."""
     when_set: bool = False
-    """Whether the option's default is always accepted."""
+    """If True, the option's default is always accepted."""
 
 
 def check_rules(args: Any, rules: Iterable[Rule]) -> None:
@@ -117,7 +116,7 @@ def acts_with(needed: str, is_there: Callable[[Any], bool], *options: str) -> Ru
 
 
 def idle(reason: str, *options: str, allows: Allows = lambda args, value: False) -> Rule:
-    """Make a rule for options that have no effect with an environment, whatever the others are unless ``allows`` says so."""
+    """Make a rule for options without effect in a run with an environment, except where ``allows`` returns True."""
     return Rule(options, allows, f"{{name}}={{value!r}} has no effect with an environment: {reason}.", when_set=True)
 
 
@@ -131,7 +130,7 @@ LOSS_TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
 
 
 def _explain_pair(args: Any, name: str, pair: Any) -> str:
-    """The error for AgileRL's ``clip_coef`` where a distance from 1 is expected."""
+    """Write the error for AgileRL's ``clip_coef`` where a distance from 1 is expected."""
     told = f"{name} must be a number, got {pair!r}."
     if len(pair) != 2 or not all(isinstance(bound, Real) for bound in pair):
         return told
@@ -164,7 +163,7 @@ SIZES: tuple[Rule, ...] = (
         "a state of its own. Leave num_generations unset (1).",
     ),
 )
-"""Checked first at construction: TRL's configuration divides by these."""
+"""Rules for sizes, checked first at construction, since TRL's configuration divides by them."""
 
 VALUES: tuple[Rule, ...] = (
     Rule(
@@ -198,7 +197,7 @@ VALUES: tuple[Rule, ...] = (
         "min_new_tokens must lie between 0 and max_new_tokens={args.max_new_tokens}, got {value!r}.",
     ),
 )
-"""Values of an option, checked at construction."""
+"""Rules for values, checked at construction."""
 
 _PLAYED = "evaluate() plays num_eval_episodes episodes, generation_chunk_size at once, as training plays them"
 UNUSED = (
@@ -230,7 +229,7 @@ UNUSED = (
         "batch_eval_metrics", "include_for_metrics", "prediction_loss_only", "bf16_full_eval", "fp16_full_eval",
     ),
 )  # fmt: skip
-"""TRL's and transformers' options for what an environment replaces."""
+"""Rules for options of TRL and transformers that act on parts that an environment replaces."""
 
 _VLLM = (
     Rule(
@@ -303,7 +302,7 @@ LOSS = (
     _read_by(("sapo",), "sapo_temperature_pos", "sapo_temperature_neg"),
     _read_by(("vespo",), "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 )
-"""Options that only some losses read."""
+"""Rules for options that only some losses read."""
 
 SWITCHED_ON = (
     acts_with(
@@ -418,7 +417,7 @@ _TURN_RATIOS = (
 EPISODES: tuple[Rule, ...] = (
     *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_HUB, *_SKIPPING, *_TURN_RATIOS,
 )  # fmt: skip
-"""When an option acts, checked for a run with an environment."""
+"""Rules for a run with an environment."""
 
 MACHINE: tuple[Rule, ...] = (
     Rule(
@@ -443,4 +442,4 @@ MACHINE: tuple[Rule, ...] = (
         "activation_offload=True has no effect on CPU, whose memory it would move activations to. Leave it unset.",
     ),
 )
-"""Options that need a GPU, checked before the model is loaded; ``args.device`` starts accelerate."""
+"""Rules for options that need a GPU, checked before the model is loaded; ``args.device`` starts accelerate."""

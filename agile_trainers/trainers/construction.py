@@ -1,4 +1,4 @@
-"""Checks and makes what a run needs once, before the first step."""
+"""Checks and completes the arguments of a run with an environment, before TRL's constructor."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class RunSetup:
-    """A run of episodes before TRL's constructor: its arguments, completed and checked, and where its environments run."""
+    """The checked and completed arguments of a run of episodes, and the pool of its environments."""
 
     args: MultiTurnConfig
     peft_config: Any
     train_dataset: Any
-    """Paces training; empty rows where the user gave none."""
+    """The data set that paces training; empty rows where the user gave none."""
     eval_dataset: Any
-    """For ``Trainer``, which wants one; :attr:`eval_rows` are played."""
+    """A data set that ``Trainer`` requires; :attr:`eval_rows` are played."""
     reward_funcs: list[Any]
-    """The episode return first."""
+    """The episode return, followed by the user's functions."""
     reward_processing_classes: list[Any]
     rows_are_options: bool
-    """Whether ``reset`` gets the rows of ``train_dataset``."""
+    """True if ``reset`` gets the rows of ``train_dataset``."""
     eval_rows: Any
     mixture: Mixture | None
-    """None for a single environment."""
+    """The environments that are drawn; None for a single one."""
     pool: EnvironmentPool
     first_states: dict[str | None, ResetResult]
-    """What each environment says first."""
+    """The first observation of each environment."""
 
 
 def prepare_run(
@@ -69,7 +69,7 @@ def prepare_run(
     reward_funcs: Any,
     reward_processing_classes: Any,
 ) -> RunSetup:
-    """Complete the arguments of a trainer for episodes; nothing that the caller passed is changed.
+    """Check and complete the arguments of a trainer for episodes. The caller's objects are not changed.
 
     Args:
         args: The trainer's, as the user gave it.
@@ -128,15 +128,15 @@ def reject_argument(name: str, value: Any, reason: str) -> None:
 
 
 def activation_offloading(args: MultiTurnConfig, model: Any) -> AbstractContextManager[Any]:
-    """The context of a training step: TRL's offloading of activations, if asked for."""
+    """Make the context of a training step: TRL's offloading of activations with ``activation_offload``."""
     return get_act_offloading_ctx_manager(model=model) if args.activation_offload else nullcontext()
 
 
 def disable_bnb_cpu_packing(model: Any) -> None:
     """Keep bitsandbytes from packing 4-bit weights for inference, which it does at the first rollout on some CPUs (AVX512).
 
-    Packed weights stay packed, and no gradient flows back through them: what lies below would be trained on a wrong one,
-    with no more than a warning.
+    Packed weights stay packed, and no gradient flows back through them. The layers below would train on a wrong gradient,
+    with a warning only.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -144,11 +144,11 @@ def disable_bnb_cpu_packing(model: Any) -> None:
 
 
 def check_architecture(model: Any, aux_loss_enabled: bool) -> None:
-    """Refuse models and adapters that TRL's loss cannot be computed with, and models whose rows depend on each other.
+    """Reject models and adapters that do not fit TRL's loss, and models whose rows depend on each other.
 
     Args:
         model: The policy, adapters included.
-        aux_loss_enabled: Whether TRL adds the router's auxiliary loss.
+        aux_loss_enabled: True if TRL adds the router's auxiliary loss.
 
     Raises:
         ValueError: For such a model.
@@ -177,7 +177,7 @@ def check_architecture(model: Any, aux_loss_enabled: bool) -> None:
 
 
 def check_machine(args: MultiTurnConfig) -> None:
-    """Reject options that this machine cannot serve.
+    """Reject options that this machine does not support.
 
     Raises:
         ImportError: If vLLM is asked for and not installed.
@@ -189,7 +189,7 @@ def check_machine(args: MultiTurnConfig) -> None:
 
 
 def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
-    """The data set that paces training: the user's, or empty rows.
+    """Make the data set that paces training: the user's, or empty rows.
 
     ``Trainer`` ends an optimizer step early where an epoch ends. So there are as many empty rows as it takes until a
     generation batch and an optimizer step end together, and the rows that a stream has left over after the last of these
@@ -236,10 +236,10 @@ def training_rows(args: MultiTurnConfig, dataset: Any) -> Any:
 
 
 def _whole_steps(args: MultiTurnConfig, dataset: IterableDataset, rows: int) -> IterableDataset:
-    """A stream cut after the last ``rows`` that come together.
+    """Cut a stream after its last full batch of ``rows`` rows.
 
     Raises:
-        ValueError: If there are fewer rows, or ``max_steps`` is not set, which alone says how long to train on a stream.
+        ValueError: If there are fewer rows, or ``max_steps``, the only length of a run on a stream, is not set.
     """
     if args.max_steps <= 0:
         raise ValueError(

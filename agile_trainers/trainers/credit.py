@@ -1,4 +1,4 @@
-"""Credit: what a credit rule gets and returns, and how its advantages reach the tokens."""
+"""Defines the input and output of a credit rule, and normalizes its advantages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from agile_trainers.types import TurnBatch
 
 @dataclass
 class CreditInputs:
-    """The turns of *all* processes, rows of a group side by side: the input of a credit rule."""
+    """The input of a credit rule: the turns of *all* processes, with the rows of a group side by side."""
 
     rewards: torch.Tensor
     """(B, K) float32."""
     mask: torch.Tensor
-    """(B, K) bool, which turns happened in episodes that did not fail: what every statistic is over."""
+    """(B, K) bool, turns that happened in episodes that did not fail. Every statistic is over these."""
     failed: torch.Tensor
     """(B,) bool."""
     lengths: torch.Tensor
     """(B, K) int64, action tokens."""
     anchors: torch.Tensor
-    """(B, K) int64, the state each turn started from, as the environment names it; 0 where it names none."""
+    """(B, K) int64, the environment's name of the state that each turn started from; 0 without a name."""
     environments: torch.Tensor
-    """(B,) int64, which environment each row played; 0 in a run of one."""
+    """(B,) int64, the environment of each row; 0 in a run of one."""
     values: torch.Tensor | None = None
     """(B, K), V(s_k) of the critic; None without one."""
     final_values: torch.Tensor | None = None
@@ -43,10 +43,10 @@ class Credit:
     """(B, K), of all processes."""
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """(B, K) each, of all processes: what the loss needs besides, by name."""
+    """(B, K) each, of all processes: further columns that the loss reads, by name."""
 
     def local(self, rows: slice, turns: int) -> Credit:
-        """One process's part.
+        """Select the rows of one process.
 
         Args:
             rows: Its rows.
@@ -62,7 +62,7 @@ def gather_turns(
     values: torch.Tensor | None = None,
     final_values: torch.Tensor | None = None,
 ) -> CreditInputs:
-    """The turns of all processes, before TRL shuffles rows.
+    """Gather the turns of all processes, before TRL shuffles rows.
 
     Args:
         batch: The episodes of this process.
@@ -87,10 +87,10 @@ def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bo
     """Whiten, clip and pool advantages as the options say, and add their metrics.
 
     Args:
-        credit: Of a credit rule.
+        credit: The output of a credit rule.
         mask: (B, K) bool, turns that count.
         args: A ``MultiTurnConfig``.
-        per_sequence: Whether the importance ratio is one per sequence, so that the advantage has to be.
+        per_sequence: True if the importance ratio is one per sequence; the advantage is then pooled over it too.
     """
     advantages, metrics = credit.advantages, dict(credit.metrics)
     if args.whiten_advantages:

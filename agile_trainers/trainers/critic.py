@@ -1,4 +1,4 @@
-"""The critic of a run: an adapter with a value head, read in the policy's own forward passes and trained beside it."""
+"""Trains the critic: an adapter with a value head, read in the policy's own forward passes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from agile_trainers.types import TurnBatch
 logger = logging.get_logger(__name__)
 
 TARGETS = "value_targets"
-"""The column that a credit rule with a critic returns: (B, K), what V(s_k) should have been."""
+"""Name of the column that a credit rule with a critic returns: (B, K), the targets of V(s_k)."""
 
 
 @dataclass
@@ -42,24 +42,23 @@ class CriticValues:
     """The critic's values of the local episodes of a generation batch. U is K; T where tokens have values."""
 
     offsets: torch.Tensor
-    """(B, U), where the values are read, in completion coordinates; -1 is the last prompt token."""
+    """(B, U), positions of the values, in completion coordinates; -1 is the last prompt token."""
     values: torch.Tensor
-    """(B, U), of the critic as it was then."""
+    """(B, U), values of the critic before the update."""
     turn_values: torch.Tensor
     """(B, K), V(s_k)."""
     final_values: torch.Tensor
     """(B,), V of the final state of an episode cut short, 0 of the others."""
     by_token: bool
-    """Whether tokens have values and advantages of their own."""
+    """True if tokens have values and advantages of their own."""
 
 
 class Critic:
     """Makes, reads, trains and restores the critic.
 
     Args:
-        trainer: After everything else was set up; its model gets the critic's adapter.
-        saved: Where the policy was loaded from, if from adapters.
-        seed: Of the new weights.
+        trainer: The trainer, otherwise set up; its model gets the critic's adapter.
+        saved: The adapters that the policy was loaded from, if any.
 
     Raises:
         ValueError: Without LoRA, or with an optimizer made before the critic was.
@@ -90,11 +89,11 @@ class Critic:
             )
 
     def thaw(self) -> None:
-        """Make policy and critic trainable; every switch of adapters leaves only one of them so."""
+        """Make policy and critic trainable; PEFT leaves only one of them trainable when it switches adapters."""
         thaw(self._trainer.model, (POLICY, CRITIC))
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the critic's parameters a group of their own, if they have a learning rate of their own."""
+        """Move the critic's parameters into a group of their own if ``critic_learning_rate`` is set."""
         if self._args.critic_learning_rate is None:
             return
         critic = {id(p) for name, p in self._trainer.model.named_parameters() if belongs_to(name, CRITIC)}
@@ -106,7 +105,7 @@ class Critic:
         optimizer.param_groups[:] = groups
 
     def restore(self, folder: Path) -> None:
-        """Read the critic of a checkpoint, if there is one in it."""
+        """Load the critic of a checkpoint, if it has one."""
         if (folder / CRITIC).is_dir():
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
             restore_adapter(model, CRITIC, folder / CRITIC)
@@ -114,7 +113,7 @@ class Critic:
     # ------------------------------------------------------------------------------------------------------ credit
 
     def read(self, batch: TurnBatch) -> CriticValues:
-        """The values of a generation batch, in micro-batches of like length, as log-probabilities are scored."""
+        """Compute the values of a generation batch, in micro-batches of similar length, like log-probabilities."""
         trainer, args = self._trainer, self._args
         by_token = self._by_token(batch)
         final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
@@ -124,7 +123,7 @@ class Critic:
         with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
             size, multiple = args.per_device_train_batch_size, trainer.pad_to_multiple_of
             for rows, part in length_sorted_batches(batch, size, multiple):
-                # Past the last token of the longest row nothing is read that counts.
+                # No position that counts is past the last token of the longest row.
                 positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
                 with trainer.accelerator.autocast():
                     outputs = model(**read_inputs(part), value_positions=positions)
@@ -138,14 +137,14 @@ class Critic:
         return CriticValues(offsets[:, :-1], values, turn_values, final_values, by_token)
 
     def _by_token(self, batch: TurnBatch) -> bool:
-        """Whether this generation batch has advantages per token; the same on all ranks."""
+        """Return True, on all ranks alike, if this generation batch has advantages per token."""
         if self._args.advantage_granularity == "auto":
             turns = (batch.turn_mask & ~batch.failed[:, None]).sum(dim=1).max()
             return int(self._trainer.accelerator.gather(turns).max()) <= 1
         return self._args.advantage_granularity == "token"
 
     def _offsets(self, batch: TurnBatch, by_token: bool) -> torch.Tensor:
-        """See :class:`CriticValues`."""
+        """Compute the positions of the values; see :class:`CriticValues`."""
         tokens = torch.arange(batch.turn_ids.size(1), device=batch.turn_ids.device).expand_as(batch.turn_ids)
         if by_token:
             return tokens - 1
@@ -162,10 +161,10 @@ class Critic:
         return pool_to_turns(values, turn_ids, num_turns, "mean")
 
     def token_advantages(self, read: CriticValues, targets: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
-        """Advantages (B, T) of single tokens, whitened over the tokens of all processes and clipped, as asked for.
+        """Compute the advantages (B, T) of tokens, whitened over all processes and clipped by the options.
 
         Args:
-            read: Of :meth:`read`, with ``by_token``.
+            read: The output of :meth:`read`, with ``by_token``.
             targets: (B, K), of this process.
             batch: Its episodes.
         """

@@ -28,18 +28,18 @@ from agile_trainers.trainers.reward_functions import (
 from agile_trainers.types import Trajectory
 
 Rewards = Callable[[list[dict[str, Any]], list[Trajectory]], torch.Tensor]
-"""From rows and episodes of this process to rewards (B, F) of all processes."""
+"""Maps rows and episodes of this process to the rewards (B, F) of all processes."""
 
 
 class EpisodeEvaluator:
-    """Plays evaluations with a trainer's policy; the training stream and the random state stay what they are.
+    """Plays evaluations with a trainer's policy, without changing the training stream or the random state.
 
     Args:
         trainer: After TRL's own constructor.
         engine: Its rollout engine.
         sampler: Its sampler.
-        mixture: Of a run of several environments.
-        rewards: Calls its reward functions.
+        mixture: The environments of a run of several; None for one.
+        rewards: Calls the trainer's reward functions.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class EpisodeEvaluator:
         pending_metrics: dict[str, list[float]],
         pending_columns: dict[str, list[Any]],
     ) -> Evaluated:
-        """Play and score.
+        """Play the episodes of an evaluation and score them.
 
         Args:
             dataset: Rows handed to ``reset``, in order, again and again; None plays seeds.
             count: Episodes over all processes.
             greedy: Take the likeliest token. Default: ``eval_greedy``.
-            prefix: Of the metrics.
-            pending_metrics: TRL's, which reward functions fill; empty afterwards.
-            pending_columns: TRL's, likewise.
+            prefix: Prefix of the metrics.
+            pending_metrics: TRL's store for ``log_metric``; empty afterwards.
+            pending_columns: TRL's store for ``log_extra``; empty afterwards.
 
         Raises:
             ValueError: For a data set without rows.
@@ -90,7 +90,7 @@ class EpisodeEvaluator:
                 world_size=world_size,
             )
             specs, trajectories = results.specs, results.trajectories
-            # TRL gathers as many rewards from every process.
+            # TRL gathers the same number of rewards from every process.
             missing = -(-count // world_size) - len(specs)
             options = with_names([spec.options or {} for spec in specs], specs)
             options += [dict(rows[0]) if rows else dict(options[0]) if options else {}] * missing

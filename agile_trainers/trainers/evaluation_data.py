@@ -1,4 +1,4 @@
-"""Which rows an evaluation plays, and by which of its metrics the best checkpoint is chosen."""
+"""Chooses the rows that an evaluation plays, and the metric that chooses the best checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _KEPT = ("prompt", "image", "images")
 
 
 def kept_columns(args: MultiTurnConfig, dataset: Any, name: str) -> Any:
-    """A data set, or several by name, as its rows are played: with ``remove_unused_columns``, only what TRL keeps.
+    """Select the columns that are played: all, or those that TRL keeps with ``remove_unused_columns``.
 
     Raises:
-        ValueError: If nothing is left.
+        ValueError: If no column is left.
     """
     if not args.remove_unused_columns or dataset is None:
         return dataset
@@ -27,14 +27,14 @@ def kept_columns(args: MultiTurnConfig, dataset: Any, name: str) -> Any:
     kept = [column for column in columns if column in _KEPT]
     if not kept:
         raise ValueError(
-            f"remove_unused_columns=True leaves nothing of {name}, whose columns are {', '.join(columns)}: it keeps "
+            f"remove_unused_columns=True leaves no column of {name}, whose columns are {', '.join(columns)}; it keeps "
             "'prompt' only. Set remove_unused_columns=False, with which reset gets all columns."
         )
     return dataset.select_columns(kept)
 
 
 def rows_of(eval_rows: Any, eval_dataset: Any) -> Any:
-    """What ``evaluate(eval_dataset)`` plays: the trainer's data sets for None, one of them for its name.
+    """Return the rows that ``evaluate(eval_dataset)`` plays: the trainer's for None, one data set for its name.
 
     Raises:
         ValueError: If there is none of that name.
@@ -43,16 +43,16 @@ def rows_of(eval_rows: Any, eval_dataset: Any) -> Any:
         return eval_rows if eval_dataset is None else eval_dataset
     names = list(eval_rows) if isinstance(eval_rows, dict) else []
     if eval_dataset not in names:
-        there = f"there are {', '.join(map(repr, names))}" if names else "eval_dataset is no dict of data sets"
-        raise ValueError(f"eval_dataset={eval_dataset!r} is the name of no evaluation data set: {there}.")
+        there = f"there are {', '.join(map(repr, names))}" if names else "the trainer's eval_dataset is not a dict"
+        raise ValueError(f"eval_dataset={eval_dataset!r} must name an evaluation data set: {there}.")
     return eval_rows[eval_dataset]
 
 
 def played_columns(args: MultiTurnConfig, train_dataset: Any, eval_dataset: Any) -> dict[str, list[str]]:
-    """The columns of the data sets that a run plays, by the data set's name; no columns where it plays seeds.
+    """List the columns of the data sets that a run plays, by name of the data set; none where it plays seeds.
 
     Args:
-        args: Says whether it evaluates.
+        args: The trainer's; ``eval_strategy`` says whether it evaluates.
         train_dataset: The user's, or None.
         eval_dataset: The user's, one or several by name, or None.
     """
@@ -65,15 +65,15 @@ def played_columns(args: MultiTurnConfig, train_dataset: Any, eval_dataset: Any)
 
 
 def with_best_metric(args: MultiTurnConfig, *, by_reward: bool, eval_dataset: Any) -> MultiTurnConfig:
-    """``metric_for_best_model`` where it is needed and unset: the return, or the reward where reward functions add to it.
+    """Fill in ``metric_for_best_model`` where it is needed: the reward with reward functions, else the return.
 
     Args:
-        args: For episodes.
-        by_reward: Whether there are reward functions.
-        eval_dataset: Several by name have no metric in common.
+        args: The configuration for episodes.
+        by_reward: True if there are reward functions.
+        eval_dataset: The user's. Several by name have no common metric, so that there is no default.
 
     Raises:
-        ValueError: If it is a loss, which no evaluation of episodes has, or if there is no default.
+        ValueError: If it is a loss, which an evaluation of episodes does not have, or if there is no default.
     """
     plateau = args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
     if not (args.load_best_model_at_end or args.save_strategy == "best" or plateau):
@@ -82,7 +82,7 @@ def with_best_metric(args: MultiTurnConfig, *, by_reward: bool, eval_dataset: An
     if not args.best_metric_is_unset:
         if str(args.metric_for_best_model).endswith("loss"):
             raise ValueError(
-                f"metric_for_best_model={args.metric_for_best_model!r} is no metric of episodes, whose evaluation has no "
+                f"metric_for_best_model={args.metric_for_best_model!r} is not a metric of episodes, whose evaluation has no "
                 f"loss. Leave it unset ({metric!r}), or choose 'success' or any other that evaluate() returns."
             )
         return args
@@ -92,7 +92,7 @@ def with_best_metric(args: MultiTurnConfig, *, by_reward: bool, eval_dataset: An
     if args.lower_is_better_was_asked:
         raise ValueError(
             f"greater_is_better=False would choose the checkpoint with the lowest {metric}. Leave it unset, or set "
-            "metric_for_best_model to what should be low."
+            "metric_for_best_model to a metric that should be low."
         )
     args = copy.copy(args)
     args.metric_for_best_model, args.greater_is_better = metric, True

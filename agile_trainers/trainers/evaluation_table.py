@@ -1,4 +1,4 @@
-"""TRL's table of completions, filled with the episodes of an evaluation."""
+"""Fills TRL's table of completions with the episodes of an evaluation."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from agile_trainers.types import Trajectory
 
 @dataclass
 class Evaluated:
-    """What an evaluation came to."""
+    """The episodes and metrics of an evaluation."""
 
     trajectories: list[Trajectory]
-    """Of this process."""
+    """Episodes of this process."""
     places: list[int]
-    """Their places among those of all processes."""
+    """Their indices among the episodes of all processes."""
     metrics: dict[str, float]
-    """Of all processes."""
+    """Metrics over all processes."""
     rewards: list[list[float]]
-    """Of this process: one per episode and reward function, NaN where there is none."""
+    """Rewards of this process, per episode and reward function; NaN without a reward."""
     columns: dict[str, list[Any]]
-    """Of all processes: what reward functions logged with ``log_extra``."""
+    """Columns that reward functions logged with ``log_extra``, of all processes."""
 
 
 @contextmanager
 def completions_table(trainer: Any, played: Evaluated, prefix: str) -> Iterator[None]:
-    """Have TRL's ``log`` show and write an evaluation's episodes; those of training are kept.
+    """Make TRL's ``log`` show and write the episodes of an evaluation; those of training are kept.
 
     TRL writes one file for each step. The training episodes of that step stay in it; the evaluation's go to a file of their
     own, whose name ends in ``prefix``.
 
     Args:
-        trainer: Logs inside the context.
+        trainer: The trainer, which logs inside the context.
         played: The episodes. They have no advantages, which the table shows as NaN.
-        prefix: Of the evaluation.
+        prefix: Prefix of the evaluation's metrics.
     """
     if not trainer.log_completions:
         yield

@@ -1,4 +1,4 @@
-"""Resolves what a trainer starts from: a model, or the adapters that an earlier stage left in a folder or on the Hub."""
+"""Loads the adapter that a trainer continues, from a folder or the Hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class TrainerInputs:
-    """The arguments of TRL's constructor, and where the adapter in them came from."""
+    """Arguments of TRL's constructor, and the saved adapters that they were loaded from."""
 
     model: Any
     args: Any
@@ -28,9 +28,9 @@ class TrainerInputs:
 
 
 def resolve_inputs(inputs: TrainerInputs) -> TrainerInputs:
-    """Load the adapter that ``model`` names, if it names one, as the trainable policy.
+    """Load the adapter that ``model`` names, if any, as the trainable policy.
 
-    Only weights are taken over. Optimizer, learning rate and sampling settings are the new configuration's.
+    Only weights are loaded. Optimizer, learning rate and sampling settings are the new configuration's.
 
     Raises:
         ValueError: If the adapter cannot be continued as asked for, or an option needs one and there is none.
@@ -47,7 +47,7 @@ def resolve_inputs(inputs: TrainerInputs) -> TrainerInputs:
     if keep and (saved is None or REFERENCE not in saved.folders):
         raise ValueError(
             f"keep_reference=True needs a `model` that is a folder or Hub id with a reference adapter in {REFERENCE}/, got "
-            f"{inputs.model!r}. Leave it unset: the reference is then the policy as it is loaded."
+            f"{inputs.model!r}. Leave it unset; the reference is then the loaded policy."
         )
     if saved is None:
         return inputs
@@ -67,7 +67,7 @@ def resolve_inputs(inputs: TrainerInputs) -> TrainerInputs:
     )
     logger.info("Continuing the adapter of %s on %s.", saved.source, saved.config.base_model_name_or_path)
     args = copy.copy(args)
-    args.model_init_kwargs = None  # used up; TRL would say that it ignores them
+    args.model_init_kwargs = None  # already used; TRL would warn that it ignores them
     return TrainerInputs(
         model, args, inputs.processing_class or load_tokenizer(saved, args.trust_remote_code), None, None, saved
     )

@@ -1,4 +1,4 @@
-"""What a run was started as, against what it became: what a launch configuration names and does not get is an error."""
+"""Checks that accelerate started the processes and the engine that the launch configuration names."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from agile_trainers.adapters.sharding import is_zero3
 
 _ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DEEPSPEED", "ACCELERATE_USE_FSDP": "FSDP"}
-"""What ``accelerate launch`` sets for a configuration's ``distributed_type``."""
+"""Environment variables that ``accelerate launch`` sets, with the ``distributed_type`` that each stands for."""
 _SPLIT = {"cp_size": "context", "sp_size": "sequence", "tp_size": "tensor"}
-"""Sizes of ``ParallelismConfig`` above 1 under which several processes share an episode."""
+"""Sizes of ``ParallelismConfig`` that, above 1, divide an episode among processes."""
 
 
 def check_parallelism(args: Any) -> None:
-    """Refuse to divide episodes among processes, before accelerate tries to.
+    """Reject parallelism that divides episodes among processes, before accelerate sets it up.
 
     Args:
-        args: Its ``parallelism_config``; a launch configuration's is in the environment.
+        args: The trainer's. A launch configuration's ``parallelism_config`` is read from environment variables.
 
     Raises:
         ValueError: For context, sequence or tensor parallelism.
@@ -40,12 +40,12 @@ def check_parallelism(args: Any) -> None:
 
 
 def uses_deepspeed(args: Any) -> bool:
-    """Whether ``args.deepspeed`` or the launch configuration names DeepSpeed."""
+    """Return True if ``args.deepspeed`` or the launch configuration names DeepSpeed."""
     return bool(args.deepspeed) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def fill_deepspeed(args: Any) -> None:
-    """Fill the ``"auto"`` entries of ``args.deepspeed`` again, after a default was decided that they follow.
+    """Fill the ``"auto"`` entries of ``args.deepspeed`` again, after a default that they depend on was decided.
 
     ``TrainingArguments`` fills them when it is made, which is before the trainer knows the learning rate.
     """
@@ -56,15 +56,15 @@ def fill_deepspeed(args: Any) -> None:
 
 
 def check_engine(accelerator: Accelerator, args: Any) -> None:
-    """Say at once if the run is not what it was started as.
+    """Reject a run whose processes or engine differ from the launch configuration.
 
     Args:
         accelerator: The trainer's.
-        args: Its ``ds3_gather_for_generation`` and ``use_vllm``.
+        args: The trainer's; reads ``ds3_gather_for_generation`` and ``use_vllm``.
 
     Raises:
-        ValueError: If processes know nothing of each other, the engine is another than the launch configuration's, or it is
-            one under which processes would wait for each other in a rollout.
+        ValueError: If processes do not communicate, the engine is not the launch configuration's, or processes would wait
+            for each other in a rollout.
     """
     engine, started = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", "1"))
     if started != accelerator.num_processes:

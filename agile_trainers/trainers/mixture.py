@@ -1,4 +1,4 @@
-"""Several environments in one run, at construction: what draws them, and the rows that are for each."""
+"""Sets up a run of several environments: the mixture that draws them, and the rows of each."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from agile_trainers.rollout.mixture import COLUMN, Mixture
 from agile_trainers.trainers.config import MultiTurnConfig
 
 _STREAMED = 1000
-"""Rows of a stream that are looked at before training."""
+"""Number of rows of a stream that are read before training."""
 
 
 def names_of(environment: Any) -> list[str] | None:
-    """The names of several environments; None for one."""
+    """Return the names of several environments; None for one."""
     return list(environment) if isinstance(environment, Mapping) else None
 
 
 def rows_of_environment(mixture: Mixture, rows: Any, name: str, count: int) -> list[dict[str, Any]]:
-    """The first rows that are for one environment, without the column that says so."""
+    """Return the first rows of one environment, without the column that names it."""
     named = (mixture.of_row(row) for row in rows)
     return list(islice((options for chosen, options in named if chosen == name), count))
 
 
 def mixture_of(args: MultiTurnConfig, environment: Any) -> Mixture | None:
-    """The mixture of a run; None for a single environment.
+    """Make the mixture of a run; None for a single environment.
 
     Args:
         args: The trainer's, checked for these names by ``with_environment``.
@@ -45,9 +45,9 @@ def mixture_of(args: MultiTurnConfig, environment: Any) -> Mixture | None:
 def first_rows(
     mixture: Mixture | None, args: MultiTurnConfig, train_rows: Any, eval_rows: Any
 ) -> dict[str | None, dict[str, Any] | None]:
-    """The row that each environment is probed with, None without rows; the rows are checked on the way.
+    """Return the row with which each environment is probed, None without rows, and check the rows.
 
-    Of a stream no more than the first thousand rows are read; an environment that none of them is for is left out.
+    At most the first thousand rows of a stream are read; an environment without any of them is left out.
 
     Args:
         mixture: The run's; None for a single environment, whose name is None.
@@ -89,13 +89,13 @@ def first_rows(
 
 
 def with_column(mixture: Mixture | None, columns: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """What reward functions get of each data set, by its name: its columns and, of several environments, their column."""
+    """Return the columns that reward functions get, by data set; several environments add the column of their names."""
     own = [] if mixture is None else [COLUMN]
     return {dataset: [*names, *(name for name in own if name not in names)] for dataset, names in columns.items()}
 
 
 def with_names(rows: Sequence[Mapping[str, Any]], specs: Sequence[EpisodeSpec]) -> list[dict[str, Any]]:
-    """The rows as reward functions get them: of several environments, with the column that names each episode's own."""
+    """Add the column that names each episode's environment to the rows, in a run of several environments."""
     return [
         dict(row) if spec.environment is None else {**row, COLUMN: spec.environment}
         for row, spec in zip(rows, specs, strict=True)
@@ -103,7 +103,7 @@ def with_names(rows: Sequence[Mapping[str, Any]], specs: Sequence[EpisodeSpec]) 
 
 
 def _first_of_each(mixture: Mixture, rows: Any, where: str) -> dict[str, dict[str, Any]]:
-    """The first row of each environment, without the column that names it."""
+    """Return the first row of each environment, without the column that names it."""
     found: dict[str, dict[str, Any]] = {}
     chosen: Iterable[Any]
     if isinstance(rows, Dataset) and COLUMN in rows.column_names:
@@ -116,5 +116,5 @@ def _first_of_each(mixture: Mixture, rows: Any, where: str) -> dict[str, dict[st
         name, options = mixture.of_row(row, where)
         found.setdefault(name, options)
         if len(found) == len(mixture.names) and not isinstance(rows, Dataset):
-            break  # no more of a stream is read than it takes
+            break  # read no more of a stream than needed
     return found

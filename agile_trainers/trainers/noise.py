@@ -1,4 +1,4 @@
-"""Switches off everything in a model that draws random numbers in training mode."""
+"""Switches off dropout, layer drop and router noise in a model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ logger = logging.get_logger(__name__)
 
 _NOISE = re.compile("drop|jitter|noise")
 _READ_FROM_CONFIG = re.compile("^(?!classifier|summary).*(dropout|pdrop)")
-"""Names that forward passes read from the configuration itself (Falcon, GPT-Neo, GPT-J, Persimmon)."""
+"""Rates that forward passes read from the configuration itself (Falcon, GPT-Neo, GPT-J, Persimmon)."""
 _SAMPLING_ROUTERS = ("PhimoeTopKRouter",)
-"""Classes that route to sampled experts in training mode, whatever their rates. Their rates act in eval mode too."""
+"""Classes that route to sampled experts in training mode at any rate. Their rates act in eval mode too."""
 
 
 def switch_off_noise(model: nn.Module) -> None:
-    """Set the rates of dropout, layer drop and router jitter to 0: training mode then computes what eval mode does.
+    """Set the rates of dropout, layer drop and router jitter to 0, so that training mode computes the same as eval mode.
 
     TRL's ``disable_dropout_in_model`` reaches ``nn.Dropout`` only. Most transformers models keep the rates of attention,
-    residual and router noise as floats, on their modules or on the configuration. What the configuration says is changed,
-    and saved, with the model; the log says so. Call it again after an adapter is added.
+    residual and router noise as floats, on their modules or on the configuration. Changes of the configuration are logged
+    and are saved with the model. Call it again after an adapter is added.
 
     Args:
         model: Any model, adapters included.

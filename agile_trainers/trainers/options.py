@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 def option(default: Any, help: str) -> Any:
-    """A dataclass field with its description.
+    """Make a dataclass field with a description.
 
     Args:
-        default: Its default; a list is copied for each instance.
-        help: What it does, in whole sentences. It says last, as ``Default: ...``, what None stands for.
+        default: The default; a list is copied for each instance.
+        help: The description, in whole sentences. The last one, ``Default: ...``, explains a default of None.
     """
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata={"help": help})
@@ -22,7 +22,7 @@ def option(default: Any, help: str) -> Any:
 
 
 def changed_default(parent: type, name: str, default: Any, why: str = "") -> Any:
-    """A field of ``parent`` with another default.
+    """Make a field of ``parent`` with another default.
 
     Args:
         parent: The dataclass that describes the option.
@@ -34,18 +34,18 @@ def changed_default(parent: type, name: str, default: Any, why: str = "") -> Any
 
 
 def description(config: type, name: str) -> str:
-    """The description of an option."""
+    """Return the description of an option."""
     text: str = config.__dataclass_fields__[name].metadata["help"]  # type: ignore[attr-defined]
     return text
 
 
 def default_of(option_field: Field[Any]) -> Any:
-    """The default of a field."""
+    """Return the default of a field."""
     return option_field.default_factory() if callable(option_field.default_factory) else option_field.default
 
 
 def own_options(config: type) -> list[Field[Any]]:
-    """The fields that a dataclass declares itself, in their order."""
+    """List the fields that a dataclass declares itself, in their order."""
     known = {one.name: one for one in fields(config)}
     return [known[name] for name in config.__annotations__ if name in known]
 
@@ -59,7 +59,7 @@ def with_args(config: type[T]) -> type[T]:
 
 
 def option_table(config: type) -> str:
-    """The options that a dataclass declares, as a markdown table of name, default and description."""
+    """Write a markdown table of the options that a dataclass declares: name, default and description."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for one in own_options(config):
         default = default_of(one)

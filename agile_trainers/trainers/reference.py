@@ -1,4 +1,4 @@
-"""Keeps the reference policy: an adapter of its own if asked for, moved to the policy when told to, part of a checkpoint."""
+"""Keeps the reference policy: creates it, updates it to the current policy, saves and restores it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _WEIGHTS = "model.safetensors"
 
 
 class ReferencePolicy:
-    """The reference of a run with ``beta``.
+    """The reference policy of a run with ``beta``.
 
     Args:
         trainer: After TRL's own constructor.
-        saved: Where the policy was loaded from, if from adapters.
+        saved: The adapters that the policy was loaded from, if any.
 
     Raises:
-        ValueError: For options that the kind of reference there is cannot follow.
+        ValueError: For options that do not fit the kind of reference.
     """
 
     def __init__(self, trainer: GRPOTrainer, saved: SavedAdapters | None) -> None:
@@ -45,14 +45,14 @@ class ReferencePolicy:
         if args.reference_adapter:
             if not is_peft:
                 raise ValueError(
-                    "reference_adapter=True keeps the reference as an adapter, but the model is trained whole: its "
-                    "reference is a copy of its own already. Pass `peft_config` or leave reference_adapter unset."
+                    "reference_adapter=True keeps the reference as an adapter, but the model is trained whole, and its "
+                    "reference is a separate copy already. Pass `peft_config` or leave reference_adapter unset."
                 )
             add_reference(model)
         if saved is not None and args.keep_reference:
             load_reference(model, saved.folders[REFERENCE])
         elif trainer.beta != 0.0 and is_peft and (saved or starts_elsewhere(model.peft_config[POLICY])):
-            # Disabled, such an adapter leaves another policy than the one that training starts from.
+            # Disabling such an adapter gives another policy than the one that training starts from.
             add_reference(model)
             copy_adapter(model, POLICY, REFERENCE)  # TRL's copy leaves out embeddings
         if args.reference_update_steps:
@@ -78,9 +78,9 @@ class ReferencePolicy:
             raise ValueError("The reference is the frozen base model, which cannot move. Set reference_adapter=True.")
 
     def save(self, folder: Path) -> None:
-        """Write a whole reference that has moved into a checkpoint; an adapter is saved with the others.
+        """Save a reference model that was updated in a checkpoint; an adapter is saved with the others.
 
-        Every process has to call it, since each may have a share of the weights.
+        Every process has to call it, since each may hold a shard of the weights.
         """
         trainer: Any = self._trainer
         if not self._moved or trainer.ref_model is None:
@@ -92,7 +92,7 @@ class ReferencePolicy:
             save_file(whole, folder / REFERENCE / _WEIGHTS)
 
     def restore(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote, if it did."""
+        """Load the reference model that :meth:`save` wrote, if any."""
         trainer: Any = self._trainer
         file = folder / REFERENCE / _WEIGHTS
         if trainer.ref_model is None or not file.is_file():
@@ -103,7 +103,7 @@ class ReferencePolicy:
             assign_parameter(parameter, weights[name])
 
     def restore_after_deepspeed(self, folder: Path) -> None:
-        """DeepSpeed has loaded what is trained, and nothing else: read the reference, whichever kind it is."""
+        """Load the reference after DeepSpeed, which loads trained parameters only."""
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
         if isinstance(policy, PeftModel) and REFERENCE in policy.peft_config:
             restore_adapter(policy, REFERENCE, folder / REFERENCE)

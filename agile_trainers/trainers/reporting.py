@@ -1,4 +1,4 @@
-"""What a training step reports: numbers, and words when a run cannot learn."""
+"""Computes the metrics of training and evaluation, and warnings about batches without signal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agile_trainers.rollout.metrics import summarize
 
 
 def training_summary(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, float]:
-    """Metrics of one generation batch.
+    """Compute the metrics of one generation batch.
 
     Args:
         rows: One row per episode, of all ranks.
@@ -34,7 +34,7 @@ def training_summary(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str
 
 
 def length_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Lengths of episodes in action tokens, under TRL's names.
+    """Compute the lengths of episodes in action tokens, under TRL's names.
 
     Args:
         rows: One row per episode, of all ranks.
@@ -55,7 +55,7 @@ def length_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def evaluation_summary(
     rows: Sequence[dict[str, Any]], rewards: dict[str, float], prefix: str, started: float
 ) -> dict[str, float]:
-    """Metrics of one evaluation, as :meth:`MultiTurnTrainer.evaluate` returns them.
+    """Compute the metrics of one evaluation, as :meth:`MultiTurnTrainer.evaluate` returns them.
 
     Args:
         rows: One row per episode, of all ranks.
@@ -73,7 +73,7 @@ def _evaluated(rows: Sequence[dict[str, Any]], others: dict[str, float], prefix:
 
 
 def environment_summaries(rows: Sequence[dict[str, Any]], rewards: Sequence[float]) -> dict[str, float]:
-    """Metrics of each of several environments in one generation batch; empty in a run of one.
+    """Compute the metrics of each of several environments in one generation batch; empty in a run of one.
 
     Args:
         rows: One row per episode, of all ranks.
@@ -91,12 +91,12 @@ def environment_summaries(rows: Sequence[dict[str, Any]], rewards: Sequence[floa
 
 
 def environment_evaluations(rows: Sequence[dict[str, Any]], rewards: Sequence[float], prefix: str) -> dict[str, float]:
-    """Metrics of each of several environments in one evaluation, under ``<prefix>_<name>_``; empty in a run of one.
+    """Compute the metrics of each of several environments in an evaluation; empty in a run of one.
 
     Args:
         rows: One row per episode, of all ranks.
         rewards: As for :func:`environment_summaries`.
-        prefix: That of the evaluation.
+        prefix: The evaluation's; names begin with ``<prefix>_<name>_``.
     """
     metrics: dict[str, float] = {}
     for name, (own, reward) in _by_environment(rows, rewards).items():
@@ -107,7 +107,7 @@ def environment_evaluations(rows: Sequence[dict[str, Any]], rewards: Sequence[fl
 def _by_environment(
     rows: Sequence[dict[str, Any]], rewards: Sequence[float]
 ) -> dict[str, tuple[list[dict[str, Any]], dict[str, float]]]:
-    """The rows of each environment, in order of name, and its mean ``reward``, if an episode of it has one."""
+    """Split the rows by environment, in order of name, with the mean ``reward`` if an episode has one."""
     found = {}
     for name in sorted({row["environment"] for row in rows} - {None}):
         own = [(row, reward) for row, reward in zip(rows, rewards, strict=True) if row["environment"] == name]
@@ -117,18 +117,18 @@ def _by_environment(
 
 
 IDLE_BATCHES = 5
-"""Batches in a row without any signal before it is worth a warning; one happens to healthy runs."""
+"""Number of batches in a row without signal before a warning; single ones are normal."""
 
 
 def degeneracies(
     summary: dict[str, float], idle_batches: int, error: str | None, truncated_are_masked: bool
 ) -> list[str]:
-    """Warnings about batches that teach nothing, although the progress bar looks healthy.
+    """List warnings about batches from which nothing is learned.
 
     Args:
-        summary: Of :func:`training_summary`.
-        idle_batches: How many batches in a row, up to this one, had no advantage but 0.
-        error: What an environment raised, if one did.
+        summary: The output of :func:`training_summary`.
+        idle_batches: Number of batches in a row, up to this one, whose advantages were all 0.
+        error: An error that an environment raised, if any.
         truncated_are_masked: ``mask_truncated_completions``.
     """
     warnings = []
@@ -143,7 +143,7 @@ def degeneracies(
         )
     if idle_batches and idle_batches % IDLE_BATCHES == 0:
         warnings.append(
-            f"Every advantage of the last {idle_batches} batches is 0: the members of each group were rewarded alike, so "
-            "there was nothing to learn. The task is too hard, too easy, or its reward is constant."
+            f"Every advantage of the last {idle_batches} batches is 0: the members of each group had equal rewards, which "
+            "gives no gradient. The task is too hard, too easy, or its reward is constant."
         )
     return warnings

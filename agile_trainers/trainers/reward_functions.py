@@ -1,4 +1,4 @@
-"""Reward functions of TRL's form over episodes: what they get, which episodes they score, and what is logged of them."""
+"""Applies reward functions in TRL's form to episodes, and logs their rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agile_trainers.envs.libraries.trl_tools import TRLEnvironment
 from agile_trainers.types import StopReason, Trajectory
 
 EPISODES, ENVIRONMENTS = "trajectories", "environments"
-"""Arguments of a reward function, beside TRL's."""
+"""Names of the arguments that a reward function gets in addition to TRL's."""
 _TRLS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 RewardFunction = Callable[..., Any]
@@ -34,11 +34,11 @@ def add_return_reward(
         columns: The columns of each data set whose rows are played, by the data set's name.
 
     Returns:
-        What TRL's trainer takes as ``reward_funcs``, ``reward_processing_classes`` and ``args.reward_weights``, where the
-        return has weight 1.
+        ``reward_funcs``, ``reward_processing_classes`` and ``args.reward_weights`` for TRL's trainer. The return has
+        weight 1.
 
     Raises:
-        ValueError: If there are not as many weights as functions, or a function asks for what it cannot get.
+        ValueError: If there are not as many weights as functions, or a function requires an argument that it cannot get.
     """
     own = [] if reward_funcs is None else list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
     classes = classes if isinstance(classes, list) else [classes] * len(own)
@@ -61,11 +61,11 @@ def add_return_reward(
 
 
 def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardFunction:
-    """A reward function that is called with the episodes that did not fail, if there are any; others get no reward.
+    """Wrap a reward function so that it is called with the episodes that did not fail; others get no reward.
 
     Args:
         function: The user's.
-        environments: Whether every episode had an instance of its own, which ``function`` may then look at.
+        environments: True if every episode had an instance of its own, which ``function`` may then read.
     """
     takes = _parameters(function)
 
@@ -116,14 +116,14 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
 
 
 def _unwrapped(environment: Any) -> Any:
-    """The instance that the user's factory makes."""
+    """Return the instance that the user's factory made."""
     return environment.object if isinstance(environment, TRLEnvironment) else environment
 
 
 def _parameters(function: RewardFunction) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a callable without a signature: it is told everything
+    except (TypeError, ValueError):  # a callable without a signature gets every argument
         return {"anything": inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)}
 
 
@@ -132,11 +132,11 @@ def _takes_any(parameters: dict[str, inspect.Parameter]) -> bool:
 
 
 def _check_arguments(function: RewardFunction, columns: Mapping[str, Sequence[str]], environments: bool) -> None:
-    """Refuse what a reward function could not be called with.
+    """Reject a reward function whose arguments cannot be given.
 
     Raises:
-        ValueError: If it names ``environments`` where episodes share instances or have them elsewhere, if it requires an
-            argument that is neither TRL's nor ours nor a column of the rows, or if a column has the name of ours.
+        ValueError: If it takes ``environments`` and episodes share instances or have them in other processes, if it
+            requires an argument that is neither TRL's nor ours nor a column, or if a column has the name of ours.
     """
     name, parameters = get_callable_name(function), _parameters(function)
     if ENVIRONMENTS in parameters and not environments:
@@ -160,18 +160,18 @@ def _check_arguments(function: RewardFunction, columns: Mapping[str, Sequence[st
         given = {*_TRLS, EPISODES, ENVIRONMENTS, *names} - {"prompt"}
         if missing := [key for key in required if key not in given]:
             raise ValueError(
-                f"The reward function {name!r} requires the argument {missing[0]!r}, which is no column of {dataset}. Its "
-                f"columns are: {', '.join(names) or 'none'}. Add the column, or give the argument a default."
+                f"The reward function {name!r} requires the argument {missing[0]!r}, which is not a column of {dataset}. "
+                f"Its columns are: {', '.join(names) or 'none'}. Add the column, or give the argument a default."
             )
 
 
 def not_scored() -> Trajectory:
-    """A place of a batch without an episode, for processes that play fewer than the others."""
+    """Make an empty episode, for processes that play fewer episodes than the others."""
     return Trajectory([], [], [], [], StopReason.ENVIRONMENT_ERROR)
 
 
 def reward_inputs(rows: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """The arguments of TRL's ``_calculate_rewards``."""
+    """Make the arguments of TRL's ``_calculate_rewards``."""
     return {
         "inputs": [{**row, EPISODES: trajectory} for row, trajectory in zip(rows, trajectories, strict=True)],
         "prompts": [trajectory.prompt or [{"role": "user", "content": ""}] for trajectory in trajectories],
@@ -181,12 +181,12 @@ def reward_inputs(rows: Sequence[dict[str, Any]], trajectories: Sequence[Traject
 
 
 def without_failed(rewards: torch.Tensor, trajectories: Sequence[Trajectory], accelerator: Accelerator) -> torch.Tensor:
-    """NaN in the rows of failed episodes, also of reward models, which score everything.
+    """Set the rewards of failed episodes to NaN, also those of reward models, which score every episode.
 
     Args:
         rewards: (B, F), of all processes.
         trajectories: This process's.
-        accelerator: Gathers which of them failed.
+        accelerator: The trainer's.
     """
     failed = [trajectory.stop_reason.failed for trajectory in trajectories]
     everywhere: torch.Tensor = accelerator.gather(torch.tensor(failed, device=rewards.device))
@@ -194,18 +194,18 @@ def without_failed(rewards: torch.Tensor, trajectories: Sequence[Trajectory], ac
 
 
 def totals(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """(B,) weighted sums of rewards (B, F), without those a function left out; NaN where all did."""
+    """Compute the weighted sums (B,) of rewards (B, F), ignoring NaN; NaN where all rewards are."""
     summed = (rewards * weights.to(rewards.device)).nansum(dim=1)
     return summed.masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
 def reward_summary(rewards: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Metrics of rewards under TRL's names.
+    """Compute the metrics of rewards, under TRL's names.
 
     Args:
         rewards: (B, F), of all processes, NaN where a function gave none.
         weights: (F,).
-        names: Of the functions.
+        names: Names of the functions.
 
     Returns:
         ``reward``, ``reward_std`` and ``reward_sem`` (its standard error) of the weighted sum, ``rewards/<name>/mean`` and
@@ -225,7 +225,7 @@ def reward_summary(rewards: torch.Tensor, weights: torch.Tensor, names: Sequence
 
 
 def share_without_spread(rewards: torch.Tensor, group_size: int) -> float:
-    """TRL's ``frac_reward_zero_std``: the share of episodes in groups whose members were all rewarded alike.
+    """Compute TRL's ``frac_reward_zero_std``, the share of episodes in groups whose rewards are all equal.
 
     Args:
         rewards: (B,), of all processes, members of a group side by side; NaN without a reward.
@@ -239,7 +239,7 @@ def share_without_spread(rewards: torch.Tensor, group_size: int) -> float:
 
 
 def drained_metrics(pending: dict[str, list[float]], accelerator: Accelerator) -> dict[str, float]:
-    """What reward functions logged with ``log_metric``, averaged over all processes; ``pending`` is empty afterwards."""
+    """Average the metrics that reward functions logged with ``log_metric`` over all processes; empties ``pending``."""
     means = {}
     for name in sorted(set(gather_object(list(pending)))):
         values = pending.get(name, [])
@@ -251,7 +251,7 @@ def drained_metrics(pending: dict[str, list[float]], accelerator: Accelerator) -
 
 
 def drained_columns(pending: dict[str, list[Any]], count: int) -> dict[str, list[Any]]:
-    """What reward functions logged with ``log_extra`` for all processes' episodes; ``pending`` is empty afterwards.
+    """Gather the columns that reward functions logged with ``log_extra`` from all processes; empties ``pending``.
 
     Args:
         pending: Values for the episodes of this process, in their order, by column.

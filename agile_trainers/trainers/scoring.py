@@ -1,4 +1,4 @@
-"""Scores whole generation batches without a gradient: the policy that an update starts from, and the reference."""
+"""Computes log-probabilities of generation batches under the old policy and the reference, without gradient."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from agile_trainers.train_batch import length_sorted_batches, read_inputs
 from agile_trainers.types import TurnBatch
 
 LogProbs = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
-"""TRL's ``_get_per_token_logps_and_entropies``."""
+"""Type of TRL's ``_get_per_token_logps_and_entropies``."""
 
 
 @dataclass
 class Scores:
-    """Log-probabilities of a generation batch, where the step needs them; 0 in rows that were not scored."""
+    """Log-probabilities of a generation batch; 0 in rows that were not scored."""
 
     scored: torch.Tensor
     """(B,) bool, the rows that were scored."""
     old: torch.Tensor | None = None
-    """(B, T) float32, of the policy that the update starts from."""
+    """(B, T) float32, under the policy that the update starts from."""
     reference: torch.Tensor | None = None
-    """(B, T) float32."""
+    """(B, T) float32, under the reference."""
 
 
 def with_positions(model: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    """``model``, told each token's position as the sampler is: left padding must not count.
+    """Wrap ``model`` so that it gets each token's position without left padding, as the sampler does.
 
     Args:
         model: Any callable around the policy.
@@ -53,7 +53,7 @@ class Scorer:
     """Scores the episodes of a generation batch.
 
     Args:
-        trainer: Its policy and reference are scored.
+        trainer: The trainer whose policy and reference are scored.
         log_probs: TRL's ``_get_per_token_logps_and_entropies``, with its arguments.
     """
 
@@ -65,8 +65,8 @@ class Scorer:
 
         Args:
             batch: The episodes of this process.
-            old: Whether the policy is scored.
-            reference: Whether the reference is.
+            old: Score the policy.
+            reference: Score the reference.
             rows: (R,) int64. Default: all.
         """
         trainer = self._trainer
@@ -81,14 +81,16 @@ class Scorer:
         return scores
 
     def live_rows(self, advantages: torch.Tensor, eps: float) -> torch.Tensor:
-        """The rows (R,) with an advantage above ``eps``, and so many others that every rank has equally many: where weights
-        are sharded, forward passes must match."""
+        """Return the rows (R,) with an advantage above ``eps``, padded with others to the same number on every rank.
+
+        Where weights are sharded, every rank must run equally many forward passes.
+        """
         live = (advantages.abs() > eps).any(dim=1)
         most = int(self._trainer.accelerator.gather(live.sum()).max())
         return live.int().argsort(descending=True, stable=True)[:most]
 
     def score_reference(self, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities (B, T) of the reference: a model of its own, an adapter, or the base below the policy's."""
+        """Compute the log-probabilities (B, T) of the reference: a separate model, an adapter, or the base model."""
         trainer: Any = self._trainer
         if trainer.ref_model is not None:
             return self._of(trainer.ref_model, batch, rows)

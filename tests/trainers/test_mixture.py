@@ -327,7 +327,7 @@ def test_options_that_cannot_be_are_refused_by_the_configuration(tmp_path, chang
         ({"environment_weights": {"low": 1.0}}, ["low", "high"], "leaves out 'high'"),
         ({"environment_weights": {"low": 1.0}}, None, "environment_weights=.* is for several environments"),
         ({"environment_limits": LIMITS, "max_turns": 5}, [*LIMITS], "max_turns=5 has no effect"),
-        ({"environment_limits": LIMITS, "max_completion_length": 9}, [*LIMITS], "= 3, that of the longest"),
+        ({"environment_limits": LIMITS, "max_completion_length": 9}, [*LIMITS], "= 3 of the longest"),
     ],
 )
 def test_options_are_for_the_environments_there_are(tmp_path, changes, names, message):

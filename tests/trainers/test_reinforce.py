@@ -77,7 +77,7 @@ def test_sum_pooling_is_the_default_and_reaches_the_loss(embedded_model, tmp_pat
     ("changes", "message"),
     [
         ({"num_generations": 4}, "num_generations=4"),
-        ({"per_device_train_batch_size": 1}, "batch of one episode has nothing to be compared with"),
+        ({"per_device_train_batch_size": 1}, "per_device_train_batch_size"),
         ({"advantage_granularity": "trajectory"}, "'trajectory'"),
         ({"scale_rewards": "batch"}, "scale_rewards='batch'"),
         ({"whiten_advantages": True}, "whiten_advantages=True"),
