@@ -72,6 +72,11 @@ def test_what_a_page_names_exists(page: Path) -> None:
     assert (missing_files(text), missing_names(text), broken_links(page)) == (set(), set(), set())
 
 
+def test_the_readme_links_every_page() -> None:
+    readme = PAGES[0].read_text(encoding="utf-8")
+    assert not [page.name for page in ROOT.glob("docs/*.md") if f"](docs/{page.name})" not in readme]
+
+
 def test_the_changelogs_links_lead_somewhere() -> None:
     """Its entries of released versions may name what is gone."""
     assert broken_links(ROOT / "CHANGELOG.md") == set()
