@@ -10,4 +10,4 @@ TASKS = {
     "search_qa": "agile_environments.search_qa:SearchQA",
     "wordle": "agile_environments.wordle:Wordle",
 }
-"""Where each task's environment is, as ``module:class``."""
+"""Task name to its environment, ``module:class``."""

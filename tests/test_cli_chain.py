@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_does_not_restart_its_stage_without_a_word(pipeline
     (folder / "checkpoint-1" / "optimizer.pt").unlink()
     before = adapter(folder)
     with pytest.raises(
-        PipelineError, match=r"none that is whole(.|\n)*optimizer.pt is missing(.|\n)*remove the checkpoints"
+        PipelineError, match=r"no checkpoint of the stage is complete(.|\n)*optimizer.pt is missing(.|\n)*remove the checkpoints"
     ):
         chain.run_pipeline(parse_pipeline(cut), QUIET)
     assert adapter(folder) == before, "nothing was trained"
@@ -143,7 +143,7 @@ def test_what_was_trained_with_other_options_is_not_taken_for_finished(pipeline:
 
     # The first stage again: what was built on the old one does not fit any more.
     shutil.rmtree(tmp_path / "chain" / "sft")
-    with pytest.raises(PipelineError, match="dpo was trained from an earlier run of the stage before it"):
+    with pytest.raises(PipelineError, match="dpo was trained from an earlier run of the previous stage"):
         chain.run_pipeline(parse_pipeline(pipeline), QUIET)
 
     # Another way to evaluate is none to train.
@@ -159,7 +159,7 @@ def test_a_foreign_folder_is_not_touched(pipeline: dict, tmp_path: Path) -> None
     folder = tmp_path / "chain" / "dpo"
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("mine")
-    with pytest.raises(PipelineError, match="dpo is not empty and no stage of a chain"):
+    with pytest.raises(PipelineError, match="dpo is not empty and is not a stage"):
         chain.run_pipeline(parse_pipeline(pipeline), QUIET)
     assert [path.name for path in (tmp_path / "chain").rglob("*")] == ["dpo", "thesis.txt"]
 

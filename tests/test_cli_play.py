@@ -107,7 +107,7 @@ def test_what_cannot_be_played_is_said(capsys: pytest.CaptureFixture[str]) -> No
     assert code == 1 and "RuntimeError: no more" in screen and "environment_error" in screen
     for option, message in (
         (["--environment_args", "[1]"], "expected a JSON object"),
-        (["--environment_args", "{"], "is no JSON"),
+        (["--environment_args", "{"], "is not JSON"),
         (["--max_turns", "0"], "--max_turns must be at least 1"),
     ):
         with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""``agile-trainers envs``: the environments there are, and what to install for the rest."""
+"""``agile-trainers envs``: lists the environments, and the packages that further ones need."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from agile_environments import TASKS
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.registry import list_environments
 
-_ABOUT = "Lists the environments, and what to install for the rest."
+_ABOUT = "Lists the environments, and the packages that further ones need."
 
 
 def main(argv: Sequence[str], console: Console | None = None) -> int:
     """List the environments.
 
     Args:
-        argv: Nothing, or a text: the ids that hold it are listed, one per line.
-        console: Where to print.
+        argv: Empty, or a text: the ids that contain it are listed, one per line.
+        console: Console for the list.
 
     Returns:
-        The exit code: 1 if no id holds the text.
+        The exit code: 1 if no id contains the text.
     """
     parser = argparse.ArgumentParser(prog="agile-trainers envs", description=_ABOUT)
-    parser.add_argument("text", nargs="?", help="list every id that holds this, for example gem or Sudoku")
+    parser.add_argument("text", nargs="?", help="list every id that contains this text, for example gem or Sudoku")
     text, console = parser.parse_args(argv).text, console or Console()
     ids = list_environments()
     if text is not None:
         found = [name for name in ids if text.lower() in name.lower()]
-        for name in found or [f"No environment's id holds {text!r}; agile-trainers envs shows what there is."]:
+        for name in found or [f"No environment's id contains {text!r}; agile-trainers envs lists all."]:
             console.print(name, markup=False, highlight=False, soft_wrap=True)
         return 0 if found else 1
     console.print(_tasks(ids), _libraries(ids))
     console.print(
-        "\nmodule.path:Name is any class or function of your own. agile-trainers envs TEXT lists the ids that hold TEXT, "
+        "\nmodule.path:Name is any class or function of your own. agile-trainers envs TEXT lists the ids that contain TEXT, "
         "agile-trainers play --environment ID plays one.",
         markup=False,
         highlight=False,
@@ -52,7 +52,7 @@ def _tasks(ids: Sequence[str]) -> Table:
         summary = (importlib.import_module(where.partition(":")[0]).__doc__ or "").partition(" See README.md")[0]
         table.add_row(f"agile:{name}", Text(summary))
     probes = [name for name in ids if name.startswith("agile:probe/")]
-    table.add_row("agile:probe/...", f"{len(probes)} probes: tasks so small that failing one points at a bug.")
+    table.add_row("agile:probe/...", f"{len(probes)} probes: small tasks, each of which detects one kind of bug.")
     for name in ids:
         if ":" not in name:
             table.add_row(name, "registered by register_environment")

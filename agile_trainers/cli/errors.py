@@ -1,6 +1,6 @@
-"""Tells a user's mistake from a crash: a mistake is one message and exit code 2, a crash keeps its traceback.
+"""Reports a user's mistake as one message with exit code 2; other errors keep their traceback.
 
-Imports nothing heavy, so that ``--help`` stays quick.
+The module has no slow imports, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import textwrap
 from collections.abc import Callable, Iterable
 
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
-"""Raised before training starts, these say that something that was given cannot be used."""
+"""Exception types that count as mistakes before training starts."""
 _FULL = (
-    "Free some space, or choose a path on another disk; a run then goes on from its last whole checkpoint with "
+    "Free some space, or choose a path on another disk; a run then resumes from its last complete checkpoint with "
     "--resume_from_checkpoint auto"
 )
 _WAYS_OUT = {
@@ -30,22 +30,22 @@ _WAYS_OUT = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
 }
-"""By the operating system's error number."""
+"""Error number of the operating system to advice."""
 
 
 class Progress:
-    """Whether training runs, in which every error keeps its traceback."""
+    """True while training runs, when every error keeps its traceback."""
 
     training = False
     debug = False
-    """Whether mistakes keep it too."""
+    """True if mistakes keep their traceback too."""
 
 
 def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
-    """Run a command, and turn a user's mistake into one message on standard error.
+    """Run a command, and report a user's mistake as one message on standard error.
 
     Args:
-        command: Its name, for the message.
+        command: Name of the command, for the message.
         run: The command.
         debug: Keep the traceback of a mistake too.
 
@@ -53,7 +53,7 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         The command's exit code, 2 after a mistake, 130 after Ctrl-C.
 
     Raises:
-        Exception: What is no mistake of the user: any error while training runs, and types other than ``MISTAKES``.
+        Exception: Any error while training runs, and types other than ``MISTAKES``.
     """
     Progress.training, Progress.debug = False, debug
     try:
@@ -72,20 +72,17 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether an error says that something the user gave cannot be used.
-
-    A full disk says so at any time.
-    """
+    """Return whether an error is a user's mistake: one of ``MISTAKES`` before training, or a full disk at any time."""
     return is_disk_full(error) or (isinstance(error, MISTAKES) and not Progress.training)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error is the operating system's for a disk, or a quota, that is full."""
+    """Return whether an error is the operating system's error of a full disk or quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def message(error: BaseException) -> str:
-    """The text of an error, with the way out where the operating system or Python raised it."""
+    """Return the text of an error, with advice for errors of the operating system or Python."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"{_sentence(str(error))} Install the package that {error.name!r} belongs to, or correct the name."
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
@@ -99,7 +96,7 @@ def message(error: BaseException) -> str:
 
 
 def wrapped(text: str) -> str:
-    """The text, broken between words where a terminal would break it anywhere; as it is where there is no terminal."""
+    """Wrap a text between words to the width of the terminal; return it unchanged without a terminal."""
     if not sys.stderr.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns - 1)
@@ -108,13 +105,13 @@ def wrapped(text: str) -> str:
 
 
 def nearest(name: object, names: Iterable[str], *, count: int = 3) -> str:
-    """``; did you mean X?`` for a name that is not among those there are; empty where none is near."""
+    """Return ``; did you mean X?`` with the nearest known names for an unknown one; empty if none is near."""
     found = difflib.get_close_matches(str(name), list(names), n=count, cutoff=0.6)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def take_debug(arguments: Iterable[str]) -> tuple[bool, list[str]]:
-    """Whether ``--debug`` is among the arguments, and the others. With a value it is the trainer's option of that name."""
+    """Return whether the arguments contain ``--debug`` without a value, and the others. With one, it is the trainer's."""
     left, debug = list[str](), False
     rest = list(arguments)
     for argument, following in zip(rest, [*rest[1:], ""]):
@@ -130,7 +127,7 @@ def _sentence(text: str) -> str:
 
 
 def _launched(error: BaseException) -> int | None:
-    """The exit code of the processes that accelerate started, which have said themselves what is wrong; None for others."""
+    """Return the exit code of processes that accelerate started and that reported a mistake; None for other errors."""
     if isinstance(error, subprocess.CalledProcessError):
         return error.returncode if error.returncode == 2 else None
     failures = getattr(error, "failures", None)  # torch's ChildFailedError

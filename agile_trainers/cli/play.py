@@ -1,4 +1,4 @@
-"""``agile-trainers play``: a person takes the model's seat, in the terminal, through the trainers' own rollout engine."""
+"""``agile-trainers play``: lets a person play in place of the model, through the trainers' rollout engine."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.players import play_in_seat
 from agile_trainers.types import Message, Trajectory
 
-_ABOUT = "Puts you in the model's seat, in the terminal, through the trainers' own rollout engine."
+_ABOUT = "Lets you play in place of the model, in the terminal, through the trainers' rollout engine."
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of ``agile-trainers play``. What it shares with training has the same name there."""
+    """Make the parser of ``agile-trainers play``. Options that it shares with training have the same names."""
     parser = argparse.ArgumentParser(prog="agile-trainers play", description=_ABOUT)
-    parser.add_argument("--environment", required=True, metavar="ID", help="what to play, or module.path:Name")
+    parser.add_argument("--environment", required=True, metavar="ID", help="id of the environment, or module.path:Name")
     parser.add_argument("--environment_args", type=_mapping, default={}, metavar="JSON", help="its arguments")
-    parser.add_argument("--model", help="whose tokenizer and template to use (default: those of the embedded model)")
+    parser.add_argument("--model", help="model whose tokenizer and template are used (default: the embedded model)")
     parser.add_argument("--training_chat_template", action="store_true", help="use a training version of the template")
     parser.add_argument("--system_prompt", help="system message before the first observation")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first episode (default: 0)")
@@ -45,18 +45,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str], str] = input) -> int:
-    """Play.
+    """Parse the options and play.
 
     Args:
         argv: The options.
-        console: Where to show what the environment says.
-        ask: Shows a prompt and returns what the person typed. ``EOFError`` and ``KeyboardInterrupt`` end the game.
+        console: Console for the observations.
+        ask: Shows a prompt and returns the typed answer. ``EOFError`` and ``KeyboardInterrupt`` end the game.
 
     Returns:
         The exit code: 1 if the environment fails.
 
     Raises:
-        ValueError: If the environment, the model or its template cannot be played with.
+        ValueError: If the environment, the model or its template cannot be used.
         ImportError: If a library that the environment needs is missing.
     """
     parser = make_parser()
@@ -104,7 +104,7 @@ def _mapping(text: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {text!r}')
     return arguments

@@ -1,4 +1,4 @@
-"""Checks what a run is given before anything is loaded or launched."""
+"""Checks the inputs of a run before anything is loaded or launched."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def check_model(name: str, revision: str | None = None, *, option: str = "model_
 
     Args:
         name: A folder or Hub id, of a model or an adapter.
-        revision: Of a Hub repository.
-        option: Where the name was given, for the message.
+        revision: Revision of the Hub repository.
+        option: Option that has the name, for the message.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the model cannot be found.
     """
-    folder, expected = Path(name).expanduser(), "Expected a folder that holds config.json or adapter_config.json"
+    folder, expected = Path(name).expanduser(), "Expected a folder with config.json or adapter_config.json"
     if folder.is_dir():
         find_adapters(str(folder))
         return
@@ -40,7 +40,7 @@ def check_model(name: str, revision: str | None = None, *, option: str = "model_
             return
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(
-            f"{option}={name!r} is no folder here{near or ','} and the Hub does not give it: {reason}. "
+            f"{option}={name!r} is not a folder{near or ','} and cannot be found on the Hub: {reason}. "
             f"{expected}, or a Hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'."
         ) from error
 
@@ -53,10 +53,10 @@ def _is_adapter(name: str, revision: str | None) -> bool:
 
 
 def check_output(folder: str | Path) -> None:
-    """Check that files can be written to a folder, which is made if it does not exist.
+    """Check that files can be written to a folder, which is created if it does not exist.
 
     Raises:
-        ValueError: If not; the message names the folder.
+        ValueError: If the folder cannot be written to.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A progress bar for any ``transformers.Trainer``, in place of its log lines."""
+"""Shows a progress bar for any ``transformers.Trainer`` instead of its log lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 MILESTONES = 8
-"""Number of lines that stay on the screen, the only ones where it is not a terminal."""
+"""Number of lines that stay on the screen, the only output without a terminal."""
 
 
 @contextmanager
@@ -19,10 +19,10 @@ def show_progress(trainer: Trainer, console: Console, title: str, metrics: Mappi
     """Show a bar while the trainer trains.
 
     Args:
-        trainer: Its own log lines are switched off.
-        console: Where to show it.
-        title: What is going on.
-        metrics: What to show beside the bar: a key of the trainer's logs and the name to show it under.
+        trainer: The trainer, whose own log lines are switched off.
+        console: Console for the bar.
+        title: Text beside the bar.
+        metrics: Key of the trainer's logs to the name beside the bar.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = Progress(*columns, TextColumn("{task.fields[numbers]}"), console=console, transient=True)

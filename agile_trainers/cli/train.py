@@ -1,9 +1,8 @@
-"""``agile-trainers grpo | gspo | cispo | reinforce | ppo | module.path:Class``: any algorithm, model and environment.
+"""``agile-trainers grpo | gspo | cispo | reinforce | ppo | module.path:Class``: trains with any algorithm.
 
-The options are those of ``trl grpo``, the algorithm's configuration, and :class:`MultiTurnScriptArguments`.
-Options come from the command line and from ``--config file.yaml``. Those of ``accelerate launch`` (``--num_processes 2``)
-and ``--accelerate_config`` (a file, or a name: ``zero2`` is ``accelerate_configs/zero2.yaml``) are understood too and start
-the training through it.
+The options are those of ``trl grpo``, the algorithm's configuration, and :class:`MultiTurnScriptArguments`, from the command
+line and from ``--config file.yaml``. Options of ``accelerate launch`` (``--num_processes 2``) and ``--accelerate_config`` (a
+file, or a name: ``zero2`` is ``accelerate_configs/zero2.yaml``) start the training through ``accelerate launch``.
 """
 
 import json
@@ -33,17 +32,17 @@ from agile_trainers.trainers.options import option, with_args
 @with_args
 @dataclass
 class MultiTurnScriptArguments(GRPOScriptArguments):
-    """What to train on: the options of ``trl grpo`` and these."""
+    """Options of the environment and the data, besides those of ``trl grpo``."""
 
     environment: dict[str, Any] | str | None = option(
         None,
         "Environment id (`gem:game:GuessTheNumber-v0-easy`, `agile:guess_number`), or `module.path:Name` of a class or "
-        "factory; or several by name, a mapping in YAML and JSON on the command line. Default: train on the data set alone, "
-        "as `trl grpo` does.",
+        "factory; or several by name (a mapping in YAML, JSON on the command line). Default: train on the data set "
+        "alone, as `trl grpo` does.",
     )
     environment_args: dict[str, Any] | str | None = option(
         None,
-        "Keyword arguments of the environment, of several those of each by its name: a mapping in YAML, JSON on the command "
+        "Keyword arguments of the environment, by its name if there are several: a mapping in YAML, JSON on the command "
         "line.",
     )
 
@@ -71,14 +70,14 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
 
 
 class OptionsOnly(Parser):
-    """Leaves a configuration's own checks to the processes that are launched: batch sizes are over all of them."""
+    """A parser that leaves a configuration's checks to the launched processes, since batch sizes are over all of them."""
 
     def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
         return self.parse_known_args(args)
 
 
 class Started(TrainerCallback):
-    """Notes when training runs: an error is then a crash, whose traceback is shown."""
+    """Records that training runs, so that errors show their traceback."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         Progress.training = True
@@ -88,7 +87,7 @@ class Started(TrainerCallback):
 
 
 def make_parser(algorithm: str, kind: type[Parser] = Parser) -> Parser:
-    """The parser of ``agile-trainers <algorithm>``. Without a GPU the CPU is the default."""
+    """Make the parser of ``agile-trainers <algorithm>``. Without a GPU, the CPU is the default."""
     config = find_algorithm(algorithm).config_class
     types = (MultiTurnScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     needed = "--model_name_or_path MODEL --environment ID" + (" --use_peft" if config.has_critic else "")
@@ -97,9 +96,9 @@ def make_parser(algorithm: str, kind: type[Parser] = Parser) -> Parser:
 
 
 def on_cpu(parser: Parser) -> Parser:
-    """The parser, with defaults that fit the CPU where there is no GPU; TRL's ask for one.
+    """Set a parser's defaults for the CPU if there is no GPU, since TRL's need one.
 
-    The precision that a launch configuration names stays: DeepSpeed would refuse another.
+    The precision of a launch configuration stays, since DeepSpeed rejects another one.
     """
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True, bf16=os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16")
@@ -113,9 +112,9 @@ def train(
 
     Args:
         algorithm: What ``find_algorithm`` finds a trainer by.
-        script: What to train on.
+        script: Options of the environment and the data.
         args: The algorithm's configuration.
-        model: What to train.
+        model: Options of the model.
         mixture: TRL's ``DatasetMixtureConfig``.
     """
     from trl import get_peft_config, get_quantization_config
@@ -145,7 +144,7 @@ def train(
     except SafetensorError as error:
         raise ValueError(
             f"model_name_or_path={model.model_name_or_path!r}: its weights cannot be read: {error}. The file is damaged "
-            "or not whole; copy or download it again."
+            "or incomplete; copy or download it again."
         ) from error
     trainer.add_callback(Started())
     resume = args.resume_from_checkpoint
@@ -154,14 +153,14 @@ def train(
     trainer.accelerator.print(f"Saved to {args.output_dir}.")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
-    trainer.accelerator.end_training()  # processes that are left to the interpreter's end sometimes abort there
+    trainer.accelerator.end_training()  # otherwise processes sometimes abort at the interpreter's exit
 
 
 def script_dataset(script: MultiTurnScriptArguments, mixture: Any) -> Any:
-    """The splits to train on by their names; None if no data set is named.
+    """Load the splits of the data set by name; None if no data set is named.
 
     Raises:
-        ValueError: If two are named, or one cannot be loaded.
+        ValueError: If two data sets are named, or one cannot be loaded.
     """
     from datasets.exceptions import DatasetsError
     from trl import get_dataset
@@ -182,7 +181,7 @@ def script_dataset(script: MultiTurnScriptArguments, mixture: Any) -> Any:
 
 
 def split_of(dataset: Any, name: str) -> Any:
-    """A split of what :func:`script_dataset` returned; None without a data set.
+    """Return a split of the result of :func:`script_dataset`; None without a data set.
 
     Raises:
         ValueError: If there is no split of that name.
@@ -195,14 +194,14 @@ def split_of(dataset: Any, name: str) -> Any:
 
 
 def _reward_functions(script: MultiTurnScriptArguments) -> list[str | Callable[..., Any]]:
-    """Reward models, functions of ``trl.rewards`` by name, and any others by their dotted path."""
+    """Return reward models, functions of ``trl.rewards`` by name, and other functions by dotted path."""
     from trl import rewards
 
     functions: list[str | Callable[..., Any]] = []
     if script.reward_model_name_or_path:
         functions.append(script.reward_model_name_or_path)
     for name in script.reward_funcs or []:
-        if name == "get_soft_overlong_punishment":  # the lengths `trl grpo` gives it
+        if name == "get_soft_overlong_punishment":  # the lengths of `trl grpo`
             functions.append(rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256))
             continue
         module, _, attribute = name.rpartition(".")
@@ -219,11 +218,11 @@ def _reward_functions(script: MultiTurnScriptArguments) -> list[str | Callable[.
 
 
 def main(argv: Sequence[str], *, debug: bool = False) -> None:
-    """Parse the options and train, through ``accelerate launch`` if some of the options are its own.
+    """Parse the options and train, through ``accelerate launch`` if any of its options are given.
 
     Args:
         argv: The algorithm and its options.
-        debug: Whether processes that are launched show the traceback of a user's mistake.
+        debug: True if launched processes show the traceback of a user's mistake.
     """
     algorithm, *options = argv
     parser = make_parser(algorithm, OptionsOnly)
@@ -238,7 +237,7 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
     check_found(given)
     if not torch.accelerator.is_available():
         print(
-            "There is no GPU: training runs on the CPU, in float32 unless options or launch configuration say otherwise.",
+            "There is no GPU: training runs on the CPU, in float32 unless options or launch configuration set otherwise.",
             file=sys.stderr,
         )
     if launch is not None:
@@ -250,7 +249,7 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
 
 
 def parse_checked(algorithm: str, options: Sequence[str]) -> Any:
-    """Script arguments and configurations; what a configuration refuses is said in the words of the command line."""
+    """Parse script arguments and configurations; a configuration's error becomes one of the command line."""
     parser = make_parser(algorithm)
     try:
         return parser.parse_args_and_config(options, fail_with_unknown_args=False)
@@ -261,13 +260,13 @@ def parse_checked(algorithm: str, options: Sequence[str]) -> Any:
 
 
 def check_named(parser: Parser, model: ModelConfig) -> None:
-    """Say that the model is missing, in the words of the command line."""
+    """Check that the options name a model."""
     if model.model_name_or_path is None:
         parser.error("--model_name_or_path is missing: the Hub id or folder of the model to train.")
 
 
 def check_needed(parser: Parser, algorithm: str, *, script: MultiTurnScriptArguments, model: ModelConfig) -> None:
-    """Say what an algorithm lacks in the words of the command line, before anything is loaded."""
+    """Check that the options contain everything that an algorithm needs, before anything is loaded."""
     trainer = find_algorithm(algorithm)
     if script.environment is None and trainer.needs_environment:
         parser.error(
@@ -281,7 +280,7 @@ def check_needed(parser: Parser, algorithm: str, *, script: MultiTurnScriptArgum
 
 
 def check_found(given: Any) -> None:
-    """Find the environment, the model and the output folder that the options name.
+    """Check that the environment, the model and the output folder in the options can be used.
 
     Args:
         given: The options, by name.
@@ -301,12 +300,12 @@ def check_found(given: Any) -> None:
 def launcher_options(
     parser: Parser, argv: Sequence[str], options: list[str], from_command_line: list[str], *, debug: bool
 ) -> Any:
-    """What ``accelerate launch`` is told.
+    """Return the arguments of ``accelerate launch``.
 
     Args:
-        parser: Of the training options, to report mistakes with.
+        parser: Parser of the training options, which reports mistakes.
         argv: The algorithm and all options.
-        options: Those that are not for training, of the file and the command line.
+        options: Options of the file and the command line that are not for training.
         from_command_line: Those of the command line alone.
         debug: Passed on to the processes.
     """
@@ -331,7 +330,7 @@ def launcher_options(
     return found
 
 
-if __name__ == "__main__":  # a process that `accelerate launch` started; the launcher's options are not for it
+if __name__ == "__main__":  # a process that `accelerate launch` started ignores the launcher's options
     show, (algorithm_name, *arguments) = take_debug(sys.argv[1:])
     raise SystemExit(
         guard(algorithm_name, lambda: train(algorithm_name, *parse_checked(algorithm_name, arguments)), debug=show)

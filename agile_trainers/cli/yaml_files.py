@@ -1,4 +1,4 @@
-"""Reads the YAML files of the command line. A key that occurs twice is an error."""
+"""Reads the YAML files of the command line and rejects duplicate keys."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import yaml
 
 
 class YAMLFileError(ValueError):
-    """The file cannot be used; the message says where and why."""
+    """Raised when a file cannot be used; the message gives place and reason."""
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML itself keeps the last of two equal keys, silently."""
+    """A loader that rejects duplicate keys, of which YAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         lines: dict[Any, int] = {}
@@ -38,7 +38,7 @@ def read_yaml(path: str | Path) -> dict[Any, Any]:
         path: The file, in UTF-8.
 
     Raises:
-        YAMLFileError: If there is no such file, or it is not YAML, empty, no mapping, or gives a key twice.
+        YAMLFileError: If the file does not exist, is not YAML, is empty, is not a mapping, or has duplicate keys.
     """
     path = Path(path)
     try:

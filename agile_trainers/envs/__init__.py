@@ -1,4 +1,4 @@
-"""Environments: the protocol, ids, the checker. Libraries behind an id are imported when it is used."""
+"""Environments: protocol, ids, checker, and adapters to libraries, which are imported when an id names them."""
 
 from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation, ResetResult, StepResult, read_options
 from agile_trainers.envs.checker import (

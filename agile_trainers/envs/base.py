@@ -15,11 +15,11 @@ StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 
 
 class Environment(Protocol):
-    """A text environment: it speaks, the model answers, it rewards that answer.
+    """A text environment, which gives observations and rewards the model's answers.
 
-    One instance plays one episode at a time and is reused (``reset`` again) for the next. Either method may be ``async
+    One instance plays one episode at a time and is reused (``reset`` again) for the next. Both methods may be ``async
     def``. An instance may also define ``close()``. ``reset`` is called by keyword, ``step`` by position. Without dataset
-    rows ``reset`` may leave out ``options``.
+    rows, ``reset`` may omit ``options``.
     """
 
     def reset(
@@ -36,13 +36,13 @@ class Environment(Protocol):
         """
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """Answer the model's text.
+        """Take the model's text as an action.
 
         Returns:
             ``(observation, reward, terminated, truncated, info)``. ``reward`` is a finite float for this action alone.
-            ``terminated`` means the task itself is over, ``truncated`` that it was cut short; if both are set,
-            ``terminated`` counts. ``info["success"]`` (bool) on the last step feeds the success rate; it is optional.
-            Report it on every step, since the trainer's own limits may end an episode at any of them.
+            ``terminated`` means that the task is over, ``truncated`` that a limit stopped it; if both are set,
+            ``terminated`` counts. ``info["success"]`` (bool, optional) on the last step gives the success rate. Report
+            it on every step, since the trainer's limits may end an episode at any step.
         """
 
 
@@ -51,12 +51,12 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 def bound_reset(environment: Environment, seed: int | None, options: dict[str, Any] | None) -> Callable[[], Any]:
-    """``reset`` with its arguments, ready to be called.
+    """Bind ``reset`` to its arguments.
 
     Args:
         environment: The instance.
-        seed: Of the episode.
-        options: The dataset row; None is left out where the signature has no place for it.
+        seed: Seed of the episode.
+        options: The dataset row; None is omitted if the signature does not take it.
     """
     arguments = (
         {"seed": seed} if options is None and not reads_rows(environment.reset) else {"seed": seed, "options": options}
@@ -65,31 +65,31 @@ def bound_reset(environment: Environment, seed: int | None, options: dict[str, A
 
 
 def bound_step(environment: Environment, action: str) -> Callable[[], Any]:
-    """``step`` with its argument, whatever that is called, ready to be called."""
+    """Bind ``step`` to its argument, by position."""
     return partial(environment.step, action)
 
 
 def reads_rows(reset: Callable[..., Any]) -> bool:
-    """Whether a ``reset`` takes ``options``."""
+    """Return whether a ``reset`` takes ``options``."""
     try:
         parameters = inspect.signature(reset).parameters.values()
-    except (TypeError, ValueError):  # of a builtin, which says nothing
+    except (TypeError, ValueError):  # a builtin without a signature
         return True
     return any(p.name == "options" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def as_messages(observation: Observation) -> list[Message]:
-    """An observation as chat messages: text is one user message."""
+    """Convert an observation to chat messages: text is one user message."""
     return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
 
 
 def read_options(options: dict[str, Any] | None, known: Collection[str], environment: str) -> dict[str, Any]:
-    """The options an environment was given, none of them unread.
+    """Return the options of an environment, and reject unknown ones.
 
     Args:
-        options: What ``reset`` got. Entries that are None count as absent: a dataset fills its gaps with them.
-        known: The names the environment reads.
-        environment: What to call the environment in the error.
+        options: The ``options`` of ``reset``. None values count as absent, since data sets fill missing columns with them.
+        known: Names of the options that the environment reads.
+        environment: Name of the environment in the error.
 
     Raises:
         ValueError: If an option is not among ``known``.

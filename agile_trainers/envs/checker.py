@@ -1,4 +1,4 @@
-"""Does an environment keep the protocol? Cheap checks for every reset and step, and a longer one to run beforehand."""
+"""Checks that an environment follows the protocol: cheap checks of every reset and step, and a longer check."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from agile_trainers.envs.base import (
 )
 
 LONG_OBSERVATION = 100_000
-"""Characters from which an observation is reported as too long: the trainers' default ``max_observation_length``."""
+"""Characters above which an observation is reported as too long: the trainers' default ``max_observation_length``."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
-"""Rewards become float32."""
+"""Largest reward, since rewards become float32."""
 _LONGEST_MESSAGE = 2000
 _STEP_ITEMS = "(observation, reward, terminated, truncated, info)"
 
 
 class EnvironmentProtocolError(ValueError):
-    """An environment returned something the protocol does not allow."""
+    """Raised when an environment violates the protocol."""
 
 
 def validate_reset(result: Any) -> ResetResult:
-    """Check what ``reset`` returned.
+    """Check the result of ``reset``.
 
     Returns:
         The same two values as plain data: lone surrogates in text are replaced, ``info["anchor"]`` is text.
 
     Raises:
-        EnvironmentProtocolError: If it is not ``(text or messages, dict)``.
+        EnvironmentProtocolError: If the result is not ``(text or messages, dict)``.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise EnvironmentProtocolError(
@@ -57,14 +57,14 @@ def validate_reset(result: Any) -> ResetResult:
 
 
 def validate_step(result: Any) -> StepResult:
-    """Check what ``step`` returned.
+    """Check the result of ``step``.
 
     Returns:
         The same five values as plain data: see :func:`validate_reset`; the reward as ``float``, the two flags as ``bool``.
 
     Raises:
-        EnvironmentProtocolError: If it is not ``(text or messages, real number in float32, bool, bool, dict)``. NumPy
-            scalars are fine; a bool is no reward, since that is most often a flag in the wrong place.
+        EnvironmentProtocolError: If the result is not ``(text or messages, real number in float32, bool, bool, dict)``.
+            NumPy scalars are allowed. A bool as reward is rejected, since it is usually a misplaced flag.
     """
     if not isinstance(result, tuple) or len(result) != 5:
         raise EnvironmentProtocolError(
@@ -90,11 +90,11 @@ def _validate_reward(reward: Any) -> float:
         shown = str(value)
     except OverflowError:
         value, shown = math.inf, _describe(reward)
-    # A NaN is not less than anything.
+    # Comparisons with NaN are False.
     if not abs(value) <= LARGEST_REWARD:
         raise EnvironmentProtocolError(
             f"step() returned reward={shown}; expected a finite number up to {LARGEST_REWARD:.3g} (float32). "
-            "One NaN or infinity spoils the advantages of the whole group: find the division or logarithm it comes from."
+            "One NaN or infinity invalidates the advantages of the whole group. Check divisions and logarithms."
         )
     return value
 
@@ -108,14 +108,14 @@ def _validate_observation(observation: Any, method: str) -> Observation:
         )
     if not observation:
         raise EnvironmentProtocolError(
-            f"{method} returned an empty list of messages; expected at least one. Nothing to say is the empty text ''."
+            f"{method} returned an empty list of messages; expected at least one. Return '' for an empty observation."
         )
     messages = []
     for index, message in enumerate(observation):
         if isinstance(message, dict) and isinstance(message.get("content"), list):
             raise EnvironmentProtocolError(
                 f"{method} returned message {index} with a list as its content: {_describe(message)}. Episodes are text: "
-                'join its parts into one, {"role": ..., "content": "..."}.'
+                'join the parts to one text, {"role": ..., "content": "..."}.'
             )
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise EnvironmentProtocolError(
@@ -133,20 +133,20 @@ def _validate_info(info: Any, method: str) -> dict[str, Any]:
         raise EnvironmentProtocolError(
             f"{method} returned info['success']={_describe(info['success'])}; expected True or False."
         )
-    info = dict(info)  # the environment may go on writing into its own
+    info = dict(info)  # the environment may keep changing its own dict
     if info.get("anchor") is not None:
         info["anchor"] = plain_text(str(info["anchor"]))
     return info
 
 
 def plain_text(text: str) -> str:
-    """A text that every encoding can hold: surrogates that belong together are joined, lone ones replaced by U+FFFD."""
-    text = str.__str__(text)  # of subclasses too
+    """Convert a text so that every encoding can represent it: surrogate pairs are joined, lone ones become U+FFFD."""
+    text = str.__str__(text)  # for subclasses of str too
     return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def describe_error(error: BaseException) -> str:
-    """The type and message of an exception, whatever its ``__str__`` does, in at most 2,000 characters."""
+    """Describe an exception by its type and message in at most 2,000 characters, even if its ``__str__`` raises."""
     try:
         message = plain_text(str(error))
     except Exception as second:
@@ -167,9 +167,9 @@ def _describe(value: Any) -> str:
 
 def _hint(result: Any) -> str:
     if inspect.isawaitable(result):
-        return " It was not awaited: declare the method that returns it `async def`."
+        return " It was not awaited: define the method with `async def`."
     if isinstance(result, tuple) and len(result) == 4:
-        return " Split the old Gym's `done` into terminated (the task is over) and truncated (it was cut short)."
+        return " Replace the old Gym's `done` by terminated (the task is over) and truncated (a limit stopped it)."
     if isinstance(result, (str, list)):
         return " Return an info dict with the observation, {} if empty."
     return ""
@@ -177,29 +177,29 @@ def _hint(result: Any) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing the checker noticed."""
+    """One finding of the checker."""
 
     level: Literal["error", "warning"]
-    """An error would stop or spoil training; a warning is worth a look."""
+    """``"error"``: training would fail or be wrong. ``"warning"``: possibly unintended."""
     message: str
 
 
 @dataclass
 class CheckReport:
-    """What :func:`check_environment` found; empty is good."""
+    """Findings of :func:`check_environment`; empty if there are none."""
 
     environment: str = "the environment"
-    """Name of what was checked: its class, or the factory if that made none."""
+    """Name of the checked environment: its class, or the factory if construction failed."""
     findings: list[Finding] = field(default_factory=list)
 
     @property
     def errors(self) -> list[str]:
-        """Messages of what would stop or spoil training."""
+        """Messages of the errors."""
         return [finding.message for finding in self.findings if finding.level == "error"]
 
     @property
     def warnings(self) -> list[str]:
-        """Messages of what is worth a look."""
+        """Messages of the warnings."""
         return [finding.message for finding in self.findings if finding.level == "warning"]
 
     def raise_for_errors(self) -> None:
@@ -214,7 +214,7 @@ class CheckReport:
 
 @dataclass
 class _Watch:
-    """Which call is under way, and since when."""
+    """The current call and its start time."""
 
     call: str = "the factory"
     since: float = field(default_factory=lambda: time.monotonic())
@@ -224,7 +224,7 @@ class _Watch:
 
 
 Actions = Sequence[str] | Callable[[Observation], str]
-"""Texts sent in turn, over and over, or a function of the latest observation."""
+"""Texts sent in a cycle, or a function of the latest observation."""
 
 
 def check_environment(
@@ -237,23 +237,23 @@ def check_environment(
     options: dict[str, Any] | None = None,
     timeout: float | None = None,
 ) -> CheckReport:
-    """Play an environment and report what would go wrong in training.
+    """Play an environment and report problems for training.
 
-    Every episode is played twice, on two instances: results must follow the protocol, instances must be reusable, and
-    the same seed must give the same first observation (members of a group share it). The defaults are quick; raise
-    ``episodes`` and ``max_turns`` and give sensible ``actions`` for a thorough check.
+    Every episode is played twice, on two instances. Results must follow the protocol, instances must be reusable, and
+    the same seed must give the same first observation (members of a group share it). The defaults are quick; for a
+    thorough check, increase ``episodes`` and ``max_turns`` and pass sensible ``actions``.
 
     Args:
         factory: Makes an instance; called twice.
         seed: Seed of the first episode; the following ones count up.
         episodes: Number of episodes.
         max_turns: Turns per episode at most.
-        actions: What to answer.
-        options: The dataset row to reset with.
-        timeout: Seconds a call may take; one that takes longer is an error and ends the check. None waits forever.
+        actions: The answers.
+        options: The dataset row passed to ``reset``.
+        timeout: Seconds per call; a longer call is an error and ends the check. None waits forever.
 
     Returns:
-        The findings. Nothing the environment does is raised here; see :meth:`CheckReport.raise_for_errors`.
+        The findings. The environment's exceptions are findings too; see :meth:`CheckReport.raise_for_errors`.
     """
     report, watch = CheckReport(getattr(factory, "__name__", "the environment")), _Watch()
     seeds = range(seed, seed + episodes)
@@ -287,7 +287,7 @@ async def _check(
                 Finding(
                     "warning",
                     "the environment draws from or seeds the global random state (random or numpy.random), so episodes "
-                    "depend on what else runs in the process; use a random.Random or numpy Generator of its own",
+                    "depend on other code in the process; use a separate random.Random or numpy Generator",
                 )
             )
     except (Exception, SystemExit) as error:
@@ -304,11 +304,11 @@ async def _check(
 
 
 def check_methods(environment: Any, *, with_rows: bool = False) -> None:
-    """Check that ``reset`` and ``step`` can be called as the protocol does.
+    """Check that ``reset`` and ``step`` exist and have the protocol's signatures.
 
     Args:
         environment: The instance.
-        with_rows: Whether dataset rows are handed to ``reset`` as ``options``, which it may otherwise do without.
+        with_rows: True if dataset rows are passed to ``reset``, which must then take ``options``.
 
     Raises:
         EnvironmentProtocolError: If a method is missing or its signature does not fit.
@@ -319,7 +319,7 @@ def check_methods(environment: Any, *, with_rows: bool = False) -> None:
             raise EnvironmentProtocolError(f"{name} has no method {signature}.")
     rows = {"options": None} if with_rows or reads_rows(environment.reset) else {}
     hint = (
-        " Dataset rows reach an environment as options: give its reset the parameter options=None, or pass no rows."
+        " Dataset rows are passed to reset as options: add the parameter options=None, or pass no rows."
         if with_rows
         else ""
     )
@@ -345,7 +345,7 @@ async def _play(
     options: dict[str, Any] | None,
     watch: _Watch,
 ) -> tuple[Observation, list[StepResult]]:
-    """The first observation and the steps of one episode."""
+    """Play one episode; return its first observation and its steps."""
     watch.begin(f"reset(seed={seed})")
     start, _ = validate_reset(await _call(bound_reset(environment, seed, options)))
     observation, steps = start, list[StepResult]()
@@ -378,8 +378,8 @@ def _compare(
         report.findings.append(
             Finding(
                 "warning",
-                f"the same actions after reset(seed={seed}) were answered differently on two instances: runs will not "
-                "be reproducible; derive all randomness of step from the seed of the last reset",
+                f"the same actions after reset(seed={seed}) gave different results on two instances: runs will not be "
+                "reproducible; derive all randomness of step from the seed of the last reset",
             )
         )
     if start == "":
@@ -393,14 +393,14 @@ def _check_lengths(episode: tuple[Observation, list[StepResult]], seed: int, rep
     longest = max(texts, key=len)
     if len(longest) > LONG_OBSERVATION:
         message = (
-            f"an observation after reset(seed={seed}) has {len(longest):,} characters: a rollout cuts what is longer than "
-            "max_observation_length; say only what the model needs"
+            f"an observation after reset(seed={seed}) has {len(longest):,} characters: a rollout cuts observations "
+            "longer than max_observation_length; return only the text that the model needs"
         )
         report.findings.append(Finding("warning", message))
     elif len(texts) > 3 and all(20 < len(a) < len(b) and a in b for a, b in pairwise(texts[1:])):
         message = (
-            f"each observation after reset(seed={seed}) repeats the one before: the conversation holds that already, and "
-            "grows with the square of the turns; return only what is new"
+            f"each observation after reset(seed={seed}) repeats the previous one: the conversation contains it "
+            "already, and its length grows with the square of the turns; return only new text"
         )
         report.findings.append(Finding("warning", message))
 
@@ -417,13 +417,13 @@ def _random_state() -> tuple[Any, ...]:
 
 
 async def _call(method: Callable[[], Any]) -> Any:
-    """Call as a rollout does: only what is declared ``async def`` is awaited."""
+    """Call a method as a rollout does: only ``async def`` methods are awaited."""
     value = method()
     return await value if inspect.iscoroutinefunction(method) else value
 
 
 def _wait_for(coroutine: Coroutine[Any, Any, None], report: CheckReport, watch: _Watch, timeout: float | None) -> None:
-    """Run a coroutine, also from inside a running event loop (a notebook's), where ``asyncio.run`` may not be used."""
+    """Run a coroutine, also inside a running event loop (in a notebook), where ``asyncio.run`` is not allowed."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

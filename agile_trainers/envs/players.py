@@ -1,4 +1,4 @@
-"""Scripted play: a function plays an environment instead of a model. For baselines, demonstrations and tests."""
+"""Plays environments with functions instead of a model, for baselines, demonstrations and tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agile_trainers.envs.checker import validate_reset, validate_step
 from agile_trainers.types import Message
 
 Player = Callable[[list[Message], random.Random], str]
-"""Answers a conversation that ends with an observation. The random numbers it may use come from the second argument."""
+"""Function from a conversation that ends with an observation, and a random generator, to an answer."""
 
 
 @dataclass
@@ -22,13 +22,13 @@ class Episode:
     """A played episode."""
 
     messages: list[Message] = field(default_factory=list)
-    """The conversation; it ends with the player's last answer, as a demonstration does."""
+    """The conversation, up to the player's last answer."""
     rewards: list[float] = field(default_factory=list)
     """Reward of each turn."""
     info: dict[str, Any] = field(default_factory=dict)
     """Info of the last step."""
     final_observation: Observation = ""
-    """What the environment said to the last answer."""
+    """The observation after the last answer."""
 
     @property
     def episode_return(self) -> float:
@@ -54,9 +54,9 @@ def play(
     Args:
         environment: The instance to play on.
         player: Gives the answers.
-        seed: Seeds the environment and, separately, the player's random numbers.
-        options: The dataset row to reset with.
-        max_turns: Stop after that many turns. Default: play until the environment ends the episode.
+        seed: Seed of the environment and of the player's separate random generator.
+        options: The dataset row passed to ``reset``.
+        max_turns: Stop after this many turns. Default: play until the environment ends the episode.
 
     Raises:
         EnvironmentProtocolError: If the environment breaks the protocol.
@@ -76,17 +76,17 @@ def play(
 
 
 def known_players(environment: Environment) -> dict[str, Player]:
-    """The players that come with an environment.
+    """Return the players that an environment provides.
 
-    Its method ``players()`` gives them by name, or its module defines ``random_player`` and ``expert_player``, as those of
-    the ready tasks do. What the module defines goes first.
+    Players come from its method ``players()`` or from ``random_player`` and ``expert_player`` in its module, as in the ready
+    tasks. Those of the module take precedence.
 
     Args:
-        environment: The instance that they are to play on; some look at its state.
+        environment: The instance to play on; some players read its state.
 
     Returns:
-        Players by name: ``random`` plays in the right format and without regard to the state, ``expert`` as well as it
-        can be done. Empty if none is known.
+        Players by name: ``random`` plays in the right format and ignores the state, ``expert`` plays as well as possible.
+        Empty if there are none.
     """
     players = environment.players() if hasattr(environment, "players") else {}
     module = sys.modules[type(environment).__module__]
@@ -95,17 +95,17 @@ def known_players(environment: Environment) -> dict[str, Player]:
 
 
 def demonstrate(environment: Environment, player: Player, seeds: Iterable[int]) -> list[dict[str, list[Message]]]:
-    """One conversation per seed, ``{"messages": [...]}`` each: the rows TRL's ``SFTTrainer`` trains on."""
+    """Play one conversation per seed, as rows ``{"messages": [...]}`` for TRL's ``SFTTrainer``."""
     return [{"messages": play(environment, player, seed).messages} for seed in seeds]
 
 
 def compare(
     environment: Environment, better: Player, worse: Player, seeds: Iterable[int]
 ) -> list[dict[str, list[Message]]]:
-    """Preference pairs, as TRL's ``DPOTrainer`` takes them: what one player did where the other went wrong.
+    """Make preference pairs of two players' answers for TRL's ``DPOTrainer``.
 
-    Both players play the same episode. The pair is their answers at the first turn where they part, after the same
-    conversation. Seeds with which they never part, or the better player gets no higher return, give no pair.
+    Both players play the same episode. The pair is their answers at the first turn where they differ, after the same
+    conversation. A seed gives no pair if they never differ, or if the better player gets no higher return.
 
     Returns:
         Rows ``{"prompt": [...], "chosen": [answer], "rejected": [answer]}`` of messages.
@@ -124,10 +124,10 @@ def compare(
 def compare_until(
     count: int, environment: Environment, better: Player, worse: Player, first_seed: int
 ) -> list[dict[str, list[Message]]]:
-    """As many pairs of :func:`compare`, from one seed after the other; seeds that give none are passed over.
+    """Make ``count`` pairs with :func:`compare` from consecutive seeds, skipping seeds that give none.
 
     Args:
-        count: Number of pairs. It does not end if no seed gives any.
+        count: Number of pairs. The function does not return if no seed gives any.
         environment: The instance to play on.
         better: The player whose answers are chosen.
         worse: The player whose answers are rejected.

@@ -1,8 +1,8 @@
-"""Probes: environments so small that a correct trainer solves them in seconds, each aimed at one way of being wrong.
+"""Probes: small environments that a correct trainer solves in seconds, each of which detects one kind of error.
 
-Words are separated by single spaces and come from ``PROBE_WORDS``, so that a tokenizer with those words as tokens sees
+Words are separated by single spaces and come from ``PROBE_WORDS``, so that a tokenizer with those words as tokens encodes
 every observation and every right answer as whole tokens. The seed, modulo ``starts``, chooses the start state: seeds 0
-to ``starts - 1`` enumerate them all.
+to ``starts - 1`` enumerate all start states.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ PROBE_WORDS = (*DIGITS, "go", "recall", "first", "second", "third", "at", "goal"
 
 
 class Probe:
-    """What every probe has."""
+    """Base class of the probes."""
 
     vocabulary: ClassVar[tuple[str, ...]] = DIGITS
-    """The legal answers; any other answer is simply wrong."""
+    """The legal answers; all others are wrong."""
     starts: ClassVar[int]
     """Number of start states."""
     max_turns: ClassVar[int] = 1
@@ -36,7 +36,7 @@ class Probe:
 
         Args:
             seed: Chooses the start state, ``seed % starts``. None draws one.
-            options: ``{"start": int}`` takes the place of ``seed``.
+            options: ``{"start": int}`` replaces ``seed``.
 
         Raises:
             ValueError: If there is another option, or ``start`` is out of range.
@@ -56,11 +56,11 @@ class Probe:
         raise NotImplementedError
 
     def optimal_action(self, observation: str) -> str:
-        """The best answer in the current state (which the probe may know better than the observation tells)."""
+        """Return the best answer in the current state, which the observation may not reveal."""
         raise NotImplementedError
 
     def players(self) -> dict[str, Player]:
-        """Uniformly random legal answers, and the best ones."""
+        """Return a player of uniformly random legal answers and one of the best answers."""
         return {
             "random": lambda messages, rng: rng.choice(self.vocabulary),
             "expert": lambda messages, rng: self.optimal_action(messages[-1]["content"]),
@@ -68,13 +68,13 @@ class Probe:
 
 
 class QuestionProbe(Probe):
-    """Asks its questions one per turn, whatever the answers, and pays 1 for each right one."""
+    """Asks one question per turn, independent of the answers, with reward 1 for each right one."""
 
     _turn = 0
     _right = 0
 
     def questions(self, start: int) -> list[tuple[str, str | None]]:
-        """The turns of an episode: what is shown, and the right answer to it. None: there is no right answer."""
+        """Return the turns of an episode: the observation and the right answer, or None if no answer is right."""
         raise NotImplementedError
 
     def begin(self, start: int) -> str:
@@ -95,23 +95,23 @@ class QuestionProbe(Probe):
         return observation, self.reward(right, over), over, False, {"success": success}
 
     def reward(self, right: bool, over: bool) -> float:
-        """Reward of an answer."""
+        """Return the reward of an answer."""
         return float(right)
 
     def optimal_action(self, observation: str) -> str:
-        """The best answer in the current state."""
+        """Return the best answer in the current state."""
         return self._questions[self._turn][1] or self.vocabulary[0]
 
 
 def _shifted(number: int) -> str:
-    """The mapping the conditional probes ask for. Its answers are 1, 2 and 3, so copying the input does not pay."""
+    """Apply the mapping of the conditional probes. Its values are 1, 2 and 3, so copying the input is not rewarded."""
     return str(number % 3 + 1)
 
 
 class ConstantTarget(QuestionProbe):
-    """The right answer is always 4.
+    """A constant target: the right answer is always 4.
 
-    Failing means that rewards do not reach the policy at all: wrong sign, wrong tokens, no optimizer step.
+    Failure means that rewards do not reach the policy at all: wrong sign, wrong tokens, no optimizer step.
     """
 
     starts = 1
@@ -125,8 +125,8 @@ class ConstantTarget(QuestionProbe):
 class ConditionalTarget(QuestionProbe):
     """Shows a digit d; the right answer is (d % 3) + 1.
 
-    Failing, with ``constant`` solved, means that the policy does not see the prompt it is trained on: padding,
-    positions, attention mask, or rows that were mixed up between rollout and update.
+    Failure, with ``constant`` solved, means that the policy does not see the prompt that it is trained on: padding,
+    positions, attention mask, or rows that are mixed up between rollout and update.
     """
 
     starts = 7
@@ -140,8 +140,8 @@ class ConditionalTarget(QuestionProbe):
 class TwoInputs(QuestionProbe):
     """Shows two digits a and b; the right answer is ((a + b) % 3) + 1.
 
-    Neither digit says anything alone. Failing, with ``conditional`` solved, means that learning is too noisy or slow
-    rather than wrong: look at the learning rate, the group size and the advantage normalization.
+    Neither digit alone is informative. Failure, with ``conditional`` solved, means that learning is too noisy or slow
+    rather than wrong: check the learning rate, the group size and the advantage normalization.
     """
 
     starts = 49
@@ -156,8 +156,8 @@ class TwoInputs(QuestionProbe):
 class TwoTurnMemory(QuestionProbe):
     """Shows a digit, takes any answer, then asks for the digit without showing it.
 
-    Failing means that the second turn is sampled or trained without the first one's text: a conversation that was cut,
-    a stale key-value cache, positions that restart.
+    Failure means that the second turn is sampled or trained without the first turn's text: a truncated conversation, a
+    stale key-value cache, positions that restart.
     """
 
     starts = 7
@@ -165,19 +165,19 @@ class TwoTurnMemory(QuestionProbe):
     random_return = 1 / 7
 
     def questions(self, start: int) -> list[tuple[str, str | None]]:
-        """Two turns; the first pays nothing."""
+        """Return two turns; only the second is rewarded."""
         return [(str(start), None), ("recall", str(start))]
 
 
 class DelayedReward(QuestionProbe):
-    """Three turns, each showing its name and a digit; the only reward comes at the end: the share of right answers.
+    """Shows the turn's name and a digit on three turns; the reward at the end is the share of right answers.
 
-    The right answer is (d % 3) + 1 on the first turn, (d + 1) % 3 + 1 on the second, (d + 2) % 3 + 1 on the third: what
-    is learned on one turn is wrong on the others, so that shared weights cannot make up for missing credit. The final
-    reward is a share because all or nothing is hardly ever found by chance. Success needs all three.
+    The right answer is (d % 3) + 1 on the first turn, (d + 1) % 3 + 1 on the second, (d + 2) % 3 + 1 on the third. The
+    mapping of one turn is wrong on the others, so that shared weights cannot make up for missing credit. The final reward
+    is a share because three right answers are rarely found by chance. Success needs all three.
 
-    Failing means that the final reward does not reach earlier turns. An advantage made from each turn's own reward
-    gives exactly zero to the first two.
+    Failure means that the final reward does not reach earlier turns. An advantage made from each turn's own reward is
+    exactly zero on the first two.
     """
 
     starts = 27
@@ -185,7 +185,7 @@ class DelayedReward(QuestionProbe):
     random_return = 1 / 7
 
     def questions(self, start: int) -> list[tuple[str, str | None]]:
-        """Three turns."""
+        """Return three turns."""
         digits = start // 9, start // 3 % 3, start % 3
         return [
             (f"{name} {digit}", _shifted(digit + turn))
@@ -193,15 +193,15 @@ class DelayedReward(QuestionProbe):
         ]
 
     def reward(self, right: bool, over: bool) -> float:
-        """Nothing before the end."""
+        """Return the share of right answers at the end, else 0."""
         return self._right / self.max_turns if over else 0.0
 
 
 class EightTurns(QuestionProbe):
-    """Eight turns, each with a digit d of its own and a reward of its own for (d % 3) + 1.
+    """Shows a digit d on each of eight turns, with a separate reward for the answer (d % 3) + 1.
 
-    Turn k shows (a + b k) mod 7, where a and b make the start state. Failing, with ``conditional`` solved, means that
-    rewards go to the wrong turn: an index shifted by one, turns counted from the padded side, a turn left out.
+    Turn k shows (a + b k) mod 7, where a and b are the start state. Failure, with ``conditional`` solved, means that
+    rewards go to the wrong turn: an index shifted by one, turns counted from the padded side, a missing turn.
     """
 
     starts = 49
@@ -210,23 +210,23 @@ class EightTurns(QuestionProbe):
     optimal_return = 8.0
 
     def questions(self, start: int) -> list[tuple[str, str | None]]:
-        """Eight turns."""
+        """Return eight turns."""
         a, b = divmod(start, 7)
         digits = [(a + b * turn) % 7 for turn in range(self.max_turns)]
         return [(str(digit), _shifted(digit)) for digit in digits]
 
 
 class EqualReward(QuestionProbe):
-    """Pays 1 for every answer, however long: the mean length of the answers must stay where it was.
+    """Gives reward 1 for every answer of any length: the mean length of the answers must not change.
 
-    The runner lets answers have 1 to ``max_new_tokens`` tokens and compares mean lengths before and after, without an
-    entropy bonus. Every return is equal, so every advantage is zero and a correct estimator does not move. Failing
-    means that length itself is paid for or charged: the turn's reward on each of its tokens, a penalty summed over
-    tokens, an advantage that is not centred.
+    The runner allows answers of 1 to ``max_new_tokens`` tokens and compares mean lengths before and after, without an
+    entropy bonus. All returns are equal, so every advantage is zero and a correct estimator does not move. Failure means
+    that length itself is rewarded or penalized: the turn's reward on each of its tokens, a penalty summed over tokens, an
+    advantage that is not centred.
 
-    Why nothing varies here: a reward that depends on what is said makes length drift for honest reasons (weights are
-    shared between the word and the end of the answer), and pure noise makes Adam walk. The weight of a token in turns
-    of different lengths is proved right elsewhere, by enumeration.
+    The reward is constant for two reasons. A reward that depends on the answer makes the length drift even in a correct
+    trainer (weights are shared between the word and the end of the answer), and pure noise makes Adam drift. An
+    enumeration test verifies the weight of a token in turns of different lengths.
     """
 
     starts = 1
@@ -237,20 +237,20 @@ class EqualReward(QuestionProbe):
         return [("go", None)]
 
     def reward(self, right: bool, over: bool) -> float:
-        """The same for every answer."""
+        """Return 1 for every answer."""
         return 1.0
 
 
 class GridNavigation(Probe):
-    """Walk to a goal on a line of four cells in at most five turns: 1 on arrival, -0.1 for every other turn.
+    """A walk to a goal on a line of four cells in at most five turns: 1 on arrival, -0.1 for every other turn.
 
     Answers are ``left`` and ``right``; a step into the wall or any other answer stays. All 12 pairs of start and goal
     occur. An episode that does not arrive in five turns is truncated.
 
-    ``info["anchor"]`` names the state, so that turns which start from the same cell can be compared.
+    ``info["anchor"]`` names the state, so that turns that start from the same cell can be compared.
 
-    Failing means that credit over several turns of the same episode is wrong, or that episodes of different length are
-    not handled alike.
+    Failure means that credit over several turns of the same episode is wrong, or that episodes of different length are
+    treated differently.
     """
 
     vocabulary = ("left", "right")
@@ -283,7 +283,7 @@ class GridNavigation(Probe):
         return observation, 1.0 if arrived else -0.1, arrived, truncated, {"success": arrived, "anchor": observation}
 
     def optimal_action(self, observation: str) -> str:
-        """Towards the goal."""
+        """Return the direction of the goal."""
         return "left" if self._goal < self._cell else "right"
 
     def _observation(self) -> str:
@@ -292,16 +292,16 @@ class GridNavigation(Probe):
 
 @dataclass(frozen=True)
 class ProbeSpec:
-    """How a probe is run and when it counts as solved."""
+    """Settings of a probe's run and the criterion of success."""
 
     factory: type[Probe]
     episodes: int
-    """Training budget."""
+    """Training budget in episodes."""
     max_new_tokens: int = 1
-    """Per turn. One: the answer is a single token, and nothing else has to be learned (not even to stop)."""
+    """Tokens of one answer. With 1, the model does not have to learn to stop."""
     criterion: Literal["success", "length"] = "success"
-    """``success``: greedy success over all starts reaches ``threshold``. ``length``: the mean number of tokens of an
-    answer after training differs from that before by at most ``threshold``, as a share of it."""
+    """``success``: the greedy success rate over all starts reaches ``threshold``. ``length``: training changes the mean
+    number of tokens of an answer by at most the share ``threshold``."""
     threshold: float = 0.95
 
 

@@ -1,6 +1,6 @@
-"""From an environment's id to a factory.
+"""Resolves the id of an environment to a factory.
 
-An id is one of
+An id is one of:
 
 - ``gem:<game>``: a GEM environment, for example ``gem:game:GuessTheNumber-v0-easy``;
 - ``reasoning_gym:<name>``: a data set of reasoning-gym, for example ``reasoning_gym:chain_sum``;
@@ -32,36 +32,36 @@ _registered: dict[str, Callable[..., Any]] = {}
 
 
 def register_environment(name: str, factory: Callable[..., Any]) -> None:
-    """Give a factory a name that :func:`make_environment_factory` and the command line understand.
+    """Register a factory under a name for :func:`make_environment_factory` and the command line.
 
     Args:
-        name: The id. It must hold no colon, which is what the other kinds of id are told apart by.
+        name: The id, without colons, which mark the other kinds of ids.
         factory: A class or function that makes an environment; it may take keyword arguments.
 
     Raises:
-        ValueError: If the name holds a colon or is taken by another factory.
+        ValueError: If the name contains a colon or belongs to another factory.
     """
     if not name or ":" in name:
-        raise ValueError(f"An environment's name must be non-empty and hold no colon, got {name!r}.")
+        raise ValueError(f"An environment's name must be non-empty and contain no colon, got {name!r}.")
     if _registered.get(name, factory) is not factory:
         raise ValueError(f"An environment named {name!r} is registered already: {_registered[name]!r}.")
     _registered[name] = factory
 
 
 def list_environments() -> list[str]:
-    """Ids of every registered environment, task and probe, and of what the installed libraries offer."""
+    """List the ids of all registered environments, tasks, probes and installed libraries' environments."""
     adapters = {prefix: library.adapter for prefix, library in LIBRARIES.items()}
     theirs = [f"{prefix}:{name}" for prefix, it in adapters.items() if it.is_installed() for name in it.listed()]
     return sorted([*_registered, *(f"agile:{name}" for name in _tasks()), *theirs])
 
 
 def make_environment_factory(environment: str | Callable[..., Any], **kwargs: Any) -> EnvironmentFactory:
-    """A zero-argument factory for an environment.
+    """Make a zero-argument factory for an environment.
 
     Args:
         environment: An id (see the module's docstring), or a class or function that makes an environment. A factory
             without ``kwargs`` is returned as it is.
-        kwargs: Handed to the environment each time one is made.
+        kwargs: Arguments of the environment.
 
     Raises:
         ValueError: If the id is unknown (the message names the nearest ones), ``environment`` is an instance, or the
@@ -131,22 +131,22 @@ def _factories_by_name(environment: Mapping[str, Any], arguments: Mapping[str, A
 
 
 class IdentifiedFactory(functools.partial):
-    """A factory that knows the id and the arguments it was made from."""
+    """A factory with the id and the arguments that it was made from."""
 
     id: str
     arguments: dict[str, Any]
 
 
 def describe_environment(environment: Any) -> dict[str, Any]:
-    """Name an environment so that another one is told apart from it, in JSON.
+    """Describe an environment in JSON so that different environments have different descriptions.
 
     Args:
         environment: An id, a factory of :func:`make_environment_factory`, any other factory, or several by name.
 
     Returns:
-        ``environment``, the id or the name of the class or function, and ``environment_arguments``: what it is made with.
-        For a function these are a digest of its constants and of the variables it closes over. Several are written
-        ``"name=environment, ..."``, with the arguments of each by its name.
+        ``environment``: the id, or the name of the class or function. ``environment_arguments``: its arguments; for a
+        function, a digest of its constants and of its closure variables. Several environments are written
+        ``"name=environment, ..."``, with arguments by name.
     """
     if isinstance(environment, Mapping):
         each = {name: describe_environment(one) for name, one in environment.items()}
@@ -169,7 +169,7 @@ def describe_environment(environment: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it, without addresses in memory, which differ between processes."""
+    """Convert to JSON values without memory addresses, which differ between processes."""
     return json.loads(json.dumps(value, default=lambda it: re.sub(r" at 0x[0-9a-f]+", "", repr(it))))
 
 
@@ -212,7 +212,7 @@ def _load(path: str) -> Any:
 def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
     if not inspect.isclass(make) and hasattr(make, "reset") and hasattr(make, "step"):
         raise ValueError(
-            f"{name} is an environment instance; many episodes run at the same time, each on an instance of its own. "
+            f"{name} is an environment instance; many episodes run at the same time, each on a separate instance. "
             "Pass the class, or a function without arguments that makes an instance."
         )
     if not callable(make):
@@ -227,7 +227,7 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
         except TypeError as error:
             given = f"the arguments {kwargs}" if kwargs else "no arguments"
             raise ValueError(
-                f"{name} cannot be made from {given}: {error}. Its signature is {signature}. Give what it needs as "
+                f"{name} cannot be made from {given}: {error}. Its signature is {signature}. Pass its arguments as "
                 "environment arguments, or pass a function without arguments that makes an instance."
             ) from error
     return functools.partial(make, **kwargs) if kwargs else make

@@ -1,4 +1,4 @@
-"""Base of the ready tasks: levels, games with a limited number of turns, and training data from scripted players."""
+"""Base classes of the ready tasks: levels, games with a limited number of turns, and data of scripted players."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agile_trainers.envs.questions.answers import read_answer
 from agile_trainers.types import Message
 
 TrainingRows = list[dict[str, list[Message]]]
-"""Rows of messages, as TRL's ``SFTTrainer`` and ``DPOTrainer`` take them."""
+"""Rows of messages for TRL's ``SFTTrainer`` and ``DPOTrainer``."""
 
 
 def check_level(level: str, levels: Collection[str]) -> None:
@@ -27,30 +27,30 @@ def check_level(level: str, levels: Collection[str]) -> None:
 
 
 def draw(seed: int | None, count: int) -> int:
-    """A number below ``count``: ``seed % count``, so that ``count`` seeds in a row give each once. None draws one."""
+    """Return ``seed % count``, so that ``count`` consecutive seeds give each number once. None draws one at random."""
     return random.SystemRandom().randrange(count) if seed is None else seed % count
 
 
 class GameTask(ABC):
     """A game with a limited number of turns.
 
-    Every answer uses up a turn. When the turns are used up the game is over: that is one of its rules, so the episode counts
-    as terminated, not truncated. ``info["success"]`` of every step says whether it was won, which ends it too.
+    Every answer uses one turn. The limit on turns is a rule of the game, so reaching it terminates the episode instead of
+    truncating it. ``info["success"]`` of every step is True if the game is won, which also ends it.
 
     A subclass sets ``name``, ``levels`` and ``options`` and defines :meth:`start` and :meth:`answer`.
 
     Args:
         level: A key of ``levels``.
-        max_turns: Number of turns, instead of the level's.
+        max_turns: Number of turns. Default: the level's.
 
     Raises:
         ValueError: If the level is unknown or ``max_turns`` is not positive.
     """
 
     name: ClassVar[str]
-    """The id, for errors."""
+    """Id of the task, for errors."""
     levels: ClassVar[Mapping[str, tuple[int, ...]]]
-    """What each level is made of; the last number is its number of turns."""
+    """Level to its parameters, of which the last is the number of turns."""
     options: ClassVar[tuple[str, ...]]
     """Columns of a dataset row that :meth:`start` reads."""
 
@@ -62,7 +62,7 @@ class GameTask(ABC):
             raise ValueError(f"max_turns must be at least 1, got {max_turns}.")
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
-        """Start a game; see :meth:`start` for what seed and options mean.
+        """Start a game; see :meth:`start` for seed and options.
 
         Raises:
             ValueError: If there is an option that the game does not read, or one has a wrong value.
@@ -78,7 +78,7 @@ class GameTask(ABC):
 
     @abstractmethod
     def start(self, seed: int | None, options: dict[str, Any]) -> ResetResult:
-        """Set the game up and return its first observation and info."""
+        """Set up the game and return its first observation and info."""
 
     @abstractmethod
     def answer(self, text: str) -> tuple[str, float, dict[str, Any]]:
@@ -86,11 +86,11 @@ class GameTask(ABC):
 
 
 def demonstrations_of(task: Callable[[], Environment], default: Player) -> Callable[..., TrainingRows]:
-    """The function ``demonstrations`` of a task.
+    """Make the function ``demonstrations`` of a task.
 
     Args:
-        task: Makes the environment that is played when none is given.
-        default: Who plays when no player is given.
+        task: Makes the default environment.
+        default: The default player.
     """
 
     def demonstrations(
@@ -100,9 +100,9 @@ def demonstrations_of(task: Callable[[], Environment], default: Player) -> Calla
 
         Args:
             count: Number of episodes.
-            seed: Their seeds are ``seed`` to ``seed + count - 1``.
-            player: Who plays. Default: the task's choice.
-            environment: What to play. Default: the task as it is made without arguments.
+            seed: Seed of the first episode; the last one has ``seed + count - 1``.
+            player: The player. Default: the task's choice.
+            environment: The environment. Default: the task made without arguments.
 
         Returns:
             ``count`` rows ``{"messages": [...]}``, each ending with the player's last answer.
@@ -113,10 +113,10 @@ def demonstrations_of(task: Callable[[], Environment], default: Player) -> Calla
 
 
 def preferences_of(task: Callable[[], Environment], better: Player, worse: Player) -> Callable[..., TrainingRows]:
-    """The function ``preferences`` of a task: pairs of :func:`~agile_trainers.envs.players.compare`.
+    """Make the function ``preferences`` of a task, with pairs of :func:`~agile_trainers.envs.players.compare`.
 
     Args:
-        task: Makes the environment that is played when none is given.
+        task: Makes the default environment.
         better: The player whose answers are chosen.
         worse: The player whose answers are rejected.
     """
@@ -126,8 +126,8 @@ def preferences_of(task: Callable[[], Environment], better: Player, worse: Playe
 
         Args:
             count: Number of pairs.
-            seed: Seed of the first episode; those in which the better player got no higher return are passed over.
-            environment: What to play. Default: the task as it is made without arguments.
+            seed: Seed of the first episode; episodes without a higher return of the better player are skipped.
+            environment: The environment. Default: the task made without arguments.
 
         Returns:
             ``count`` rows ``{"prompt", "chosen", "rejected"}`` of messages.

@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator: a tool call, its result, the answer. See README.md for what scripted play reaches."""
+"""Arithmetic with a calculator: a tool call, its result, the answer. See README.md for results of scripted play."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from agile_trainers.envs.tools.environment import ToolEnvironment
 from agile_trainers.types import Message
 
 LEVELS = {"easy": ("a ± b", 20), "normal": ("a ± b * c", 99), "hard": ("( a ± b ) * ( c ± d )", 999)}
-"""Each level's form of expression and largest number. ± is + or -, drawn anew each time; numbers start at 1."""
+"""Level to form of the expression and largest number. ± is a random + or -; numbers start at 1."""
 _RANGES = {"easy": (-19, 40), "normal": (1 - 99 * 99, 99 + 99 * 99), "hard": (-998 * 1998, 1998 * 1998)}
-"""Smallest and largest value: where random players guess."""
+"""Level to smallest and largest value, the range of random guesses."""
 _TEST_FRACTION = 0.2
 
 
 class Calculator(ToolEnvironment):
-    """Compute the value of an expression; a calculator can be called.
+    """Asks for the value of an expression, with a calculator as a tool.
 
-    The answer is a number and nothing else (or in ``<answer>`` tags or ``\\\\boxed{}``). Reward: 1 for the right one, -0.2
-    for a call that is malformed, 0 otherwise; a wrong answer ends the episode, and so does the fourth answer. A fifth of
-    all expressions belongs to the split ``test``, whatever their level, so that none of them is ever trained on.
+    The answer is a number alone (or in ``<answer>`` tags or ``\\\\boxed{}``). Reward: 1 for the right one, -0.2 for a
+    malformed call, 0 otherwise. A wrong answer ends the episode, and so does the fourth answer. A fifth of all expressions
+    belongs to the split ``test`` at every level, so that none of them is trained on.
 
     Args:
         level: ``easy`` (two numbers up to 20), ``normal`` (three up to 99) or ``hard`` (four up to 999, in brackets).
         split: ``train`` or ``test``.
-        options: Whatever else :class:`~agile_trainers.envs.tools.environment.ToolEnvironment` takes: ``call_format``, ...
+        options: Further arguments of :class:`~agile_trainers.envs.tools.environment.ToolEnvironment`: ``call_format``, ...
 
     Raises:
         ValueError: If the level is unknown or an option is wrong.
@@ -57,33 +57,33 @@ def _rows(level: str) -> GeneratedRows:
 
 
 def expert_player(messages: list[Message], rng: random.Random) -> str:
-    """Calls the calculator and answers with what it says."""
+    """Call the calculator and answer with its result."""
     result = re.fullmatch(r"<tool_response>\n(.*)\n</tool_response>", messages[-1]["content"])
     return result[1] if result else call(_expression(messages))
 
 
 def random_player(messages: list[Message], rng: random.Random) -> str:
-    """Any number of the level's range, at once."""
+    """Answer at once with a random number of the level's range."""
     expression = _expression(messages)
     level = "hard" if "(" in expression else "normal" if "*" in expression else "easy"
     return str(rng.randint(*_RANGES[level]))
 
 
 def careless_player(messages: list[Message], rng: random.Random) -> str:
-    """Calls the calculator four times out of ten, and believes it nine times out of ten; guesses otherwise."""
+    """Call the calculator in 40% of the games, and answer with its result in 90% of those; guess otherwise."""
     asked = "<tool_response>" not in messages[-1]["content"]
     return (expert_player if rng.random() < (0.4 if asked else 0.9) else random_player)(messages, rng)
 
 
 def call(expression: str) -> str:
-    """A call of the calculator. Blanks stand where a tokenizer of whole words needs them; JSON does not mind."""
+    """Write a call of the calculator, with the blanks that a tokenizer of whole words needs."""
     return f'<tool_call> {{"name": "calculate", "arguments": {{"expression": " {expression} "}}}} </tool_call>'
 
 
 demonstrations = demonstrations_of(Calculator, careless_player)
-"""Careless play teaches the format of calls and answers and leaves reinforcement learning to find out that calling pays."""
+"""Careless play teaches the format of calls and answers; reinforcement learning can then learn to use the calculator."""
 preferences = preferences_of(Calculator, expert_player, careless_player)
-"""Calling or believing the calculator, against a guess."""
+"""Pairs of a call, or an answer with the calculator's result, and a guess."""
 
 
 def _expression(messages: list[Message]) -> str:

@@ -1,4 +1,4 @@
-"""Countdown: make a target out of some numbers, each used once. See README.md for what good play reaches."""
+"""Countdown: make a target from some numbers, each used once. See README.md for results of good play."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agile_trainers.envs.task import check_level, demonstrations_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (3, 9, 30), "normal": (3, 25, 100), "hard": (4, 50, 100)}
-"""Each level's count of numbers, highest number and highest target."""
+"""Level to count of numbers, highest number and highest target."""
 
 TEMPLATE = (
     "Use each of the numbers {numbers} exactly once, with + - * / and brackets, to make {target}. "
@@ -33,11 +33,11 @@ _OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 class Countdown(ReasoningEnvironment):
-    """Write an expression that uses every number once and equals the target.
+    """Asks for an expression that uses every number once and equals the target.
 
     An answer is an expression, or an equation of it with the target: alone, in ``<answer>`` tags or in ``\\boxed{}``.
-    Reward: 1 for an expression that equals the target, .1 for one that uses the right numbers and equals something else, 0
-    for anything else. Every puzzle has a solution. A puzzle is in ``train`` or ``test`` by its words.
+    Reward: 1 for an expression that equals the target, .1 for one that uses the right numbers and has another value, 0 for
+    other answers. Every puzzle has a solution. The text of a puzzle assigns it to ``train`` or ``test``.
 
     Args:
         level: ``easy`` (3 numbers up to 9), ``normal`` (3 up to 25) or ``hard`` (4 up to 50).
@@ -75,7 +75,7 @@ class Countdown(ReasoningEnvironment):
         )
 
     def wrong(self, row: Row, rng: random.Random) -> str:
-        """A well-formed expression of the right numbers that misses the target."""
+        """Return an expression of the right numbers with a wrong value."""
         while (expression := _random_expression(_numbers(row["question"])[0], rng)[0]) and reward(
             expression, None, row["question"]
         ) == 1.0:
@@ -84,13 +84,13 @@ class Countdown(ReasoningEnvironment):
 
 
 def reward(completion: str, answer: Any, question: str) -> float:
-    """1 for a solution, .1 for an expression of the right numbers, 0 for anything else.
+    """Return 1 for a solution, .1 for an expression of the right numbers, 0 for other answers.
 
-    Of an equation one side must use the numbers; it earns .1 if its sides have different values.
+    One side of an equation must use the numbers; the reward is .1 if its sides have different values.
 
     Args:
         completion: The model's answer.
-        answer: Not looked at: any solution counts.
+        answer: Unused, since any solution counts.
         question: The puzzle.
     """
     numbers, target = _numbers(question)
@@ -104,7 +104,7 @@ def reward(completion: str, answer: Any, question: str) -> float:
 
 
 def solve(numbers: list[int], target: int) -> str | None:
-    """An expression that uses every number once and equals the target, by trying everything; None if there is none."""
+    """Search for an expression that uses every number once and equals the target; None if there is none."""
 
     def search(terms: list[tuple[Fraction, str]]) -> str | None:
         if len(terms) == 1:
@@ -113,7 +113,7 @@ def solve(numbers: list[int], target: int) -> str | None:
             for j, right in enumerate(terms):
                 rest = [term for k, term in enumerate(terms) if k not in (i, j)]
                 for symbol, apply in _OPERATORS.items():
-                    # A sum or product is tried in one order only.
+                    # Sums and products are commutative: try one order only.
                     if i == j or (symbol in "+*" and i > j) or (symbol == "/" and right[0] == 0):
                         continue
                     found = search([*rest, (apply(left[0], right[0]), f"({left[1]} {symbol} {right[1]})")])
@@ -126,12 +126,12 @@ def solve(numbers: list[int], target: int) -> str | None:
 
 
 def expert_player(messages: list[Message], rng: random.Random) -> str:
-    """A solution, found by trying everything."""
+    """Answer with a solution, found by exhaustive search."""
     return solve(*_numbers(messages[-1]["content"])) or "0"
 
 
 def random_player(messages: list[Message], rng: random.Random) -> str:
-    """A random expression of the right numbers."""
+    """Answer with a random expression of the right numbers."""
     return _random_expression(_numbers(messages[-1]["content"])[0], rng)[0]
 
 
@@ -139,13 +139,15 @@ demonstrations = demonstrations_of(Countdown, expert_player)
 
 
 def preferences(count: int, seed: int = 0, environment: Countdown | None = None) -> list[dict[str, list[Message]]]:
-    """A right and a wrong answer to the questions of the seeds from ``seed`` on, for TRL's ``DPOTrainer``."""
+    """Make pairs of a right and a wrong answer to the questions of the seeds from ``seed`` on, for TRL's ``DPOTrainer``."""
     return (environment or Countdown()).preferences(count, seed)
 
 
 def _puzzle(rng: random.Random, count: int, highest: int, highest_target: int) -> Row:
     while True:
-        numbers = sorted(rng.randint(1, highest) for _ in range(count))  # one order only: a puzzle is its words
+        numbers = sorted(
+            rng.randint(1, highest) for _ in range(count)
+        )  # one order only, since a puzzle is identified by its text
         expression, value = _random_expression(numbers, rng)
         if value is not None and value.denominator == 1 and 1 <= value <= highest_target and value not in numbers:
             break
@@ -159,7 +161,7 @@ def _puzzle(rng: random.Random, count: int, highest: int, highest_target: int) -
 
 
 def _random_expression(numbers: list[int], rng: random.Random) -> tuple[str, Fraction | None]:
-    """A random expression of all the numbers, and its value (None if it divides by zero)."""
+    """Make a random expression of all numbers; return it and its value (None if it divides by zero)."""
     terms: list[tuple[str, Fraction | None]] = [(str(number), Fraction(number)) for number in numbers]
     while len(terms) > 1:
         (left, a), (right, b) = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
@@ -174,7 +176,7 @@ def _without_outer_brackets(expression: str) -> str:
 
 
 def _numbers(question: str) -> tuple[list[int], int]:
-    """The numbers and the target of a puzzle."""
+    """Read the numbers and the target of a puzzle."""
     found = re.search(r"numbers ([\d, and]+) exactly once.* to make (\d+)\.", question)
     if found is None:
         raise ValueError(f"Expected a puzzle that says 'numbers ... exactly once, ... to make ...', got {question!r}.")

@@ -1,4 +1,4 @@
-"""Grid navigation: walk to the goal, around walls. See README.md for what good play reaches."""
+"""Grid navigation: walk to the goal, around walls. See README.md for results of good play."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from agile_trainers.envs.task import GameTask, demonstrations_of, preferences_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (3, 0, 6), "normal": (5, 5, 12), "hard": (7, 14, 24)}
-"""Each level's width and height, number of walls, and number of moves. The way is at most half as long as the moves."""
+"""Level to width and height, number of walls, and number of moves. The shortest way takes at most half of the moves."""
 DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
-"""What each word does to (row, column)."""
+"""Word to its change of (row, column)."""
 AGENT, GOAL, WALL, FREE = "A", "G", "#", "."
 
 Cell = tuple[int, int]
@@ -21,16 +21,16 @@ Cell = tuple[int, int]
 
 
 class GridNavigation(GameTask):
-    """Walk from A to G.
+    """A walk from A to G.
 
-    An answer is one word: ``up``, ``down``, ``left`` or ``right``. Reward: 1 for the move onto the goal, -0.2 for an answer
-    that is none of these words, 0 otherwise, also for a move into a wall. ``info["anchor"]`` names the cell,
+    An answer is one word: ``up``, ``down``, ``left`` or ``right``. Reward: 1 for the move onto the goal, -0.2 for other
+    words, 0 otherwise, including moves into a wall. ``info["anchor"]`` names the cell,
     ``"row,column"``.
 
     Args:
         level: ``easy`` (3 x 3 without walls, 6 moves), ``normal`` (5 x 5, 5 walls, 12 moves) or ``hard`` (7 x 7, 14 walls,
             24 moves).
-        max_turns: Number of moves, instead of the level's.
+        max_turns: Number of moves. Default: the level's.
 
     Raises:
         ValueError: If the level is unknown or ``max_turns`` is not positive.
@@ -39,15 +39,15 @@ class GridNavigation(GameTask):
     name, levels, options = "agile:grid_navigation", LEVELS, ("map",)
 
     def start(self, seed: int | None, options: dict[str, Any]) -> ResetResult:
-        """Lay the map out.
+        """Make the map.
 
         Args:
-            seed: Makes the map. None draws one.
-            options: ``{"map": str}`` is the map to play, whatever the seed: lines of ``A``, ``G``, ``#`` and ``.``, blanks
-                between them ignored.
+            seed: Determines the map. None draws one.
+            options: ``{"map": str}`` sets the map instead of the seed: lines of ``A``, ``G``, ``#`` and ``.``; blanks are
+                ignored.
 
         Raises:
-            ValueError: If the map is no rectangle with one A, one G and a way between them.
+            ValueError: If the map is not a rectangle with one A, one G and a way between them.
         """
         self._grid = read_map(options["map"]) if "map" in options else draw_map(self.level, seed)
         self._agent, self._goal = find(self._grid, AGENT), find(self._grid, GOAL)
@@ -80,7 +80,7 @@ class GridNavigation(GameTask):
 
 
 def draw_map(level: str, seed: int | None) -> list[str]:
-    """A map of a level, one text per line, without blanks. The same for the same seed."""
+    """Draw the map of a level and seed: one text per line, without blanks."""
     size, walls, moves = LEVELS[level]
     rng = random.SystemRandom() if seed is None else random.Random(f"agile:grid_navigation {level} {seed}")
     cells = [(i, j) for i in range(size) for j in range(size)]
@@ -93,10 +93,10 @@ def draw_map(level: str, seed: int | None) -> list[str]:
 
 
 def read_map(text: Any) -> list[str]:
-    """The lines of a map, blanks left out.
+    """Read the lines of a map, without blanks.
 
     Raises:
-        ValueError: If it is no rectangle of A, G, # and . with one A, one G and a way between them.
+        ValueError: If the map is not a rectangle of A, G, # and . with one A, one G and a way between them.
     """
     grid = [line.replace(" ", "") for line in str(text).strip().splitlines()]
     marks = "".join(grid)
@@ -109,7 +109,7 @@ def read_map(text: Any) -> list[str]:
 
 
 def shortest_way(grid: list[str]) -> list[str]:
-    """Directions of a shortest way from A to G, in the order of ``DIRECTIONS`` where there is a choice; [] if none."""
+    """Return the directions of a shortest way from A to G, preferring the order of ``DIRECTIONS``; [] if there is none."""
     start, goal, free = find(grid, AGENT), find(grid, GOAL), free_cells(grid)
     ways: dict[Cell, list[str]] = {start: []}
     queue = deque([start])
@@ -124,50 +124,50 @@ def shortest_way(grid: list[str]) -> list[str]:
 
 
 def find(grid: list[str], mark: str) -> Cell:
-    """Where a mark is."""
+    """Return the cell of a mark."""
     return next((i, line.index(mark)) for i, line in enumerate(grid) if mark in line)
 
 
 def free_cells(grid: list[str]) -> set[Cell]:
-    """Every cell that is no wall."""
+    """Return all cells without a wall."""
     return {(i, j) for i, line in enumerate(grid) for j, mark in enumerate(line) if mark != WALL}
 
 
 def neighbour(cell: Cell, direction: str) -> Cell:
-    """The cell in that direction, which may lie outside the map."""
+    """Return the next cell in a direction, which may lie outside the map."""
     down, right = DIRECTIONS[direction]
     return cell[0] + down, cell[1] + right
 
 
 def random_player(messages: list[Message], rng: random.Random) -> str:
-    """Any direction, the map ignored."""
+    """Answer with a random direction."""
     return rng.choice(list(DIRECTIONS))
 
 
 def random_legal_player(messages: list[Message], rng: random.Random) -> str:
-    """Any direction without a wall."""
+    """Answer with a random direction without a wall."""
     grid = _shown(messages)
     agent, free = find(grid, AGENT), free_cells(grid)
     return rng.choice([direction for direction in DIRECTIONS if neighbour(agent, direction) in free])
 
 
 def careless_player(messages: list[Message], rng: random.Random) -> str:
-    """The expert's move six times out of ten, any legal one otherwise."""
+    """Answer with the expert's move in 60% of the turns, and a random legal one otherwise."""
     return (expert_player if rng.random() < 0.6 else random_legal_player)(messages, rng)
 
 
 def expert_player(messages: list[Message], rng: random.Random) -> str:
-    """The next move of a shortest way."""
+    """Answer with the next move of a shortest way."""
     return shortest_way(_shown(messages))[0]
 
 
 demonstrations = demonstrations_of(GridNavigation, careless_player)
-"""Careless play teaches the words and that moves lead to the goal, and leaves detours to be unlearned."""
+"""Careless play teaches the words and the goal; reinforcement learning can then remove the detours."""
 preferences = preferences_of(GridNavigation, expert_player, random_legal_player)
 
 
 def _shown(messages: list[Message]) -> list[str]:
-    """The map in the last message."""
+    """Read the map in the last message."""
     lines = messages[-1]["content"].splitlines()[1:]
     if not any(AGENT in line for line in lines):
         raise ValueError(f"Expected a message with a map below its first line, got {messages[-1]['content']!r}.")

@@ -1,4 +1,4 @@
-"""Guess a number: the model guesses, the environment says higher or lower. See README.md for what good play reaches."""
+"""Guess a number: the model guesses, the environment says higher or lower. See README.md for results of good play."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from agile_trainers.envs.task import GameTask, demonstrations_of, draw, preferen
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (6, 3), "normal": (12, 4), "hard": (24, 5)}
-"""Each level's highest number and number of guesses. Halving always wins, with some slack."""
+"""Level to highest number and number of guesses. Halving always wins, with guesses to spare."""
 
 
 class GuessNumber(GameTask):
-    """Guess a number between 1 and ``high``.
+    """A game of guessing a number between 1 and ``high``.
 
-    An answer is a number and nothing else, such as ``7``. Reward: 1 for the right number, -0.2 for an answer that is
+    An answer is a number alone, such as ``7``. Reward: 1 for the right number, -0.2 for an answer that is
     not a number between 1 and ``high``, 0 otherwise.
 
     Args:
         level: ``easy`` (1 to 6, 3 guesses), ``normal`` (1 to 12, 4 guesses) or ``hard`` (1 to 24, 5 guesses).
-        high: Highest number, instead of the level's.
-        max_turns: Number of guesses, instead of the level's.
+        high: Highest number. Default: the level's.
+        max_turns: Number of guesses. Default: the level's.
 
     Raises:
         ValueError: If the level is unknown or a number is not positive.
@@ -41,8 +41,9 @@ class GuessNumber(GameTask):
         """Choose the secret.
 
         Args:
-            seed: Makes it ``seed % high + 1``, so that ``high`` seeds in a row hold every secret once. None draws one.
-            options: ``{"secret": int}`` sets the secret, whatever the seed.
+            seed: The secret is ``seed % high + 1``, so that ``high`` consecutive seeds give every secret once. None draws
+                one.
+            options: ``{"secret": int}`` sets the secret instead of the seed.
 
         Raises:
             ValueError: If the secret is out of range.
@@ -65,38 +66,38 @@ class GuessNumber(GameTask):
 
 
 def random_player(messages: list[Message], rng: random.Random) -> str:
-    """Any number of the whole range, hints ignored."""
+    """Guess a random number of the whole range."""
     return str(rng.randint(*_range(messages[:1])))
 
 
 def random_legal_player(messages: list[Message], rng: random.Random) -> str:
-    """Any number that the hints still allow."""
+    """Guess a random number that the hints allow."""
     return str(rng.randint(*_range(messages)))
 
 
 def halving_player(messages: list[Message], rng: random.Random) -> str:
-    """The middle of what the hints still allow: optimal play."""
+    """Guess the middle of the range that the hints allow, which is optimal."""
     return str(sum(_range(messages)) // 2)
 
 
 expert_player = halving_player
-"""The best player, by the name that it has in every task."""
+"""The best player, under the name that all tasks share."""
 
 
 demonstrations = demonstrations_of(GuessNumber, random_legal_player)
-"""Random-legal play teaches the format and the meaning of the hints and leaves reinforcement learning something to find.
-:func:`random_player` teaches too little for it to start from, :func:`halving_player` nothing is left after."""
+"""Random legal play teaches the format and the meaning of the hints; reinforcement learning can still improve on it.
+:func:`random_player` teaches too little to start from, and :func:`halving_player` leaves nothing to improve."""
 preferences = preferences_of(GuessNumber, halving_player, random_player)
 
 
 def _number(action: str) -> int:
-    """The number an answer consists of, 0 if it is none."""
+    """Read the number of an answer, 0 if it is not a number."""
     answer = action.strip()
     return int(answer) if re.fullmatch(r"[0-9]{1,9}", answer) else 0
 
 
 def _range(messages: list[Message]) -> tuple[int, int]:
-    """The smallest and the largest number that the prompt and the hints so far allow."""
+    """Return the smallest and the largest number that the prompt and the hints so far allow."""
     found = re.search(r"between (\d+) and (\d+)", messages[0]["content"])
     if found is None:
         raise ValueError(f"Expected a prompt that says 'between ... and ...', got {messages[0]['content']!r}.")

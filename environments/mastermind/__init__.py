@@ -1,4 +1,4 @@
-"""Mastermind: find a code from how many digits of each guess were right. See README.md for what good play reaches."""
+"""Mastermind: find a code from the number of right digits of each guess. See README.md for results of good play."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from agile_trainers.envs.task import GameTask, demonstrations_of, draw, preferen
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (2, 4, 4), "normal": (3, 6, 7), "hard": (4, 6, 6)}
-"""Each level's length of the code, highest digit, and number of guesses."""
+"""Level to length of the code, highest digit, and number of guesses."""
 
 Clues = tuple[tuple[str, tuple[int, int]], ...]
-"""Guesses, each with its digits in the right and in the wrong place."""
+"""Guesses, each with the numbers of its digits in the right and in the wrong place."""
 
 
 class Mastermind(GameTask):
-    """Find a code of digits.
+    """A game of finding a code of digits.
 
-    An answer is the code and nothing else, with or without blanks: ``1 2 3``. Reward: 1 for the code, -0.2 for an answer
-    that is no code, 0 otherwise. ``info["anchor"]`` holds the clues so far, in no order.
+    An answer is a code alone, with or without blanks: ``1 2 3``. Reward: 1 for the right code, -0.2 for an answer that is
+    not a code, 0 otherwise. ``info["anchor"]`` holds the sorted clues so far.
 
     Args:
         level: ``easy`` (2 digits of 1 to 4, 4 guesses), ``normal`` (3 of 1 to 6, 7 guesses) or ``hard`` (4 of 1 to 6, 6
             guesses).
-        max_turns: Number of guesses, instead of the level's.
+        max_turns: Number of guesses. Default: the level's.
 
     Raises:
         ValueError: If the level is unknown or ``max_turns`` is not positive.
@@ -45,14 +45,14 @@ class Mastermind(GameTask):
         """Choose the code.
 
         Args:
-            seed: As many seeds in a row as there are codes hold every one once. None draws one.
-            options: ``{"secret": str}`` sets the code, whatever the seed.
+            seed: Determines the code. As many consecutive seeds as there are codes give every code once. None draws one.
+            options: ``{"secret": str}`` sets the code instead of the seed.
 
         Raises:
-            ValueError: If the secret is no code of the level.
+            ValueError: If the secret is not a code of the level.
         """
         every = codes(self.length, self.highest)
-        # Neighbouring seeds get codes that differ in more than the last digit.
+        # Codes of neighbouring seeds differ in more than the last digit.
         self.secret = options.get("secret", every[draw(seed, len(every)) * 89 % len(every)])
         if self.secret not in every:
             raise ValueError(f"secret must be {self.length} digits of 1 to {self.highest}, got {self.secret!r}.")
@@ -81,20 +81,20 @@ class Mastermind(GameTask):
 
 @cache
 def codes(length: int, highest: int) -> tuple[str, ...]:
-    """Every code, in ascending order."""
+    """Return all codes, in ascending order."""
     digits = map(str, range(1, highest + 1))
     return tuple("".join(code) for code in product(digits, repeat=length))
 
 
 def score(guess: str, secret: str) -> tuple[int, int]:
-    """How many digits of a guess are in the right place, and how many others of them the secret has elsewhere."""
+    """Count the digits of a guess in the right place, and its other digits that occur elsewhere in the secret."""
     right = sum(a == b for a, b in zip(guess, secret))
     return right, sum(min(guess.count(digit), secret.count(digit)) for digit in set(guess)) - right
 
 
 @lru_cache(maxsize=10_000)
 def possible(length: int, highest: int, clues: Clues) -> tuple[str, ...]:
-    """The codes that agree with every clue, in ascending order."""
+    """Return the codes that agree with every clue, in ascending order."""
     if not clues:
         return codes(length, highest)
     *earlier, (guess, marks) = clues
@@ -103,7 +103,7 @@ def possible(length: int, highest: int, clues: Clues) -> tuple[str, ...]:
 
 @lru_cache(maxsize=10_000)
 def best_guess(length: int, highest: int, clues: Clues) -> str:
-    """The possible code whose answer leaves the fewest possible ones in the worst case; the first is fixed."""
+    """Return the possible code that leaves the fewest possible codes in the worst case; the first guess is fixed."""
     if not clues:
         return "".join(str(1 + index * 2 // length) for index in range(length))  # 12, 112, 1122
     left = possible(length, highest, clues)
@@ -111,33 +111,33 @@ def best_guess(length: int, highest: int, clues: Clues) -> str:
 
 
 def random_player(messages: list[Message], rng: random.Random) -> str:
-    """Any code, clues ignored."""
+    """Guess a random code."""
     length, highest, _ = _read(messages)
     return " ".join(rng.choice(codes(length, highest)))
 
 
 def random_legal_player(messages: list[Message], rng: random.Random) -> str:
-    """Any code that the clues still allow."""
+    """Guess a random code that the clues allow."""
     return " ".join(rng.choice(possible(*_read(messages))))
 
 
 def careless_player(messages: list[Message], rng: random.Random) -> str:
-    """What the clues still allow half of the time, any code otherwise."""
+    """Guess a random code that the clues allow in half of the turns, and any code otherwise."""
     return (random_legal_player if rng.random() < 0.5 else random_player)(messages, rng)
 
 
 def expert_player(messages: list[Message], rng: random.Random) -> str:
-    """The code that the clues allow and that narrows it down furthest in the worst case."""
+    """Guess the allowed code that leaves the fewest possible codes in the worst case."""
     return " ".join(best_guess(*_read(messages)))
 
 
 demonstrations = demonstrations_of(Mastermind, careless_player)
-"""Careless play teaches the format and what the clues mean, and leaves ignoring them to be unlearned."""
+"""Careless play teaches the format and the meaning of the clues; reinforcement learning can then use them always."""
 preferences = preferences_of(Mastermind, expert_player, random_player)
 
 
 def _read(messages: list[Message]) -> tuple[int, int, Clues]:
-    """Length of the code, highest digit, and the clues so far."""
+    """Read the length of the code, the highest digit, and the clues so far."""
     found = re.search(r"(\d) digits of 1 to (\d)", messages[0]["content"])
     if found is None:
         raise ValueError(f"Expected a prompt that says '... digits of 1 to ...', got {messages[0]['content']!r}.")

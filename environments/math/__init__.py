@@ -1,4 +1,4 @@
-"""Mathematics: arithmetic made up on the spot, and the data sets GSM8K, MATH and DAPO-Math. See README.md."""
+"""Mathematics: generated arithmetic, and the data sets GSM8K, MATH and DAPO-Math. See README.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agile_trainers.envs.task import check_level, demonstrations_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (2, 9, "+-"), "normal": (3, 20, "+-*"), "hard": (4, 99, "+-*")}
-"""Each level's number of terms, highest number and operators."""
+"""Level to number of terms, highest number and operators."""
 
 BOXED = "{question}\n\nReason step by step and put the final answer in \\boxed{{}}."
 
@@ -29,10 +29,10 @@ class Source:
     config: str | None
     question: str
     columns: tuple[str, ...]
-    """What must be there beside the question."""
+    """Required columns beside the question."""
     answer: Callable[[Row], str]
     solution: Callable[[Row], str]
-    """A worked solution that ends with the answer in ``\\boxed{}``."""
+    """Function from a row to a worked solution that ends with the answer in ``\\boxed{}``."""
     reference: str
 
 
@@ -82,27 +82,27 @@ DATA_SETS = {
         "https://arxiv.org/abs/2503.14476",
     ),
 }
-"""Ready data sets, as they are on the Hub."""
+"""Name to data set on the Hub."""
 
 
 class Math(ReasoningEnvironment):
-    """Solve a problem: arithmetic of a level, or a problem of a data set.
+    """Asks for the solution of a problem: arithmetic of a level, or a problem of a data set.
 
-    Arithmetic is answered with a number, compared as a number; a data set's problems with ``\\boxed{}``, compared by
-    ``math-verify``. Reward: 1 for the right answer, 0 for any other.
+    The answer to arithmetic is a number, compared by value. The answer to a data set's problem is in ``\\boxed{}``, compared
+    by ``math-verify``. Reward: 1 for the right answer, 0 for any other.
 
     Args:
         level: ``easy`` (``4 - 7``), ``normal`` (three terms up to 20, with products) or ``hard`` (four up to 99).
-        dataset: ``gsm8k``, ``math`` or ``dapo_math`` instead. DAPO-Math has no test split: a part of its questions is
-            set aside.
-        path: Where to load the data set from instead of the Hub: another id, a folder or a file with the same columns.
-        split: Split to play; what there is depends on the data set, ``train`` and ``test`` are always there.
-        test_fraction: Share of the questions in ``test``, where there is no such split.
-        template: The user message. Default: the question, with the request to use ``\\boxed{}`` for a data set.
+        dataset: ``gsm8k``, ``math`` or ``dapo_math`` instead of arithmetic. DAPO-Math has no test split, so a part of its
+            questions is set aside.
+        path: Another source of the data set than its Hub id: an id, a folder or a file with the same columns.
+        split: Split to play. ``train`` and ``test`` always exist; a data set may have more.
+        test_fraction: Share of the questions in ``test``, if there is no such split.
+        template: The user message. Default: the question, with a request to use ``\\boxed{}`` for a data set.
         system_prompt: System message.
         few_shot: Number of worked examples, taken from ``train``.
         streaming: Do not download the whole data set; needs ``max_rows``.
-        max_rows: Rows taken from the beginning of each split. Default: all.
+        max_rows: Number of rows taken from the beginning of each split. Default: all.
 
     Raises:
         ValueError: If the level, data set or split is unknown, or an argument has no effect.
@@ -150,19 +150,19 @@ class Math(ReasoningEnvironment):
         self._arithmetic = dataset is None
 
     def wrong(self, row: Row, rng: random.Random) -> str:
-        """A number near the right one; for a data set, the solution of another problem."""
+        """Return a number near the right one; for a data set, the solution of another problem."""
         if not self._arithmetic:
             return super().wrong(row, rng)
         return str(int(row["answer"]) + rng.choice((-2, -1, 1, 2)))
 
 
 def expert_player(messages: list[Message], rng: random.Random) -> str:
-    """The right number (arithmetic only)."""
+    """Answer with the right number (arithmetic only)."""
     return str(_value(_expression(messages)))
 
 
 def random_player(messages: list[Message], rng: random.Random) -> str:
-    """Any number up to the largest sum of the terms, of either sign (arithmetic only)."""
+    """Answer with a random number up to the largest sum of the terms, of either sign (arithmetic only)."""
     bound = sum(map(int, re.findall(r"\d+", _expression(messages))))
     return str(rng.randint(-bound, bound))
 
@@ -171,7 +171,7 @@ demonstrations = demonstrations_of(Math, expert_player)
 
 
 def preferences(count: int, seed: int = 0, environment: Math | None = None) -> list[dict[str, list[Message]]]:
-    """A right and a wrong answer to the questions of the seeds from ``seed`` on, for TRL's ``DPOTrainer``."""
+    """Make pairs of a right and a wrong answer to the questions of the seeds from ``seed`` on, for TRL's ``DPOTrainer``."""
     return (environment or Math()).preferences(count, seed)
 
 
@@ -226,7 +226,7 @@ def _expression(messages: list[Message]) -> str:
 
 
 def _value(expression: str) -> int:
-    """The value of integers joined by + - and *, products first."""
+    """Evaluate integers joined by +, - and *, products first."""
     total = 0
     for sign, product in re.findall(r"(^|[+-]) ?(\d+(?: \* \d+)*)", expression):
         total += (-1 if sign == "-" else 1) * prod(map(int, product.split(" * ")))

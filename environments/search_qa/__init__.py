@@ -1,4 +1,4 @@
-"""Questions about an invented world, to be looked up in a small encyclopedia. See README.md for what good play reaches."""
+"""Questions about an invented world, with search in a small encyclopedia. See README.md for results of good play."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEVELS = {
     "normal": "In which country was {} born?",
     "hard": "Which language is spoken in the country where {} was born?",
 }
-"""Each level's question about a person. The answer is one, two or three searches away."""
+"""Level to its question about a person. The answer needs one, two or three searches."""
 PEOPLE, TOWNS, COUNTRIES = 200, 60, 12
 _SYLLABLES = "ba be da do fe fi ga gu ka ke la li ma mo na ne pa po ra ri sa so ta tu va ve za zu".split()  # noqa: SIM905
 _JOBS = ("baker", "doctor", "farmer", "miner", "painter", "pilot", "sailor", "singer", "tailor", "teacher")
@@ -27,21 +27,21 @@ _HOPS = (
     ("{} town", r"{} is a town in (\w+)\."),
     ("{} speak", r"In {} people speak (\w+)\."),
 )
-"""From a person to a town, from a town to a country, from a country to a language: what to search for, what to find."""
+"""Query and pattern of each step: from a person to a town, to a country, to a language."""
 _TEST_FRACTION = 0.2
 
 
 class SearchQA(SearchEnvironment):
-    """Answer a question about a person of an invented world, by searching its encyclopedia.
+    """Asks a question about a person of an invented world, with search in its encyclopedia.
 
-    Reward: 1 for the right ``<answer>``, and 0.1 if the format was right all along; see
+    Reward: 1 for the right ``<answer>``, plus 0.1 if all answers had the right format; see
     :class:`~agile_trainers.envs.tools.search_environment.SearchEnvironment`. A fifth of the people belongs to the split
     ``test``.
 
     Args:
         level: ``easy`` (one search leads to the answer), ``normal`` (two) or ``hard`` (three).
         split: ``train`` or ``test``.
-        options: Whatever else ``SearchEnvironment`` takes. ``max_searches`` defaults to one more than needed.
+        options: Further arguments of ``SearchEnvironment``. ``max_searches`` defaults to one more than needed.
 
     Raises:
         ValueError: If the level is unknown or an option is wrong.
@@ -57,7 +57,7 @@ class SearchQA(SearchEnvironment):
 
 
 class _World:
-    """Who was born where: always the same."""
+    """The facts and passages of the invented world, always the same."""
 
     def __init__(self) -> None:
         rng = random.Random("agile:search_qa")
@@ -80,7 +80,7 @@ class _World:
             self.passages.append(f"{country} is a country. In {country} people speak {language}.")
 
     def answers(self, person: str) -> tuple[str, str, str]:
-        """Where a person was born: town, country, and the language there."""
+        """Return a person's town and country of birth, and the language there."""
         town = self.birthplace[person]
         country = self.country[town]
         return town, country, self.language[country]
@@ -106,7 +106,7 @@ def _rows(level: str) -> TableRows:
 
 
 def expert_player(messages: list[Message], rng: random.Random) -> str:
-    """Searches for the person, then for what the last search led to, until the question is answered."""
+    """Search for the person, then for each result, and answer with the last one."""
     hops, name = _question(messages)
     found = "\n".join(m["content"] for m in messages if m["content"].startswith("<information>"))
     for query, pattern in _HOPS[:hops]:
@@ -118,25 +118,25 @@ def expert_player(messages: list[Message], rng: random.Random) -> str:
 
 
 def random_player(messages: list[Message], rng: random.Random) -> str:
-    """Any town, country or language, without a search."""
+    """Answer with a random town, country or language, without a search."""
     hops, _ = _question(messages)
     world = _world()
     return f"<answer>{rng.choice((world.towns, world.countries, world.languages)[hops - 1])}</answer>"
 
 
 def careless_player(messages: list[Message], rng: random.Random) -> str:
-    """Does what the expert would, seven times out of ten; guesses otherwise."""
+    """Play as the expert in 70% of the turns; guess otherwise."""
     return (expert_player if rng.random() < 0.7 else random_player)(messages, rng)
 
 
 demonstrations = demonstrations_of(SearchQA, careless_player)
-"""Careless play teaches the format and leaves something to find."""
+"""Careless play teaches the format; reinforcement learning can still improve on it."""
 preferences = preferences_of(SearchQA, expert_player, careless_player)
-"""Looking it up, against a wrong guess."""
+"""Pairs of a search, or its result, and a wrong guess."""
 
 
 def _question(messages: list[Message]) -> tuple[int, str]:
-    """The number of searches a question needs, and the person it is about."""
+    """Read the number of searches that a question needs, and its person."""
     asked = [message["content"] for message in messages if message["role"] == "user"]
     for hops, question in enumerate(LEVELS.values(), start=1):
         found = re.search(re.escape(question).replace(r"\{\}", "(.+)") + "$", asked[0] if asked else "")

@@ -1,4 +1,4 @@
-"""Wordle: find a word from which letters of each guess were right. See README.md for what good play reaches."""
+"""Wordle: find a word from the right letters of each guess. See README.md for results of good play."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from agile_trainers.envs.task import GameTask, demonstrations_of, draw, preferen
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (20, 4), "normal": (len(WORDS), 6), "hard": (len(WORDS), 4)}
-"""Each level's number of words the secret is one of, and number of guesses."""
+"""Level to number of candidate words and number of guesses."""
 _NAMED = 20
-"""Up to that many words are named in the prompt."""
+"""Maximum number of words that the prompt lists."""
 
 Clues = tuple[tuple[str, str], ...]
 """Guesses, each with its marks."""
 
 
 class Wordle(GameTask):
-    """Find a word of five letters.
+    """A game of finding a word of five letters.
 
-    An answer is a word and nothing else; any five letters will do. Each letter of a guess is answered with ``+`` (in its
-    place), ``?`` (elsewhere in the word) or ``-`` (not in the word, or not that often). Reward: 1 for the word, -0.2 for an
-    answer that is not five letters, 0 otherwise. ``info["anchor"]`` holds the clues so far, in no order.
+    An answer is any five letters alone. Each letter of a guess is marked ``+`` (in its place), ``?`` (elsewhere in the
+    word) or ``-`` (not in the word, or not that often). Reward: 1 for the word, -0.2 for an answer that is not five letters,
+    0 otherwise. ``info["anchor"]`` holds the sorted clues so far.
 
     Args:
         level: ``easy`` (one of 20 words that the prompt names, 4 guesses), ``normal`` (any word of the list, 6 guesses)
             or ``hard`` (any word of the list, 4 guesses).
-        max_turns: Number of guesses, instead of the level's.
+        max_turns: Number of guesses. Default: the level's.
 
     Raises:
         ValueError: If the level is unknown or ``max_turns`` is not positive.
@@ -48,9 +48,9 @@ class Wordle(GameTask):
         """Choose the word.
 
         Args:
-            seed: Makes it ``words[seed % len(words)]``, so that as many seeds in a row as there are words hold every one
-                once. None draws one.
-            options: ``{"secret": str}`` sets the secret, whatever the seed: one of the level's words.
+            seed: The word is ``words[seed % len(words)]``, so that as many consecutive seeds as there are words give every
+                word once. None draws one.
+            options: ``{"secret": str}`` sets the secret instead of the seed: one of the level's words.
 
         Raises:
             ValueError: If the secret is not a word of the level.
@@ -83,13 +83,13 @@ class Wordle(GameTask):
 
 @cache
 def words(count: int) -> tuple[str, ...]:
-    """That many words, spread over the alphabet."""
+    """Return ``count`` words, spread over the alphabet."""
     return tuple(WORDS[index * len(WORDS) // count] for index in range(count))
 
 
 @cache
 def score(guess: str, secret: str) -> str:
-    """The marks of a guess. A letter that it holds more often than the secret is marked so often, first in its place."""
+    """Mark a guess. A repeated letter is marked at most as often as it occurs in the secret, first in its place."""
     left = Counter(b for a, b in zip(guess, secret) if a != b)
     marks = []
     for a, b in zip(guess, secret):
@@ -103,7 +103,7 @@ def score(guess: str, secret: str) -> str:
 
 @lru_cache(maxsize=10_000)
 def possible(count: int, clues: Clues) -> tuple[str, ...]:
-    """The words that agree with every clue."""
+    """Return the words that agree with every clue."""
     if not clues:
         return words(count)
     *earlier, (guess, marks) = clues
@@ -112,38 +112,38 @@ def possible(count: int, clues: Clues) -> tuple[str, ...]:
 
 @lru_cache(maxsize=10_000)
 def best_guess(count: int, clues: Clues) -> str:
-    """The possible word that leaves the fewest possible words on average."""
+    """Return the possible word that leaves the fewest possible words on average."""
     left = possible(count, clues)
     return min(left, key=lambda guess: sum(n * n for n in Counter(score(guess, word) for word in left).values()))
 
 
 def random_player(messages: list[Message], rng: random.Random) -> str:
-    """Any word of the level, clues ignored."""
+    """Guess a random word of the level."""
     return rng.choice(words(_read(messages)[0]))
 
 
 def random_legal_player(messages: list[Message], rng: random.Random) -> str:
-    """Any word that the clues still allow."""
+    """Guess a random word that the clues allow."""
     return rng.choice(possible(*_read(messages)))
 
 
 def careless_player(messages: list[Message], rng: random.Random) -> str:
-    """What the clues still allow half of the time, any word of the level otherwise."""
+    """Guess a random word that the clues allow in half of the turns, and any word of the level otherwise."""
     return (random_legal_player if rng.random() < 0.5 else random_player)(messages, rng)
 
 
 def expert_player(messages: list[Message], rng: random.Random) -> str:
-    """The word that the clues allow and that narrows it down furthest on average."""
+    """Guess the allowed word that leaves the fewest possible words on average."""
     return best_guess(*_read(messages))
 
 
 demonstrations = demonstrations_of(Wordle, careless_player)
-"""Careless play teaches the words and what the marks mean, and leaves ignoring them to be unlearned."""
+"""Careless play teaches the words and the meaning of the marks; reinforcement learning can then use them always."""
 preferences = preferences_of(Wordle, expert_player, random_player)
 
 
 def _read(messages: list[Message]) -> tuple[int, Clues]:
-    """How many words the secret is one of, and the clues so far."""
+    """Read the number of candidate words, and the clues so far."""
     prompt = messages[0]["content"]
     if "word of five letters" not in prompt:
         raise ValueError(f"Expected a prompt that asks for a word of five letters, got {prompt!r}.")

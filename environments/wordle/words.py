@@ -21,4 +21,4 @@ tower track train truck trust truth uncle under union until upper urban usual va
 wheel white whole woman world worry wrist write wrong young youth zebra
 """.split()  # noqa: SIM905
 )
-"""Each once, in alphabetical order."""
+"""The words without duplicates, in alphabetical order."""

@@ -159,7 +159,7 @@ def test_different_answers_to_the_same_actions_are_found() -> None:
             return action, random.SystemRandom().random(), False, False, {}
 
     (warning,) = check_environment(Noisy).warnings
-    assert "answered differently" in warning
+    assert "different results" in warning
 
 
 def test_the_global_random_state_is_watched() -> None:
@@ -379,7 +379,7 @@ BROKEN = {
     DividesByZero: "reward=nan; expected a finite number",
     LogarithmAtTheEnd: "reward=-inf; expected a finite number",
     StreamsForever: "the observation repeat('more ') (repeat); expected text",
-    RepeatsEverything: "repeats the one before",
+    RepeatsEverything: "repeats the previous",
     NeverRead: "11,000,000 characters",
     RaisesOnReset: "reset(seed=0) raised ConnectionError: the server is away",
     RaisesOnUnknownWords: "step() of turn 1 after reset(seed=0) raised KeyError: '0'",

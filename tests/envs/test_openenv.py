@@ -345,7 +345,7 @@ def test_what_makes_no_sense_is_refused_at_once(
 
 
 def test_a_server_that_is_not_there_is_said_at_once() -> None:
-    with pytest.raises(OpenEnvUnavailableError, match="Is an OpenEnv server running at this address"):
+    with pytest.raises(OpenEnvUnavailableError, match="an OpenEnv server runs at this address"):
         make_environment_factory("openenv:http://127.0.0.1:9")
 
 

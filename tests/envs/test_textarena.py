@@ -148,9 +148,9 @@ def test_the_checker_finds_nothing() -> None:
 @pytest.mark.parametrize(
     ("game", "kwargs", "error", "message"),
     [
-        ("TicTacToe-v0", {}, ValueError, "no game for one player .*GuessTheNumber-v0"),
-        ("Golf-v0", {}, ValueError, "no game for one player"),
-        ("IteratedPrisonersDilemma-v0", {}, ValueError, "no game for one player"),
+        ("TicTacToe-v0", {}, ValueError, "not a game for one player .*GuessTheNumber-v0"),
+        ("Golf-v0", {}, ValueError, "not a game for one player"),
+        ("IteratedPrisonersDilemma-v0", {}, ValueError, "not a game for one player"),
         ("Klondike-v0", {}, RuntimeError, "does not load: SyntaxError"),
         ("GuessTheNumber-v0", {"hihg": 3}, ValueError, r"hihg.*min_number"),
     ],

@@ -260,7 +260,7 @@ def test_unknown_tools_and_bad_options() -> None:
         environment(call_format="xml")
     with pytest.raises(ValueError, match=r"max_turns.*0"):
         environment(max_turns=0)
-    with pytest.raises(ValueError, match="Tools need different names"):
+    with pytest.raises(ValueError, match="different names"):
         ToolEnvironment([add, add], ROWS)
     with pytest.raises(ValueError, match=r"<lambda>.*type hints.*docstring"):
         ToolEnvironment([lambda x: x], ROWS)

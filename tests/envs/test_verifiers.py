@@ -83,7 +83,7 @@ def test_tasks_of_more_than_an_answer_are_refused(monkeypatch: pytest.MonkeyPatc
     ("taskset", "kwargs", "message"),
     [
         ("reverse_taskset", {"wrods": 2}, r"wrods.*words"),
-        ("reverse_taskset", {"words": 0}, "holds no task"),
+        ("reverse_taskset", {"words": 0}, "no task"),
         ("reverse_taskst", {}, "'verifiers:reverse_taskst'"),
     ],
 )

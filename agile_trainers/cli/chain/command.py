@@ -1,8 +1,8 @@
-"""``agile-trainers chain pipeline.yaml``: stage after stage, each from where the one before it ended.
+"""``agile-trainers chain pipeline.yaml``: runs several training stages, each from the result of the previous one.
 
-SFT and DPO with TRL's trainers, then any multi-turn algorithm. One folder per stage; what is finished is not done again, an
-unfinished stage goes on from its last whole checkpoint. Ends with the return in the environment after each stage. The file's
-form is in docs/chaining.md.
+Stages are SFT and DPO with TRL's trainers, and any multi-turn algorithm. Each stage has a folder. Finished stages are
+skipped, an unfinished stage continues from its last complete checkpoint. The command ends with the return in the environment
+after each stage. docs/chaining.md describes the file.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.trainers.launch import uses_deepspeed
 
 STATE = "stage.json"
-"""In a stage's folder: what it was made of, which run of the stage before it started from, whether it is finished."""
+"""File in a stage's folder with its options, the run of the previous stage that it started from, and its completion."""
 Hook = Callable[[Stage, Any], None]
 
 
 def run_pipeline(pipeline: Pipeline, console: Console, *, after_stage: Hook | None = None) -> list[dict[str, Any]]:
-    """Train what is not trained yet.
+    """Train the unfinished stages of a pipeline, and evaluate all.
 
     Args:
-        pipeline: What to do.
-        console: Where to show what happens.
-        after_stage: Called with each stage that was trained now and its trainer, after its model was saved.
+        pipeline: The stages.
+        console: Console for the output.
+        after_stage: Called with each newly trained stage and its trainer, after its model was saved.
 
     Returns:
         One row for the start and one per stage: ``name``, ``algorithm``, ``folder``, ``evaluation``, ``trained`` (now).
@@ -92,22 +92,22 @@ def run_pipeline(pipeline: Pipeline, console: Console, *, after_stage: Hook | No
 
 
 def made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
-    """What a stage's result depends on, apart from the stages before it: as JSON holds it."""
+    """Return the options that a stage's result depends on, as JSON values, without the earlier stages."""
     own = {"algorithm": stage.algorithm, "dataset": stage.dataset, "dataset_args": stage.dataset_args or None}
     lora = None if stage.lora is None else {k: str(v) for k, v in stage.lora.to_dict().items()}
     shared = {name: value for name, value in pipeline.source.items() if value is not None}
-    return blanked({**shared, **own, "stage_lora": lora, **stage.options})  # a token makes no difference
+    return blanked({**shared, **own, "stage_lora": lora, **stage.options})  # the token does not affect the result
 
 
 def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
-    """Each stage's state, None if it has not begun. Nothing is trained if one of them does not fit."""
+    """Check the folders of all stages and return each stage's state, None if it has not begun."""
     states: list[dict[str, Any] | None] = []
     for stage in pipeline.stages:
         folder = pipeline.output_dir / stage.name
         if not (folder / STATE).is_file():
             if folder.is_dir() and any(folder.iterdir()):
                 raise PipelineError(
-                    f"{folder} is not empty and no stage of a chain: it has no {STATE}. Rename the stage."
+                    f"{folder} is not empty and is not a stage of a chain: it has no {STATE}. Rename the stage."
                 )
             states.append(None)
             continue
@@ -117,13 +117,13 @@ def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
         if changed:
             lines = [f"  {name}: {then.get(name)!r} then, {now.get(name)!r} now" for name in changed]
             raise PipelineError(
-                f"{folder} was trained with other options:\n" + "\n".join(lines) + "\nPut them back, choose another "
-                "output_dir, or remove the folder to train the stage, and those after it, again."
+                f"{folder} was trained with other options:\n" + "\n".join(lines) + "\nRestore them, choose another "
+                "output_dir, or remove the folder to train this stage and later ones again."
             )
         before = states[-1] if states else None
         if states and state["parent"] != (before and before["id"]):
             raise PipelineError(
-                f"{folder} was trained from an earlier run of the stage before it, which is gone. Remove the folder to "
+                f"{folder} was trained from an earlier run of the previous stage, which is gone. Remove the folder to "
                 "train it again."
             )
         states.append(state)
@@ -140,10 +140,10 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def resume_point(folder: Path, console: Console) -> str | None:
-    """The checkpoint that a stage goes on from; None if it begins. What is passed over is said.
+    """Return the checkpoint that a stage resumes from, None for a new stage; print skipped checkpoints.
 
     Raises:
-        PipelineError: If checkpoints were whole once, and none is any more.
+        PipelineError: If there are checkpoints, but none is complete.
     """
     try:
         found, skipped = newest_complete(folder)
@@ -151,8 +151,8 @@ def resume_point(folder: Path, console: Console) -> str | None:
         there = checkpoints(folder)
         if any((one / MARKER).is_file() for one in there):
             raise PipelineError(
-                f"{folder}: the stage has checkpoints, but none that is whole. {error}\nBring back what is missing, or "
-                "remove the checkpoints to train the stage from its beginning."
+                f"{folder}: no checkpoint of the stage is complete. {error}\nRestore the missing files, or remove the "
+                "checkpoints to train the stage from its beginning."
             ) from error
         if there:
             console.print(f"{folder}: its first checkpoint was not finished; the stage begins again.")
@@ -183,13 +183,13 @@ def _train(
 
 
 def _record(stage: Stage, model: str, steps: int) -> dict[str, Any]:
-    """What a later stage's record says about one of TRL's trainers; the multi-turn trainers write their own."""
+    """Return the record of a stage with one of TRL's trainers; the multi-turn trainers write their own."""
     parent = parent_of(find_adapters(model), model)
     return {"algorithm": stage.algorithm.upper(), "environment": None, "global_step": steps, "parent": parent}
 
 
 def make_multi_turn(pipeline: Pipeline, stage: Stage, model: str) -> Any:
-    """The trainer of a multi-turn stage."""
+    """Make the trainer of a multi-turn stage."""
     return find_algorithm(stage.algorithm)(
         model=model,
         environment=pipeline.environment,
@@ -200,7 +200,7 @@ def make_multi_turn(pipeline: Pipeline, stage: Stage, model: str) -> Any:
 
 
 def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
-    """TRL's trainer of a stage; it goes on with the adapter of the stage before, whose copy is DPO's reference."""
+    """Make TRL's trainer of a stage, which continues with the previous stage's adapter; a copy is DPO's reference."""
     args, lora = stage.config, _lora_of(pipeline, stage, model)
     saved, policy, tokenizer = find_adapters(model), model, None
     if saved is not None:
@@ -221,12 +221,12 @@ def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
         callbacks=[_Whole()],
     )
     if isinstance(trainer.model, PeftModel) and REFERENCE in trainer.model.peft_config:
-        copy_adapter(trainer.model, POLICY, REFERENCE)  # TRL's copy leaves out embeddings
+        copy_adapter(trainer.model, POLICY, REFERENCE)  # TRL's copy omits embeddings
     return trainer
 
 
 def _lora_of(pipeline: Pipeline, stage: Stage, model: str) -> Any:
-    """A stage's own settings; else those of the chain, where there is no adapter yet."""
+    """Return a stage's own LoRA settings, else those of the chain if there is no adapter yet."""
     return stage.lora or (pipeline.lora if find_adapters(model) is None else None)
 
 
@@ -262,7 +262,7 @@ class _Resumed(TrainerCallback):
 
 
 class _Whole(TrainerCallback):
-    """Marks the checkpoints of TRL's trainers as whole, as ours are."""
+    """Marks the checkpoints of TRL's trainers as complete."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -276,17 +276,17 @@ class _Whole(TrainerCallback):
 
 
 def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -> dict[str, Any]:
-    """Play a model's episodes, the same seeds after every stage; what was played before is not played again.
+    """Play a model's evaluation episodes, with the same seeds after every stage, and cache the result.
 
     Args:
-        pipeline: How to play.
+        pipeline: Settings of the evaluation.
         model: Folder or Hub id.
-        folder: Where to keep the result.
-        of: What the result is of, besides the settings.
+        folder: Folder of the cached result.
+        of: Key of the result, besides the settings.
 
     Returns:
-        ``return``, ``return_sem``, ``episodes`` and, where the environment reports it, ``success``; of several environments
-        also ``environments``, the same of each by its name.
+        ``return``, ``return_sem``, ``episodes`` and, if the environment reports it, ``success``. With several environments
+        also ``environments``, the same values of each by name.
     """
     path, of = folder / "evaluation.json", {**of, "settings": pipeline.evaluation_options}
     if path.is_file() and (known := read_json(path))["of"] == of:
@@ -327,7 +327,7 @@ def _forget() -> None:
 
 
 def results(rows: list[dict[str, Any]]) -> Table:
-    """The return after each stage; of several environments also that of each."""
+    """Make the table of returns after each stage, with those of each environment if there are several."""
     episodes = rows[-1]["evaluation"].get("episodes", 0)
     table = Table("stage", "algorithm", "return", "success", "", "folder", title=f"{episodes:.0f} episodes each")
     for row in rows:
@@ -347,18 +347,16 @@ def main(argv: Sequence[str]) -> None:
     """Parse the options and run the chain."""
     parser = argparse.ArgumentParser(
         prog="agile-trainers chain",
-        description="Runs stage after stage, each from where the one before it ended: SFT and DPO with TRL's trainers, then "
-        "any multi-turn algorithm. What is finished is not done again; an unfinished stage goes on from its last whole "
-        "checkpoint. docs/chaining.md describes the file.",
+        description="Runs several training stages, each from the result of the previous one: SFT and DPO with TRL's "
+        "trainers, and any multi-turn algorithm. Finished stages are skipped; an unfinished stage continues from its last "
+        "complete checkpoint. docs/chaining.md describes the file.",
     )
     parser.add_argument("pipeline", type=Path, help="the YAML file")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check the file and say what would be done; train nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="check the file and list the stages; train nothing")
     options = parser.parse_args(argv)
     try:
         pipeline = read_pipeline(options.pipeline)
-        # Only now: without GPUs the stages' `use_cpu` is what makes one run of several processes.
+        # After the configurations: without GPUs, the stages' `use_cpu` makes one run of several processes.
         console = Console(quiet=not PartialState().is_main_process)
         if options.dry_run:
             for stage, state in zip(pipeline.stages, _check_folders(pipeline)):

@@ -1,4 +1,4 @@
-"""What ``agile-trainers chain`` is told: a YAML file, read and checked whole before anything is trained."""
+"""Reads and checks the YAML file of ``agile-trainers chain``, before anything is trained."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ EVALUATION = dataclasses.make_dataclass(
 )  # fmt: skip
 """Options of an evaluation: those fields of the trainers' configuration that it has a use for."""
 RESERVED = ("start", "chain.json", "chain.json.partial")
-"""Names in the chain's folder that no stage can have."""
+"""Names in the chain's folder that stages cannot have."""
 _NAME = re.compile(r"\w(?:[\w.+=@-]{0,98}\w)?")
 _STAGE_KEYS = ("algorithm", "name", "dataset", "dataset_args", "lora", "merge_lora_configs")
 
 
 class PipelineError(ValueError):
-    """The file cannot be run; the message says where and why."""
+    """Raised when the file cannot be run; the message gives place and reason."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Stage:
     name: str
     algorithm: str
     options: dict[str, Any]
-    """As they were given, the shared ones among them."""
+    """The options in the file, shared ones included."""
     config: Any
-    """``SFTConfig``, ``DPOConfig`` or the algorithm's."""
+    """``SFTConfig``, ``DPOConfig`` or the algorithm's configuration."""
     dataset: str | None = None
     dataset_args: dict[str, Any] = field(default_factory=dict)
     lora: LoraConfig | None = None
@@ -91,11 +91,11 @@ class Pipeline:
     evaluation: Any
     """How every evaluation is played, as ``EVALUATION`` has it."""
     evaluation_options: dict[str, Any]
-    """Those that it was made of."""
+    """Options of the evaluation's configuration."""
     lora: LoraConfig | None
-    """Of the first stage that trains an adapter; later ones go on with it."""
+    """Settings of the first stage that trains an adapter; later stages continue with the adapter."""
     source: dict[str, Any]
-    """What all stages depend on, as it was given."""
+    """Settings in the file that all stages depend on."""
 
 
 def read_pipeline(path: Path) -> Pipeline:
@@ -115,7 +115,7 @@ def read_pipeline(path: Path) -> Pipeline:
 
 
 def parse_pipeline(content: Any) -> Pipeline:
-    """Check what a file holds; see ``docs/chaining.md`` for its form.
+    """Check the content of a file; ``docs/chaining.md`` describes its form.
 
     Raises:
         PipelineError: If it cannot be run.
@@ -125,7 +125,7 @@ def parse_pipeline(content: Any) -> Pipeline:
     for name in ("output_dir", "model", "environment", "stages"):
         if not content.get(name):
             raise PipelineError(f"`{name}` is missing.")
-    sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]  # for module.path:name
+    sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]  # needed for module.path:name
     arguments = _mapping(content.get("environment_args"), None, "`environment_args`")
     try:
         environment = environment_factories(content["environment"], arguments)
@@ -140,10 +140,10 @@ def parse_pipeline(content: Any) -> Pipeline:
     shared = _mapping(content.get("options"), everything, "`options`")
     stages = [_stage(stage, shared, output, names_of(environment)) for stage in raw]
     names = [stage.name for stage in stages]
-    folded = [name.casefold() for name in names]  # some disks take no notice of case
+    folded = [name.casefold() for name in names]  # some file systems ignore case
     twice = [name for name in names if folded.count(name.casefold()) > 1]
     if twice:
-        raise PipelineError(f"Two stages are named {' and '.join(map(repr, twice[:2]))}; give one another `name`.")
+        raise PipelineError(f"Two stages are named {' and '.join(map(repr, twice[:2]))}; change the `name` of one.")
     evaluation = _evaluation(content.get("evaluation"), shared, stages)
     return Pipeline(
         output,
@@ -206,7 +206,7 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
         except ValueError as error:
             raise PipelineError(f"{where}: {error}") from error
         if dataset is None and made.max_steps <= 0:
-            raise PipelineError(f"{where}: without a `dataset`, `max_steps` must say how long to train.")
+            raise PipelineError(f"{where}: without a `dataset`, set `max_steps`.")
     return Stage(
         name,
         algorithm,
@@ -261,7 +261,7 @@ def _check_evaluation(options: Any) -> Any:
 
 
 def check_dataset(name: str, where: str) -> None:
-    """Check what can be checked without loading anything.
+    """Check that a data set's file or function exists, without loading it.
 
     Raises:
         PipelineError: If a file or function does not exist.
@@ -281,12 +281,12 @@ def check_dataset(name: str, where: str) -> None:
 
 
 def stage_rows(name: str, arguments: dict[str, Any]) -> Dataset:
-    """The rows of a stage.
+    """Load the rows of a stage.
 
     Args:
-        name: ``module.path:function`` that returns rows, or anything that
-            :func:`~agile_trainers.envs.questions.rows.read_dataset` takes (the split is ``train``).
-        arguments: Of the function, or of ``datasets.load_dataset``.
+        name: ``module.path:function`` that returns rows, or a source of
+            :func:`~agile_trainers.envs.questions.rows.read_dataset` (the split is ``train``).
+        arguments: Arguments of the function or of ``datasets.load_dataset``.
     """
     module, _, attribute = name.partition(":")
     if attribute and not Path(name).exists():
@@ -310,7 +310,7 @@ def _options_of(config: type) -> set[str]:
 
 
 def _mapping(value: Any, known: Iterable[str] | None, where: str) -> dict[str, Any]:
-    """The mapping itself; an empty one for nothing."""
+    """Check that a value is a mapping with known keys, and return it; None becomes an empty one."""
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""``agile-trainers check``: says whether a run is ready to train. A report, and exit code 1 if not.
+"""``agile-trainers check``: reports whether a run is ready to train, with exit code 1 if it is not.
 
 The options are those of ``agile-trainers grpo`` (or of another algorithm, named first: ``agile-trainers check ppo ...``), so
-that a command or configuration file can be checked as it is, and those of :class:`CheckArguments`. ``--model`` is short for
-``--model_name_or_path``; without one, the embedded model stands in.
+that a command or configuration file can be checked unchanged, and those of :class:`CheckArguments`. ``--model`` is short for
+``--model_name_or_path``; the default is the embedded model.
 """
 
 import tempfile
@@ -49,14 +49,12 @@ class CheckArguments:
     episodes: int = option(16, "Number of episodes to play.")
     player: str = option(
         "auto",
-        "Who plays: the `model`, the environment's own `random` or `expert` player, or `auto`. `auto` is the model if one "
-        "was named, otherwise the random player, or the embedded model where there is none.",
+        "Player of the episodes: the `model`, the environment's `random` or `expert` player, or `auto`. `auto` is the "
+        "model if one is named, otherwise the random player, or the embedded model if there is none.",
     )
-    time_limit: float = option(
-        30.0, "Seconds a call of the environment may take, unless `environment_timeout` says it."
-    )
+    time_limit: float = option(30.0, "Seconds a call of the environment may take, unless `environment_timeout` is set.")
     gpu_memory: float | None = option(
-        None, "GiB of the GPU to plan for. Default: those of the GPU that is here, if there is one."
+        None, "GiB of the GPU to plan for. Default: those of this machine's GPU, if there is one."
     )
 
     def __post_init__(self) -> None:
@@ -71,7 +69,7 @@ class CheckArguments:
 
 
 def make_parser(algorithm: str) -> Parser:
-    """The parser of ``agile-trainers check``, for one algorithm."""
+    """Make the parser of ``agile-trainers check`` for one algorithm."""
     config = find_algorithm(algorithm).config_class
     types = (CheckArguments, MultiTurnScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     command = "agile-trainers check"
@@ -85,7 +83,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
 
     Args:
         argv: The options, after an algorithm if it is not ``grpo``.
-        console: Where to print.
+        console: Console for the report.
 
     Returns:
         0 if the run is ready to train, 1 if not.
@@ -103,7 +101,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         parser.refuse([*from_config, *unknown])
         check, script, args, model, mixture = parsed
         if script.environment is None:
-            parser.error("--environment is missing: the id of what to check, or module.path:Name.")
+            parser.error("--environment is missing: set the id of the environment to check, or module.path:Name.")
         args = args.with_environment(names_of(script.environment))
     except ValueError as error:  # a configuration's own check
         if Progress.debug:
@@ -166,10 +164,10 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
 def _rows_of_each(
     args: MultiTurnConfig, script: MultiTurnScriptArguments, train_rows: Any, count: int
 ) -> dict[str | None, list[dict[str, Any]] | None]:
-    """The first rows that are for each environment, by its name; None without rows.
+    """Return the first rows of each environment by its name; None without rows.
 
     Raises:
-        ValueError: If a row is for no environment, or none is for one of them.
+        ValueError: If a row names no known environment, or an environment has no row.
     """
     mixture = mixture_of(args, script.environment)
     if mixture is None:
@@ -181,7 +179,7 @@ def _rows_of_each(
 
 
 def load_tokenizer(model: ModelConfig, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """The tokenizer of a model, with a padding token, and what ends an answer, as the trainers have them."""
+    """Load a model's tokenizer with a padding token, and the ids that end an answer, as the trainers do."""
     where: dict[str, Any] = {"revision": model.model_revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, **where)
     if tokenizer.pad_token is None:

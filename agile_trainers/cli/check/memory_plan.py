@@ -1,4 +1,4 @@
-"""Plans the device memory that a run needs, with its formulas."""
+"""Estimates the device memory of a run, with formulas."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from agile_trainers.rollout.generators.transformers.kv_cache import capacity
 from agile_trainers.trainers.config import MultiTurnConfig
 
 QUANTIZED = {"4 bit": 0.5 + 4 / 64, "4 bit, double": 0.5 + 1 / 64, "8 bit": 1.0}
-"""Bytes of a linear layer's weight, with bitsandbytes' constants for each block of 64."""
+"""Quantization to bytes of a linear layer's weight, with bitsandbytes' constants for each block of 64."""
 _STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adagrad": 1, "rmsprop": 1, "lion": 1}
-"""Values that an optimizer keeps per trained weight, by the beginning of its name; 2 for others."""
+"""Beginning of an optimizer's name to its values per trained weight; 2 for others."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One thing that takes memory."""
+    """One part of the memory."""
 
     name: str
     size: int
@@ -34,23 +34,23 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What the size of a run depends on."""
+    """Settings of a run that determine its memory."""
 
     dtype: torch.dtype
-    """Of the base's weights, those that are not quantized."""
+    """Data type of the base's weights that are not quantized."""
     rows: int
     """Episodes of a micro-batch."""
     episodes: int
-    """Episodes that are decoded at once."""
+    """Episodes that are decoded at the same time."""
     tokens: int
-    """Of the longest episode that the limits allow, prompt included."""
+    """Tokens of the longest episode that the limits allow, prompt included."""
     decoded: int
-    """The same, without the observation that a critic reads after the last answer."""
+    """``tokens`` without the observation that a critic reads after the last answer."""
     new_tokens: int
-    """Of one answer."""
+    """Tokens of one answer."""
     gradient_checkpointing: bool
     autocast: torch.dtype | None = None
-    """Of mixed precision."""
+    """Data type of mixed precision."""
     quantization: str | None = None
     """A key of ``QUANTIZED``."""
     dropout: bool = False
@@ -67,13 +67,13 @@ class MemoryPlan:
 def plan_memory(
     config: PretrainedConfig, args: MultiTurnConfig, model: ModelConfig, *, critic: bool, prompt: int, observation: int
 ) -> MemoryPlan:
-    """What the size of a run depends on, by its limits.
+    """Make the plan of a run with episodes as long as its limits allow.
 
     Args:
-        config: The model's.
-        args: The run's.
+        config: The model's configuration.
+        args: The run's configuration.
         model: The options of the model.
-        critic: Whether a second adapter is trained.
+        critic: True if a second adapter is trained.
         prompt: Tokens of the longest first prompt.
         observation: Tokens of the longest observation between two answers.
     """
@@ -81,7 +81,7 @@ def plan_memory(
     room = args.max_model_length or longest
     room = room or 1 << 30
     decoded = prompt + args.max_turns * args.max_new_tokens + (args.max_turns - 1) * observation
-    tokens = decoded + (observation if critic else 0)  # which reads the last one too
+    tokens = decoded + (observation if critic else 0)  # the critic reads the last one too
     peft_config = get_peft_config(model)
     if peft_config is not None and args.lora_target_scope is not None:
         peft_config = within_scope(peft_config, args.lora_target_scope)
@@ -112,21 +112,21 @@ def weight_dtype(config: PretrainedConfig, model: ModelConfig) -> torch.dtype:
 
 
 def estimate_memory(config: PretrainedConfig, plan: MemoryPlan) -> list[MemoryItem]:
-    """Plan the memory of one process, without its libraries' own and without fragmentation.
+    """Estimate the memory of one process, without fragmentation and the libraries' own memory.
 
-    What the backward pass needs is counted on a forward pass without data, so it holds for any architecture; a critic's is
-    taken for as large as the policy's.
+    The activations for the backward pass are counted on a forward pass without data, so they are right for any
+    architecture. A critic's are assumed to be as large as the policy's.
 
     Args:
-        config: The model's. No weights are loaded.
-        plan: What else it depends on.
+        config: The model's configuration. No weights are loaded.
+        plan: The settings of the run.
 
     Returns:
-        Weights, gradients, optimizer, activations, logits, KV cache, and the peak. Activations and KV cache are not there at
-        the same time.
+        Weights, gradients, optimizer, activations, logits, KV cache, and the peak. Activations and KV cache are not
+        allocated at the same time.
 
     Raises:
-        ValueError: If ``peft_config`` fits no module of the model.
+        ValueError: If ``peft_config`` matches no module of the model.
     """
     quantized = plan.quantization is not None
     computes = torch.bfloat16 if quantized and plan.autocast else plan.dtype
@@ -134,7 +134,7 @@ def estimate_memory(config: PretrainedConfig, plan: MemoryPlan) -> list[MemoryIt
     step = trace_step(config, shape, trust_remote_code=plan.trust_remote_code)
     per_weight, base = plan.dtype.itemsize, step.linear + step.others
     trained = step.trained * plan.adapters
-    # TRL keeps adapters on a quantized base in bfloat16; PEFT keeps others in float32, whatever the base.
+    # TRL keeps adapters on a quantized base in bfloat16; PEFT keeps all others in float32.
     per_trained = (2 if quantized else 4) if plan.peft_config else per_weight
     own = trained if plan.peft_config else 0
     per_linear = QUANTIZED[plan.quantization] if plan.quantization else per_weight
@@ -176,7 +176,7 @@ def _name(plan: MemoryPlan) -> str:
 
 
 def readable(size: int) -> str:
-    """Bytes in the unit that suits them."""
+    """Format a number of bytes in a suitable unit."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What ``agile-trainers check`` looks at, one function per section of its report."""
+"""The sections of ``agile-trainers check``'s report, one function each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.types import StopReason, Trajectory
 
 REPLAYED = 4
-"""Episodes that are played again with the same answers."""
+"""Number of episodes that are replayed with the same answers."""
 
 
 @dataclass
@@ -50,21 +50,21 @@ class Run:
     model: ModelConfig
     config: PretrainedConfig
     named: bool
-    """Whether the user named the model; otherwise it is the embedded one, which knows nothing."""
+    """True if the user named the model; otherwise it is the untrained embedded model."""
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: list[int]
     rows: list[dict[str, Any]] | None
-    """Data set rows, handed to ``reset``; None without a data set."""
+    """Data set rows, passed to ``reset``; None without a data set."""
     episodes: int
     player: str
     """``model``, ``random`` or ``expert``."""
     time_limit: float
     """Seconds for one call of the environment."""
     gpu_memory: float | None = None
-    """GiB of the GPU that the run is planned for; None: of the GPU that is here, if there is one."""
+    """GiB of the GPU that the run is planned for; None for this machine's GPU, if there is one."""
 
     def specs(self) -> list[EpisodeSpec]:
-        """The episodes to play: the same in every check."""
+        """Return the episodes to play, the same in every check."""
         return evaluation_specs(self.args.seed, self.episodes, self.rows, 0, 1)
 
     @property
@@ -92,20 +92,20 @@ class Run:
 
 @dataclass
 class Report:
-    """What was found, printed as it is found."""
+    """The report, printed line by line."""
 
     console: Console
     problems: list[str] = field(default_factory=list)
-    """Why training cannot start, or would learn nothing."""
+    """Reasons why training cannot start or would learn nothing."""
     about: str = ""
-    """What problems begin with: the environment's name, where there are several."""
+    """Prefix of problems: the environment's name if there are several."""
 
     def section(self, title: str) -> None:
-        """Begin a section."""
+        """Start a section."""
         self.show(Text(f"\n{title}", style="bold"))
 
     def line(self, text: str, label: str = "", style: str = "") -> None:
-        """One finding. A terminal gets it broken between words, under itself; a file, in one line."""
+        """Print one finding, wrapped with an indent in a terminal, in one line in a file."""
         if not self.console.is_terminal:
             self.show(Text(f"  {label:<12}{text}" if label else f"  {text}", style=style))
             return
@@ -115,20 +115,20 @@ class Report:
         self.show(row)
 
     def warning(self, text: str) -> None:
-        """Something worth a look."""
+        """Print a warning."""
         self.line(f"warning: {text}", style="yellow")
 
     def problem(self, text: str) -> None:
-        """A reason why training cannot start, or would learn nothing."""
+        """Print and record a reason why training cannot start or would learn nothing."""
         self.problems.append(f"{self.about}{text}")
         self.line(f"problem: {text}", style="bold red")
 
     def show(self, what: RenderableType) -> None:
-        """Anything rich can draw."""
+        """Print any object of rich."""
         self.console.print(what, soft_wrap=isinstance(what, Text))
 
     def verdict(self) -> int:
-        """Say whether training can start; the exit code."""
+        """Print whether training can start, and return the exit code."""
         self.section("Verdict")
         if not self.problems:
             self.line("Ready to train.", style="bold green")
@@ -140,7 +140,7 @@ class Report:
 
 
 def check_run(report: Report, run: Run) -> None:
-    """Every section. Those that make no sense after a problem are left out."""
+    """Write all sections; a problem skips those that depend on it."""
     if not check_protocol(report, run) or not check_conversation(report, run):
         return
     instance = run.factory()
@@ -168,7 +168,7 @@ def check_run(report: Report, run: Run) -> None:
 
 
 def check_protocol(report: Report, run: Run) -> bool:
-    """The protocol, on a few turns of two episodes. Returns whether it is kept."""
+    """Check the protocol on a few turns of two episodes. Return whether the environment follows it."""
     report.section("Protocol")
     options = run.rows[0] if run.rows else None
     found = check_environment(
@@ -179,12 +179,12 @@ def check_protocol(report: Report, run: Run) -> bool:
     for message in found.errors:
         report.problem(f"{found.environment}: {message}")
     if not found.findings:
-        report.line(f"{found.environment} keeps it: two episodes of up to 3 turns, each on two instances.")
+        report.line(f"{found.environment} follows it: two episodes of up to 3 turns, each on two instances.")
     return not found.errors
 
 
 def check_conversation(report: Report, run: Run) -> bool:
-    """The chat template and the first prompt. Returns whether the model can be asked."""
+    """Check the chat template and the first prompt. Return whether the model can be prompted."""
     report.section("Chat template")
     try:
         engine = run.engine(run.factory)
@@ -198,14 +198,14 @@ def check_conversation(report: Report, run: Run) -> bool:
         report.problem(str(error))
         return False
     form = "plain text (the tokenizer has no template)" if engine.chat.chat_template is None else "the template"
-    report.line(f"Conversations are written by {form}; a longer one begins with what was there before, token by token.")
+    report.line(f"Conversations are written by {form}; a longer one begins with the tokens of the shorter one.")
     ends = ", ".join(repr(run.tokenizer.decode([token])) for token in engine.chat.eos_token_ids) or "nothing"
     report.line(f"An answer is ended by {ends}.")
     return True
 
 
 def player_plays(run: Run, name: str) -> list[Trajectory]:
-    """The episodes, by one of the environment's own players."""
+    """Play the episodes with one of the environment's players."""
 
     def choose(environment: Environment) -> Player:
         return known_players(environment)[name]
@@ -235,7 +235,7 @@ def model_plays(run: Run) -> list[Trajectory]:
 
 
 def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
-    """Returns, rewards, lengths against the limits, and how episodes ended."""
+    """Report returns, rewards, lengths with their limits, and stop reasons."""
     args, rows = run.args, [episode_row(episode) for episode in played]
     summary = summarize(rows)
     failed = Counter(episode.error for episode in played if episode.stop_reason.failed)
@@ -284,7 +284,7 @@ def _rewards(rewards: Sequence[float]) -> str:
 
 
 def check_determinism(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
-    """The first episodes again, with the same answers, on new instances."""
+    """Replay the first episodes with the same answers on new instances, and compare."""
     report.section("Determinism")
     again = [(spec, episode) for spec, episode in zip(run.specs(), played) if episode.turns][:REPLAYED]
     messages: dict[str, None] = {}
@@ -296,11 +296,11 @@ def check_determinism(report: Report, run: Run, played: Sequence[Trajectory]) ->
     for message in messages:
         report.warning(message)
     if not messages:
-        report.line(f"{len(again)} episodes, each played twice more with the same answers, went the same way.")
+        report.line(f"{len(again)} episodes, each played twice more with the same answers, gave the same results.")
 
 
 def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) -> None:
-    """What players reach, and whether there is anything to tell episodes apart by."""
+    """Report the players' scores, and check that returns differ."""
     report.section("Players")
     table = Table("", "return", "success", box=None, pad_edge=False)
     returns, means = list[float](), dict[str, float]()
@@ -313,33 +313,33 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
             returns += [episode.episode_return for episode in episodes if not episode.stop_reason.failed]
     report.show(table)
     if len(scores) == 1 and run.player == "model":
-        report.line("The environment comes with no player of its own to compare with.")
+        report.line("The environment has no player to compare with.")
     for name in scores.keys() - {run.player}:
         cut = sum(turn.finish_reason == "length" for episode in scores[name] for turn in episode.turns)
         if cut:
             report.warning(f"{cut} answers of the {name} player were cut at max_new_tokens={run.args.max_new_tokens}.")
     if "expert" in means and means["expert"] <= means.get("random", float("-inf")):
-        report.warning("the expert does no better than the random player: look at the limits and at the rewards.")
+        report.warning("the expert is not better than the random player: check the limits and the rewards.")
     own = {episode.episode_return for episode in scores[run.player] if not episode.stop_reason.failed}
     advice = (
-        "there is nothing to learn from. Choose an easier level, reward part of the way, or let the model imitate good "
-        "episodes first; --episodes plays more."
+        "there is no learning signal. Choose an easier level, reward partial progress, or train on demonstrations first; "
+        "--episodes plays more."
     )
     if run.player == "model" and run.named and len(own) == 1:
-        # What others reach does not help: advantages compare the model's own episodes.
+        # Scores of other players do not matter: advantages compare the model's own episodes.
         report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {advice}")
     elif len(set(returns)) == 1:
-        # Of a model that knows nothing, or a player that tries nothing, little else is to be expected.
+        # Equal returns are expected of an untrained model or a random player.
         tell = report.problem if run.named or "expert" in scores else report.warning
         tell(f"all {len(returns)} episodes returned {returns[0]:g}: {advice}")
     elif len(own) == 1:
         report.warning(
-            f"every episode that the {run.player} played returned the same; a group like that teaches nothing."
+            f"every episode that the {run.player} played has the same return; such a group gives no gradient."
         )
 
 
 def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
-    """The plan for the batch and the limits of the run."""
+    """Report the memory plan for the batch and the limits of the run."""
     gaps = [after.start - before.end for one in played for before, after in pairwise(one.turns)]
     final = [len(one.completion_ids) - one.turns[-1].end for one in played if one.turns]
     prompt, observation = max(len(one.prompt_ids) for one in played), max([0, *gaps, *final])
@@ -353,9 +353,9 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
     )
     report.section(f"Memory of one process, planned for episodes of {plan.tokens:,} tokens")
     report.line(
-        f"The limits allow that many: max_turns={run.args.max_turns}, max_new_tokens={run.args.max_new_tokens}, "
+        f"These are the limits: max_turns={run.args.max_turns}, max_new_tokens={run.args.max_new_tokens}, "
         f"max_model_length={run.args.max_model_length}, with the longest first prompt ({prompt}) and observation "
-        f"({observation}) that were played."
+        f"({observation}) of the episodes."
     )
     kind = f"{plan.quantization}, the others {plan.dtype}" if plan.quantization else f"{plan.dtype}"
     report.line(f"The weights are {kind.replace('torch.', '')}; --dtype changes it.")
@@ -366,8 +366,8 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
         NotImplementedError,
         AttributeError,
         TypeError,
-    ) as error:  # a model that needs its data to run
-        report.warning(f"{run.config.model_type} models cannot be planned for: {str(error).partition(chr(10))[0]}")
+    ) as error:  # a model whose forward pass depends on the data
+        report.warning(f"{run.config.model_type} models cannot be planned: {str(error).partition(chr(10))[0]}")
         return
     table = Table("", "size", "formula", box=None, pad_edge=False)
     table.columns[1].justify, table.columns[1].no_wrap, table.columns[0].no_wrap = "right", True, True
@@ -390,7 +390,7 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
 
 
 def model_config(model: ModelConfig, trust_remote_code: bool) -> PretrainedConfig:
-    """The configuration of a model, without its weights."""
+    """Load the configuration of a model, without its weights."""
     return AutoConfig.from_pretrained(
         model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
     )

@@ -1,4 +1,4 @@
-"""Counts what a training step keeps for its backward pass, by running it on tensors without data."""
+"""Counts the memory that a training step keeps for its backward pass, by running it on tensors without data."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _ATTENTION = "agile_counted"
 
 @dataclass(frozen=True)
 class Shape:
-    """What the size of a step depends on."""
+    """Settings that determine the memory of a step."""
 
     rows: int
     """Episodes of a micro-batch."""
     tokens: int
-    """Of the longest episode, prompt included."""
+    """Tokens of the longest episode, prompt included."""
     dtype: torch.dtype
-    """Of the base model's weights; of a quantized base, what it computes in."""
+    """Data type of the base model's weights, or of the computation for a quantized base."""
     autocast: torch.dtype | None = None
-    """Of mixed precision."""
+    """Data type of mixed precision."""
     dropout: bool = False
     peft_config: PeftConfig | None = None
     """Adapters that are trained instead of the model."""
@@ -41,27 +41,27 @@ class Shape:
 
 @dataclass
 class Step:
-    """What a step needs, in bytes unless said otherwise."""
+    """Memory of a step, in bytes unless stated otherwise."""
 
     linear: int
-    """Weights (a number) of linear layers, the head apart: what quantization makes small."""
+    """Number of weights of linear layers without the head, which quantization compresses."""
     others: int
-    """The base's other weights (a number)."""
+    """Number of the base's other weights."""
     trained: int
-    """Weights (a number) that are trained."""
+    """Number of trained weights."""
     saved: int = 0
-    """Kept for the backward pass, without gradient checkpointing."""
+    """Memory kept for the backward pass without gradient checkpointing."""
     layers: list[int] = field(default_factory=list)
-    """The part of ``saved`` that a layer adds, for each layer that gradient checkpointing would compute again."""
+    """The part of ``saved`` of each layer that gradient checkpointing would recompute."""
     inputs: list[int] = field(default_factory=list)
     """The input of each of these layers, which checkpointing keeps."""
     keys: int = 0
     """Keys and values of one token of one row, of all layers."""
     windowed: list[tuple[int, int]] = field(default_factory=list)
-    """The same for layers that see only so many tokens: (bytes, tokens) each; not in ``keys``."""
+    """Bytes per token and window in tokens of each layer with a window; not in ``keys``."""
 
     def kept(self, gradient_checkpointing: bool) -> int:
-        """What is kept when the backward pass begins or, with checkpointing, when it has the largest layer again."""
+        """Return the memory at the start of the backward pass or, with checkpointing, at its largest recomputed layer."""
         if not gradient_checkpointing or not self.layers:
             return self.saved
         return self.saved - sum(self.layers) + sum(self.inputs) + max(self.layers)
@@ -71,12 +71,12 @@ def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: boo
     """Run the forward pass of a training step, as TRL's ``GRPOTrainer`` does, on tensors without data.
 
     Args:
-        config: The model's. No weights are loaded, and none are made.
-        shape: What else it depends on.
-        trust_remote_code: Whether the model's own code may run.
+        config: The model's configuration. No weights are loaded or allocated.
+        shape: The settings of the step.
+        trust_remote_code: True to allow the model's own code.
 
     Raises:
-        ValueError: If ``peft_config`` fits no module of the model.
+        ValueError: If ``peft_config`` matches no module of the model.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
@@ -104,7 +104,7 @@ def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: boo
 
 
 def _without_data(model: nn.Module) -> None:
-    """Replace parameters and buffers by tensors on the CPU that have no data, where the autocast rules of a device hold."""
+    """Replace parameters and buffers by CPU tensors without data, to which the autocast rules of a device apply."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -126,7 +126,7 @@ def _counting(model: nn.Module, step: Step) -> Iterator[None]:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in own and storage._cdata not in seen:
-            seen[storage._cdata] = storage  # kept, so that its address is not given to another
+            seen[storage._cdata] = storage  # kept, so that its address is not reused
             step.saved += storage.nbytes()
             if layer_input and storage._cdata != layer_input[0].untyped_storage()._cdata:
                 step.layers[-1] += storage.nbytes()
@@ -160,7 +160,7 @@ _counted: list[Step] = []
 def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """SDPA, with a note of the keys' and values' size."""
+    """Run SDPA and record the size of keys and values."""
     rows, _, tokens, _ = key.shape
     size = (key.nbytes + value.nbytes) // (rows * tokens)
     window = kwargs.get("sliding_window")

@@ -1,7 +1,7 @@
-"""``agile-trainers demo``: from nothing to a trained agent, in minutes on a CPU.
+"""``agile-trainers demo``: trains an agent from an untrained model, in minutes on a CPU.
 
 A tiny model is made in code, learns the format of guess-the-number from scripted games (TRL's ``SFTTrainer``), and then
-learns to play it well by multi-turn GRPO with LoRA. Everything it writes is under ``--output_dir``.
+learns to play it well by multi-turn GRPO with LoRA. All output is under ``--output_dir``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Set before torch is imported: on tiny tensors a second thread costs far more than it brings.
+# Set before torch is imported: on tiny tensors, a second thread makes training slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -41,12 +41,12 @@ from agile_trainers.trainers.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrain
 ENVIRONMENT = "agile:guess_number"
 HIGH, GUESSES = LEVELS["normal"]
 GROUP = 8
-"""Games of the same secret in one update: what a game's return is compared with."""
+"""Number of games with the same secret in one update, whose returns are compared."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of everything."""
+    """Numbers of updates and games."""
 
     sft_steps: int = 250
     sft_batch: int = 32
@@ -58,13 +58,13 @@ QUICK = Budget(sft_steps=20, rl_steps=4, eval_episodes=60)
 
 
 def sft_trainer(model: Path, output: Path, seed: int, budget: Budget) -> SFTTrainer:
-    """The trainer of the supervised stage: the format of the game, from a player that guesses anything still possible.
+    """Make the trainer of the supervised stage, which teaches the format of the game with random legal play.
 
     Args:
         model: Folder of the untrained model.
         output: Folder to write the trained model to.
         seed: Chooses the games and their order.
-        budget: Number of updates and of games in each; no game is seen twice.
+        budget: Number of updates and of games in each; no game is repeated.
     """
     count = budget.sft_steps * budget.sft_batch
     games = demonstrations(count, seed=seed * count)
@@ -75,7 +75,7 @@ def sft_trainer(model: Path, output: Path, seed: int, budget: Budget) -> SFTTrai
 def make_trainer(
     model: str | PeftModel, output: Path, seed: int, budget: Budget, peft_config: LoraConfig | None = None
 ) -> MultiTurnGRPOTrainer:
-    """The multi-turn GRPO trainer of the demo: every update plays each secret ``GROUP`` times."""
+    """Make the multi-turn GRPO trainer of the demo, which plays each secret ``GROUP`` times in every update."""
     secrets = Dataset.from_dict({"secret": list(range(1, HIGH + 1))})
     trainer = MultiTurnGRPOTrainer(
         model=model,
@@ -91,7 +91,7 @@ def make_trainer(
             num_eval_episodes=budget.eval_episodes,
             learning_rate=3e-3,
             lr_scheduler_type="constant",
-            entropy_coef=0.08,  # without it a secret or two is lost to early certainty
+            entropy_coef=0.08,  # without it, the policy becomes deterministic early and misses one or two secrets
             entropy_coef_schedule="linear",
             beta=0.0,
             gradient_checkpointing=False,
@@ -126,7 +126,7 @@ def scripted_score(name: str, player: Player, trainer: MultiTurnGRPOTrainer, epi
 
 
 def model_score(name: str, trainer: MultiTurnGRPOTrainer) -> Score:
-    """Let the model play, sampling."""
+    """Return the score of the model with sampling."""
     metrics = trainer.evaluate()
     return Score(name, metrics["eval_success"], metrics["eval_return"])
 
@@ -135,19 +135,19 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     """Run the demo.
 
     Args:
-        output: Folder for everything it writes.
+        output: Folder for all output.
         seed: Seed of the model, the games and the sampling.
         budget: Number of updates and of evaluation episodes.
-        console: Where to show what happens.
+        console: Console for the output.
 
     Returns:
-        What ``summary.json`` holds.
+        The content of ``summary.json``.
     """
     started = time.perf_counter()
     disable_progress_bars()
     logging.disable_progress_bar()
     console.rule(f"Guess the number between 1 and {HIGH} in {GUESSES} guesses")
-    # A vocabulary of the game's words alone: an entropy bonus over hundreds of useless tokens would cost much success.
+    # A vocabulary of the game's words alone: an entropy bonus over hundreds of unused tokens would reduce success.
     words = words_of(demonstrations(100), "invalid", "correct")
     untrained = make_embedded_model(output / "untrained", words=words, seed=seed)
     base = output / "sft"
@@ -201,8 +201,8 @@ def main(argv: Sequence[str]) -> None:
     """Parse the options and run the demo."""
     parser = argparse.ArgumentParser(
         prog="agile-trainers demo",
-        description="Trains a tiny model from nothing, in minutes on a CPU: it is made in code, learns the format of "
-        "guess-the-number from scripted games, and then learns to play by multi-turn GRPO with LoRA.",
+        description="Trains a tiny untrained model, in minutes on a CPU: it learns the format of guess-the-number from "
+        "scripted games, and then learns to play by multi-turn GRPO with LoRA.",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the model, the games and the sampling (default: 0)"
@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--output_dir", type=Path, default=Path("runs/demo"), help="folder to write (default: runs/demo)"
     )
-    parser.add_argument("--quick", action="store_true", help="a few updates only, to see that everything works")
+    parser.add_argument("--quick", action="store_true", help="a few updates only, to test the installation")
     options = parser.parse_args(argv)
     if options.seed < 0:
         parser.error(f"--seed must not be negative, got {options.seed}")

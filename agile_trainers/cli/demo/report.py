@@ -1,4 +1,4 @@
-"""What the demo leaves behind: a table, a picture, some games and ``summary.json``."""
+"""Writes the results of the demo: a table, a picture, some games and ``summary.json``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIBRARIES = ("agile-trainers", "trl", "transformers", "peft", "torch")
 
 @dataclass(frozen=True)
 class Score:
-    """How well somebody plays."""
+    """Result of a player."""
 
     name: str
     success: float
@@ -28,7 +28,7 @@ class Score:
 
 
 def results_table(scores: Mapping[str, Score], episodes: int) -> Table:
-    """The scores, one row each."""
+    """Make the table of scores, one row each."""
     table = Table("", "games won", "return", title=f"{episodes:,} sampled games each")
     for score in scores.values():
         table.add_row(score.name, f"{score.success:.1%}", f"{score.episode_return:+.3f}")
@@ -36,18 +36,18 @@ def results_table(scores: Mapping[str, Score], episodes: int) -> Table:
 
 
 def learning_curve(log_history: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
-    """Training steps and the success rate of each, out of ``trainer.state.log_history``."""
+    """Read training steps and their success rates from ``trainer.state.log_history``."""
     points = [(int(log["step"]), float(log["success"])) for log in log_history if "success" in log]
     return [step for step, _ in points], [success for _, success in points]
 
 
 def plot(steps: Sequence[int], successes: Sequence[float], scores: Mapping[str, Score], path: Path) -> Path:
-    """Draw a learning curve over the scores as levels.
+    """Draw a learning curve, with the scores as horizontal lines.
 
     Args:
         steps: Number of each update.
-        successes: Share of its games that were won.
-        scores: Drawn as dashed lines.
+        successes: Share of each update's games that were won.
+        scores: Scores, drawn as dashed lines.
         path: PNG file to write.
 
     Returns:
@@ -71,14 +71,14 @@ def plot(steps: Sequence[int], successes: Sequence[float], scores: Mapping[str, 
 
 
 def moving_average(values: Sequence[float], width: int) -> list[float]:
-    """Mean over the ``width`` values around each, fewer at the ends."""
+    """Compute the mean over the ``width`` values around each value, fewer at the ends."""
     half = width // 2
     windows = (values[max(index - half, 0) : index + half + 1] for index in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
 
 def some_games(rollouts: Path, count: int = 3) -> str:
-    """Games of the last evaluation as plain text, those with the most turns first; each secret once.
+    """Format games of the last evaluation as plain text, those with the most turns first; each secret once.
 
     Args:
         rollouts: The trainer's folder of episodes.
@@ -100,7 +100,7 @@ def _game(episode: dict[str, Any]) -> str:
 def write_summary(
     output: Path, scores: Mapping[str, Score], *, seed: int, seconds: float, adapter: Path, base: Path, budget: Any
 ) -> dict[str, object]:
-    """Write ``summary.json``: success and return of every row of the table, and how they came about."""
+    """Write ``summary.json`` with success and return of every row of the table, and the run's settings."""
     summary = {
         **{f"{key}_success": score.success for key, score in scores.items()},
         **{f"{key}_return": score.episode_return for key, score in scores.items()},

@@ -1,7 +1,7 @@
-"""Runs functions on a model's text in another process, which is isolated and which limits kill whatever it is doing.
+"""Runs functions on a model's text in an isolated process with enforced limits of time and memory.
 
-A thread cannot be stopped, and one big integer or regular expression holds up every other. What the process can reach
-depends on the level of isolation; see ``levels.py``.
+A thread cannot be stopped, and one large integer or regular expression blocks all others. The level of isolation
+determines what the process can access; see ``levels.py``.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _MOST_WORKERS = 4
 _MOST_MEMORY = 4096
 """Megabytes."""
 _LOADING_SECONDS = 120.0
-"""What a new process may take, loading the function included."""
+"""Seconds to start a process and load the function."""
 _LONGEST_REPLY = 1 << 24
 """Bytes."""
 
 
 class IsolatedError(RuntimeError):
-    """The function raised, or its process died."""
+    """Raised when the function raises or its process dies."""
 
 
 class IsolatedDeath(IsolatedError):
-    """The function's process died, or ran out of memory."""
+    """Raised when the function's process dies or runs out of memory."""
 
 
 def run_isolated(
@@ -48,29 +48,29 @@ def run_isolated(
     memory: int = 1024,
     required_by: str | None = None,
 ) -> Any:
-    """Call a function in an isolated process, which is kept for the next call of functions of its file unless it died.
+    """Call a function in an isolated process, which is reused for later calls of functions of the same file.
 
-    The process is isolated as well as this machine can (see :mod:`~agile_trainers.envs.isolation.levels`): at every level
-    it has none of the environment variables of this one, and can write no file. Arguments and value travel as JSON, so that
-    what comes back is data whatever happened there.
+    The process has the best isolation of this machine (see :mod:`~agile_trainers.envs.isolation.levels`). At every level
+    it has no environment variables of this process and cannot write files. Arguments and result are sent as JSON, so the
+    result is always plain data.
 
     Args:
-        function: Defined at the top of a file that imports nothing relative; only that file is loaded over there. Its
-            function ``prepare()``, if there is one, is called first, before the clock starts: to import what takes long.
-        arguments: What JSON can say.
-        timeout: Seconds of CPU time, so that the outcome does not depend on what else the machine does. The kernel ends
-            the process then, even inside one long operation. In wall time it may take thirty times as long.
+        function: A top-level function of a file without relative imports; only that file is loaded in the process. The
+            file's function ``prepare()``, if defined, is called before the clock starts, for slow imports.
+        arguments: JSON-ready arguments.
+        timeout: Seconds of CPU time, so that the result does not depend on the machine's load. The kernel then ends the
+            process, even inside one long operation. The limit of wall time is thirty times as long.
         memory: Megabytes of address space, at most 4096.
-        required_by: What needs isolation, for the error where the machine offers none: what executes text. None: the call
-            is made there too.
+        required_by: Name of the code that needs isolation, for the error if the machine has none. None: isolation is not
+            required.
 
     Returns:
-        What the function returned.
+        The function's result.
 
     Raises:
-        IsolationError: If isolation is required, this machine offers none, and nobody has allowed to do without.
-        TimeoutError: If it took too long.
-        IsolatedError: If it raised, used too much memory, or returned what JSON cannot say.
+        IsolationError: If isolation is required, but this machine has none and running without it is not allowed.
+        TimeoutError: If the call took too long.
+        IsolatedError: If the function raised, used too much memory, or returned a value that is not JSON.
     """
     if not 0 < memory <= _MOST_MEMORY:
         raise ValueError(f"memory must be between 1 and {_MOST_MEMORY} megabytes, got {memory}.")
@@ -84,7 +84,7 @@ def run_isolated(
             worker = _Worker(key[1])
         try:
             kind, value = worker.ask(function, arguments, timeout, memory)
-            if kind == "memory":  # which whatever took it may still hold
+            if kind == "memory":  # memory that the caught exception may still hold
                 raise IsolatedDeath(f"{value}: more than {memory} megabytes")
         except BaseException:
             worker.kill()
@@ -96,7 +96,7 @@ def run_isolated(
 
 
 class _Worker:
-    """The process, seen from here."""
+    """Handle of the isolated process."""
 
     def __init__(self, file: str) -> None:
         most = {"RLIMIT_AS": _MOST_MEMORY << 20, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0}
@@ -138,7 +138,7 @@ class _Worker:
     def _send(self, request: dict[str, Any]) -> None:
         left = json.dumps(request).encode() + b"\n"
         deadline = time.monotonic() + _LOADING_SECONDS
-        with suppress(BrokenPipeError):  # a dead process is noticed by its silence
+        with suppress(BrokenPipeError):  # a dead process does not answer
             while left:
                 if not _ready(self._requests, select.POLLOUT, deadline):
                     raise TimeoutError("it reads no request")
@@ -178,7 +178,7 @@ _starter = ThreadPoolExecutor(1, "isolation")  # the kernel ends a process with 
 
 
 def _forget() -> None:
-    """In a forked process: the workers are the parent's."""
+    """Forget the workers in a forked process, since they belong to the parent."""
     global _slots, _starter
     _idle.clear()
     _slots = threading.BoundedSemaphore(_MOST_WORKERS)

@@ -1,8 +1,8 @@
-"""Seals the process it runs in, then becomes the program that is to run sealed; see ``levels.py``.
+"""Isolates its own process, then replaces itself by the program to run; see ``levels.py``.
 
-It is started by a clean interpreter as ``python -I -S launcher.py <specification as JSON> program arguments...`` and
-imports the standard library alone. It changes, before the program is there: limits, user, namespaces and mounts or a
-Landlock domain, capabilities, ``no_new_privs``, and a seccomp filter, which was compiled by whoever starts it.
+It is started as ``python -I -S launcher.py <specification as JSON> program arguments...`` and imports only the standard
+library. Before the program starts, it sets limits, user, namespaces and mounts or a Landlock domain, capabilities,
+``no_new_privs``, and a seccomp filter that the caller compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 0x40000,
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _READ_ONLY, _NO_SUID = 0x1, 0x2
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
-"""System calls that have one number on every architecture."""
+"""Numbers of system calls, equal on every architecture."""
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 _EXECUTE, _READ_FILE, _READ_DIR = 1, 4, 8
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def seal(spec: dict[str, Any]) -> None:
-    """Do everything that the specification asks for, in the order in which the kernel lets it be done."""
+    """Apply the specification, in the order that the kernel requires."""
     for name, value in spec["limits"].items():
         with suppress(*(() if sys.platform == "linux" else (ValueError, OSError))):
             resource.setrlimit(getattr(resource, name), (value, value))
@@ -43,7 +43,7 @@ def seal(spec: dict[str, Any]) -> None:
     if spec["level"] == "namespaces":
         _die_with(spec["parent"])
         _enter_namespaces(spec)
-    elif spec["level"] != "bubblewrap":  # which has done as much before this process was started
+    elif spec["level"] != "bubblewrap":  # which has done this already
         if spec["level"] == "landlock":
             _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
         _become_nobody(spec["paths"])
@@ -58,16 +58,16 @@ def seal(spec: dict[str, Any]) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when its parent ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _enter_namespaces(spec: dict[str, Any]) -> None:
-    """Go on as process 2 of new namespaces, on a root that holds nothing but some folders, read-only.
+    """Continue as process 2 of new namespaces, with a root that contains only some read-only folders.
 
-    Process 1 is there to wait for it: the kernel keeps most signals, those of timers too, from a process 1.
+    Process 1 waits for it, since the kernel does not deliver most signals, timers included, to a process 1.
     """
     user, group = os.getuid(), os.getgid()
     if user == 0:
@@ -85,7 +85,7 @@ def _enter_namespaces(spec: dict[str, Any]) -> None:
 
 
 def _wait_for_child() -> None:
-    """Fork; the parent waits and ends as the child does, with 128 and its number for a signal."""
+    """Fork; the parent waits and exits with the child's code, or with 128 plus the number of its signal."""
     child = os.fork()
     if child == 0:
         return
@@ -129,7 +129,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _become_nobody(paths: list[str]) -> None:
-    """Give up root, unless nobody else may read the interpreter: without capabilities, it is an ordinary user then."""
+    """Change from root to the user ``nobody``, unless that user cannot read the interpreter."""
     if os.geteuid() != 0:
         return
     os.setgroups([])
@@ -143,7 +143,7 @@ def _become_nobody(paths: list[str]) -> None:
 
 
 def _landlock(paths: list[str]) -> None:
-    """Allow this process to read and execute what is below some paths, and nothing else that Landlock knows of."""
+    """Restrict this process to reading and executing files below some paths, as far as Landlock covers access."""
     version = _libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     _check(version, "Landlock")
     rights = (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1
@@ -163,7 +163,7 @@ def _landlock(paths: list[str]) -> None:
 
 def _drop_capabilities() -> None:
     for capability in range(64):
-        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails where there are none to drop
+        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails if there are none to drop
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     _check(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")
 

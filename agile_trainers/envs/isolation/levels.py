@@ -1,8 +1,8 @@
-"""Isolates programs that run on a model's text: from secrets, files, network and processes, by what the kernel offers.
+"""Isolates programs that run on a model's text from secrets, files, network and processes.
 
-A level is what holds on a machine. Below :data:`NONE`, the program sees the Python installation, read-only, and nothing else
-of the file system; it has no network, no environment variables and no capabilities, starts no process, signals none, and
-ends when the process that started it does. ``AGILE_TRAINERS_ISOLATION`` names the level to use; default: the best one.
+A level is a set of mechanisms that a machine supports. At every level but :data:`NONE`, the program can read only the
+Python installation. It has no network, no environment variables and no capabilities, cannot start or signal processes, and
+ends with the process that started it. ``AGILE_TRAINERS_ISOLATION`` names the level to use; default: the best one.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ LEVELS = {
     BUBBLEWRAP: "bubblewrap's namespaces and empty root, and a seccomp filter",
     NAMESPACES: "new user, process, mount and network namespaces, an empty root, and a seccomp filter",
     LANDLOCK: "a Landlock domain, an unprivileged user, and a seccomp filter",
-    NONE: "a process of its own with limits and without environment variables; it can read files, and use the network "
+    NONE: "a separate process with limits and without environment variables; it can read files, and use the network "
     "unless a seccomp filter can be made",
 }
-"""From the strongest to the weakest."""
+"""Description of each level, from the strongest to the weakest."""
 OPTION = "AGILE_TRAINERS_ISOLATION"
 LEAK = "it starts, but "
-"""Begins the reason why a level that can be set up does not count."""
+"""First words of the reason why a level that can be set up is not sealed."""
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/nix/store")
 _SITES = ("site-packages", "dist-packages")
 _PROBE_SECONDS = 60.0
 
-# Whatever else there is answers "operation not permitted": sockets, processes, signals, mounts, limits of others, ...
+# All other calls fail with "operation not permitted": sockets, processes, signals, mounts, limits of others, ...
 _ALLOWED = (
     "access", "alarm", "arch_prctl", "brk", "clock_getres", "clock_gettime", "clock_nanosleep", "close", "dup", "dup2",
     "dup3", "execve", "exit", "exit_group", "faccessat", "faccessat2", "fstat", "fstatfs", "futex", "getcwd", "getdents64",
@@ -55,46 +55,46 @@ _ALLOWED = (
     "statfs", "statx", "sysinfo", "time", "times", "uname", "write", "writev",
 )  # fmt: skip
 _FCNTL = (0, 1, 2, 3, 4, 1030)
-"""``F_DUPFD``, ``F_GETFD``, ``F_SETFD``, ``F_GETFL``, ``F_SETFL``, ``F_DUPFD_CLOEXEC``: nothing that sends signals."""
+"""``F_DUPFD``, ``F_GETFD``, ``F_SETFD``, ``F_GETFL``, ``F_SETFL``, ``F_DUPFD_CLOEXEC``; none of them sends signals."""
 _IOCTL = (0x5401, 0x5450, 0x5451, 0x541B)
 """``TCGETS``, ``FIONCLEX``, ``FIOCLEX``, ``FIONREAD``."""
 _WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | (getattr(os, "O_TMPFILE", 0) & ~getattr(os, "O_DIRECTORY", 0))
 
 
 class IsolationError(OSError):
-    """This machine does not isolate what is to run; the message says what to install or to set."""
+    """Raised when this machine cannot isolate a program; the message says what to install or to set."""
 
 
 def command(
     arguments: Sequence[str], *, limits: dict[str, int], sites: bool = False, extra: Sequence[Path | str] = ()
 ) -> list[str]:
-    """The command that runs Python with these arguments, isolated as well as this machine can.
+    """Return the command that runs Python with these arguments at the best level of isolation.
 
-    Start it from a thread that lives as long as it may run (the kernel ends it with that thread), without environment
-    variables, and with the streams it is to have.
+    Start it from a thread that outlives it (the kernel ends it with that thread), without environment variables, and with
+    the streams it needs.
 
     Args:
-        arguments: What follows ``python -I -S -B``.
+        arguments: Arguments after ``python -I -S -B``.
         limits: Resource limits by the names of the module ``resource``.
-        sites: Whether installed packages may be read.
-        extra: Further files and folders that may be read.
+        sites: True to make installed packages readable.
+        extra: Further readable files and folders.
     """
     return _command(level(), arguments, limits, sites, extra)
 
 
 @dataclass(frozen=True)
 class Run:
-    """How an isolated program went."""
+    """Result of an isolated program."""
 
     printed: str
-    """Its standard output, up to the limit."""
+    """Standard output, up to the limit."""
     errors: str
-    """Its standard error, up to the limit."""
+    """Standard error, up to the limit."""
     status: int
-    """Its exit code; minus the number of the signal that ended it."""
+    """Exit code, or minus the number of the signal that ended the program."""
     timed_out: bool
     cut: bool
-    """Whether it printed more than the limit, and was ended."""
+    """True if the program was ended because it printed more than the limit."""
 
 
 def run_program(
@@ -107,15 +107,15 @@ def run_program(
     sites: bool = False,
     prologue: str = "",
 ) -> Run:
-    """Run a Python program, isolated as well as this machine can.
+    """Run a Python program at the best level of isolation.
 
     Args:
         code: The program.
-        stdin: Its standard input.
+        stdin: Standard input.
         timeout: Seconds of wall time, once the interpreter has started, and of CPU time.
         memory: Megabytes of address space; the interpreter itself takes about 30.
         max_output: Bytes of standard output, and of standard error.
-        sites: Whether installed packages may be imported.
+        sites: True to make installed packages importable.
         prologue: Trusted code that runs before the clock starts. It may define ``run(code)`` to run the program.
     """
     limits = {"RLIMIT_AS": memory << 20, "RLIMIT_CPU": math.ceil(timeout) + 1, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0}
@@ -139,7 +139,7 @@ def run_program(
         streams = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
         output, errors = streams
         try:
-            # The first byte says that the program begins.
+            # The first byte marks the start of the program.
             ended = _read(streams, output, 1, _PROBE_SECONDS) or _read(streams, None, max_output + 2, timeout)
             if ended:
                 process.wait(_PROBE_SECONDS)
@@ -177,7 +177,7 @@ run(code)
 
 
 def _read(streams: dict[int, bytes], stream: int | None, size: int, seconds: float) -> bool:
-    """Read until one stream, or any, has so many bytes or the time is over; whether all of them ended."""
+    """Read until ``stream``, or any stream, has ``size`` bytes or time is up. Return whether all streams ended."""
     deadline, open_streams, poll = time.monotonic() + seconds, set(streams), select.poll()
     for one in streams:
         poll.register(one, select.POLLIN)
@@ -197,36 +197,38 @@ def _read(streams: dict[int, bytes], stream: int | None, size: int, seconds: flo
 
 
 def level() -> str:
-    """The level that programs run at here: the best, or the one that ``AGILE_TRAINERS_ISOLATION`` names.
+    """Return the level of isolation to use: the best of this machine, or the one in ``AGILE_TRAINERS_ISOLATION``.
 
     Raises:
-        IsolationError: If the one that it names does not hold here.
-        ValueError: If it names none.
+        IsolationError: If this machine does not support the named level.
+        ValueError: If there is no such level.
     """
     chosen = os.environ.get(OPTION) or None
     if chosen is None:
         return next(name for name in LEVELS if name == NONE or not why_not(name))
     if chosen not in LEVELS:
-        raise ValueError(f"{OPTION}={chosen!r} is no level of isolation; expected one of {', '.join(LEVELS)}.")
+        raise ValueError(f"{OPTION}={chosen!r} is not a level of isolation; expected one of {', '.join(LEVELS)}.")
     if reason := why_not(chosen):
-        raise IsolationError(f"{OPTION}={chosen}, which does not hold here: {reason}. Unset it for the best that does.")
+        raise IsolationError(
+            f"{OPTION}={chosen} is not supported on this machine: {reason}. Unset it to use the best level."
+        )
     return chosen
 
 
 def require(what: str) -> None:
-    """Raise ``IsolationError`` if ``what`` would run without isolation and nobody has allowed that."""
+    """Raise ``IsolationError`` if ``what`` would run without isolation and that is not allowed explicitly."""
     if level() == NONE and os.environ.get(OPTION) != NONE:
         reasons = "; ".join(f"{name}: {why_not(name)}" for name in LEVELS if name != NONE)
         raise IsolationError(
-            f"{what} executes what a model writes, and this machine can isolate it from neither files nor network "
-            f"({reasons}). Install bubblewrap, or run where the kernel allows one of these; if you accept that a model's "
-            f"code can read your files and use your network, set {OPTION}={NONE}."
+            f"{what} executes code that a model writes, and this machine cannot isolate it from files and network "
+            f"({reasons}). Install bubblewrap, or use a machine whose kernel supports one of these levels. If the model's "
+            f"code may read your files and use your network, set {OPTION}={NONE}."
         )
 
 
 @functools.cache
 def why_not(name: str) -> str:
-    """Why a level does not hold on this machine, found by trying; empty if it does."""
+    """Try a level and return the reason why this machine does not support it; empty if it does."""
     if name == NONE:
         return ""
     if not sys.platform.startswith("linux"):
@@ -311,7 +313,7 @@ def _bubblewrap(paths: list[str], links: dict[str, str]) -> list[str]:
 
 
 def _readable(sites: bool, extra: Sequence[Path | str]) -> tuple[list[str], dict[str, str]]:
-    """What an isolated program may read: files and folders, none inside another, and links of the root folder."""
+    """Return the files and folders that an isolated program may read, none inside another, and links of the root folder."""
     wanted = [
         sys.base_prefix,
         sys.base_exec_prefix,
@@ -331,7 +333,7 @@ def _readable(sites: bool, extra: Sequence[Path | str]) -> tuple[list[str], dict
 
 
 def exit_code(status: int) -> int:
-    """The exit status of an isolated program; for a signal, that is negative at every level."""
+    """Return the exit status of an isolated program; negative for a signal, at every level."""
     return 128 - status if status > 128 else status
 
 
@@ -344,7 +346,7 @@ def _filter_if_any() -> bytes:
 
 @functools.cache
 def _filter() -> bytes:
-    """The seccomp filter, as the kernel takes it."""
+    """Compile the seccomp filter in the kernel's format."""
     import pyseccomp as seccomp
 
     rules = seccomp.SyscallFilter(seccomp.ERRNO(errno.EPERM))
@@ -352,7 +354,7 @@ def _filter() -> bytes:
     def allow(name: str, *conditions: seccomp.Arg) -> None:
         try:
             rules.add_rule(seccomp.ALLOW, name, *conditions)
-        except OSError as error:  # not every architecture has every call
+        except OSError as error:  # some architectures lack some calls
             if error.errno not in (errno.EINVAL, errno.EDOM, errno.EFAULT):
                 raise
 
@@ -365,7 +367,7 @@ def _filter() -> bytes:
         allow("ioctl", seccomp.Arg(1, seccomp.EQ, request))
     for operation in _FCNTL:
         allow("fcntl", seccomp.Arg(1, seccomp.EQ, operation))
-    for name in ("clone3", "openat2"):  # for which the C library has an older way
+    for name in ("clone3", "openat2"):  # for which the C library has a fallback
         rules.add_rule(seccomp.ERRNO(errno.ENOSYS), name)
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)

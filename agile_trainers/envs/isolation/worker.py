@@ -1,4 +1,4 @@
-"""Serves calls of functions in the other process; see ``calls.py``. Imports nothing but the standard library."""
+"""Serves function calls in the isolated process; see ``calls.py``. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 
 def _serve() -> None:
-    """Answer requests until nobody asks any more."""
+    """Answer requests until the input ends."""
     replies = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # keeps printed text of libraries out of the replies
     functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
     def reply(kind: str, value: Any) -> None:
@@ -37,7 +37,7 @@ def _serve() -> None:
             continue
         _limit(request["memory"])
         reply("loaded", None)
-        # Without a handler in Python the kernel ends the process, whatever it is doing.
+        # Without a handler in Python, the kernel ends the process at any point.
         signal.setitimer(signal.ITIMER_PROF, request["timeout"])
         try:
             answer = "value", functions[key](*request["arguments"])
@@ -63,7 +63,7 @@ def _load(file: str, name: str) -> Callable[..., Any]:
 
 
 def _limit(memory: int) -> None:
-    with suppress(ValueError, OSError):  # some systems do not know it
+    with suppress(ValueError, OSError):  # not available on all systems
         resource.setrlimit(resource.RLIMIT_AS, (memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 

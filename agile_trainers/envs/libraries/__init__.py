@@ -1,4 +1,4 @@
-"""Environments of other libraries, one file each. A file is imported when an id names its library."""
+"""Adapters to environments of other libraries, one file each, imported when an id names the library."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _EXTRA, _NLTK = "pip install 'agile-trainers[envs]'", "python -m nltk.downloader
 
 @dataclass(frozen=True)
 class Library:
-    """A library that environments come from."""
+    """A library that provides environments."""
 
     module: str
-    """Its adapter beside this file. It defines ``is_installed()``, ``listed()`` (names worth listing), ``knows(name)``
-    and ``make_factory(name, **kwargs)``."""
+    """Name of the adapter's module in this folder. It defines ``is_installed()``, ``listed()`` (names to list),
+    ``knows(name)`` and ``make_factory(name, **kwargs)``."""
     offers: str
     install: str = _EXTRA
     also: str = ""
-    """What some of its environments need besides."""
+    """Further requirements of some environments."""
 
     @property
     def adapter(self) -> Any:
-        """The module, imported."""
+        """The imported module of the adapter."""
         return importlib.import_module(f"{__name__}.{self.module}")
 
 

@@ -1,4 +1,4 @@
-"""GEM's environments (https://github.com/axon-rl/gem, the package ``gem-llm``) behind our protocol."""
+"""Adapts the environments of GEM (https://github.com/axon-rl/gem, the package ``gem-llm``) to the protocol."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ OFFLINE_GAMES = (
     "game:TowerofHanoi-v0-hard",
     "game:TowerofHanoi-v0-random",
 )
-"""The games that need nothing downloaded (gem-llm 0.1.0). Wordle, Hangman and WordSearch want NLTK's word list; the
-random FifteenPuzzle and Crosswords cannot be constructed at all."""
+"""Games without downloads (gem-llm 0.1.0). Wordle, Hangman and WordSearch need NLTK's word list; the random FifteenPuzzle
+and Crosswords cannot be constructed."""
 
 _MOVES = ("up", "down", "left", "right")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -69,12 +69,12 @@ _RANDOM_ACTIONS: dict[str, Callable[[Any, random.Random], str]] = {
 
 
 def is_installed() -> bool:
-    """Whether GEM can be imported."""
+    """Return whether GEM can be imported."""
     return importlib.util.find_spec("gem") is not None
 
 
 def listed() -> list[str]:
-    """Ids of every GEM environment, as GEM writes them (``game:GuessTheNumber-v0-easy``).
+    """List GEM's ids of all its environments (``game:GuessTheNumber-v0-easy``).
 
     Raises:
         ImportError: If GEM is not installed.
@@ -83,7 +83,7 @@ def listed() -> list[str]:
 
 
 def knows(game: str) -> bool:
-    """Whether there is such an id.
+    """Return whether GEM has this id.
 
     Raises:
         ImportError: If GEM is not installed.
@@ -92,19 +92,19 @@ def knows(game: str) -> bool:
 
 
 def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
-    """A factory of a game that reads all of ``kwargs``.
+    """Make a factory of a game, and reject arguments that the game does not read.
 
     Raises:
-        ValueError: If one is unknown.
+        ValueError: If an argument is unknown.
     """
     return functools.partial(GemEnvironment, game, **check_kwargs(game, kwargs))
 
 
 def check_kwargs(game: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs`` if the GEM environment reads them all. GEM itself swallows unknown ones.
+    """Check that the GEM environment reads all of ``kwargs``, and return them. GEM itself ignores unknown ones.
 
     Raises:
-        ValueError: If one is unknown.
+        ValueError: If an argument is unknown.
     """
     module, _, name = _registry()[game].entry_point.partition(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
@@ -122,28 +122,29 @@ class GemEnvironment:
     """One GEM environment.
 
     Observations are GEM's, followed by its task suffix (the board, for games that have one) until the game is over.
-    ``info["success"]`` follows GEM's reward convention: a solved task pays 1 in all, whether at the end
-    (``LanguageGameReward.success_reward``) or bit by bit, and nothing else pays as much. An answer without
-    ``\\boxed{}`` ends the game with reward -0.1 as in GEM. A game that hits its own turn limit is both terminated and
-    truncated, as in GEM; the limit is part of the rules it announces.
+    ``info["success"]`` follows GEM's reward convention: rewards of a solved task sum to 1, given at the end
+    (``LanguageGameReward.success_reward``) or in parts, and other outcomes give less. An answer without ``\\boxed{}`` ends
+    the game with reward -0.1 as in GEM. A game that reaches its turn limit is both terminated and truncated, as in GEM;
+    the limit is part of its announced rules.
 
-    What in GEM evaluates a model's text (its code runner, its mathematical grader, nine data sets of reasoning-gym) does so
-    in isolated processes; see :mod:`~agile_trainers.envs.libraries.gem_isolation`.
+    The parts of GEM that evaluate a model's text (its code runner, its mathematical grader, nine data sets of
+    reasoning-gym) run in isolated processes; see :mod:`~agile_trainers.envs.libraries.gem_isolation`.
 
-    The games draw from Python's and NumPy's global random state. Here each instance has its own, put in place while GEM
-    runs and taken out again afterwards, so that episodes depend on their seed alone.
+    The games draw from Python's and NumPy's global random state. Here each instance has its own state, which replaces the
+    global one while GEM runs, so that episodes depend on their seed alone.
 
     Args:
         game: GEM's id, for example ``game:GuessTheNumber-v0-easy``.
-        wrappers: GEM's wrappers by its names, inner first, for example ``("python_tool",)``. What a tool pays counts as
+        wrappers: Names of GEM's wrappers, inner first, for example ``("python_tool",)``. Rewards of a tool count as
             reward, not as success.
-        kwargs: Handed to GEM.
+        kwargs: Further arguments of the GEM environment.
 
     Raises:
         ImportError: If GEM is not installed.
-        ValueError: If a wrapper is unknown, or one of those that repeat the conversation in every observation.
-        RuntimeError: If the game needs NLTK's word list and it is not there.
-        IsolationError: If it evaluates a model's text, this machine offers no isolation, and nobody has allowed that.
+        ValueError: If a wrapper is unknown, or repeats the conversation in every observation.
+        RuntimeError: If the game needs NLTK's word list, which is missing.
+        IsolationError: If the environment evaluates a model's text, but this machine has no isolation and running without
+            it is not allowed.
     """
 
     def __init__(self, game: str, *, wrappers: Sequence[str] = (), **kwargs: Any):
@@ -158,7 +159,7 @@ class GemEnvironment:
                 raise RuntimeError(
                     f"gem:{game} needs NLTK's word list, which is not installed. Run: python -m nltk.downloader words"
                 ) from error
-        # Only the game itself draws at random; a tool may take its time without holding up other instances.
+        # Only the game itself uses random numbers; a slow tool must not block other instances.
         self._tooled = self.game
         self.game.reset, self.game.step = self._seeded(self.game.reset), self._seeded(self.game.step)
         for wrapper in wrappers:
@@ -170,22 +171,22 @@ class GemEnvironment:
         """Start a game.
 
         Args:
-            seed: Seed of everything that is random in the game. None goes on from where the last game stopped.
-            options: ``{"seed": int}`` takes the place of ``seed``; nothing else is read.
+            seed: Seed of all random numbers of the game. None continues the last game's random stream.
+            options: ``{"seed": int}`` replaces ``seed``; other options are not read.
 
         Raises:
             ValueError: If there is another option.
         """
         seed = read_options(options, ("seed",), f"gem:{self.name}").get("seed", seed)
         if seed is not None and hasattr(self.game, "idx"):
-            # Data set tasks count episodes and reshuffle after an epoch; the seed alone is to choose the question.
+            # Data set tasks count episodes and reshuffle after an epoch; here the seed alone must choose the question.
             self.game.idx = 0
-        observation, info = self._tooled.reset(seed=None if seed is None else seed % 2**32)  # all that NumPy takes
+        observation, info = self._tooled.reset(seed=None if seed is None else seed % 2**32)  # NumPy's range of seeds
         self._return = 0.0
         return _with_suffix(observation, info), _without_suffix(info)
 
     def step(self, action: str) -> StepResult:
-        """Hand the action to GEM."""
+        """Pass the action to GEM."""
         observation, reward, terminated, truncated, info = self._tooled.step(action)
         if "tool_type" not in info:
             self._return += float(reward)
@@ -195,7 +196,7 @@ class GemEnvironment:
         return observation, float(reward), terminated, truncated, {**_without_suffix(info), "success": success}
 
     def random_action(self, rng: random.Random) -> str:
-        """An action in the right format, drawn at random: what a player that ignores the board would answer.
+        """Draw a random action in the right format, independent of the board.
 
         Raises:
             ValueError: If the environment is not one of the games in ``OFFLINE_GAMES``.
@@ -208,7 +209,7 @@ class GemEnvironment:
         return f"\\boxed{{{_RANDOM_ACTIONS[family](self.game, rng)}}}"
 
     def players(self) -> dict[str, Player]:
-        """The player of :meth:`random_action`, for the games that have one."""
+        """Return the random player, for games with a :meth:`random_action`."""
         family = self.name.removeprefix("game:").partition("-")[0]
         return {"random": lambda messages, rng: self.random_action(rng)} if family in _RANDOM_ACTIONS else {}
 
@@ -220,7 +221,7 @@ class GemEnvironment:
         return seeded
 
     def close(self) -> None:
-        """Let GEM close what it holds open."""
+        """Close GEM's environment."""
         if hasattr(self.game, "close"):
             self.game.close()
 
@@ -238,7 +239,7 @@ def _wrapper(name: str) -> Callable[[Any], Any]:
     known = importlib.import_module("gem.wrappers.wrapper_factory").WRAPPER_FACTORY
     usable = [wrapper for wrapper in known if not wrapper.startswith("concat")]
     if name not in usable:
-        repeats = ": it repeats the conversation, which the model has before it anyway" if name in known else ""
+        repeats = ": it repeats the conversation, which the model sees anyway" if name in known else ""
         raise ValueError(
             f"wrappers cannot hold {name!r}{repeats}. GEM's wrappers that can be used: {', '.join(usable)}."
         )
@@ -256,7 +257,7 @@ def _gem() -> Any:
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     gem = importlib.import_module("gem")
-    # Importing GEM configures the whole process's logging; that is the application's to decide.
+    # Importing GEM configures the logging of the whole process, which is left to the application.
     root.setLevel(level)
     root.handlers[:] = handlers
     return gem

@@ -1,4 +1,4 @@
-"""Compares mathematical answers as GEM does, by evaluating them; runs in an isolated process, see ``isolation/``."""
+"""Compares mathematical answers with GEM's grader, which evaluates them; runs in an isolated process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 def prepare() -> None:
     """Load GEM's grader before the clock of a call starts."""
-    # GEM loads reasoning-gym, and that matplotlib, which wants a folder to write to; see `scorers.py`.
+    # GEM imports reasoning-gym and with it matplotlib, which needs a writable folder; see `scorers.py`.
     sys.modules.setdefault("cellpylib", ModuleType("cellpylib"))
     import gem.utils.math_grader  # noqa: F401
 
 
 def is_correct(answer: str, expected: Any) -> bool:
-    """The verdict of ``gem.envs.math_env.MathEnv.check_correct``; one of several expected answers is enough."""
+    """Return the verdict of ``gem.envs.math_env.MathEnv.check_correct``; one of several expected answers is enough."""
     from gem.utils.math_grader import boxed_reward_fn
 
     wanted = expected if isinstance(expected, list) else [str(expected)]

@@ -1,4 +1,4 @@
-"""Isolates what in GEM evaluates a model's text: its code runner, its mathematical grader, reasoning-gym's scorers."""
+"""Isolates the parts of GEM that evaluate a model's text: code runner, mathematical grader, reasoning-gym's scorers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from agile_trainers.envs.libraries.reasoning_gym import evaluates
 
 _CODE_MEMORY, _CODE_OUTPUT = 1024, 100_000
 _GRADER_MEMORY = 4096
-"""Megabytes: GEM's grader imports much."""
+"""Megabytes; GEM's grader imports large packages."""
 
 
 def isolate(name: str, game: Any) -> Any:
-    """The game, with its evaluators replaced by isolated ones.
+    """Replace the evaluators of a game by isolated ones, and return the game.
 
     Args:
         name: The environment's id, for errors.
-        game: What GEM made.
+        game: GEM's environment.
 
     Raises:
-        IsolationError: If it has some, this machine offers no isolation, and nobody has allowed to do without.
+        IsolationError: If it has evaluators, but this machine has no isolation and running without it is not allowed.
     """
     if hasattr(game, "sandbox_type"):
         isolate_code_runner(name)
@@ -44,7 +44,7 @@ def isolate(name: str, game: Any) -> Any:
 def score(
     required_by: str, data_set: str, settings: dict[str, Any], *, answer: str | None, entry: dict[str, Any]
 ) -> float:
-    """The score of a data set of reasoning-gym that evaluates answers; 0 for one that takes too long or too much memory."""
+    """Score an answer with a reasoning-gym data set that evaluates answers; 0 if it exceeds the limits."""
     try:
         arguments = data_set, json.dumps(settings, default=list), answer, entry
         return run_isolated(scorers.score, *arguments, memory=2048, required_by=required_by)
@@ -62,10 +62,10 @@ def _step(name: str, game: Any, action: str) -> Any:
 
 
 def isolate_code_runner(name: str) -> None:
-    """Let GEM run every program in an isolated interpreter, whatever ``sandbox_type`` says.
+    """Make GEM run every program in an isolated interpreter, for every ``sandbox_type``.
 
     Raises:
-        IsolationError: If this machine offers no isolation, and nobody has allowed to do without.
+        IsolationError: If this machine has no isolation and running without it is not allowed.
     """
     isolation.require(name)
     sandbox: Any = importlib.import_module("gem.utils.sandbox")
@@ -75,7 +75,7 @@ def isolate_code_runner(name: str) -> None:
 def _run(
     name: str, code: str, cmd_list: Any, sandbox_type: str, stdin: str | None = None, timeout: float = 10
 ) -> tuple[bool, str, str]:
-    """In the place of ``gem.utils.sandbox.subprocess_run``; installed packages can be imported, as there."""
+    """Run a program isolated; replaces ``gem.utils.sandbox.subprocess_run``. Installed packages can be imported."""
     isolation.require(name)
     ran = isolation.run_program(
         code, stdin=stdin or "", timeout=timeout, memory=_CODE_MEMORY, max_output=_CODE_OUTPUT, sites=True

@@ -1,4 +1,4 @@
-"""Libraries that draw from Python's and NumPy's global random state, made to depend on their own seed alone."""
+"""Gives libraries that use Python's and NumPy's global random state a separate state with a seed."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from contextlib import contextmanager
 
 import numpy as np
 
-# While one call borrows the global state, no other may, whichever library it belongs to.
+# Only one call may replace the global state at a time, for all libraries.
 LOCK = threading.RLock()
 
 
 class OwnRandomState:
-    """A random state of its own, put in the global one's place while a library runs and taken out again afterwards."""
+    """A random state that replaces the global one while a library runs."""
 
     def __init__(self) -> None:
         self._states = random.Random().getstate(), np.random.RandomState().get_state()
 
     def seed(self, seed: int) -> None:
-        """Start from a seed; any integer is fine."""
-        numpy_seed = seed % 2**32  # all that NumPy can be seeded with
+        """Seed the state with any integer."""
+        numpy_seed = seed % 2**32  # NumPy's range of seeds
         self._states = random.Random(seed).getstate(), np.random.RandomState(numpy_seed).get_state()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """What runs inside draws from this state, and leaves the global one as it was."""
+        """Replace the global random state by this one inside the block."""
         with LOCK:
             outside = random.getstate(), np.random.get_state()
             random.setstate(self._states[0])

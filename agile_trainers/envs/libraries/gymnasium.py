@@ -1,4 +1,4 @@
-"""Gymnasium environments that can be played in text (https://gymnasium.farama.org) behind our protocol."""
+"""Adapts Gymnasium environments that can be played in text (https://gymnasium.farama.org) to the protocol."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _COLOURS = re.compile(r"\x1b\[([\d;]*)m([^\x1b]*)\x1b\[0m")
 
 @dataclass(frozen=True)
 class _ToyText:
-    """What Gymnasium's documentation says of a toy-text environment, and its observations do not."""
+    """Rules of a toy-text environment, from Gymnasium's documentation."""
 
     actions: tuple[str, ...]
     rules: str
     solved: float
-    """Reward of the step that solves it."""
+    """Reward of the step that solves the task."""
 
 
 _LAKE = _ToyText(
@@ -55,17 +55,17 @@ _TOY_TEXT = {
 
 
 def is_installed() -> bool:
-    """Whether Gymnasium can be imported."""
+    """Return whether Gymnasium can be imported."""
     return importlib.util.find_spec("gymnasium") is not None
 
 
 def listed() -> list[str]:
-    """The ids worth listing: Gymnasium's own that can be played in text."""
+    """List Gymnasium's own ids that can be played in text."""
     return [name for name in _TOY_TEXT if name in _gymnasium().registry]
 
 
 def knows(name: str) -> bool:
-    """Whether there is such an id. ``module:id`` imports the module first, as ``gymnasium.make`` does.
+    """Return whether the id is registered. ``module:id`` imports the module first, as ``gymnasium.make`` does.
 
     Raises:
         ImportError: If Gymnasium or the module is not installed.
@@ -78,7 +78,7 @@ def knows(name: str) -> bool:
 
 
 def make_factory(name: str, **kwargs: Any) -> EnvironmentFactory:
-    """A factory that has made one environment already, so that what cannot be played is refused at once.
+    """Make a factory and one environment, so that invalid environments are rejected at once.
 
     Raises:
         Exception: See :class:`GymnasiumEnvironment`.
@@ -88,26 +88,27 @@ def make_factory(name: str, **kwargs: Any) -> EnvironmentFactory:
 
 
 class GymnasiumEnvironment:
-    """One Gymnasium environment whose observations and actions are text, or can be written as such.
+    """One Gymnasium environment whose observations and actions can be written as text.
 
-    Observations: a ``Text`` space is taken as it is; otherwise the environment must render as ``ansi``, and what it draws
-    is the observation, with brackets in place of terminal colours. Actions: a ``Text`` space takes the answer as it is; of
-    a ``Discrete`` one the last action named in the answer is taken. An answer that names none, or that the space does not
-    contain, is no step: it is answered by what was expected, with reward 0.
+    Observations of a ``Text`` space are used unchanged. Other environments must render as ``ansi``; the drawing is the
+    observation, with brackets in place of terminal colours. A ``Text`` action space takes the answer unchanged; for a
+    ``Discrete`` one, the last action named in the answer is taken. An answer without a valid action is not a step: the
+    observation then names the valid answers, with reward 0.
 
     ``info["success"]`` is the environment's own ``success`` or ``is_success`` if it reports one. For FrozenLake, Taxi and
-    CliffWalking it says whether the goal was reached.
+    CliffWalking it is True if the goal was reached.
 
     Args:
         name: Gymnasium's id, for example ``FrozenLake-v1``, or ``module:id`` for one that a module registers.
         actions: Names of the actions of a ``Discrete`` space. Default: the documented ones for Gymnasium's own, otherwise
             numbers.
-        rules: Told before the first observation. Default: the goal of Gymnasium's own; the actions are told always.
-        kwargs: Handed to ``gymnasium.make``, for example ``is_slippery=False``.
+        rules: Text before the first observation. Default: the documented goal of Gymnasium's own. The actions are always
+            listed.
+        kwargs: Arguments of ``gymnasium.make``, for example ``is_slippery=False``.
 
     Raises:
         ImportError: If Gymnasium is not installed.
-        ValueError: If the environment does not read one of ``kwargs``, or its spaces are no text.
+        ValueError: If the environment does not read one of ``kwargs``, or its spaces cannot be written as text.
     """
 
     def __init__(self, name: str, *, actions: Sequence[str] | None = None, rules: str | None = None, **kwargs: Any):
@@ -129,9 +130,9 @@ class GymnasiumEnvironment:
         """Start an episode.
 
         Args:
-            seed: Seed of everything that is random in it. None goes on from where the last episode stopped.
-            options: ``{"seed": int}`` takes the place of ``seed``, ``{"options": dict}`` goes to the environment; nothing
-                else is read.
+            seed: Seed of all random numbers. None continues the last episode's random stream.
+            options: ``{"seed": int}`` replaces ``seed``, ``{"options": dict}`` is passed to the environment; other options
+                are not read.
 
         Raises:
             ValueError: If there is another option.
@@ -140,7 +141,7 @@ class GymnasiumEnvironment:
         seed = given.get("seed", seed)
         observation, info = self.game.reset(
             seed=None if seed is None else seed % 2**32, options=given.get("options")
-        )  # 2**32: what NumPy can be seeded with
+        )  # NumPy's range of seeds
         expected = f"Answer with one of: {', '.join(self.actions)}." if self.actions else ""
         return "\n\n".join(filter(None, [self.rules, expected, self._text(observation)])), info
 
@@ -204,7 +205,7 @@ class GymnasiumEnvironment:
 
 
 def _without_colours(drawn: str) -> str:
-    """A terminal's colours as brackets: a highlighted cell in [ ], a blue one in ( ), any other in { }."""
+    """Replace terminal colours by brackets: [ ] around a highlighted cell, ( ) around a blue one, { } around others."""
 
     def bracket(match: re.Match[str]) -> str:
         codes, text = [int(code or 0) for code in match[1].split(";")], match[2]
@@ -212,7 +213,7 @@ def _without_colours(drawn: str) -> str:
             return f"[{text}]"
         return f"({text})" if 34 in codes else f"{{{text}}}"
 
-    # Highlights may be put on colours: from the inside out.
+    # Highlights may contain colours: replace from the inside out.
     while drawn != (drawn := _COLOURS.sub(bracket, drawn)):
         pass
     return drawn.strip("\n")

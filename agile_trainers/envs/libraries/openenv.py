@@ -1,6 +1,6 @@
-"""OpenEnv servers (https://github.com/meta-pytorch/OpenEnv) behind our protocol, over websocket or HTTP.
+"""Adapts OpenEnv servers (https://github.com/meta-pytorch/OpenEnv) to the protocol, over websocket or HTTP.
 
-The wire format is spoken directly, so neither OpenEnv nor a server's own package needs to be installed here.
+The wire format is implemented here, so neither OpenEnv nor a server's own package needs to be installed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _MAX_MESSAGE = 2**26
 """Bytes of one answer."""
 _COMMON = ("metadata", "done", "reward")
-"""Fields that every action or observation of OpenEnv's has."""
+"""Fields of every OpenEnv action and observation."""
 
 
 class OpenEnvError(RuntimeError):
-    """The server answered a call with an error."""
+    """Raised when the server answers a call with an error."""
 
     def __init__(self, message: str, code: str):
         super().__init__(message)
@@ -34,26 +34,26 @@ class OpenEnvError(RuntimeError):
 
 
 class OpenEnvUnavailableError(ConnectionError):
-    """The server cannot be reached, or has no session free."""
+    """Raised when the server cannot be reached or has no free session."""
 
 
 def is_installed() -> bool:
-    """Whether the libraries that speak to a server can be imported."""
+    """Return whether the client libraries can be imported."""
     return all(importlib.util.find_spec(name) is not None for name in ("websockets", "httpx"))
 
 
 def listed() -> list[str]:
-    """Nothing: which servers there are is not known."""
+    """Return an empty list, since servers cannot be listed."""
     return []
 
 
 def knows(url: str) -> bool:
-    """Any text may be meant as an address; :class:`OpenEnvEnvironment` says what is wrong with it."""
+    """Return True for any text, which may be an address; :class:`OpenEnvEnvironment` checks it."""
     return True
 
 
 def make_factory(url: str, **kwargs: Any) -> EnvironmentFactory:
-    """A factory that has read the server's schema already, so that a wrong address or argument is refused at once.
+    """Make a factory and read the server's schema, so that a wrong address or argument is rejected at once.
 
     Raises:
         Exception: See :class:`OpenEnvEnvironment`.
@@ -64,29 +64,29 @@ def make_factory(url: str, **kwargs: Any) -> EnvironmentFactory:
 class OpenEnvEnvironment:
     """One session on an OpenEnv server.
 
-    The answer fills the action's one text field, if it has one that is required (or one text field at all); otherwise it
-    must hold the action as a JSON object, and one that does not fit is answered by what was expected, with reward 0. The
-    observation is its text field, or all of it as JSON. ``info["observation"]`` is always all of it.
+    The answer fills the action's only required text field, or its only text field. Otherwise the answer must contain the
+    action as a JSON object; for an invalid one, the observation describes the expected fields, with reward 0. The
+    observation is its text field, or the whole observation as JSON. ``info["observation"]`` is always the whole one.
 
-    Every instance holds a session of its own, and a server allows only so many (``max_concurrent_envs``, by default 1):
-    limit ours with ``max_environments``.
+    Every instance holds a session, and a server limits their number (``max_concurrent_envs``, by default 1): limit the
+    instances with ``max_environments``.
 
-    ``reset`` connects if need be and is retried while the server cannot be reached or is full. A connection lost later
-    costs the episode, since the server's state is lost with it.
+    ``reset`` connects if necessary and is retried while the server cannot be reached or is full. A connection lost later
+    ends the episode, since the server's state is lost too.
 
     Args:
         url: Address of the server, for example ``http://localhost:8000``.
         action_field: Field of the action that the answer fills. Default: see above.
-        observation_field: Field of the observation that is shown. Default: see above.
-        transport: ``"websocket"``, or ``"http"`` for servers that keep the episode between requests; OpenEnv's own make a
-            new environment for each.
-        timeout: Seconds the server may take to answer.
+        observation_field: Field of the observation that the model sees. Default: see above.
+        transport: ``"websocket"``, or ``"http"`` for servers that keep the episode between requests; OpenEnv's own servers
+            make a new environment for each request.
+        timeout: Seconds to wait for the server's answer.
         retries: Further attempts of ``reset``.
-        backoff: Seconds before the first of them; every further pause is twice as long.
+        backoff: Seconds before the first further attempt; every later pause is twice as long.
 
     Raises:
         ImportError: If ``websockets`` or ``httpx`` is not installed.
-        ValueError: If the address is none, or the server has no such field.
+        ValueError: If the address is invalid or the server has no such field.
         OpenEnvUnavailableError: If the server cannot be reached.
     """
 
@@ -117,7 +117,7 @@ class OpenEnvEnvironment:
         self.http_url = ("https" if address.scheme in ("https", "wss") else "http") + rest
         self.websocket_url = f"{_SCHEMES[address.scheme]}{rest}/ws"
         self.transport, self.timeout, self.retries, self.backoff = transport, timeout, retries, backoff
-        self._local = address.hostname in ("localhost", "127.0.0.1", "::1")  # where no proxy is in between
+        self._local = address.hostname in ("localhost", "127.0.0.1", "::1")  # without a proxy in between
         schema = self._schema()
         self.action_schema = schema["action"]
         self.action_field = self._field(action_field, "action", schema["action"]) or _text_field(schema["action"])
@@ -129,7 +129,7 @@ class OpenEnvEnvironment:
         """Start an episode.
 
         Args:
-            seed: Sent to the server, which may or may not read it.
+            seed: Seed that is sent to the server, which may ignore it.
             options: The dataset row; its columns are sent to the server's ``reset``.
         """
         data = {name: value for name, value in (options or {}).items() if value is not None}
@@ -164,13 +164,13 @@ class OpenEnvEnvironment:
         return self._text(observation), float(answer.get("reward") or 0.0), bool(answer.get("done")), False, info
 
     async def close(self) -> None:
-        """End the session; the next ``reset`` begins another."""
+        """End the session; the next ``reset`` starts a new one."""
         socket, self._socket = self._socket, None
         if socket is not None and self._loop is asyncio.get_running_loop():
             await socket.close()
 
     def _action(self, answer: str) -> tuple[dict[str, Any], str | None]:
-        """The action an answer stands for, or what is wrong with it."""
+        """Parse the action in an answer; return it and None, or an empty action and the error."""
         if self.action_field is not None:
             return {self.action_field: answer}, None
         start, end = answer.find("{"), answer.rfind("}")
@@ -197,7 +197,7 @@ class OpenEnvEnvironment:
         websockets = importlib.import_module("websockets")
         try:
             with contextlib.suppress(websockets.exceptions.ConnectionClosed):
-                # A full server says so and hangs up without being asked: its answer may be waiting already.
+                # A full server sends an error and disconnects at once: its message may be waiting already.
                 await self._socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await asyncio.wait_for(self._socket.recv(), self.timeout))
         except (TimeoutError, OSError, websockets.exceptions.ConnectionClosed) as error:
@@ -209,7 +209,7 @@ class OpenEnvEnvironment:
             if code == "CAPACITY_REACHED":
                 await self.close()
                 raise OpenEnvUnavailableError(
-                    f"{message}. Raise the server's max_concurrent_envs, or set max_environments to what it allows."
+                    f"{message}. Raise the server's max_concurrent_envs, or set max_environments to its value."
                 )
             details = "; ".join(f"{error.get('loc')}: {error.get('msg')}" for error in problem.get("errors", []))
             raise OpenEnvError(f"{message}{f' ({details})' if details else ''}", code)
@@ -251,7 +251,7 @@ class OpenEnvEnvironment:
             response.raise_for_status()
         except httpx.HTTPError as error:
             raise OpenEnvUnavailableError(
-                f"{self.http_url}/schema cannot be read: {error}. Is an OpenEnv server running at this address?"
+                f"{self.http_url}/schema cannot be read: {error}. Check that an OpenEnv server runs at this address."
             ) from error
         return response.json()
 
@@ -265,14 +265,14 @@ class OpenEnvEnvironment:
 
 
 def _fields(schema: dict[str, Any]) -> dict[str, Any]:
-    """Names and types of the fields that are the environment's own."""
+    """Return names and types of the environment's own fields."""
     return {
         name: field.get("type", "any") for name, field in schema.get("properties", {}).items() if name not in _COMMON
     }
 
 
 def _text_field(schema: dict[str, Any]) -> str | None:
-    """The one field that an answer can fill, if there is just one."""
+    """Return the field that an answer can fill, if there is exactly one."""
     fields = _fields(schema)
     required = [name for name in schema.get("required", []) if name in fields]
     if required:

@@ -1,4 +1,4 @@
-"""reasoning-gym's data sets (https://github.com/open-thought/reasoning-gym), each with its own scorer."""
+"""Adapts the data sets of reasoning-gym (https://github.com/open-thought/reasoning-gym), each with its own scorer."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from agile_trainers.types import Message
 
 _CACHED_ROWS = 4096
 _SECONDS, _MEMORY = 5.0, 2048
-"""CPU time and megabytes for scoring one answer in a process of its own."""
+"""CPU seconds and megabytes for scoring one answer in a separate process."""
 _EVALUATOR = re.compile(r"\b(?:eval|exec|parse_expr|sympify|parse_latex)\(")
 _HARMLESS = ("number_sorting", "propositional_logic")
-"""One evaluates the right answer, one has a parser of its own."""
+"""Data sets that do not evaluate the answer: one evaluates the expected answer, one has its own parser."""
 _made: dict[str, _Items] = {}
 
 
 def is_installed() -> bool:
-    """Whether reasoning-gym can be imported."""
+    """Return whether reasoning-gym can be imported."""
     return importlib.util.find_spec("reasoning_gym") is not None
 
 
 def listed() -> list[str]:
-    """Names of every data set that can be made by itself (``composite`` is put together from others).
+    """List the data sets, except ``composite``, which combines others.
 
     Raises:
         ImportError: If reasoning-gym is not installed.
@@ -49,7 +49,7 @@ def listed() -> list[str]:
 
 
 def knows(name: str) -> bool:
-    """Whether there is such a data set.
+    """Return whether reasoning-gym has this data set.
 
     Raises:
         ImportError: If reasoning-gym is not installed.
@@ -58,19 +58,19 @@ def knows(name: str) -> bool:
 
 
 def make_factory(name: str, **kwargs: Any) -> EnvironmentFactory:
-    """A factory of a data set that reads all of ``kwargs``.
+    """Make a factory of a data set, and reject arguments that it does not read.
 
     Raises:
-        ValueError: If one is unknown.
+        ValueError: If an argument is unknown.
     """
     return functools.partial(ReasoningGymEnvironment, name, **check_kwargs(name, kwargs))
 
 
 def check_kwargs(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs`` if the environment or the data set's configuration reads them all.
+    """Check that the environment or the data set's configuration reads all of ``kwargs``, and return them.
 
     Raises:
-        ValueError: If one is unknown; the message names the nearest one.
+        ValueError: If an argument is unknown; the message names the nearest known one.
     """
     own = ReasoningGymEnvironment.__init__.__kwdefaults__ or {}
     known = [*own, *(f.name for f in dataclasses.fields(_registry()[name][1]) if f.name not in ("seed", "size"))]
@@ -87,10 +87,10 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
     """One data set of reasoning-gym.
 
     The reward is the data set's own score of the completion's :func:`~agile_trainers.envs.questions.answers.final_answer`,
-    between 0 and 1 and often above 0 for a wrong answer; 1 is a success. An answer that its scorer cannot digest scores 0. A
-    question is in ``train`` or in ``test`` by its words, so both may be played of one data set.
+    between 0 and 1 and often above 0 for a wrong answer; 1 is a success. An answer for which the scorer raises scores 0. A
+    question's text assigns it to ``train`` or ``test``, so both splits can be used of one data set.
 
-    Scorers that evaluate an answer do so in an isolated process (see :mod:`~agile_trainers.envs.isolation.levels`), and read
+    Scorers that evaluate an answer run in an isolated process (see :mod:`~agile_trainers.envs.isolation.levels`) and read
     only answers in their data set's grammar; see :mod:`~agile_trainers.envs.libraries.scorers`.
 
     Args:
@@ -101,15 +101,16 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
         few_shot: Worked examples before the question.
         demonstration: An ideal answer, in which ``{answer}`` stands for the answer.
         split: ``train`` or ``test``.
-        test_fraction: Share of the questions in ``test``. Default .2: finding a row of a split takes, on average, one
-            divided by its share of attempts, and some data sets are slow.
-        size: Number of items that questions are drawn from; the same question may come up in several.
+        test_fraction: Share of the questions in ``test``. Default .2. Finding a row of a split takes one divided by its
+            share attempts on average, and some data sets are slow.
+        size: Number of items that questions are drawn from; several items may have the same question.
         config: The data set's own settings.
 
     Raises:
         ImportError: If reasoning-gym is not installed.
-        ValueError: If the data set or a setting is unknown, or its configuration refuses a value.
-        IsolationError: If its scorer evaluates answers, this machine offers no isolation, and nobody has allowed that.
+        ValueError: If the data set or a setting is unknown, or its configuration rejects a value.
+        IsolationError: If its scorer evaluates answers, but this machine has no isolation and running without it is not
+            allowed.
     """
 
     def __init__(
@@ -140,14 +141,14 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
         )
 
     def score(self, completion: str, row: Row) -> float:
-        """The data set's own score."""
+        """Return the data set's own score of a completion."""
         return self.items.score(final_answer(completion), row)
 
     def ideal(self, row: Row) -> str:
-        """The data set's own answer.
+        """Return the data set's own answer.
 
         Raises:
-            ValueError: If it has none: a few data sets score answers without knowing one.
+            ValueError: If it has none, since a few data sets score answers without a reference.
         """
         if row["answer"] is None:
             raise ValueError(f"{self.name} scores answers but gives none, so there is nothing to demonstrate.")
@@ -155,7 +156,7 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
 
 
 class _Items:
-    """A data set of reasoning-gym, made to depend on nothing but the item's number."""
+    """A data set of reasoning-gym whose items depend only on their number."""
 
     def __init__(self, name: str, size: int, config: dict[str, Any]):
         self.name, self._settings = name, json.dumps({"seed": 0, "size": size, **config}, default=list)
@@ -170,11 +171,11 @@ class _Items:
             isolation.require(f"reasoning_gym:{name}")
 
     def draw(self, rng: random.Random) -> Row:
-        """A random item."""
+        """Draw a random item."""
         return self.item(rng.randrange(len(self.data_set)))
 
     def score(self, answer: str, item: Row) -> float:
-        """Its score of an answer."""
+        """Return the data set's score of an answer."""
         if not self.evaluates:
             with _random_state(0):
                 return scorers.evaluate(self.data_set, answer, item)
@@ -191,14 +192,14 @@ class _Items:
 
 
 def evaluates(name: str, data_set: Any) -> bool:
-    """Whether the scorer of a data set executes an answer, or may: another release than the one read here may have more."""
+    """Return whether a data set's scorer may execute an answer; unknown releases count as executing."""
     return name in scorers.EVALUATING or (
         name not in _HARMLESS and _EVALUATOR.search(inspect.getsource(type(data_set).score_answer)) is not None
     )
 
 
 def _items(name: str, size: int, config: dict[str, Any]) -> _Items:
-    """A data set, made once for all instances of an environment."""
+    """Make a data set once for all instances of an environment."""
     key = repr((name, size, sorted(config.items())))
     with LOCK:
         if key not in _made:
@@ -207,7 +208,7 @@ def _items(name: str, size: int, config: dict[str, Any]) -> _Items:
 
 
 def _random_state(seed: int) -> AbstractContextManager[None]:
-    """One data set draws from NumPy's global state; inside, it depends on the seed alone."""
+    """Seed NumPy's global random state inside the block, for the data set that draws from it."""
     state = OwnRandomState()
     state.seed(seed)
     return state.in_place()

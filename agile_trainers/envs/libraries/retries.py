@@ -1,4 +1,4 @@
-"""Trying again, for what fails now and then: a server that starts, restarts or is busy."""
+"""Retries calls that may fail temporarily, of a server that starts, restarts or is busy."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Result = TypeVar("Result")
 async def retry(
     attempt: Callable[[], Awaitable[Result]], transient: tuple[type[Exception], ...], retries: int, backoff: float
 ) -> Result:
-    """Await ``attempt()``, again after a pause if it fails in a way that may pass.
+    """Await ``attempt()``, and repeat it after a pause on transient errors.
 
     Args:
-        attempt: What to try. It must be safe to repeat.
-        transient: Errors that are worth another attempt.
+        attempt: The call. It must be safe to repeat.
+        transient: Errors that are retried.
         retries: Further attempts after the first.
         backoff: Seconds of the first pause; every further pause is twice as long.
 
     Raises:
-        Exception: What the last attempt raised, or any attempt that is not ``transient``.
+        Exception: The error of the last attempt, or any error that is not ``transient``.
     """
     for number in range(retries):
         try:

@@ -1,8 +1,8 @@
-"""Scores answers by data sets of reasoning-gym that may evaluate them; runs in an isolated process, see ``isolation/``.
+"""Scores answers with reasoning-gym data sets that may evaluate them; runs in an isolated process, see ``isolation/``.
 
-Nine scorers hand an answer to ``eval`` or to sympy's ``parse_expr``, which evaluates too. An answer that is not written in
-the grammar that its data set needs scores 0 before that: such an answer is no solution, even where the scorer would
-be talked into paying for it (``len('')`` among the numbers, an unevaluated ``Integral``).
+Nine scorers pass an answer to ``eval`` or to sympy's ``parse_expr``, which evaluates too. An answer that is not in the
+grammar of its data set scores 0 before that. Such an answer is not a solution, even if the scorer would accept it
+(``len('')`` among the numbers, an unevaluated ``Integral``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from types import ModuleType
 from typing import Any
 
 LITERALS = ("n_queens", "spiral_matrix", "binary_matrix", "string_insertion")
-"""Their scorers call ``eval`` on what is not the answer itself, to read a list."""
+"""Data sets whose scorers call ``eval`` to read a list."""
 FORMULAS = ("simple_integration", "intermediate_integration", "polynomial_multiplication")
-"""Their scorers call ``parse_expr``."""
+"""Data sets whose scorers call ``parse_expr``."""
 PUZZLES = ("countdown", "puzzle24")
-"""Likewise, and then look for the numbers in the text."""
+"""Data sets whose scorers call ``parse_expr`` and then search the text for the numbers."""
 _WRONG = {"countdown": 0.05, "puzzle24": 0.01}
-"""What their scorers pay for the right numbers with another value."""
+"""Score of each data set for the right numbers with a wrong value."""
 EVALUATING = (*LITERALS, *FORMULAS, *PUZZLES)
 
 _FUNCTIONS = {"Abs", "C", "E", "I", "acos", "acosh", "acot", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc",
@@ -33,24 +33,24 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PUZZLE = re.compile(r"(?:\d+|[-+*/()\s])*", re.ASCII)
 _LITERAL_NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
 _LONGEST = 10_000
-"""Characters of an answer that are looked at."""
+"""Maximum number of characters of an answer."""
 
 
 def prepare() -> None:
     """Load the packages before the clock of a call starts."""
-    # One data set draws automata; matplotlib, which comes with that, wants a folder to write to.
+    # One data set draws automata with matplotlib, which needs a writable folder.
     sys.modules.setdefault("cellpylib", ModuleType("cellpylib"))
     import reasoning_gym  # noqa: F401
 
 
 def score(name: str, settings: str, answer: str | None, entry: dict[str, Any]) -> float:
-    """A data set's own score of an answer; 0 for one that it cannot digest or that is not in its grammar.
+    """Score an answer with its data set; 0 if the scorer raises or the answer is not in the grammar.
 
     Args:
         name: The data set.
-        settings: Its settings as JSON.
+        settings: The data set's settings as JSON.
         answer: The answer.
-        entry: The question, with all that the data set made.
+        entry: The data set's item, with question and metadata.
     """
     data_set = _data_set(name, settings)
     if answer is not None and name in EVALUATING and not is_in_grammar(name, answer, entry):
@@ -60,7 +60,7 @@ def score(name: str, settings: str, answer: str | None, entry: dict[str, Any]) -
 
 
 def evaluate(data_set: Any, answer: str | None, entry: dict[str, Any]) -> float:
-    """The score, whatever the answer does; a few scorers draw at random."""
+    """Return the score, 0 if the scorer raises; a few scorers use random numbers."""
     import numpy
 
     random.seed(0)
@@ -69,12 +69,12 @@ def evaluate(data_set: Any, answer: str | None, entry: dict[str, Any]) -> float:
         return float(data_set.score_answer(answer=answer, entry=entry))
     except MemoryError:
         raise
-    except Exception:  # some scorers assume the answer's format; a model's answer may have any
+    except Exception:  # some scorers assume a format of the answer
         return 0.0
 
 
 def is_in_grammar(name: str, answer: str, entry: dict[str, Any]) -> bool:
-    """Whether an answer is written in what the scorer of its data set is meant to read."""
+    """Return whether an answer is in the grammar that its data set's scorer expects."""
     if len(answer) > _LONGEST:
         return False
     if name in LITERALS:
@@ -88,14 +88,14 @@ def is_in_grammar(name: str, answer: str, entry: dict[str, Any]) -> bool:
 
 
 def _is_exact(answer: str, entry: dict[str, Any]) -> bool:
-    """Whether a puzzle's answer has the value to the last digit: one scorer rounds down, one up to a hundred-thousandth."""
+    """Return whether a puzzle's answer has the exact value; one scorer rounds down, one has a tolerance of 1e-5."""
     from sympy.parsing.sympy_parser import parse_expr
 
     return bool(parse_expr(answer) == entry["metadata"].get("target", 24))
 
 
 def _is_literal(answer: str) -> bool:
-    """Whether ``eval`` reads it as a literal, or not at all."""
+    """Return whether ``eval`` would read the answer as a literal or raise a syntax error."""
     try:
         tree = ast.parse(answer.lstrip(" \t"), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""TextArena's single-player games (https://github.com/LeonGuertler/TextArena) behind our protocol."""
+"""Adapts TextArena's single-player games (https://github.com/LeonGuertler/TextArena) to the protocol."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ OFFLINE_GAMES = (
     "TowerOfHanoi-v0-hard",
     "TowerOfHanoi-v0-medium",
 )
-"""Single-player games that need nothing downloaded (TextArena 0.7.4). Wordle, Hangman, WordLadder and WordSearch want
-NLTK's word list, Crosswords its tagger, TwentyQuestions and GuessWho a key for OpenRouter; Countdown, Cryptarithm,
-Klondike, Slitherlink and ThreeCardMonte are broken in that release."""
+"""Single-player games without downloads (TextArena 0.7.4). Wordle, Hangman, WordLadder and WordSearch need NLTK's word
+list, Crosswords its tagger, TwentyQuestions and GuessWho a key for OpenRouter; Countdown, Cryptarithm, Klondike,
+Slitherlink and ThreeCardMonte are broken in that release."""
 
 _INSTALL = "TextArena is not installed. Run: pip install 'agile-trainers[envs]'"
 
 
 def is_installed() -> bool:
-    """Whether TextArena can be imported."""
+    """Return whether TextArena can be imported."""
     return importlib.util.find_spec("textarena") is not None
 
 
 def games() -> list[str]:
-    """Every id TextArena knows, games for several players among them.
+    """List all ids of TextArena, games for several players included.
 
     Raises:
         ImportError: If TextArena is not installed.
@@ -74,17 +74,17 @@ def games() -> list[str]:
 
 
 def listed() -> list[str]:
-    """The ids worth listing: games for one player that need nothing more."""
+    """List the ids of games for one player without further requirements."""
     return [game for game in OFFLINE_GAMES if game in _registry()]
 
 
 def knows(game: str) -> bool:
-    """Whether there is such an id."""
+    """Return whether TextArena has this id."""
     return game in _registry()
 
 
 def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
-    """A factory that has made one environment already, so that what cannot be played is refused at once.
+    """Make a factory and one environment, so that invalid games are rejected at once.
 
     Raises:
         Exception: See :class:`TextArenaEnvironment`.
@@ -96,21 +96,20 @@ def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
 class TextArenaEnvironment:
     """One single-player game of TextArena.
 
-    An observation is what the game has said since the last one: the conversation holds the rest, so TextArena's
-    observation wrappers, which repeat it, are passed over, and ids with and without ``-train`` play alike. Its action
-    wrappers stay: most ids put brackets around an answer that has none, those ending in ``-raw`` do not. The reward comes
-    with the last step; an answer that breaks the rules may be repeated as often as the game allows, which is mostly once.
-    ``info["success"]`` means a reward of 1 or more, which is what TextArena pays for a solved game, and
-    ``info["reason"]`` on the last step is the game's own verdict.
+    An observation is the game's output since the last one. TextArena's observation wrappers, which repeat the
+    conversation, are removed, so ids with and without ``-train`` play alike. Its action wrappers stay: most ids add
+    brackets to an answer without them, those ending in ``-raw`` do not. The reward comes with the last step. An answer
+    that breaks the rules may be repeated as often as the game allows, usually once. ``info["success"]`` is True for a
+    reward of 1 or more, TextArena's reward of a solved game. ``info["reason"]`` on the last step is the game's verdict.
 
     Args:
         game: TextArena's id, for example ``GuessTheNumber-v0``.
-        kwargs: Handed to the game, for example ``max_number=50``.
+        kwargs: Arguments of the game, for example ``max_number=50``.
 
     Raises:
         ImportError: If TextArena is not installed.
         ValueError: If the game does not read one of ``kwargs``, or is for several players.
-        RuntimeError: If the game lacks something: a download, a key, a newer Python.
+        RuntimeError: If the game needs a missing download, a key or a newer Python.
     """
 
     def __init__(self, game: str, **kwargs: Any):
@@ -127,7 +126,7 @@ class TextArenaEnvironment:
                     self.game = self.game.env
                 self._check_players(textarena)
             except LookupError as error:
-                if type(error) is not LookupError:  # that is NLTK's; its subclasses are errors of the game's own
+                if type(error) is not LookupError:  # NLTK's error; subclasses are the game's own errors
                     raise
                 raise RuntimeError(
                     f"{self.name} needs NLTK's data, which is not installed. Run: python -m nltk.downloader words "
@@ -140,8 +139,8 @@ class TextArenaEnvironment:
         """Start a game.
 
         Args:
-            seed: Seed of everything that is random in the game. None goes on from where the last game stopped.
-            options: ``{"seed": int}`` takes the place of ``seed``; nothing else is read.
+            seed: Seed of all random numbers of the game. None continues the last game's random stream.
+            options: ``{"seed": int}`` replaces ``seed``; other options are not read.
 
         Raises:
             ValueError: If there is another option.
@@ -150,12 +149,12 @@ class TextArenaEnvironment:
         if seed is not None:
             self._random.seed(seed)
         with self._random.in_place():
-            # Some games draw from the global state before they read the seed, some from the seed alone.
+            # Some games use the global random state before they read the seed, others only the seed.
             self._wrapped.reset(num_players=1, seed=random.getrandbits(32))
         return self._said(), {}
 
     def step(self, action: str) -> StepResult:
-        """Hand the answer to the game."""
+        """Pass the answer to the game."""
         with self._random.in_place():
             terminated, info = self._wrapped.step(action=action)
         if not terminated:
@@ -165,7 +164,7 @@ class TextArenaEnvironment:
         return observation, reward, True, False, {**info, "reason": reason, "success": reward > 1.0 - 1e-6}
 
     def _said(self) -> str:
-        """What the game has said since it was last asked, without the player's own answers."""
+        """Return the game's output since the last call, without the player's answers."""
         _, messages = self.game.get_observation()
         return "\n\n".join(text.strip() for sender, text, _ in messages if sender < 0)
 
@@ -177,8 +176,7 @@ class TextArenaEnvironment:
             reason = f" ({error})"
         if reason or not isinstance(self.game.state, textarena.SinglePlayerState):
             raise ValueError(
-                f"{self.name} is no game for one player{reason}, and a model trains by itself. Games for one player: "
-                f"{', '.join(OFFLINE_GAMES)}."
+                f"{self.name} is not a game for one player{reason}. Games for one player: {', '.join(OFFLINE_GAMES)}."
             )
 
 

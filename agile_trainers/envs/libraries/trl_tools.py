@@ -1,4 +1,4 @@
-"""What TRL calls an ``environment_factory``, behind our protocol: an object whose public methods are tools."""
+"""Adapts objects of TRL's ``environment_factory``, whose public methods are tools, to the protocol."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _OWN_METHODS = ("reset", "get_reward")
 
 
 def is_installed() -> bool:
-    """Always: TRL is a requirement."""
+    """Return True, since TRL is a requirement."""
     return True
 
 
 def listed() -> list[str]:
-    """Nothing: the objects are the user's."""
+    """Return an empty list, since the objects are the user's."""
     return []
 
 
 def knows(path: str) -> bool:
-    """Any path may be meant; :func:`make_factory` says what is wrong with it."""
+    """Return True for any path; :func:`make_factory` checks it."""
     return True
 
 
 def make_factory(path: str, **kwargs: Any) -> EnvironmentFactory:
-    """A factory for ``module.path:Name``.
+    """Make a factory for ``module.path:Name``.
 
     Raises:
-        ValueError: If there is no such name, or see :func:`trl_environment`.
+        ValueError: If there is no such name; see also :func:`trl_environment`.
     """
     try:
         factory = pkgutil.resolve_name(path)
@@ -48,7 +48,7 @@ def make_factory(path: str, **kwargs: Any) -> EnvironmentFactory:
 
 
 def trl_environment(factory: Callable[[], Any], **kwargs: Any) -> EnvironmentFactory:
-    """The factory that TRL's ``GRPOTrainer`` takes as ``environment_factory``, made ours.
+    """Convert the ``environment_factory`` of TRL's ``GRPOTrainer`` to an environment factory.
 
     Args:
         factory: Makes one object; called without arguments.
@@ -65,27 +65,27 @@ def trl_environment(factory: Callable[[], Any], **kwargs: Any) -> EnvironmentFac
 
 
 class TRLEnvironment:
-    """An object of TRL's ``environment_factory`` as an environment.
+    """Plays an object of TRL's ``environment_factory`` as an environment.
 
-    As in TRL, its public methods are the tools, whatever ``reset(**row)`` returns is added to the last message of the
-    row's ``prompt`` (or is the prompt), the first answer that calls no tool ends the episode, and it is rewarded then: by
+    As in TRL, its public methods are the tools. The result of ``reset(**row)`` is appended to the last message of the
+    row's ``prompt`` (or is the prompt). The first answer without a tool call ends the episode, which is then rewarded: by
     the object's ``get_reward()`` and by ``reward_funcs``, which get the object as ``environments``. Rewards add up.
 
-    Unlike in TRL, calls are read in Hermes' and in Llama 3's format whatever the chat template, and ``reset`` also gets
-    ``seed`` if it takes one (``**kwargs`` takes one). An object that draws at random should seed itself from it: the members
-    of a group are to start alike.
+    Unlike in TRL, calls are read in Hermes' and in Llama 3's format for every chat template, and ``reset`` also gets
+    ``seed`` if it takes one (``**kwargs`` takes one). An object with random numbers should seed itself from it, since all
+    members of a group must start in the same state.
 
-    ``info`` counts ``calls`` and ``failed_calls`` of the episode, and says ``success`` if the object has such an attribute.
+    ``info`` counts ``calls`` and ``failed_calls`` of the episode, and has ``success`` if the object has such an attribute.
 
     Args:
         factory: Makes one object.
-        reward_funcs: Reward functions of TRL's, one or several.
-        reward_weights: A weight for each of them. Default: 1. ``get_reward`` always weighs 1.
-        call_format: The format in which the model is told to write calls.
-        announce: ``"system"``: the tools are listed in a system message; ``"no"``: nowhere (the chat template does it).
+        reward_funcs: One or several of TRL's reward functions.
+        reward_weights: A weight for each of them. Default: 1. The weight of ``get_reward`` is always 1.
+        call_format: The format of calls in the instructions to the model.
+        announce: ``"system"``: list the tools in a system message. ``"no"``: do not list them (the chat template does).
 
     Raises:
-        ValueError: If the object has no ``reset`` or no tool, a tool has no docstring or type hints, nothing rewards it, or
+        ValueError: If the object has no ``reset`` or no tool, a tool has no docstring or type hints, there is no reward, or
             ``reward_weights`` do not match.
     """
 
@@ -108,7 +108,7 @@ class TRLEnvironment:
                 f"{self.name} must define reset(**row) and at least one public method, which becomes a tool."
             )
         if not self.reward_funcs and not hasattr(self.object, "get_reward"):
-            raise ValueError(f"Nothing rewards {self.name}: define get_reward(), or pass reward_funcs.")
+            raise ValueError(f"{self.name} has no reward: define get_reward(), or pass reward_funcs.")
         if len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(f"{len(self.reward_funcs)} reward_funcs need as many weights, got {self.reward_weights}.")
         if announce not in ("system", "no"):
@@ -121,7 +121,7 @@ class TRLEnvironment:
         """Reset the object with the dataset row.
 
         Raises:
-            ValueError: If neither the row nor the object says anything.
+            ValueError: If neither the row nor the object gives a prompt.
         """
         self.row = dict(options or {})
         arguments = dict(self.row)
@@ -147,7 +147,7 @@ class TRLEnvironment:
         return self._end([reward() for reward in self._rewards()])
 
     def close(self) -> None:
-        """Close the object if it can be closed."""
+        """Close the object if it defines ``close``."""
         if "close" not in self.tools and hasattr(self.object, "close"):
             self.object.close()
 
@@ -162,7 +162,7 @@ class TRLEnvironment:
         return as_observation(results), 0.0, False, False, self._info()
 
     def _rewards(self) -> list[Callable[[], Any]]:
-        """What rewards the episode, ``get_reward`` first."""
+        """Return the functions that reward the episode, ``get_reward`` first."""
         columns: dict[str, Any] = {name: [value] for name, value in self.row.items() if name != "prompt"}
         columns |= {"prompts": [self.prompt], "completions": [self.completion], "environments": [self.object]}
         functions: list[Callable[[], Any]] = [functools.partial(function, **columns) for function in self.reward_funcs]
@@ -182,7 +182,7 @@ class TRLEnvironment:
 
 
 class AsyncTRLEnvironment(TRLEnvironment):
-    """The same for objects with ``async`` tools or rewards, which are awaited. Others must not block."""
+    """Plays an object with ``async`` tools or rewards, which are awaited. Its other methods must not block."""
 
     async def step(self, action: str) -> StepResult:  # type: ignore[override]
         """Await the calls in an answer, or reward the episode if there are none."""
@@ -193,7 +193,7 @@ class AsyncTRLEnvironment(TRLEnvironment):
 
 
 def _tools(instance: Any) -> dict[str, Callable[..., Any]]:
-    # Looked up on the class, as in TRL: on the instance, properties would be evaluated.
+    # Looked up on the class, as in TRL, since properties would be evaluated on the instance.
     names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
     return {name: getattr(instance, name) for name in names if name[0] != "_" and name not in _OWN_METHODS}
 
@@ -201,7 +201,7 @@ def _tools(instance: Any) -> dict[str, Callable[..., Any]]:
 def _prompt(prompt: Any, said: str | None, name: str) -> list[Message]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt or []]
     if said is None and not messages:
-        raise ValueError(f"{name}: the row has no 'prompt' and reset() returned None, so there is nothing to say.")
+        raise ValueError(f"{name}: the row has no 'prompt' and reset() returned None, so there is no prompt.")
     if said is not None and not isinstance(said, str):
         raise ValueError(
             f"{name}: reset() returned {type(said).__name__}; expected text or None (images are not played)."

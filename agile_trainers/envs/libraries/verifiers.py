@@ -1,7 +1,7 @@
-"""Task sets of verifiers (https://github.com/PrimeIntellect-ai/verifiers) behind our protocol: those of one answer.
+"""Adapts single-answer task sets of verifiers (https://github.com/PrimeIntellect-ai/verifiers) to the protocol.
 
-A verifiers environment (release 0.4) runs the model itself, as a program that talks to an endpoint; such a loop cannot be
-stepped from outside. What can be had are tasks that consist of a prompt and rewards for the answer.
+A verifiers environment (release 0.4) runs the model itself, as a program that calls an endpoint, and cannot be stepped from
+outside. This adapter supports tasks that consist of a prompt and rewards for the answer.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
 from agile_trainers.types import Message
 
 _GENERATED_TASKS = 1000
-"""Tasks taken of a task set without end."""
+"""Number of tasks taken from an infinite task set."""
 
 
 def is_installed() -> bool:
-    """Whether verifiers can be imported, in a release that has task sets."""
+    """Return whether verifiers can be imported, in a release with task sets."""
     return importlib.util.find_spec("verifiers") is not None and importlib.util.find_spec("verifiers.v1") is not None
 
 
 def listed() -> list[str]:
-    """Nothing: task sets are packages of their own."""
+    """Return an empty list, since task sets are separate packages."""
     return []
 
 
 def knows(taskset: str) -> bool:
-    """Whether a package of that name, or a task set of verifiers' own, is installed."""
+    """Return whether a package of that name, or one of verifiers' own task sets, is installed."""
     loaders = importlib.import_module(f"{_verifiers().__name__}.utils.loaders")
     try:
         loaders.import_taskset(taskset)
@@ -42,7 +42,7 @@ def knows(taskset: str) -> bool:
 
 
 def make_factory(taskset: str, **config: Any) -> EnvironmentFactory:
-    """A factory whose instances share the tasks, which are loaded now.
+    """Make a factory whose instances share the tasks, which are loaded now.
 
     Raises:
         Exception: See :class:`VerifiersEnvironment`.
@@ -53,16 +53,16 @@ def make_factory(taskset: str, **config: Any) -> EnvironmentFactory:
 class VerifiersEnvironment:
     """One task set of verifiers: a task's prompt, one answer, the sum of the task's weighted rewards.
 
-    ``info["rewards"]`` and ``info["metrics"]`` hold them by name; a success is an answer that every reward gives 1 or more.
+    ``info["rewards"]`` and ``info["metrics"]`` hold them by name. An answer is a success if every reward is 1 or more.
 
     Args:
         taskset: Id of an installed task set, as ``vf.load_taskset`` takes it.
-        config: Fields of its configuration.
+        config: Fields of the task set's configuration.
 
     Raises:
         ImportError: If verifiers is not installed.
-        ValueError: If the configuration is wrong, the task set is empty, or its tasks take more than one answer: an
-            environment of their own, tools, a container, a setup, or rewards that look into a runtime.
+        ValueError: If the configuration is wrong, the task set is empty, or its tasks need more than one answer: their own
+            environment, tools, a container, a setup, or rewards that use a runtime.
     """
 
     def __init__(self, taskset: str, **config: Any):
@@ -75,16 +75,16 @@ class VerifiersEnvironment:
         tasks = vf.load_taskset(vf.taskset_config_type(taskset)(id=taskset, **config))
         self.tasks = list(tasks if tasks.bounded else tasks.take(_GENERATED_TASKS))
         if not self.tasks:
-            raise ValueError(f"{self.name} holds no task.")
+            raise ValueError(f"{self.name} has no tasks.")
         if reason := _needs_more(vf, taskset, tasks, self.tasks[0]):
             raise ValueError(f"{self.name} cannot be played with one answer: {reason}. Run it with verifiers itself.")
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
-        """Ask a task's prompt.
+        """Return a task's prompt.
 
         Args:
             seed: Chooses the task, ``seed % number of tasks``. None draws one.
-            options: ``{"row": int}`` chooses it instead; nothing else is read.
+            options: ``{"row": int}`` chooses the task instead; other options are not read.
 
         Raises:
             ValueError: If there is another option, or no such row.
@@ -98,7 +98,7 @@ class VerifiersEnvironment:
         return self.prompt, {"row": row}
 
     async def step(self, action: str) -> StepResult:
-        """Let the task score the answer."""
+        """Score the answer with the task's rewards."""
         trace = self._trace(action)
         await self.task.score(trace)
         rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
@@ -124,7 +124,7 @@ class VerifiersEnvironment:
 
 
 def _needs_more(vf: Any, taskset: str, tasks: Any, task: Any) -> str | None:
-    """Why a prompt and an answer are not all there is to a task."""
+    """Return the reason why a task needs more than a prompt and an answer, or None."""
     scoring = [*task.hooks("reward"), *task.hooks("metric")]
     runtime = [f.__name__ for f in scoring if "runtime" in inspect.signature(f).parameters]
     overridden = [name for name in ("setup", "finalize") if getattr(type(task), name) is not getattr(vf.Task, name)]

@@ -1,1 +1,1 @@
-"""Environments over data sets of questions: rows, answers, grading."""
+"""Environments of questions from data sets: rows, answers, grading."""

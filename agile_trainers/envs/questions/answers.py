@@ -1,4 +1,4 @@
-"""From a completion to its answer, from an answer to what it says, and from that to a reward; see docs/reasoning.md."""
+"""Extracts the answer of a completion, normalizes it and grades it; see docs/reasoning.md."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from agile_trainers.envs.questions.arithmetic import evaluate
 from agile_trainers.envs.questions.mathematics import equal
 
 _LONGEST = 10_000
-"""Characters of an answer that are looked at; a longer one is wrong."""
+"""Maximum number of characters of an answer; longer ones are wrong."""
 _SECONDS = 5.0
-"""CPU time that comparing two mathematical answers may take."""
+"""CPU seconds for comparing two mathematical answers."""
 _SIGNS = str.maketrans(
     dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
     | dict.fromkeys("\u00d7\u00b7\u2022\u2217\u2219\u22c5\uff0a", "*")
@@ -29,7 +29,7 @@ _WRAPPINGS = (
     ("*", "*"), ('"', '"'), ("\u201c", "\u201d"), ("\\boxed{", "}"), ("\\text{", "}"), ("\\textbf{", "}"),
     ("\\mathrm{", "}"), ("\\mathbf{", "}"), ("\\displaystyle", ""), ("=", ""),
 )  # fmt: skip
-"""What may stand around an answer without being part of it."""
+"""Marks around an answer that are not part of it."""
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"([-+]?)(?:\\?\$)?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?", re.ASCII)
 _FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+))", re.ASCII)
@@ -37,11 +37,11 @@ _THIN_SPACES = re.compile(r"\\[,;! ]|~|\{,\}")
 
 
 def final_answer(completion: str) -> str:
-    """The answer a completion ends with.
+    """Extract the final answer of a completion.
 
     Returns:
-        What stands in the last ``<answer>...</answer>`` after ``</think>``; in it, or without one, what stands in the last
-        ``\\boxed{...}``; without either, all of the text after ``</think>``. Surrounding space is cut off.
+        The content of the last ``<answer>...</answer>`` after ``</think>``, or the whole text after ``</think>`` without
+        one; if that contains ``\\boxed{...}``, the content of its last box. Surrounding space is removed.
     """
     text = completion.rpartition("</think>")[2]
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
@@ -52,8 +52,8 @@ def final_answer(completion: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last complete ``\\boxed{...}``, inner braces included; None if there is none."""
-    opened: list[int | None] = []  # where the contents of each open brace begin, None where it is not a box's
+    """Return the content of the last complete ``\\boxed{...}``, inner braces included; None if there is none."""
+    opened: list[int | None] = []  # start of the content of each open brace, None if it is not a box's
     last: tuple[int, int] | None = None
     for token in _BRACES.finditer(text):
         if token[0].startswith("\\boxed"):
@@ -68,7 +68,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def tagged(text: str, *names: str) -> list[tuple[str, str]]:
-    """The name and contents of every complete ``<name>...</name>`` in a text, in order; one inside another is contents."""
+    """Return name and content of every complete ``<name>...</name>`` in a text, in order; nested ones are content."""
     opening = re.compile(f"<({'|'.join(names)})>")
     found, unclosed, position = [], set[str](), 0
     while tag := opening.search(text, position):
@@ -83,11 +83,11 @@ def tagged(text: str, *names: str) -> list[tuple[str, str]]:
 
 
 def normalized(answer: str) -> str:
-    """An answer without what surrounds it, its signs as ASCII. The only normaliser: every task reads answers through it.
+    """Remove the marks around an answer and convert its signs to ASCII. All tasks use this function.
 
-    Signs (minus, times, divided by, full-width digits) become ASCII and exotic spaces plain ones. Then, again and again,
-    these are taken away: space around it, ``$...$``, ``\\(...\\)``, ``**...**``, ``__...__``, backquotes, double quotes,
-    ``\\text{...}`` and the like, a leading ``=`` and one full stop at the end.
+    Signs (minus, times, divided by, full-width digits) become ASCII and special spaces plain ones. Then these are removed
+    repeatedly: surrounding space, ``$...$``, ``\\(...\\)``, ``**...**``, ``__...__``, backquotes, double quotes,
+    ``\\text{...}`` and similar commands, a leading ``=`` and one full stop at the end.
     """
     text = answer.translate(_SIGNS).strip()
     before = None
@@ -104,16 +104,16 @@ def normalized(answer: str) -> str:
 
 
 def read_answer(completion: str) -> str:
-    """The :func:`final_answer`, :func:`normalized`; empty if it is longer than 10,000 characters."""
+    """Return the normalized :func:`final_answer`; empty if it is longer than 10,000 characters."""
     answer = final_answer(completion)
     return normalized(answer) if len(answer) <= _LONGEST else ""
 
 
 def read_number(text: str) -> Fraction | None:
-    """The exact value of a normalised text that is a number; None if it is anything else.
+    """Return the exact value of a normalised text that is a number, otherwise None.
 
-    Digits may be grouped by commas, a dollar sign, an exponent and brackets around all of it may stand there, and a fraction
-    (``3/4``, ``\\frac{3}{4}``) is a number in lowest terms only.
+    Digits may be grouped by commas. A dollar sign, an exponent and surrounding brackets are allowed. A fraction (``3/4``,
+    ``\\frac{3}{4}``) is a number only in lowest terms.
     """
     text = _THIN_SPACES.sub(lambda found: "," if found[0] == "{,}" else "", text).removeprefix("\\$").strip()
     if text.startswith("(") and text.endswith(")"):
@@ -133,10 +133,10 @@ def read_number(text: str) -> Fraction | None:
 
 
 def exact_match(completion: str, answer: Any, question: str = "") -> float:
-    """1 if the completion's final answer is the answer, else 0.
+    """Return 1 if the completion's final answer equals the answer, else 0.
 
-    Numbers are compared as numbers, exactly; text, letter by letter, as :func:`normalized` leaves it. Where a number is
-    asked for, an equation (``x = 12``, ``9 + 3 = 12``) counts if one side is the number and no side has another value.
+    Numbers are compared exactly by value; text, after :func:`normalized`, letter by letter. If the answer is a number, an
+    equation (``x = 12``, ``9 + 3 = 12``) counts if one side is the number and no side has another value.
     """
     given, expected = read_answer(completion), normalized(str(answer))
     number = read_number(expected)
@@ -149,12 +149,12 @@ def exact_match(completion: str, answer: Any, question: str = "") -> float:
 
 
 def math_match(completion: str, answer: Any, question: str = "") -> float:
-    """1 if the completion's final answer equals the answer mathematically, else 0.
+    """Return 1 if the completion's final answer equals the answer mathematically, else 0.
 
-    Fractions, LaTeX, sets, intervals and so on are compared by the package ``math-verify``, in a process of its own with a
-    limit of five seconds of CPU time and a gigabyte: what takes more is wrong. Words (three letters or more) are
-    compared as words, without case. Without ``<answer>`` and ``\\boxed{}`` it takes the last expression of the text that
-    looks like an answer.
+    The package ``math-verify`` compares fractions, LaTeX, sets, intervals and so on, in a separate process with limits of
+    five seconds of CPU time and a gigabyte; answers that exceed them are wrong. Words (three letters or more) are compared
+    as words, without case. Without ``<answer>`` and ``\\boxed{}``, the last expression of the text that looks like an
+    answer counts.
 
     Raises:
         ImportError: If ``math-verify`` is not installed.
@@ -183,7 +183,7 @@ def require_math_verify() -> None:
 
 
 def _closed(text: str) -> bool:
-    """Whether every brace in a text is closed in it, so that one after it belongs to what is in front."""
+    """Return whether every brace in a text is closed, so that a brace after it belongs to the text before."""
     depth = 0
     for token in _BRACES.finditer(text):
         depth += 1 if token[0].endswith("{") and token[0] != "\\{" else -1 if token[0] == "}" else 0
@@ -193,7 +193,7 @@ def _closed(text: str) -> bool:
 
 
 def _agree(sides: list[str], number: Fraction) -> bool:
-    """Whether the sides of an equation that are no numbers are a name or an expression of that value."""
+    """Return whether each side of an equation is the number, a name, or an expression of the same value."""
     for side in sides:
         if side and not re.fullmatch(r"[A-Za-z]", side):
             try:
@@ -205,7 +205,7 @@ def _agree(sides: list[str], number: Fraction) -> bool:
 
 
 def _is_words(text: str) -> bool:
-    """Not a product of variables: the letters of Paris and of pairs are the same."""
+    """Return whether the text is words rather than a product of variables, for which Paris would equal pairs."""
     return re.fullmatch(r"[^\W\d_]{3,}(?:[ '-][^\W\d_]+)*", text) is not None
 
 

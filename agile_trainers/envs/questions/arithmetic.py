@@ -1,4 +1,4 @@
-"""The exact value of an arithmetic expression, in Python's or LaTeX's spelling."""
+"""Evaluates arithmetic expressions in Python's or LaTeX's notation exactly."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
-    """The exact value of an expression of integers, ``+ - * /`` and brackets, and the integers it uses.
+    """Return the exact value of an expression of integers, ``+ - * /`` and brackets, and the integers in it.
 
     ``\\times``, ``\\cdot``, ``\\div``, ``\\frac{}{}``, ``x`` between numbers, square brackets, braces and a factor right
-    before a bracket are understood.
+    before a bracket are supported.
 
     Raises:
-        ValueError: If it is anything else, or longer than 200 characters.
-        ZeroDivisionError: If it divides by zero.
+        ValueError: If the text is anything else, or longer than 200 characters.
+        ZeroDivisionError: If the expression divides by zero.
     """
     expression = expression.strip()
     if len(expression) > _LONGEST:
@@ -50,7 +50,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{expression!r} is no expression.") from error
+        raise ValueError(f"{expression!r} is not an expression.") from error
     used: list[int] = []
 
     def value(node: ast.expr) -> Fraction:

@@ -1,4 +1,4 @@
-"""Single-turn environments over rows of question and answer."""
+"""Single-turn environments of question and answer rows."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ if TYPE_CHECKING:
 RewardFunction = Callable[[str, Any, str], float]
 """``reward_fn(completion, answer, question)``."""
 TRLRewardFunction = Callable[..., list[float | None]]
-"""A reward function of TRL's: ``reward(prompts=..., completions=..., **columns)``, each a list with one item per episode."""
+"""TRL's reward function ``reward(prompts=..., completions=..., **columns)``; all lists have one item per episode."""
 _WRONG_TRIES = 100
 
 
 class ReasoningEnvironment:
-    """Asks the question of a row, rewards the answer, and is over: one turn.
+    """Asks the question of a row and rewards the answer, in one turn.
 
-    The seed chooses the row, ``seed % number of rows``, and only ever a row of the environment's own split. The dataset
-    row of a trainer may choose another one, see :meth:`reset`.
+    The seed chooses a row of the environment's split, ``seed % number of rows``. The dataset row of a trainer may choose
+    another one, see :meth:`reset`.
 
     Args:
-        data: Anything :func:`~agile_trainers.envs.questions.rows.load_rows` takes, or what it returned; give it that when
-            many instances are made of a large data set. None: every row comes from the trainer's data sets.
-        question: Name of the column that holds the question.
-        answer: Name of the column that holds the answer, or a function of the row that gives it.
-        template: The user message, or several messages, with ``{question}`` and other columns in braces. Any other brace
-            is written twice: ``\\boxed{{}}``.
-        system_prompt: System message before everything else.
-        few_shot: Worked examples before the question: rows, or a number of rows from the beginning of ``train``. The
-            question itself is never among them.
-        demonstration: An ideal answer, for examples and demonstrations: a template in which ``{answer}`` stands for the
-            answer, or a function of the row.
+        data: Any source of :func:`~agile_trainers.envs.questions.rows.load_rows`, or its result, which many instances can
+            share for a large data set. None: all rows come from the trainer's data sets.
+        question: Name of the question column.
+        answer: Name of the answer column, or a function from a row to the answer.
+        template: The user message, or several messages, with ``{question}`` and other columns in braces. Write other
+            braces twice: ``\\boxed{{}}``.
+        system_prompt: System message at the beginning.
+        few_shot: Worked examples before the question: rows, or a number of rows from the beginning of ``train``. They
+            never include the question itself.
+        demonstration: An ideal answer, for examples and demonstrations: a template with ``{answer}``, or a function of the
+            row.
         reward_fn: ``reward_fn(completion, answer, question)``. Default, if there is no other reward function:
             :func:`~agile_trainers.envs.questions.answers.exact_match`.
-        reward_funcs: Reward functions of TRL's form, one or several, added to it. They get the row's columns, and
-            ``solution`` (the answer) if the row has no such column. None as their value counts as 0.
+        reward_funcs: One or several of TRL's reward functions, whose rewards are added. They get the row's columns, and
+            ``solution`` (the answer) if the row has no such column. A reward of None counts as 0.
         reward_weights: A weight for each of ``reward_funcs``. Default: 1.
-        success_reward: From which reward on an episode counts as a success.
+        success_reward: Smallest reward that counts as a success.
         split: Split to play.
-        test_fraction: Share of the questions that becomes ``test``, where the data has one split only.
+        test_fraction: Share of the questions in ``test``, if the data has only one split.
 
     Raises:
         ValueError: If a column, split or template is wrong, or there is no row.
@@ -101,12 +101,12 @@ class ReasoningEnvironment:
     # -------------------------------------------------------------------------------------------------- an episode
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
-        """Ask a question.
+        """Return a question.
 
         Args:
-            seed: Chooses the row inside the split. None draws one.
-            options: A row with a question column is asked itself. Otherwise ``{"split": ..., "row": ...}``, either
-                optional, takes the place of the environment's split and of the seed; see :meth:`dataset`.
+            seed: Chooses the row in the split. None draws one.
+            options: A row with a question column is used itself. Otherwise ``{"split": ..., "row": ...}``, both optional,
+                replaces the environment's split and the seed; see :meth:`dataset`.
 
         Returns:
             The messages (as text, if it is a single user message), and ``{"split", "row"}`` in the info.
@@ -134,7 +134,7 @@ class ReasoningEnvironment:
         return verdict, reward, True, False, {"success": success}
 
     def prompt(self, row: Row) -> list[Message]:
-        """The messages that ask a row's question, examples included."""
+        """Return the messages of a row's question, with the examples."""
         system = [message for message in self.template if message["role"] == "system"]
         asked = [message for message in self.template if message["role"] != "system"]
         shots = [shot for shot in self.shots if shot[self.question] != row[self.question]]
@@ -144,7 +144,7 @@ class ReasoningEnvironment:
         return messages + _filled(asked, row)
 
     def score(self, completion: str, row: Row) -> float:
-        """The reward of a completion.
+        """Return the reward of a completion.
 
         Raises:
             ValueError: If a reward function returns something other than a finite number.
@@ -164,7 +164,7 @@ class ReasoningEnvironment:
     # --------------------------------------------------------------------------------------------------------- rows
 
     def row(self, split: str, row: int) -> Row:
-        """One row of a split.
+        """Return one row of a split.
 
         Raises:
             ValueError: If there is no such split or row.
@@ -178,17 +178,17 @@ class ReasoningEnvironment:
         return self.rows.row(split, row)
 
     def dataset(self, split: str, count: int | None = None) -> Dataset:
-        """A data set of pointers to the rows of a split, for a trainer's ``train_dataset`` or ``eval_dataset``.
+        """Make a data set of references to the rows of a split, for a trainer's ``train_dataset`` or ``eval_dataset``.
 
         Args:
             split: The split.
-            count: Number of rows. Default: all; data without end needs a number.
+            count: Number of rows. Default: all; generated rows, which are infinite, need a number.
 
         Returns:
-            ``{"split": ..., "row": ...}``, what :meth:`reset` reads.
+            Rows ``{"split": ..., "row": ...}``, the options of :meth:`reset`.
 
         Raises:
-            ValueError: If there is no such split, not as many rows, or no end to them.
+            ValueError: If there is no such split, it has fewer rows, or it is infinite and ``count`` is not set.
         """
         from datasets import Dataset
 
@@ -196,24 +196,24 @@ class ReasoningEnvironment:
         assert self.rows is not None
         available = self.rows.count(split)
         if count is None and available is None:
-            raise ValueError(f"{self.name} makes rows without end: say how many, as in dataset({split!r}, 100).")
+            raise ValueError(f"{self.name} generates any number of rows: pass a count, as in dataset({split!r}, 100).")
         count = available if count is None else count
         if count is None or count < 1 or (available is not None and count > available):
             raise ValueError(f"count must be between 1 and the {available} rows of the split {split!r}, got {count}.")
         return Dataset.from_dict({"split": [split] * count, "row": list(range(count))})
 
     def demonstrations(self, count: int, seed: int = 0) -> list[dict[str, list[Message]]]:
-        """Questions of the environment's split with their ideal answers: ``{"messages": [...]}``, for ``SFTTrainer``.
+        """Make rows ``{"messages": [...]}`` of questions and ideal answers for TRL's ``SFTTrainer``.
 
         Args:
             count: Number of rows.
-            seed: They are those of the seeds ``seed`` to ``seed + count - 1``.
+            seed: First seed; the rows are those of the seeds ``seed`` to ``seed + count - 1``.
         """
         rows = [self._of_seed(index) for index in range(seed, seed + count)]
         return [{"messages": [*self.prompt(row), _said(self.ideal(row))]} for row in rows]
 
     def preferences(self, count: int, seed: int = 0) -> list[dict[str, list[Message]]]:
-        """The same questions with an ideal and a worse answer: ``{"prompt", "chosen", "rejected"}``, for ``DPOTrainer``."""
+        """Make rows ``{"prompt", "chosen", "rejected"}`` with an ideal and a worse answer for TRL's ``DPOTrainer``."""
         pairs = []
         for index in range(seed, seed + count):
             row = self._of_seed(index)
@@ -222,24 +222,24 @@ class ReasoningEnvironment:
         return pairs
 
     def answer_to(self, row: Row) -> Any:
-        """The answer of a row."""
+        """Return the answer of a row."""
         return self.answer(row) if callable(self.answer) else row[self.answer]
 
     def ideal(self, row: Row) -> str:
-        """An ideal completion for a row."""
+        """Return an ideal completion for a row."""
         if callable(self.demonstration):
             return self.demonstration(row)
         return self.demonstration.format_map({**row, "answer": self.answer_to(row)})
 
     def players(self) -> dict[str, Player]:
-        """The ideal answer to the question and, if there are rows to draw from, to one drawn at random."""
+        """Return a player of the ideal answer and, if there are rows, one of a random question's ideal answer."""
         players: dict[str, Player] = {"expert": lambda messages, rng: self.ideal(self._current)}
         if self.rows is not None:
             players["random"] = lambda messages, rng: self.ideal(self._of_seed(rng.randrange(2**31)))
         return players
 
     def wrong(self, row: Row, rng: random.Random) -> str:
-        """A completion that earns less than the ideal one: here, the ideal answer to another question.
+        """Return a completion with a lower reward than the ideal one: the ideal answer to another question.
 
         Raises:
             ValueError: If none is found.
@@ -269,13 +269,13 @@ class ReasoningEnvironment:
     def _check_split(self, split: str) -> None:
         if self.rows is None:
             raise ValueError(
-                f"{self.name} was made without data, and no row with a column {self.question!r} was given to reset. Pass "
+                f"{self.name} was made without data, and reset got no row with a column {self.question!r}. Pass "
                 "`data`, or a train_dataset (and eval_dataset) of such rows to the trainer."
             )
         if split not in self.rows.splits:
             raise ValueError(f"There is no split {split!r}; the splits are: {', '.join(self.rows.splits)}.")
         if self.rows.count(split) == 0:
-            raise ValueError(f"The split {split!r} holds no row. Choose another split or change test_fraction.")
+            raise ValueError(f"The split {split!r} has no rows. Choose another split or change test_fraction.")
 
     def _check_columns(self, columns: Mapping[str, Any] | Sequence[str]) -> None:
         check_column(self.question, columns, "question")
@@ -283,7 +283,7 @@ class ReasoningEnvironment:
             check_column(self.answer, columns, "answer")
         for name in (name for message in self.template for name in _fields(message["content"])):
             if name in {"answer", self.answer}:
-                raise ValueError(f"The template holds {{{name}}}, which would show the model the answer. Take it out.")
+                raise ValueError(f"The template contains {{{name}}}, which would show the model the answer. Remove it.")
             check_column(name, columns, "template")
         if not callable(self.demonstration):
             for name in _fields(self.demonstration):
@@ -291,7 +291,7 @@ class ReasoningEnvironment:
 
 
 def _messages(template: str | Sequence[Message], system_prompt: str | None) -> list[Message]:
-    """The template as messages, with the system prompt (whose braces mean nothing) first."""
+    """Convert the template to messages, with the system prompt first; its braces are literal."""
     messages = [{"role": "user", "content": template}] if isinstance(template, str) else [dict(m) for m in template]
     if system_prompt is not None:
         if any(message["role"] == "system" for message in messages):
@@ -301,13 +301,13 @@ def _messages(template: str | Sequence[Message], system_prompt: str | None) -> l
 
 
 def _fields(template: str) -> list[str]:
-    """Names of the columns a template asks for."""
+    """Return the names of the columns in a template."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise ValueError(f"The template {template!r} cannot be read: {error}. Write a literal brace twice.") from error
     if "" in names:
-        raise ValueError(f"The template {template!r} holds an empty {{}}. Write a literal brace twice: {{{{}}}}.")
+        raise ValueError(f"The template {template!r} contains an empty {{}}. Write a literal brace twice: {{{{}}}}.")
     return names
 
 
@@ -329,5 +329,5 @@ def _finite(value: Any, function: Any, completion: str, question: str) -> float:
     name = function.__name__ if inspect.isfunction(function) else repr(function)
     raise ValueError(
         f"The reward function {name} returned {value!r} for the completion {completion[:80]!r} to the question "
-        f"{question[:80]!r}; expected a finite number. A NaN would spoil the advantages of the whole group."
+        f"{question[:80]!r}; expected a finite number. A NaN would invalidate the advantages of the whole group."
     )

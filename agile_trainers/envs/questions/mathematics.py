@@ -1,4 +1,4 @@
-"""Whether two answers are mathematically equal, by ``math-verify``. Runs in a process of its own; see ``isolation/``."""
+"""Compares mathematical answers with ``math-verify``; runs in an isolated process, see ``isolation/``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def prepare() -> None:
 
 
 def equal(given: str, expected: str) -> bool:
-    """Whether an answer, or the last expression in a text that looks like one, equals the expected answer.
+    """Return whether an answer, or the last expression in a text that looks like one, equals the expected answer.
 
     Args:
         given: LaTeX in ``\\boxed{}``, or any text.
@@ -20,8 +20,8 @@ def equal(given: str, expected: str) -> bool:
     """
     from math_verify import parse, verify
 
-    logging.disable()  # it warns about the time limits that are ours
-    # What was divided by zero equals anything else that was.
+    logging.disable()  # it warns about its own time limits, which are replaced here
+    # Results of divisions by zero equal each other.
     found = [_sound(parse(text, parsing_timeout=None)) for text in (expected, given)]
     return bool(verify(*found, timeout_seconds=None))
 

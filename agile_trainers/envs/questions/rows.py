@@ -1,4 +1,4 @@
-"""Rows of question and answer: loaded or generated, and split so that no question is both trained on and tested on."""
+"""Loads or generates rows of question and answer, and splits them so that no question is in two splits."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import Any, Protocol
 
 Row = dict[str, Any]
 Generate = Callable[[random.Random], Row]
-"""Makes one row out of random numbers, and of nothing else."""
+"""Function that makes one row from random numbers alone."""
 
 TRAIN, TEST = "train", "test"
 FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
-"""Kinds of files that hold rows, and the builder of ``datasets`` that reads each."""
+"""File extension to the ``datasets`` builder that reads it."""
 _ATTEMPTS = 1000
 
 
 class Rows(Protocol):
-    """Where a reasoning environment takes its rows from. Shared by all its instances, and only read."""
+    """Source of a reasoning environment's rows, shared by all its instances and read-only."""
 
     splits: tuple[str, ...]
     columns: tuple[str, ...]
 
     def count(self, split: str) -> int | None:
-        """Number of rows of a split, None if there is no end to them."""
+        """Return the number of rows of a split, None if it is infinite."""
 
     def row(self, split: str, index: int) -> Row:
-        """One row; always the same for the same split and index."""
+        """Return one row, always the same for the same split and index."""
 
 
 def split_of(question: str, test_fraction: float) -> str:
-    """The split a question belongs to. Its words alone decide, so a repeated question is never on both sides."""
+    """Return the split of a question. It depends on the text alone, so a repeated question is never in both splits."""
     digest = hashlib.blake2b(_words(question).encode(errors="replace"), digest_size=8).digest()
     return TEST if int.from_bytes(digest, "big") < test_fraction * 2**64 else TRAIN
 
@@ -43,13 +43,13 @@ def split_of(question: str, test_fraction: float) -> str:
 class TableRows:
     """Rows of one or more tables.
 
-    One table is split into ``train`` and ``test`` by :func:`split_of`. Several tables are the splits they are named
-    after, except that a question of ``train`` that another one asks too is left out of ``train``.
+    One table is split into ``train`` and ``test`` by :func:`split_of`. Several tables are splits with their names;
+    questions of ``train`` that also occur in another split are removed from ``train``.
 
     Args:
         tables: Tables by name. An item of a table is a row.
-        question: Name of the column that holds the question.
-        test_fraction: Share of the questions of a single table that becomes ``test``, in (0, 1).
+        question: Name of the question column.
+        test_fraction: Share of the questions of a single table in ``test``, in (0, 1).
 
     Raises:
         ValueError: If there is no row, no such column, or the fraction is out of range.
@@ -89,12 +89,12 @@ class TableRows:
 
 
 class GeneratedRows:
-    """Rows without end, made when they are asked for: of what is generated, a split takes what :func:`split_of` gives it.
+    """Any number of rows, generated on demand and assigned to splits by :func:`split_of`.
 
     Args:
         generate: Makes a row.
-        question: Name of the column that holds the question.
-        test_fraction: Share of the questions that belongs to ``test``, in (0, 1).
+        question: Name of the question column.
+        test_fraction: Share of the questions in ``test``, in (0, 1).
 
     Raises:
         ValueError: If no such column is generated, or the fraction is out of range.
@@ -109,13 +109,13 @@ class GeneratedRows:
         check_column(question, self.columns, "question")
 
     def count(self, split: str) -> None:
-        """There is no end to them."""
+        """Return None, since the rows are infinite."""
 
     def row(self, split: str, index: int) -> Row:
         """One row of a split.
 
         Raises:
-            ValueError: If the generator hardly ever asks a question that belongs to the split.
+            ValueError: If the generator hardly ever makes a question of the split.
         """
         for attempt in range(_ATTEMPTS):
             row = self._generate(random.Random(f"row {index} attempt {attempt}"))
@@ -136,24 +136,24 @@ def load_rows(
     streaming: bool = False,
     max_rows: int | None = None,
 ) -> Rows:
-    """Rows from wherever data sets are.
+    """Load rows from a data set, file, folder, Hub id, list or function.
 
     Args:
         source: A ``datasets.Dataset`` or ``IterableDataset``, a dict of them by split, a list of rows, a Hub id, a file
             (json, jsonl, csv, tsv, parquet), a folder (of such files, or of ``save_to_disk``), or a function
             ``generate(rng)`` that makes a row.
         config: Name of the configuration, for a Hub id or folder that has several.
-        question: Name of the column that holds the question.
-        test_fraction: Share of the questions that becomes ``test`` where the data has one split only. Default .1.
-        streaming: Read a Hub id or files as a stream, without downloading all of it; needs ``max_rows``.
-        max_rows: Rows taken from the beginning of each split. Default: all.
+        question: Name of the question column.
+        test_fraction: Share of the questions in ``test``, if the data has only one split. Default .1.
+        streaming: Read a Hub id or files as a stream, without a full download; needs ``max_rows``.
+        max_rows: Number of rows taken from the beginning of each split. Default: all.
 
     Returns:
-        The rows. What a Hub id, file or folder gives is kept, and shared by whoever asks for the same.
+        The rows. Those of a Hub id, file or folder are cached and shared.
 
     Raises:
         ValueError: If there are no rows, no such column, or a stream without ``max_rows``.
-        FileNotFoundError: If a file is not there.
+        FileNotFoundError: If a file does not exist.
         TypeError: If ``source`` is none of the above.
     """
     if callable(source):
@@ -164,16 +164,16 @@ def load_rows(
 
 
 def read_dataset(path: str, config: str | None = None, **options: Any) -> Any:
-    """The data set behind a name.
+    """Load the data set of a path or Hub id.
 
     Args:
         path: A file (json, jsonl, csv, tsv, parquet, txt), a folder (of such files, or of ``save_to_disk``) or a Hub id.
         config: Name of the configuration, for a Hub id or folder that has several.
-        options: Of ``datasets.load_dataset``, such as ``split`` and ``streaming``. Without ``split``, the result holds
-            every split by its name.
+        options: Options of ``datasets.load_dataset``, such as ``split`` and ``streaming``. Without ``split``, the result
+            is a dict of all splits.
 
     Raises:
-        FileNotFoundError: If a file is not there.
+        FileNotFoundError: If a file does not exist.
         ValueError: If a folder of ``save_to_disk`` has no such split.
     """
     import datasets
@@ -195,7 +195,7 @@ def read_dataset(path: str, config: str | None = None, **options: Any) -> Any:
 
 
 def check_column(name: str, columns: Iterable[str], what: str) -> None:
-    """Raise a ``ValueError`` that names the nearest column if there is none of that name."""
+    """Check that a column exists; the ``ValueError`` names the nearest one."""
     columns = list(columns)
     if name not in columns:
         near = difflib.get_close_matches(name, columns, n=1, cutoff=0.3)
@@ -228,7 +228,7 @@ def _table(table: Any, max_rows: int | None) -> Sequence[Row]:
         return list(islice(table, max_rows))
     if not hasattr(table, "__len__"):
         raise ValueError(
-            "A streamed data set has no end that is known: set max_rows to the number of rows to take from its beginning."
+            "A streamed data set has no known length: set max_rows to the number of rows to take from its beginning."
         )
     for index, row in enumerate(table if isinstance(table, (list, tuple)) else ()):
         if not isinstance(row, Mapping):

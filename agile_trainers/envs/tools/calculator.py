@@ -1,4 +1,4 @@
-"""A calculator that is safe to give to a model: arithmetic is walked, never executed."""
+"""A safe calculator for models, which walks the syntax tree of an expression and executes no code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Number = int | float
 
 _MAX_CHARACTERS = 200
 _MAX_BITS = 4096
-"""Of an integer: about 1200 digits. Bounds the time of every operation."""
+"""Bits of an integer (about 1200 digits), which limits the time of every operation."""
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

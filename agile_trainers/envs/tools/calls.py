@@ -1,8 +1,7 @@
-"""Tool calls in a model's text, and whether they fit the tool.
+"""Parses tool calls in a model's text and checks their arguments.
 
-Two formats are read, whichever the model writes: Hermes and Qwen, ``<tool_call>{"name": ..., "arguments": {...}}
-</tool_call>`` any number of times in any text; and Llama 3, an answer that is nothing but ``{"name": ...,
-"parameters": {...}}``, several of them separated by ``;``.
+Two formats are read. Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` any number of times in
+any text. Llama 3: an answer that consists of ``{"name": ..., "parameters": {...}}``, several separated by ``;``.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _EXPECTED = '{"name": "<tool>", "arguments": {"<argument>": <value>}}'
 _BETWEEN = re.compile(r"[\s;]*")
 _SHOWN = 200
-"""Characters of an error that the model is shown."""
+"""Characters of an error that the model sees."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it."""
+    """A call in the model's text."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -33,14 +32,14 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """Something that was meant as a call."""
+    """An invalid call in the model's text."""
 
     reason: str
-    """What is wrong with it and what was expected: fit to be shown to the model."""
+    """The error and the expected form, for the model."""
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
-    """The calls in an answer, in order; empty if the answer calls nothing.
+    """Parse the calls in an answer, in order; empty if there are none.
 
     Args:
         text: The model's answer, without special tokens.
@@ -52,11 +51,11 @@ def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
 
 
 def argument_error(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
-    """What is wrong with a call's arguments, None if nothing is.
+    """Return the error in a call's arguments, None if they are valid.
 
     Args:
-        schema: JSON schema of the tool's parameters, as ``transformers.utils.get_json_schema`` makes it: with its
-            ``nullable``, and without an integer that is written as ``1.0``.
+        schema: JSON schema of the tool's parameters from ``transformers.utils.get_json_schema``, with ``nullable``; ``1.0``
+            is not an integer.
         arguments: The arguments by name.
     """
     known = schema.get("properties", {})
@@ -124,7 +123,7 @@ def _json_error(error: Exception) -> str:
 
 
 def _unless_null(keyword: str) -> Callable[..., Iterator[ValidationError]]:
-    """A keyword's check that knows ``nullable``, which OpenAPI and transformers write and JSON schema does not."""
+    """Extend a keyword's check by ``nullable``, which OpenAPI and transformers use and JSON schema does not have."""
 
     def check(validator: Any, value: Any, instance: Any, schema: dict[str, Any]) -> Iterator[ValidationError]:
         if instance is not None or not schema.get("nullable"):

@@ -1,4 +1,4 @@
-"""Environments in which the model calls tools: plain typed Python functions."""
+"""Environments in which the model calls typed Python functions as tools."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from agile_trainers.envs.tools.toolbox import (
 from agile_trainers.types import Message
 
 _MAX_CALLS = 8
-"""In one answer; the rest is refused, so that no answer can cost any amount of time."""
+"""Maximum number of calls in one answer, which limits its time; further calls are rejected."""
 
 
 class ToolEnvironment(ReasoningEnvironment):
-    """Asks the question of a row, answers tool calls, and rewards the first answer that calls nothing.
+    """Asks the question of a row, answers tool calls, and rewards the first answer without a call.
 
-    A tool is a typed function with a Google-style docstring that describes it and every argument; its schema is made by
-    ``transformers.utils.get_json_schema``. What it returns is shown to the model, as JSON unless it is text; so is what
-    it raises. Calls are read from the model's text in both formats of :mod:`~agile_trainers.envs.tools.calls`. One that
-    is malformed, or names an unknown tool or wrong arguments, is answered with what was expected.
+    A tool is a typed function with a Google-style docstring that describes it and every argument;
+    ``transformers.utils.get_json_schema`` makes its schema. The model sees its result, as JSON unless it is text, or its
+    exception. Calls are read from the model's text in both formats of :mod:`~agile_trainers.envs.tools.calls`. For a call
+    that is malformed, or has an unknown tool or wrong arguments, the model sees the expected form.
 
     ``info`` counts ``calls`` and ``failed_calls`` (of any kind) of the episode. Reaching ``max_turns`` without an answer
     truncates the episode.
@@ -41,14 +41,14 @@ class ToolEnvironment(ReasoningEnvironment):
             :func:`~agile_trainers.envs.tools.python_sandbox.python`.
         data: Rows of question and answer, as for :class:`~agile_trainers.envs.questions.environment.ReasoningEnvironment`.
         call_format: The format in which the model is told to write calls. Read are both.
-        announce: Where the list of tools is put: in a ``"system"`` message, in front of the first ``"user"`` message (for
-            templates without system messages), or nowhere (``"no"``: the chat template lists them itself, from
+        announce: Place of the list of tools: a ``"system"`` message, the beginning of the first ``"user"`` message (for
+            templates without system messages), or none (``"no"``: the chat template lists them, from
             ``chat_template_kwargs={"tools": environment.schemas}``).
-        result_role: ``"user"``: results come as text in ``<tool_response>`` tags, which every template can write.
-            ``"tool"``: as messages of that role, for templates that know it.
-        invalid_reward: Reward of an answer with a call that does not fit its tool. Default 0.
+        result_role: ``"user"``: results are text in ``<tool_response>`` tags, for any template. ``"tool"``: results are
+            messages of that role, for templates that support it.
+        invalid_reward: Reward of an answer with an invalid call. Default 0.
         max_turns: Answers per episode.
-        options: Everything else that ``ReasoningEnvironment`` takes: ``reward_fn``, ``template``, ``split``, ...
+        options: Further arguments of ``ReasoningEnvironment``: ``reward_fn``, ``template``, ``split``, ...
 
     Raises:
         ValueError: If a tool has no usable docstring or type hints, two have the same name, or an option is wrong.
@@ -87,7 +87,7 @@ class ToolEnvironment(ReasoningEnvironment):
         super().__init__(data, **options)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
-        """Ask a question; see :meth:`ReasoningEnvironment.reset`."""
+        """Return a question; see :meth:`ReasoningEnvironment.reset`."""
         self.turns = self.calls = self.failed_calls = 0
         return super().reset(seed, options)
 
@@ -109,7 +109,7 @@ class ToolEnvironment(ReasoningEnvironment):
         return self._observation(results), reward, False, self.turns >= self.max_turns, info
 
     def prompt(self, row: Row) -> list[Message]:
-        """The messages that ask a row's question, with the list of tools."""
+        """Return the messages of a row's question, with the list of tools."""
         messages = super().prompt(row)
         if self.announce == "no":
             return messages

@@ -1,4 +1,4 @@
-"""Runs Python that a model wrote in an isolated process that can neither read a file nor reach the network."""
+"""Runs Python code of a model in an isolated process without access to files and network."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ MODULES = (
     "heapq", "itertools", "json", "math", "numbers", "operator", "random", "re", "statistics", "string", "textwrap",
     "time", "traceback", "typing",
 )  # fmt: skip
-"""What the code may import. They are loaded beforehand: once it runs, nothing more can be."""
+"""Modules that the code may import. They are loaded before it runs, since nothing can be loaded afterwards."""
 
-# Runs first in the child, which is isolated by then. The hook cannot be taken out again, and looks nothing up that the code
-# could have replaced: its constants are part of its compiled body, which no event lets through to be changed. What Python
-# does not announce to a hook is cut off beforehand: the system calls of `posix`, and the making of builtin modules
-# (`_posixsubprocess` starts processes). What the allowed modules import lazily is imported early.
+# Runs first in the child, which is already isolated. The hook cannot be removed, and it looks up nothing that the code could
+# have replaced: its constants are part of its compiled body, and the hook blocks every event that could change that.
+# Operations that raise no audit event are removed before: the system calls of `posix`, and the creation of builtin modules
+# (`_posixsubprocess` starts processes). Lazy imports of the allowed modules are done early.
 _PROLOGUE = """
 import _imp, _strptime, builtins, linecache, os, posix, resource, sys, tokenize
 import MODULES
@@ -65,9 +65,9 @@ def python(code: str) -> str:
 def run_python(code: str, *, timeout: float = 5.0, memory: int = 256, max_output: int = 10_000) -> str:
     """Run Python code and return what it printed.
 
-    The kernel isolates the process as well as this machine can (see :mod:`~agile_trainers.envs.isolation.levels`), without
-    environment variables or installed packages, and limits its memory and CPU time. Inside, a hook of the interpreter
-    refuses every file, socket and process, and every module beyond ``MODULES``. Linux only.
+    The kernel isolates the process at the best level of this machine (see :mod:`~agile_trainers.envs.isolation.levels`),
+    without environment variables or installed packages, and limits its memory and CPU time. In the process, an audit hook
+    of the interpreter rejects every file, socket and process, and every module outside ``MODULES``. Linux only.
 
     Args:
         code: The program.
@@ -76,12 +76,12 @@ def run_python(code: str, *, timeout: float = 5.0, memory: int = 256, max_output
         max_output: Bytes of output; a program that prints more is ended.
 
     Returns:
-        Standard output, followed by the error, with its line, that ended the program, or by the limit that did. A note if
-        there is neither.
+        Standard output, followed by the error (with its line) or the limit that ended the program. A note if there is no
+        output.
 
     Raises:
         ValueError: If a limit is not positive.
-        IsolationError: If this machine isolates it from neither files nor network, and nobody has allowed that.
+        IsolationError: If this machine has no isolation and running without it is not allowed.
     """
     if min(timeout, memory, max_output) <= 0:
         raise ValueError(f"limits must be positive, got {timeout=}, {memory=}, {max_output=}.")

@@ -1,4 +1,4 @@
-"""Passages for a query: from an index in memory, or from a server."""
+"""Finds passages for a query, in an index in memory or on a server."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Search = Callable[[str], list[str]]
-"""The passages found for a query, best first."""
+"""Function from a query to passages, best first."""
 
 _MAX_RESPONSE = 10_000_000
-"""Bytes read of a server's answer."""
+"""Maximum number of bytes of a server's answer."""
 
 
 class BM25Index:
-    """Ranks passages by BM25 (Robertson and Zaragoza 2009, with Lucene's never negative idf).
+    """Ranks passages by BM25 (Robertson and Zaragoza 2009, with Lucene's non-negative idf).
 
-    Words are runs of letters and digits, in lower case. Ties are broken by position. Give all instances of an
-    environment the same index; it is only read.
+    Words are sequences of letters and digits, in lower case. Ties are broken by position. All instances of an
+    environment can share one index, which is read-only.
 
     Args:
-        passages: What is searched.
-        top_k: Passages returned, at most; one that shares no word with the query never is.
-        k1: How soon repeating a word stops counting. Default 1.5.
-        b: How much long passages are held back, in [0, 1]. Default 0.75.
+        passages: The passages to search.
+        top_k: Maximum number of results; passages without a word of the query are never returned.
+        k1: Saturation of repeated words. Default 1.5.
+        b: Penalty on long passages, in [0, 1]. Default 0.75.
 
     Raises:
         ValueError: If there is no passage or a parameter is out of range.
@@ -45,7 +45,7 @@ class BM25Index:
         counts = [Counter(_words(passage)) for passage in self.passages]
         mean = sum(count.total() for count in counts) / len(counts) or 1.0
         self._weights: dict[str, dict[int, float]] = {}
-        """For each word, its weight in the passages that hold it."""
+        """Word to passage index to weight, for the passages that contain the word."""
         for index, count in enumerate(counts):
             norm = k1 * (1 - b + b * count.total() / mean)
             for word, n in count.items():
@@ -55,14 +55,14 @@ class BM25Index:
             held.update({index: idf * weight for index, weight in held.items()})
 
     def __call__(self, query: str) -> list[str]:
-        """The best passages, at most ``top_k``."""
+        """Return the best passages, at most ``top_k``."""
         scores = self.scores(query)
         return [
             self.passages[index] for index in sorted(scores, key=lambda index: (-scores[index], index))[: self.top_k]
         ]
 
     def scores(self, query: str) -> dict[int, float]:
-        """The score of every passage that shares a word with the query, by its position."""
+        """Return the scores of all passages that share a word with the query, by position."""
         scores: dict[int, float] = {}
         for word in _words(query):
             for index, weight in self._weights.get(word, {}).items():
@@ -71,23 +71,23 @@ class BM25Index:
 
 
 class SearchServerError(RuntimeError):
-    """A search server failed, however often it was asked."""
+    """Raised when a search server fails after all retries."""
 
 
 class HttpSearch:
-    """Asks a server, by HTTP POST of JSON.
+    """Searches with a server, by HTTP POST of JSON.
 
-    Connection errors, timeouts and the status codes 429 and 5xx are tried again, after ``backoff``, twice that, four
-    times that, ... seconds. What still fails is raised, so that the episode is not trained on.
+    Connection errors, timeouts and the status codes 429 and 5xx are retried after ``backoff``, twice that, four times
+    that, ... seconds. The last error is raised, so that the episode is not trained on.
 
     Args:
-        url: Where to post.
-        payload: Makes the JSON to post out of the query. Default: ``{"query": query, "top_k": 3}``.
-        passages: Takes the passages out of the JSON that comes back. Default: ``response["passages"]``.
+        url: Address of the server.
+        payload: Function from the query to the JSON of the request. Default: ``{"query": query, "top_k": 3}``.
+        passages: Function from the JSON of the response to the passages. Default: ``response["passages"]``.
         timeout: Seconds per attempt.
         retries: Attempts after the first one.
-        backoff: Seconds before the first of them.
-        headers: Sent along (an API key, for example).
+        backoff: Seconds before the second attempt.
+        headers: Further headers of the request (an API key, for example).
 
     Raises:
         ValueError: If the URL is not http(s) or a number is negative.
@@ -115,10 +115,10 @@ class HttpSearch:
         self.headers = {"Content-Type": "application/json", **(headers or {})}
 
     def __call__(self, query: str) -> list[str]:
-        """The passages found.
+        """Return the passages found for a query.
 
         Raises:
-            SearchServerError: If the server fails, or answers with something else than passages.
+            SearchServerError: If the server fails or its answer contains no passages.
         """
         body = json.dumps(self.payload(query)).encode()
         for attempt in range(self.retries + 1):
@@ -128,7 +128,7 @@ class HttpSearch:
                 cause: Exception = error
                 if error.code != 429 and error.code < 500:
                     break
-            except OSError as error:  # URLError, timeouts and broken connections are of this kind
+            except OSError as error:  # the base class of URLError, timeouts and broken connections
                 cause = error
             if attempt < self.retries:
                 time.sleep(self.backoff * 2**attempt)
@@ -144,8 +144,8 @@ class HttpSearch:
             found = self.passages(json.loads(body))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise SearchServerError(
-                f"{self.url} answered {body[:80]!r}, from which no passages could be taken ({error!r}). Pass `passages`, a "
-                "function that takes them out of its JSON."
+                f"{self.url} answered {body[:80]!r}, which has no passages ({error!r}). Pass `passages`, a function that "
+                "extracts them from the JSON."
             ) from error
         if not isinstance(found, list) or not all(isinstance(passage, str) for passage in found):
             raise SearchServerError(f"{self.url}: expected a list of texts as passages, got {str(found)[:80]!r}.")

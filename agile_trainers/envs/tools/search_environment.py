@@ -1,4 +1,4 @@
-"""Questions that are answered with the help of a search engine."""
+"""An environment of questions that the model answers with a search engine."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ INSTRUCTIONS = (
     "<answer>the answer</answer>, as short as possible."
 )
 _TAGS = ("search", "answer")
-_PUNCTUATION = set(string.punctuation) - set("+#")  # C, C++ and C# are three answers
+_PUNCTUATION = set(string.punctuation) - set("+#")  # C, C++ and C# are different answers
 
 
 class SearchEnvironment(ReasoningEnvironment):
     """Asks the question of a row, answers ``<search>`` queries, and rewards the ``<answer>``.
 
-    An answer of the model holds exactly one of the two tags, after any amount of thinking. Anything else is told what was
-    expected and may try again; that uses up a turn. With ``stop_strings=["</search>", "</answer>"]`` a model cannot go on
-    and make up what would have been found.
+    An answer of the model contains exactly one of the two tags, after any amount of thinking. For other answers, the
+    observation describes the expected form, and the turn is lost. With ``stop_strings=["</search>", "</answer>"]`` the
+    model cannot continue and invent search results.
 
-    Reward of the ``<answer>``: that of ``reward_fn``, and ``format_reward`` if the format was right all along.
-    ``info["success"]`` is about ``reward_fn`` alone; ``info`` counts ``searches`` and ``invalid`` answers. An episode that
+    The reward of the ``<answer>`` is that of ``reward_fn``, plus ``format_reward`` if all answers had the right format.
+    ``info["success"]`` depends on ``reward_fn`` alone; ``info`` counts ``searches`` and ``invalid`` answers. An episode that
     reaches its limit without an ``<answer>`` is truncated.
 
     Args:
         search: Finds passages, a :class:`~agile_trainers.envs.tools.search.BM25Index` or
             :class:`~agile_trainers.envs.tools.search.HttpSearch` for example. Shared by all instances.
         data: Rows of question and answer, as for :class:`~agile_trainers.envs.questions.environment.ReasoningEnvironment`.
-            An answer may be a list of right ones.
-        max_searches: Searches per episode; more are refused.
-        max_turns: Answers per episode. Default: two more than searches.
+            An answer may be a list of accepted ones.
+        max_searches: Searches per episode; further ones are rejected.
+        max_turns: Answers per episode. Default: ``max_searches`` plus two.
         format_reward: See above. Default 0.1.
-        max_passage_length: Characters of each passage that are shown.
-        options: Everything else that ``ReasoningEnvironment`` takes. ``reward_fn`` defaults to :func:`answer_match`,
+        max_passage_length: Characters of each passage that the model sees.
+        options: Further arguments of ``ReasoningEnvironment``. ``reward_fn`` defaults to :func:`answer_match`,
             ``system_prompt`` to ``INSTRUCTIONS``.
 
     Raises:
@@ -73,12 +73,12 @@ class SearchEnvironment(ReasoningEnvironment):
         super().__init__(data, **{**defaults, **options})
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
-        """Ask a question; see :meth:`ReasoningEnvironment.reset`."""
+        """Return a question; see :meth:`ReasoningEnvironment.reset`."""
         self.turns = self.searches = self.invalid = 0
         return super().reset(seed, options)
 
     def step(self, action: str) -> StepResult:
-        """Search, or reward the answer.
+        """Run the search, or reward the answer.
 
         Raises:
             SearchServerError: If the search engine fails; the episode is then not trained on.
@@ -100,12 +100,12 @@ class SearchEnvironment(ReasoningEnvironment):
         return observation, 0.0, False, self.turns >= self.max_turns, {"success": False, **self._counts()}
 
     def score(self, completion: str, row: Row) -> float:
-        """The reward of an answer, without its tags."""
+        """Return the reward of an answer, without its tags."""
         tags = tagged(completion, *_TAGS)
         return super().score(tags[-1][1].strip() if tags else completion, row)
 
     def ideal(self, row: Row) -> str:
-        """The right answer in its tags: what a demonstration without searches would say."""
+        """Return the right answer in its tags."""
         right = self.answer_to(row)
         return f"<answer>{right[0] if isinstance(right, (list, tuple)) else super().ideal(row)}</answer>"
 
@@ -113,7 +113,7 @@ class SearchEnvironment(ReasoningEnvironment):
         if self.searches == self.max_searches:
             return "You have used all your searches. Write <answer>the answer</answer>."
         self.searches += 1
-        # A passage must not pretend to end and something else to begin.
+        # A passage must not close its tag and open another one.
         found = [
             text[: self.max_passage_length].replace("information>", "information >") for text in self.search(query)
         ]
@@ -125,15 +125,15 @@ class SearchEnvironment(ReasoningEnvironment):
 
 
 def answer_match(completion: str, answer: Any, question: str = "") -> float:
-    """1 if the completion is one of the right answers, else 0.
+    """Return 1 if the completion is one of the right answers, else 0.
 
-    Numbers are compared as numbers. Of anything else, case, punctuation, articles and spacing do not count, as in SQuAD's
-    exact match (Rajpurkar et al. 2016), except where nothing else is left ("The The").
+    Numbers are compared by value. In other answers, case, punctuation, articles and spacing are ignored, as in SQuAD's
+    exact match (Rajpurkar et al. 2016), unless nothing else is left ("The The").
 
     Args:
-        completion: What was answered.
+        completion: The model's answer.
         answer: The right answer, or a list of them.
-        question: Not looked at.
+        question: Unused.
     """
     right = answer if isinstance(answer, (list, tuple)) else [answer]
     given = _comparable(completion)

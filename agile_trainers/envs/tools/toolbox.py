@@ -1,4 +1,4 @@
-"""Runs the tool calls of an answer: functions, their schemas, what the model is shown."""
+"""Runs the tool calls of an answer and formats their results for the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALL_EXAMPLES = {
     "hermes": '<tool_call>\n{"name": "<tool>", "arguments": {"<argument>": <value>}}\n</tool_call>',
     "llama3": '{"name": "<tool>", "parameters": {"<argument>": <value>}}',
 }
-"""How a call is written in each format."""
+"""Example of a call in each format."""
 _FAILED = "Error: "
 
 
@@ -33,15 +33,15 @@ class Toolbox:
 
     def __init__(self, tools: Sequence[Callable[..., Any]]):
         self.schemas = [_schema(tool) for tool in tools]
-        """JSON schemas, as chat templates take them."""
+        """JSON schemas in the form of chat templates."""
         self.tools = {schema["function"]["name"]: tool for schema, tool in zip(self.schemas, tools)}
         """Functions by name."""
         if not tools or len(self.tools) < len(tools):
-            raise ValueError(f"Tools need different names, and there must be one: got {list(self.tools)}.")
+            raise ValueError(f"Pass at least one tool, with different names: got {list(self.tools)}.")
         self._parameters = {s["function"]["name"]: s["function"].get("parameters", {}) for s in self.schemas}
 
     def error(self, call: ToolCall | MalformedCall) -> str | None:
-        """Why a call cannot be run, fit to be shown to the model; None if it can."""
+        """Return the error of a call, for the model; None if it can be run."""
         if isinstance(call, MalformedCall):
             return call.reason
         if call.name not in self.tools:
@@ -50,10 +50,10 @@ class Toolbox:
         return None if error is None else f"{call.name}: {error}"
 
     def run(self, call: ToolCall | MalformedCall) -> str:
-        """What the model is shown for a call: the result (as JSON unless it is text), or an error.
+        """Run a call and return its result for the model (as JSON unless it is text), or an error.
 
         Raises:
-            IsolationError: If this machine cannot run the tool, whatever the model writes.
+            IsolationError: If this machine cannot isolate the tool.
         """
         try:
             return _shown(self._invoke(call))
@@ -61,7 +61,7 @@ class Toolbox:
             return _failure(error)
 
     async def run_awaited(self, call: ToolCall | MalformedCall) -> str:
-        """As :meth:`run`, with a result that is awaited if it can be."""
+        """Run a call like :meth:`run`, and await its result if it is awaitable."""
         try:
             result = self._invoke(call)
             return _shown(await result if inspect.isawaitable(result) else result)
@@ -76,22 +76,22 @@ class Toolbox:
 
 
 def count_failed(results: Sequence[str]) -> int:
-    """How many of the results of calls are errors."""
+    """Count the errors among the results of calls."""
     return sum(result.startswith(_FAILED) for result in results)
 
 
 def as_observation(results: Sequence[str]) -> str:
-    """Results as one text, each in ``<tool_response>`` tags. None can pretend to end and another one to begin."""
+    """Join results to one text, each in ``<tool_response>`` tags, which are escaped inside a result."""
     shown = (result.replace("tool_response>", "tool_response >") for result in results)
     return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in shown)
 
 
 def describe_tools(schemas: Sequence[dict[str, Any]], call_format: CallFormat = "hermes") -> str:
-    """The list of tools and how to call them, for a model whose chat template has no place for it.
+    """Describe the tools and the format of calls in text, for models whose chat template does not list tools.
 
     Args:
-        schemas: As ``transformers.utils.get_json_schema`` makes them.
-        call_format: ``"hermes"`` (Qwen's too) or ``"llama3"``.
+        schemas: Schemas from ``transformers.utils.get_json_schema``.
+        call_format: ``"hermes"`` (also for Qwen) or ``"llama3"``.
     """
     listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return (
@@ -104,12 +104,12 @@ def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
     name = getattr(tool, "__name__", repr(tool))
     try:
         schema = get_json_schema(tool)
-    except Exception as error:  # transformers has several of its own
+    except Exception as error:  # transformers raises several types
         raise ValueError(
             f"No schema can be made for the tool {name}: {error} A tool needs type hints and a docstring that describes it "
             "and, under 'Args:', each argument."
         ) from error
-    schema["function"].pop("return", None)  # no chat template shows it
+    schema["function"].pop("return", None)  # chat templates do not show it
     return schema
 
 
