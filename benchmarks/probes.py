@@ -327,7 +327,7 @@ def meanings() -> str:
     for name, spec in PROBES.items():
         paragraphs = (inspect.getdoc(spec.factory) or "").split("\n\n")
         failing = " ".join(" ".join(paragraphs).split())
-        match = re.search(r"(Failing\b.*?\.)( |$)", failing)
+        match = re.search(r"(Failure\b.*?\.)( |$)", failing)
         lines.append(f"- `{name}`: {match.group(1) if match else failing}")
     return "\n".join(lines)
 
