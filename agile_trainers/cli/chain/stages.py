@@ -30,13 +30,13 @@ from agile_trainers.trainers.algorithms import ALGORITHMS, algorithm_names, find
 from agile_trainers.trainers.mixture import names_of
 
 SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
-"""Stages that TRL's own trainers train."""
+"""Stages of TRL's trainers."""
 EPISODES = (
     "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "max_observation_length", "stop_strings",
     "system_prompt", "training_chat_template", "chat_template_kwargs", "temperature", "top_p", "top_k", "min_p",
     "num_eval_episodes", "eval_greedy", "environment_limits",
 )  # fmt: skip
-"""What an evaluation takes over from the last multi-turn stage, unless ``evaluation`` says otherwise."""
+"""Options that an evaluation takes from the last multi-turn stage, unless ``evaluation`` sets them."""
 _PLAYED = (
     "seed", "generation_chunk_size", "max_environments", "environment_workers", "environment_processes",
     "environment_timeout",
@@ -220,7 +220,7 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
 
 
 def make_config(config: type, options: Mapping[str, Any], output_dir: Path | None, where: str) -> Any:
-    """A configuration from YAML's values, which mean what they mean on the command line (``1e-3`` is a number)."""
+    """Make a configuration from YAML values, parsed as on the command line (``1e-3`` is a number)."""
 
     def refuse(message: str) -> NoReturn:
         raise ValueError(message)
@@ -237,7 +237,7 @@ def make_config(config: type, options: Mapping[str, Any], output_dir: Path | Non
 
 
 def _evaluation(raw: Any, shared: dict[str, Any], stages: list[Stage]) -> dict[str, Any]:
-    """The options of every evaluation."""
+    """Return the options of every evaluation."""
     given = _mapping(raw, {*EPISODES, *_PLAYED}, "`evaluation`")
     played = next((stage.options for stage in reversed(stages) if stage.algorithm not in SUPERVISED), shared)
     options = {name: value for name, value in shared.items() if name in _options_of(EVALUATION)}

@@ -214,7 +214,7 @@ def player_plays(run: Run, name: str) -> list[Trajectory]:
 
 
 def model_plays(run: Run) -> list[Trajectory]:
-    """The episodes, by the model, sampling as the training would."""
+    """Play the episodes with the model, sampling as in training."""
     return evaluate_policy(
         str(run.model.model_name_or_path),
         run.tokenizer,
