@@ -132,8 +132,8 @@ def test_a_text_lists_the_ids_that_hold_it() -> None:
     code, listing = listed("PROBE/")
     assert code == 0
     assert listing.splitlines() == [name for name in list_environments() if "probe/" in name]
-    assert listed("nothing like it") == (1, "No environment's id holds 'nothing like it'; agile-trainers envs shows what "
-                                            "there is.\n")  # fmt: skip
+    assert listed("nothing like it") == (1, "No environment's id contains 'nothing like it'; agile-trainers envs lists "
+                                            "all.\n")  # fmt: skip
 
 
 def test_what_is_not_installed_comes_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
