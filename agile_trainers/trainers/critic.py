@@ -196,7 +196,7 @@ class Critic:
         trained = turn_lengths(torch.where(output.tool_mask > 0, batch.turn_ids, -1), num_turns)
         weights = (trained > 0).float()
         if read.by_token:
-            # A turn counts once, whatever its length.
+            # A turn counts once at any length.
             lengths = spread_to_tokens(trained, batch.turn_ids).clamp(min=1)
             weights, targets = (spread_to_tokens(x, batch.turn_ids) for x in (weights, targets))
             weights = weights / lengths
@@ -208,21 +208,22 @@ class Critic:
     # -------------------------------------------------------------------------------------------------------- loss
 
     def forget_step(self) -> None:
-        """Begin a new optimizer step, wherever the last one was."""
+        """Begin a new optimizer step, and drop an unfinished one."""
         self._step_ends = 0
 
     def count_turns_of_step(
         self, step: int, micro_batches: list[Batch], *, drawn: bool, every: int, length: int
     ) -> None:
-        """At the start of an optimizer step, and of a generation batch in it, tell the micro-batches of the step how many
-        turns it trains on.
+        """Write the number of turns of an optimizer step into its micro-batches.
+
+        It acts at the start of an optimizer step and of each generation batch in it.
 
         Args:
-            step: Micro-steps taken.
-            micro_batches: Of the generation batch.
-            drawn: Whether they are new.
+            step: Number of micro-steps before.
+            micro_batches: Micro-batches of the generation batch.
+            drawn: True if they are new.
             every: Micro-steps of a generation batch, over all its passes.
-            length: Micro-steps of this optimizer step; at the end of an epoch it may be a short one.
+            length: Micro-steps of this optimizer step; the last of an epoch may be shorter.
         """
         begins = step >= self._step_ends
         if begins:
@@ -233,12 +234,12 @@ class Critic:
             self.count_turns([micro_batches[i % len(micro_batches)] for i in micro_steps], length)
 
     def count_turns(self, micro_batches: list[Batch], in_step: int | None = None) -> None:
-        """Tell micro-batches of one optimizer step how many turns, over all ranks, it trains on.
+        """Write the number of turns of an optimizer step, over all ranks, into its micro-batches.
 
         Args:
-            micro_batches: Those of the step that are drawn already.
-            in_step: How many the step has; the others, of generation batches to come, are taken to be like these. Default:
-                no others.
+            micro_batches: Micro-batches of the step that are drawn already.
+            in_step: Number of micro-batches of the step; those of later generation batches count as the mean of these.
+                Default: the given ones.
         """
         weights = [column_of(batch, "value_weights").sum() for batch in micro_batches]
         turns = self._trainer.accelerator.reduce(sum(weights), reduction="sum")
@@ -248,12 +249,12 @@ class Critic:
     def listening(
         self, model: Callable[..., Any], batch: TrainBatch, heard: Callable[[torch.Tensor], None]
     ) -> Callable[..., Any]:
-        """``model``, asked for values too: one call for both is the only form that is right under DDP and DeepSpeed.
+        """Wrap ``model`` so that its forward pass returns values too, since DDP and DeepSpeed require a single call.
 
         Args:
             model: The policy's forward pass.
-            batch: The micro-batch it will read.
-            heard: Gets the values (B, U).
+            batch: The micro-batch that it reads.
+            heard: Called with the values (B, U).
         """
         positions = batch.column("value_offsets") + batch.prompt_ids.size(1)
 
@@ -267,31 +268,31 @@ class Critic:
     def add_loss(
         self, policy_loss: torch.Tensor, values: torch.Tensor, batch: TrainBatch
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Policy loss and value loss together, and the metrics of an optimizer step with its last micro-batch.
+        """Add the value loss to the policy loss; return it, and the metrics with the last micro-batch of a step.
 
         Args:
-            policy_loss: TRL's, divided for accumulation.
-            values: (B, U), of the forward pass that gave it.
+            policy_loss: TRL's, divided by the accumulation steps.
+            values: (B, U), of the same forward pass.
             batch: The micro-batch.
         """
         trainer, args = self._trainer, self._args
         targets, weights = batch.column(TARGETS), batch.column("value_weights")
         values = self._pooled(values, batch.turn_ids, targets.size(1))
         errors, clipped = value_errors(values, batch.column("old_values"), targets, args.value_clip_range)
-        # A padded entry has weight 0 but may have read anything.
+        # A padded entry has weight 0, but its value is arbitrary.
         total = torch.where(weights > 0, errors * weights, 0.0).sum()
         metrics = self._metrics(policy_loss.detach(), total.detach(), (clipped * weights).sum(), weights.sum())
         assert batch.turns_in_step is not None
-        # DDP averages over ranks; TRL's loss is divided for accumulation already, as this one must be.
+        # DDP averages over ranks. Like TRL's loss, this one is divided by the accumulation steps.
         value_loss = total * trainer.accelerator.num_processes / batch.turns_in_step.clamp(min=1.0)
-        # Multiplied, not frozen: every parameter has a gradient in every step, as ZeRO-3 demands.
+        # Multiplied by 0 instead of frozen: ZeRO-3 requires a gradient of every parameter in every step.
         policy_weight = 0.0 if trainer.state.global_step < args.critic_warmup_steps else 1.0
         return policy_weight * policy_loss + args.vf_coef * value_loss, metrics
 
     def _metrics(
         self, policy: torch.Tensor, total: torch.Tensor, clipped: torch.Tensor, weight: torch.Tensor
     ) -> dict[str, float]:
-        """Those of the optimizer step, once its last micro-batch is there; the critic's are means over its turns."""
+        """Return the metrics of the optimizer step with its last micro-batch; those of the critic are means over turns."""
         accelerator = self._trainer.accelerator
         self._totals = self._totals + torch.stack([policy, total, clipped, weight])
         if not accelerator.sync_gradients:

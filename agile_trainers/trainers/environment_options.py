@@ -1,4 +1,4 @@
-"""The options that each of several environments has of its own: limits and weights, by the environment's name."""
+"""Checks and applies ``environment_limits`` and ``environment_weights``, options by the environment's name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from agile_trainers.trainers.config import MultiTurnConfig
 
 LIMITS = ("max_turns", "max_new_tokens", "max_model_length", "max_observation_length")
-"""What an environment may have a limit of its own for."""
+"""Names of the limits that an environment may have of its own."""
 
 Config = TypeVar("Config", bound="MultiTurnConfig")
 
 
 def check_environments(args: MultiTurnConfig) -> None:
-    """Check ``environment_limits`` and ``environment_weights`` as far as that needs no names.
+    """Check the values of ``environment_limits`` and ``environment_weights``, before the environments are known.
 
     Raises:
         ValueError: For an unknown limit or a value that is out of range; the message names the environment.
@@ -28,7 +28,7 @@ def check_environments(args: MultiTurnConfig) -> None:
         for limit, value in own.items():
             if limit not in LIMITS:
                 raise ValueError(
-                    f"environment_limits[{name!r}] knows no {limit!r}; an environment may have its own {', '.join(LIMITS)}."
+                    f"environment_limits[{name!r}] must hold limits among {', '.join(LIMITS)}, got {limit!r}."
                 )
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
@@ -37,20 +37,20 @@ def check_environments(args: MultiTurnConfig) -> None:
         if args.min_new_tokens > own.get("max_new_tokens", args.max_new_tokens):
             raise ValueError(
                 f"environment_limits[{name!r}]: max_new_tokens={own['max_new_tokens']} is less than "
-                f"min_new_tokens={args.min_new_tokens}, which holds for every answer."
+                f"min_new_tokens={args.min_new_tokens}, which applies to every answer."
             )
         longest = args.max_model_length
         if longest is not None and own.get("max_model_length", longest) > longest:
             raise ValueError(
                 f"environment_limits[{name!r}]: max_model_length={own['max_model_length']} is more than max_model_length="
-                f"{longest}, which holds for all. Raise that one."
+                f"{longest}, which applies to all. Raise that one."
             )
     weights = _by_name("environment_weights", args.environment_weights, '{"guess": 2.0, "sums": 1.0}')
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not (isfinite(weight) and weight >= 0):
             raise ValueError(f"environment_weights[{name!r}] must be a number of at least 0, got {weight!r}.")
     if weights and not any(weights.values()):
-        raise ValueError(f"environment_weights={weights}: all are 0, so that nothing would be played. Raise one.")
+        raise ValueError(f"environment_weights={weights}: all are 0, and no environment would be played. Raise one.")
 
 
 def _by_name(field: str, value: Any, example: str) -> dict[str, Any]:
@@ -62,11 +62,11 @@ def _by_name(field: str, value: Any, example: str) -> dict[str, Any]:
 
 
 def check_names(args: MultiTurnConfig, names: Sequence[str] | None) -> None:
-    """Check that the options are for the environments there are.
+    """Check the names in ``environment_limits`` and ``environment_weights`` against the environments of the run.
 
     Args:
         args: The configuration.
-        names: Those of several environments; None for one.
+        names: Names of several environments; None for one.
 
     Raises:
         ValueError: For an unknown or missing name, and for a limit that would have no effect.
@@ -77,12 +77,12 @@ def check_names(args: MultiTurnConfig, names: Sequence[str] | None) -> None:
             continue
         if names is None:
             raise ValueError(
-                f"{field}={given} is for several environments, and there is one. Pass them by name, "
+                f"{field}={given} applies to several environments, but the run has one. Pass them by name, "
                 'environment={"guess": ..., "sums": ...}, or leave it unset.'
             )
         unknown = [name for name in given if name not in names]
         if unknown:
-            raise ValueError(f"{field} names {unknown[0]!r}, which is none of the environments {', '.join(names)}.")
+            raise ValueError(f"{field} names {unknown[0]!r}, expected one of the environments {', '.join(names)}.")
     weights = args.environment_weights
     missing = [name for name in names or () if weights is not None and name not in weights]
     if missing:
@@ -103,7 +103,7 @@ def check_names(args: MultiTurnConfig, names: Sequence[str] | None) -> None:
 
 
 def for_environment(args: Config, name: str | None) -> Config:
-    """The configuration as one of several environments has it: its limits in place of those that hold for all."""
+    """Copy the configuration with the limits of one of several environments in place of the common ones."""
     alone = copy.copy(args)
     if name is None:
         return alone
@@ -116,6 +116,6 @@ def for_environment(args: Config, name: str | None) -> Config:
 
 
 def longest_completion(args: MultiTurnConfig, names: Sequence[str] | None) -> int:
-    """``max_turns * max_new_tokens`` of the environment where that is most."""
+    """Return the largest ``max_turns * max_new_tokens`` of the environments."""
     each = [for_environment(args, name) for name in names or (None,)]
     return max(one.max_turns * one.max_new_tokens for one in each)

@@ -1,4 +1,4 @@
-"""Logs generation batches: metrics, TRL's tables, records on disk, and warnings of batches that teach nothing."""
+"""Logs generation batches: metrics, TRL's tables, records on disk, and warnings of batches without signal."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class EpisodeLog:
         self._name = environment if isinstance(environment, str) else getattr(environment, "__name__", "given")
         self._warned_of_starts = False
         self.idle_batches = 0
-        """Batches in a row, up to now, whose advantages were all 0."""
+        """Number of latest batches in a row whose advantages were all 0."""
 
     def summarize(
         self, trajectories: Sequence[Trajectory], rewards: torch.Tensor, seconds: float, credit: dict[str, float]
     ) -> dict[str, float]:
-        """The metrics of a generation batch; warns where it teaches nothing.
+        """Compute the metrics of a generation batch, and warn if it has no signal.
 
         Args:
             trajectories: The episodes of this process.
             rewards: (B, F) of all processes, NaN where a function gave none.
             seconds: Wall time of the rollout on this process.
-            credit: Metrics of its credit.
+            credit: Metrics of the credit rule.
         """
         trainer = self._trainer
         rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
@@ -98,7 +98,7 @@ class EpisodeLog:
         tables["advantages"].extend(trainer.accelerator.gather(pooled).tolist())
 
     def _compare_starts(self, trajectories: Sequence[Trajectory]) -> float:
-        """The share of groups, of all ranks, whose members did not start from the same observation; warns of the first."""
+        """Return the share of groups, of all ranks, whose members started differently, and warn of the first."""
         size = self._trainer.num_generations
         starts = gather_object([start_of(trajectory) for trajectory in trajectories])
         different, groups = differing_groups(starts, size), len(starts) // size
@@ -112,7 +112,7 @@ class EpisodeLog:
                 f"{len(different)} of {groups} groups did not start from the same observation: after "
                 f"reset(seed={start.seed}) the environment {name} said {shown[0]!r} to one member and {shown[-1]!r} to "
                 "another. A group's returns are compared as if only the answers differed: derive all randomness of reset "
-                "from its seed. The metric groups_with_different_starts goes on counting."
+                "from its seed. The metric groups_with_different_starts counts further ones."
             )
         return len(different) / groups
 
@@ -126,8 +126,8 @@ class EpisodeLog:
         Args:
             generation: Its index in the run.
             trajectories: The episodes of this process.
-            advantages: (B, K), theirs.
-            first: The place of the first of them among those of all processes.
+            advantages: (B, K), of these episodes.
+            first: Index of the first of them among the episodes of all processes.
         """
         step, records = self._trainer.state.global_step, []
         for index, (trajectory, row) in enumerate(zip(trajectories, advantages.tolist()), start=first):
@@ -139,7 +139,7 @@ class EpisodeLog:
         """Write the episodes of an evaluation.
 
         Args:
-            prefix: Of its metrics.
+            prefix: Prefix of its metrics.
             trajectories: The episodes of this process.
         """
         step = self._trainer.state.global_step
@@ -153,5 +153,5 @@ class EpisodeLog:
         path = Path(trainer.args.output_dir) / "rollouts" / name
         try:
             write_records(path, records)
-        except Exception as error:  # a log is not worth a run
+        except Exception as error:  # a failed log must not end the run
             logger.warning(f"The episodes of {path} could not be written: {describe_error(error)}")

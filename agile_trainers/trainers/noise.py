@@ -48,7 +48,7 @@ def switch_off_noise(model: nn.Module) -> None:
 
 
 def _zero(holder: Any, names: re.Pattern[str]) -> list[str]:
-    """Set the positive floats of ``holder`` with such a name to 0; return which."""
+    """Set the positive floats of ``holder`` with a matching name to 0, and return their names."""
     rates = [
         name for name, value in vars(holder).items() if isinstance(value, float) and value > 0 and names.search(name)
     ]

@@ -14,35 +14,35 @@ logger = logging.get_logger(__name__)
 
 MOST_SKIPPED_IN_A_ROW = 5
 MOST_SKIPPED_WITH_LOSS_SCALING = 25
-"""A dynamic loss scale starts too high on purpose and is halved with each skipped step."""
+"""Limit with a dynamic loss scale, which starts too high on purpose and is halved with each skipped step."""
 
 
 class NonFiniteError(FloatingPointError):
-    """Gradients or weights are NaN or infinite, and training cannot go on from them."""
+    """Gradients or weights are NaN or infinite, and training cannot continue."""
 
 
 @dataclass
 class StepGuard:
-    """Skips and counts the optimizer steps of a run that have no finite gradient.
+    """Skips and counts the optimizer steps of a run whose gradient is not finite.
 
     A skipped step leaves weights, optimizer state and learning rate schedule as they were. DeepSpeed skips such a step by
-    itself (its overflow check, in every ZeRO stage); it is counted here all the same.
+    itself (its overflow check, in every ZeRO stage), and it is counted here too.
     """
 
     skipped: int = 0
-    """Steps of the whole run."""
+    """Number of skipped steps of the run."""
     in_a_row: int = 0
-    """Steps up to the last one."""
+    """Number of skipped steps since the last one that was made."""
 
     def inspect(self, norm: Any, model: torch.nn.Module, optimizer: Any, accelerator: Accelerator, step: int) -> None:
-        """Skip the step that is about to be made if its gradient is not finite on some process.
+        """Skip the coming optimizer step if its gradient is not finite on some process.
 
         Args:
-            norm: The gradient's norm, over all parameters; a number, a tensor, or None where nothing computed it.
-            model: Its gradients are dropped if the step is skipped.
+            norm: The gradient's norm, over all parameters; a number, a tensor, or None if it was not computed.
+            model: The model whose gradients are dropped if the step is skipped.
             optimizer: Accelerate's.
             accelerator: The trainer's.
-            step: Optimizer steps made before.
+            step: Number of optimizer steps before.
 
         Raises:
             NonFiniteError: When too many steps in a row were skipped.
@@ -54,8 +54,8 @@ class StepGuard:
             self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
             if skips:
                 for parameter in model.parameters():
-                    parameter.grad = None  # optimizers pass over a parameter without one
-                optimizer._is_overflow = True  # by which `Trainer` leaves the schedule alone
+                    parameter.grad = None  # optimizers skip a parameter without gradient
+                optimizer._is_overflow = True  # so that `Trainer` does not advance the schedule
             self._report(norm, step, _scales_loss(accelerator))
             return
         self.in_a_row = 0
@@ -82,9 +82,9 @@ def check_finite(model: torch.nn.Module, accelerator: Accelerator, step: int) ->
     """Raise unless every trained weight is finite, on every process.
 
     Args:
-        model: The trainer's model. Of partitioned weights (ZeRO-3, FSDP2) each process looks at its own part.
+        model: The trainer's model. Each process checks its own part of sharded weights (ZeRO-3, FSDP2).
         accelerator: The trainer's.
-        step: For the message.
+        step: Number of optimizer steps, for the message.
 
     Raises:
         NonFiniteError: On every process, if one finds a weight that is NaN or infinite. It names the first.
@@ -107,7 +107,7 @@ def _own_part(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _agree(mine: bool, accelerator: Accelerator) -> bool:
-    """Whether all processes say yes."""
+    """Return True if ``mine`` is True on all processes."""
     if accelerator.num_processes == 1:
         return mine
     against = torch.tensor(0.0 if mine else 1.0, device=accelerator.device)

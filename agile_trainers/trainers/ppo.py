@@ -1,4 +1,4 @@
-"""Multi-turn PPO: a critic tells what a state is worth, and a turn is credited with how much better it went."""
+"""Multi-turn PPO: advantages are generalized advantage estimates over turns, from the values of a critic."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -125,7 +125,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     config_class = MultiTurnPPOConfig
 
     def assign_credit(self, turns: CreditInputs) -> Credit:
-        """Generalized advantage estimates over turns, and what the critic should have said."""
+        """Compute generalized advantage estimates over turns, and the targets of the critic."""
         assert turns.values is not None and turns.final_values is not None
         advantages = gae(
             turns.rewards,
@@ -136,9 +136,9 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             gae_lambda=self.args.gae_lambda,
         )
         targets = torch.where(turns.mask, advantages + turns.values, 0.0)
-        said, right = turns.values[turns.mask], targets[turns.mask]
-        metrics = {"value/explained_variance": explained_variance(said, right)}
-        if said.numel():
-            metrics["value/mean"] = said.mean().item()
-            metrics["value/error"] = (said - right).square().mean().sqrt().item()
+        predicted, target = turns.values[turns.mask], targets[turns.mask]
+        metrics = {"value/explained_variance": explained_variance(predicted, target)}
+        if predicted.numel():
+            metrics["value/mean"] = predicted.mean().item()
+            metrics["value/error"] = (predicted - target).square().mean().sqrt().item()
         return Credit(advantages, metrics, {TARGETS: targets})

@@ -1,4 +1,4 @@
-"""Decides the learning rate and the size of an update where the user does not, and warns of a recipe that learns nothing."""
+"""Chooses the learning rate and the size of an update where they are unset, and warns of unsuitable ones."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ logger = logging.get_logger(__name__)
 TRL_LEARNING_RATE = 1e-6
 """TRL's default for ``learning_rate``, a rate for whole models."""
 LORA_LEARNING_RATE = 1e-5
-"""TRL's recommendation for GRPO with LoRA, ten times that (https://huggingface.co/docs/trl/peft_integration, section
-"Learning Rate Considerations")."""
+"""TRL's recommendation for GRPO with LoRA, ten times ``TRL_LEARNING_RATE``
+(https://huggingface.co/docs/trl/peft_integration, section "Learning Rate Considerations")."""
 GROUPS = 8
-"""Groups of one update."""
+"""Number of groups of one update by default."""
 EPISODES = 64
-"""Episodes of one update of an algorithm without groups."""
+"""Number of episodes of one update by default, for an algorithm without groups."""
 
 
 def micro_batch(args: Any) -> int:
-    """Episodes that all processes train on at once."""
+    """Return the number of episodes in a micro-batch over all processes."""
     return args.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def accumulation(args: Any) -> int:
-    """The smallest ``gradient_accumulation_steps`` with which an update sees ``GROUPS`` groups, none of them split.
+    """Compute the smallest ``gradient_accumulation_steps`` with which an update sees ``GROUPS`` whole groups.
 
     Args:
-        args: Its ``num_generations`` and ``per_device_train_batch_size``; without groups ``EPISODES`` counts.
+        args: A configuration; without groups an update sees ``EPISODES`` episodes.
     """
     unit, units = (1, EPISODES) if args.groupless else (max(1, args.num_generations), GROUPS)
     together = max(1, micro_batch(args))
@@ -41,10 +41,10 @@ def accumulation(args: Any) -> int:
 
 
 def take_trl_batch(args: Any) -> None:
-    """Make TRL's default batch of ours: no accumulation.
+    """Replace our default batch by TRL's, without accumulation.
 
     Raises:
-        ValueError: If it splits a group.
+        ValueError: If the batch splits a group.
     """
     args.gradient_accumulation_steps = args.steps_per_generation = 1
     args.generation_batch_size = micro_batch(args)
@@ -56,11 +56,11 @@ def take_trl_batch(args: Any) -> None:
 
 
 def decide_learning_rate(args: Any, *, adapter: bool) -> None:
-    """Make ``args.learning_rate`` a number.
+    """Set ``args.learning_rate`` where it is None.
 
     Args:
         args: The trainer's own copy of its configuration.
-        adapter: Whether an adapter is trained, rather than the whole model.
+        adapter: True if an adapter is trained, rather than the whole model.
     """
     if args.learning_rate is None:
         args.learning_rate = LORA_LEARNING_RATE if adapter else TRL_LEARNING_RATE
@@ -68,11 +68,11 @@ def decide_learning_rate(args: Any, *, adapter: bool) -> None:
 
 
 def idle_recipe(args: Any, *, adapter: bool) -> list[str]:
-    """Say which options make learning unlikely, whatever the environment. Nothing at our own defaults.
+    """List options with which learning is unlikely in any environment; none at the defaults.
 
     Args:
-        args: Its learning rate, and what an update's size follows from.
-        adapter: Whether an adapter is trained, rather than the whole model.
+        args: A configuration; reads the learning rate and the options of an update's size.
+        adapter: True if an adapter is trained, rather than the whole model.
     """
     found = []
     if adapter and args.learning_rate is not None and args.learning_rate <= TRL_LEARNING_RATE:
@@ -83,8 +83,8 @@ def idle_recipe(args: Any, *, adapter: bool) -> list[str]:
     episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if not args.groupless and episodes < 2 * args.num_generations:
         found.append(
-            f"An update sees {episodes} episodes, one group of num_generations={args.num_generations}: where they score "
-            "alike, it learns nothing. Leave gradient_accumulation_steps="
+            f"An update sees {episodes} episodes, one group of num_generations={args.num_generations}; if their rewards "
+            "are equal, it has no gradient. Leave gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps} unset, or raise it."
         )
     return found

@@ -1,4 +1,4 @@
-"""The trainer: every override of TRL and ``Trainer``, in the order in which a run and then a step calls them.
+"""Defines the trainer: every override of TRL and ``Trainer``, in the order in which a run and a step call them.
 
 ``MultiTurnTrainer`` replaces the part between a dataset row and TRL's loss: rollout, rewards, credit. The loss itself and
 the optimizer loop stay TRL's. Everything with state of its own is an object: the sampler, the checkpoints, the Hub's
@@ -81,9 +81,9 @@ class _LossPass:
 
     batch: TrainBatch
     inputs: Batch
-    """The same, as TRL's loss reads it."""
+    """The same batch in TRL's form."""
     values: torch.Tensor | None = None
-    """Of the critic, from the pass that the loss is computed with."""
+    """Values of the critic, from the forward pass of the loss."""
 
 
 class MultiTurnTrainer(GRPOTrainer):
@@ -207,7 +207,7 @@ class MultiTurnTrainer(GRPOTrainer):
             args, peft_config = setup.args, setup.peft_config
             train_dataset, eval_dataset = setup.train_dataset, setup.eval_dataset
             reward_funcs, reward_processing_classes = setup.reward_funcs, setup.reward_processing_classes
-        # With it TRL would make an engine of its own.
+        # With use_vllm TRL would make an engine of its own.
         use_vllm, args.use_vllm = args.use_vllm, args.use_vllm and setup is None
         inputs = resolve_inputs(TrainerInputs(model, args, processing_class, quantization_config, peft_config))
         if setup is not None:
@@ -255,7 +255,7 @@ class MultiTurnTrainer(GRPOTrainer):
             append_final_observation=args.has_critic,
         )
         if args.training_chat_template:
-            # Whoever loads the saved tokenizer must render what the policy was trained on.
+            # The saved tokenizer must render the text that the policy was trained on.
             self.processing_class.chat_template = self.engine.chat.chat_template
         for name, state in setup.first_states.items():
             check_first_prompt(self.engine, state, name, needs_anchor=self.needs_anchors)
@@ -286,7 +286,7 @@ class MultiTurnTrainer(GRPOTrainer):
             self.critic.thaw()
 
     def _switch_off_noise(self) -> None:
-        """After construction, and after every adapter that is added later."""
+        """Switch off dropout and other noise; called at construction and after an adapter is added."""
         if self.args.disable_dropout:
             for model in (self.model, self.ref_model):
                 if model is not None:
@@ -295,26 +295,26 @@ class MultiTurnTrainer(GRPOTrainer):
 
     @property
     def needs_anchors(self) -> bool:
-        """Whether the credit rule compares turns by the state they started from."""
+        """True if the credit rule compares turns by the state that they started from."""
         return False
 
     @property
     def micro_steps_per_generation(self) -> int:
-        """Micro-steps that are trained on one generation batch, over all passes."""
+        """Number of micro-steps on one generation batch, over all passes."""
         return self.args.steps_per_generation * self.num_iterations
 
     @property
     def _corrects_mismatch(self) -> bool:
-        """Whether tokens are weighed by the trainer's probability over the sampler's."""
+        """True if tokens are weighed by the trainer's probability over the sampler's."""
         return bool(self.vllm_importance_sampling_correction)
 
     @property
     def _scores_old_policy(self) -> bool:
-        """Whether an update sees a batch that an older policy, or another engine, sampled; TRL's own condition."""
+        """True if an older policy or another engine sampled the batch of an update; TRL's own condition."""
         return self._corrects_mismatch or self.args.gradient_accumulation_steps % self.micro_steps_per_generation != 0
 
     def _local(self, size: int) -> slice:
-        """This process's rows among those of all."""
+        """Return the rows of this process among those of all."""
         return slice(self.accelerator.process_index * size, (self.accelerator.process_index + 1) * size)
 
     def _add_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -324,27 +324,29 @@ class MultiTurnTrainer(GRPOTrainer):
     # --------------------------------------------------------------------------------------------------- credit rule
 
     def assign_credit(self, turns: CreditInputs) -> Credit:
-        """The credit rule of an algorithm: advantages of all turns, before whitening and clipping.
+        """Compute the advantages of all turns, before whitening and clipping: the credit rule of an algorithm.
 
         Args:
-            turns: Of all processes.
+            turns: The turns of all processes.
         """
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------------------- run
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """``Trainer.train``; interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint
-        and stops its caller. A second signal stops at once.
+        """Train, as ``Trainer.train`` does.
+
+        Interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint and stops its caller. A
+        second signal stops at once.
 
         Args:
-            resume_from_checkpoint: True takes the newest whole checkpoint in ``output_dir``; ``"auto"`` does if there is
-                one, and starts anew otherwise; a path takes that one.
+            resume_from_checkpoint: True takes the newest complete checkpoint in ``output_dir``; ``"auto"`` does so if there
+                is one, and starts a new run otherwise; a path takes that checkpoint.
             *args: See ``Trainer.train``.
             **kwargs: See ``Trainer.train``.
 
         Raises:
-            CheckpointError: If there is no whole checkpoint there, or it is one of another run.
+            CheckpointError: If there is no complete checkpoint, or it belongs to another run.
             OutputDirInUseError: If another process of this host trains into ``output_dir``.
             NonFiniteError: If too many optimizer steps in a row have a gradient that is not finite.
             KeyboardInterrupt: After the checkpoint of an interrupted run was saved.
@@ -360,7 +362,7 @@ class MultiTurnTrainer(GRPOTrainer):
             folder = self.checkpoints.choose(resume_from_checkpoint, lock)
             if self.updates.is_beginning:
                 self.updates.keep(lock)
-            # A trainer that trains anew, maybe after an interruption inside a step, begins with a new generation batch.
+            # A second call of train(), maybe after an interruption inside a step, begins with a new generation batch.
             every = self.micro_steps_per_generation
             self._restore_rollout(-(-self._step // every) * every, None)
             self.guard = StepGuard()
@@ -373,9 +375,9 @@ class MultiTurnTrainer(GRPOTrainer):
         return output
 
     def start(self, resume_from_checkpoint: str | bool | None = None) -> None:
-        """Begin a run that :meth:`rollout` and :meth:`update` drive, with all that ``train()`` does before its first step.
+        """Begin a run of :meth:`rollout` and :meth:`update`, as ``train()`` does before its first step.
 
-        A trainer that has not trained yet need not call it: the first ``rollout()`` or ``update()`` does.
+        The first ``rollout()`` or ``update()`` of a trainer that has not trained yet calls it.
 
         Args:
             resume_from_checkpoint: As for :meth:`train`.
@@ -389,11 +391,11 @@ class MultiTurnTrainer(GRPOTrainer):
     def rollout(
         self, rows: Sequence[dict[str, Any]] | None = None, *, generation: int | None = None
     ) -> list[Trajectory]:
-        """Play episodes with the policy as it is; nothing is trained. The same call gives the same episodes.
+        """Play episodes with the current policy, without training. The same call gives the same episodes.
 
         Args:
-            rows: Dataset rows, handed to ``reset`` as options: one for each group of this process (as many on each).
-                Default: those that ``train()`` would take next; without a ``train_dataset`` its number of episodes.
+            rows: Dataset rows, passed to ``reset`` as options: one for each group of this process (equally many on each).
+                Default: the next rows of ``train()``; without a ``train_dataset`` the same number of episodes.
             generation: Index of the generation batch, which seeds environments and sampling. Default: the one that
                 ``train()`` would play next, until an update is made.
 
@@ -402,19 +404,19 @@ class MultiTurnTrainer(GRPOTrainer):
 
         Raises:
             ValueError: Without an environment, or for empty rows or a negative index.
-            RunOverError: If the next rows are those of a run that is over.
+            RunOverError: If the next rows are needed and the run is over.
         """
         return self.updates.rollout(rows, generation)
 
     def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Train on episodes what ``train()`` trains on a generation batch: credit, loss, ``num_iterations`` passes over it.
+        """Train on episodes as ``train()`` does on a generation batch: credit, loss, ``num_iterations`` passes.
 
-        Schedule, callbacks, logs, evaluations and checkpoints are ``train()``'s; the run ends by itself at ``max_steps``.
-        Where ``gradient_accumulation_steps`` spans several generation batches, an update takes them all.
+        Schedule, callbacks, logs, evaluations and checkpoints are those of ``train()``; the run ends at ``max_steps``. Where
+        ``gradient_accumulation_steps`` spans several generation batches, an update takes them all.
 
         Args:
             trajectories: This process's episodes, whole groups side by side, as :meth:`rollout` returns them. Their rewards
-                may have been changed, and groups taken from several rollouts. They count as sampled by the policy as it is.
+                may have been changed, and groups taken from several rollouts. They count as sampled by the current policy.
 
         Returns:
             The metrics of these optimizer steps (means), ``loss``, ``grad_norm``, ``learning_rate``, and the ``step``.
@@ -450,7 +452,7 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.engine is not None and self.state.global_step >= self.state.max_steps:
-            # `Trainer` looks at this after a step only, and so trains one too many.
+            # `Trainer` checks this only after a step, and would train one too many.
             logger.warning(
                 "Nothing is left to train: the checkpoint is at step %d of %d. Raise max_steps or num_train_epochs.",
                 self.state.global_step, self.state.max_steps,
@@ -512,7 +514,7 @@ class MultiTurnTrainer(GRPOTrainer):
             device=self.accelerator.device,
         )
         rewards = self._add_rewards(inputs, trajectories, batch)
-        # With a reference every row is scored, and before credit, which the penalty may be part of.
+        # With a reference every row is scored, and before credit, since the penalty may enter it.
         scores = self._score(batch) if self.beta != 0.0 else None
         if scores is not None and self.args.kl_placement != "loss":
             self._penalize(batch, scores)
@@ -534,7 +536,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def _play(
         self, inputs: list[dict[str, Any]], generation: int, first: int
     ) -> tuple[list[Trajectory], list[dict[str, Any]]]:
-        """The episodes of some rows, and the rows as reward functions get them."""
+        """Play the episodes of some rows; return them, and the rows for reward functions."""
         assert self.engine is not None
         started = time.perf_counter()
         rows = [dict(row) if self.setup.rows_are_options else None for row in inputs]
@@ -557,13 +559,13 @@ class MultiTurnTrainer(GRPOTrainer):
         return per_function
 
     def _reward(self, rows: list[dict[str, Any]], trajectories: list[Trajectory]) -> torch.Tensor:
-        """(B, functions) of all ranks, NaN for episodes that failed. Every rank must bring as many rows."""
+        """Compute rewards (B, functions) of all ranks, NaN for failed episodes. Every rank must pass equally many rows."""
         return without_failed(
             self._calculate_rewards(**reward_inputs(rows, trajectories)), trajectories, self.accelerator
         )
 
     def _score(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Scores:
-        """Score policy and reference where the step needs them; with ``advantages`` (B, K) maybe only rows with signal."""
+        """Score policy and reference where the step needs them; with ``advantages`` (B, K), maybe only rows with one."""
         rows = None
         if advantages is not None and self.args.skip_zero_advantage:
             rows = self.scorer.live_rows(advantages, self.args.zero_advantage_eps)
@@ -571,7 +573,7 @@ class MultiTurnTrainer(GRPOTrainer):
         return self.scorer.score(batch, old=old, reference=self.beta != 0.0, rows=rows)
 
     def _penalize(self, batch: TurnBatch, scores: Scores) -> None:
-        """Log the divergence from the reference, and take it from the rewards if that is its place."""
+        """Log the divergence from the reference, and subtract it from the rewards with ``kl_placement="reward"``."""
         assert scores.old is not None and scores.reference is not None
         trained = batch.valid_mask
         totals = torch.stack([((scores.old - scores.reference) * trained).sum(), trained.sum().float()])
@@ -582,7 +584,7 @@ class MultiTurnTrainer(GRPOTrainer):
             batch.turn_rewards -= self.beta * turns * batch.turn_mask
 
     def _credit(self, batch: TurnBatch, read: CriticValues | None) -> Credit:
-        """The credit of the local rows; every statistic is over all ranks, before TRL shuffles rows."""
+        """Compute the credit of the local rows, with statistics over all ranks, before TRL shuffles rows."""
         values = (None, None) if read is None else (read.turn_values, read.final_values)
         turns = gather_turns(batch, self.accelerator, *values)
         per_sequence = self.importance_sampling_level == "sequence"
@@ -592,7 +594,7 @@ class MultiTurnTrainer(GRPOTrainer):
         return credit.local(self._local(size), num_turns)
 
     def _train_batch(self, batch: TurnBatch, credit: Credit, scores: Scores, read: CriticValues | None) -> TrainBatch:
-        """The generation batch that the loss is computed on, with TRL's columns and those of the credit rule."""
+        """Make the generation batch of the loss, with TRL's columns and those of the credit rule."""
         num_turns = batch.turn_mask.size(1)
         if self.critic is not None and read is not None and read.by_token:
             spread = self.critic.token_advantages(read, credit.columns[TARGETS], batch)
@@ -634,7 +636,7 @@ class MultiTurnTrainer(GRPOTrainer):
         return output
 
     def _open_gap(self, batch: TurnBatch, scores: Scores, trained: torch.Tensor) -> None:
-        """Compare sampler and trainer where the old policy was scored; otherwise the first update's forward pass will."""
+        """Compare sampler and trainer if the old policy was scored; otherwise the first forward pass of the loss does."""
         self.gap.open()
         if scores.old is not None:
             counted = trained & scores.scored[:, None]
@@ -648,7 +650,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.engine is None:
             return super()._compute_loss(model=model, inputs=inputs)
         if self.critic is not None:
-            # Right before the forward pass: the reference pass has left only the policy trainable.
+            # The reference's forward pass left only the policy trainable.
             self.critic.thaw()
         batch, share = TrainBatch.from_trl(inputs), 1.0
         if self.args.skip_zero_advantage:
@@ -667,11 +669,11 @@ class MultiTurnTrainer(GRPOTrainer):
 
     @contextmanager
     def _handing_over(self, batch: TrainBatch) -> Iterator[_LossPass]:
-        """Show the batch to the methods that TRL's loss calls, and have it weigh terms as this step does."""
+        """Pass the batch to the methods that TRL's loss calls, and set the attributes that weigh its terms."""
         beta, use_vllm = self.beta, self.use_vllm
         if self.args.kl_placement != "loss":
             self.beta = 0.0  # the penalty is in the advantages already
-        self.use_vllm = self._corrects_mismatch  # on which condition TRL's loss weighs tokens
+        self.use_vllm = self._corrects_mismatch  # TRL's loss weighs tokens on this condition
         self._loss_pass = _LossPass(batch, batch.to_trl())
         try:
             yield self._loss_pass
@@ -725,10 +727,10 @@ class MultiTurnTrainer(GRPOTrainer):
         num_episodes: int | None = None,
         greedy: bool | None = None,
     ) -> dict[str, float]:
-        """Play many episodes and report their return; nothing is trained and the training stream does not change.
+        """Play many episodes and report their return, without training or changing the training stream.
 
         Args:
-            eval_dataset: Rows handed to ``reset``, repeated in order up to ``num_episodes``; several data sets by name; or
+            eval_dataset: Rows passed to ``reset``, repeated in order up to ``num_episodes``; several data sets by name; or
                 the name of one of the trainer's. Default: the trainer's ``eval_dataset``; without any, the environment
                 gets seeds only.
             ignore_keys: Accepted for ``Trainer``'s sake; there are no model outputs to ignore.
@@ -770,7 +772,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Play one episode for every row and return what was said; nothing is trained, logged or written.
+        """Play one episode for every row and return the conversations, without training, logging or writing files.
 
         Args:
             test_dataset: Rows handed to ``reset``.
@@ -804,7 +806,7 @@ class MultiTurnTrainer(GRPOTrainer):
     # --------------------------------------------------------------------------------------------------- reference
 
     def update_reference(self) -> None:
-        """Make the current policy the reference. Batches that were scored before keep the reference of then.
+        """Make the current policy the reference. Batches that were scored before keep the earlier reference.
 
         Raises:
             ValueError: If there is no reference (``beta=0``), or it is the frozen base model (LoRA without
@@ -817,7 +819,7 @@ class MultiTurnTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """``Trainer.save_model``, and a record of where the model comes from (``agile_trainers.json``)."""
+        """Save the model as ``Trainer.save_model`` does, and a record of its origin (``agile_trainers.json``)."""
         folder = Path(output_dir or self.args.output_dir)
         if self.engine is not None and self.args.should_save:
             write_json(folder / RECORD, self.checkpoints.record())
@@ -887,9 +889,9 @@ class MultiTurnTrainer(GRPOTrainer):
     # ---------------------------------------------------------------------------------------------------------- Hub
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Make the repository and check that it can be written to; ``Trainer`` calls this at construction.
+        """Make the repository and check write access to it; ``Trainer`` calls this at construction.
 
-        Offline (``HF_HUB_OFFLINE=1``), nothing is asked and nothing pushed while training; a warning says so.
+        Offline (``HF_HUB_OFFLINE=1``), there is no check and no push while training, and a warning says so.
 
         Raises:
             ValueError: If the Hub refuses the repository's name or the token.
@@ -925,9 +927,9 @@ class MultiTurnTrainer(GRPOTrainer):
         ``hub_strategy``).
 
         Args:
-            commit_message: Of the commit.
+            commit_message: Message of the commit.
             blocking: Wait for the upload.
-            token: Default: ``args.hub_token``, or the one that ``hf auth login`` stored. It is written to no file.
+            token: Hub token; no file contains it. Default: ``args.hub_token``, or the one that ``hf auth login`` stored.
             revision: Branch. Default: ``args.hub_revision``.
             **kwargs: ``dataset_name`` and ``tags`` of the model card.
 
@@ -948,7 +950,7 @@ class MultiTurnTrainer(GRPOTrainer):
         return self.hub.push(commit_message, blocking, token, revision)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Not where `Trainer` calls it: the folder is not whole. See :meth:`_save_checkpoint`."""
+        """Push nothing where `Trainer` calls it, since the folder is incomplete. See :meth:`_save_checkpoint`."""
         if self.engine is None:
             super()._push_from_checkpoint(checkpoint_folder)
 

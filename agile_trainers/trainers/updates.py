@@ -1,4 +1,4 @@
-"""A run that its caller drives: ``rollout()`` plays episodes, ``update()`` trains on them, as ``train()`` does with both."""
+"""Runs training under the caller's control: ``rollout()`` plays episodes, and ``update()`` trains on them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Row = dict[str, Any]
 
 
 class RunOverError(RuntimeError):
-    """The run has no update left, or was never begun."""
+    """The run has no update left, or has not begun."""
 
 
 class _Begun(Exception):
-    """Leaves ``Trainer.train`` where its first epoch would start."""
+    """Exits ``Trainer.train`` before its first epoch."""
 
 
 def rows_of_episodes(trajectories: Sequence[Trajectory]) -> list[Row]:
-    """The dataset rows of episodes as reward functions get them: an empty prompt where there were none, and of several
-    environments the name of the episode's own."""
+    """Return the dataset rows of episodes for reward functions: with an empty prompt for an episode without a row, and
+    with the environment's name in a run of several."""
     rows: list[Row] = []
     for trajectory in trajectories:
         row = dict(trajectory.options or {"prompt": [{"role": "user", "content": ""}]})
@@ -45,7 +45,7 @@ def rows_of_episodes(trajectories: Sequence[Trajectory]) -> list[Row]:
 class Updates:
     """Begins, drives and ends a run for :meth:`MultiTurnTrainer.rollout` and :meth:`MultiTurnTrainer.update`.
 
-    Everything before the first epoch and every optimizer step is ``Trainer``'s own code: its ``train`` is left before the
+    Everything before the first epoch and every optimizer step is ``Trainer``'s own code: its ``train`` exits before the
     first epoch, and an update is ``_run_epoch`` over the micro-batches of the given episodes.
 
     Args:
@@ -62,14 +62,14 @@ class Updates:
         self._pending: list[list[Row]] | None = None
         """Rows of the next update's generation batches."""
         self._micro_steps = 0
-        """Of the epoch of the data set that the run is in, up to the end of the current update."""
+        """Micro-steps of the current epoch of the data set, up to the end of the current update."""
         self._before = 0
-        """The trainer's micro-steps before that epoch."""
+        """Micro-steps of the trainer before that epoch."""
         self._meter = _Meter()
 
     @property
     def is_open(self) -> bool:
-        """Whether a run has begun and is not over."""
+        """True while a run is under way."""
         return self._epoch is not None
 
     # ------------------------------------------------------------------------------------------------- begin and end
@@ -95,11 +95,11 @@ class Updates:
             self._finish_batch()
 
     def keep(self, resources: ExitStack) -> None:
-        """Take over what ``train`` holds (the lock of ``output_dir``) until the run ends."""
+        """Keep the resources of ``train`` (the lock of ``output_dir``) until the run ends."""
         self._resources = resources.pop_all()
 
     def intercept(self, arguments: dict[str, Any]) -> None:
-        """Called with the arguments of every ``_run_epoch``: leave ``Trainer.train`` if it was only to begin."""
+        """Exit ``Trainer.train`` before its first epoch if :meth:`start` called it; see ``_run_epoch``."""
         if self._beginning:
             self._epoch = arguments
             self._micro_steps = arguments["steps_trained_in_current_epoch"]
@@ -108,14 +108,14 @@ class Updates:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether ``Trainer.train`` runs only to begin."""
+        """True while :meth:`start` runs ``Trainer.train``."""
         return self._beginning
 
     def finish(self) -> None:
         """End a run; see :meth:`MultiTurnTrainer.finish`."""
         trainer, epoch = self._trainer, self._epoch
         if epoch is None:
-            raise RunOverError("finish() ends a run of rollout() and update(), but none is under way.")
+            raise RunOverError("finish() ends a run of rollout() and update(), but no run is under way.")
         samples = trainer.state.global_step * trainer.get_total_train_batch_size(trainer.args)
         try:
             trainer._finalize_training(epoch["trial"], samples, epoch["start_time"])
@@ -128,12 +128,12 @@ class Updates:
         self._resources.close()
 
     def _open(self) -> dict[str, Any]:
-        """The open run, begun if the trainer has none behind it."""
+        """Return the open run; begin one if the trainer has not trained yet."""
         self._check_environment()
         if self._epoch is None and (done := self._trainer.state.global_step):
             raise RunOverError(
                 f"The run is over after {done} updates (max_steps={self._trainer.args.max_steps}). Call start() to begin "
-                "another one with the policy as it is, or start(resume_from_checkpoint=True) with a larger max_steps."
+                "another one with the current policy, or start(resume_from_checkpoint=True) with a larger max_steps."
             )
         if self._epoch is None:
             self.start()
@@ -176,7 +176,7 @@ class Updates:
         return played
 
     def _log_time(self, played: list[Trajectory], seconds: float) -> None:
-        """Under the names of :func:`~agile_trainers.trainers.reporting.training_summary`, which sees no rollout."""
+        """Log the duration of a rollout, under the names of ``training_summary``, which does not get it."""
         tokens = sum(turn.end - turn.start for episode in played for turn in episode.turns)
         everyone = gather_object([(seconds, tokens)])
         slowest, metrics = max(seconds for seconds, _ in everyone), self._trainer._metrics["train"]
@@ -184,7 +184,7 @@ class Updates:
         metrics["rollout_tokens_per_second"].append(sum(tokens for _, tokens in everyone) / slowest)
 
     def _next_rows(self) -> list[list[Any]]:
-        """The rows of the generation batches that the next update takes, None for each episode that has none."""
+        """Return the rows of the next update's generation batches; None for an episode without a row."""
         trainer = self._trainer
         if trainer.setup.rows_are_options or (not self.is_open and trainer.state.global_step == 0):
             self._open()
@@ -199,11 +199,11 @@ class Updates:
 
     @property
     def _size(self) -> int:
-        """Episodes of a generation batch on this process."""
+        """Number of episodes of a generation batch on this process."""
         return self._trainer.args.generation_batch_size // self._trainer.accelerator.num_processes
 
     def _per_update(self) -> int:
-        """Generation batches of an update, which ends with an optimizer step."""
+        """Return the number of generation batches of an update, which ends with an optimizer step."""
         trainer = self._trainer
         accumulation, every = trainer.args.gradient_accumulation_steps, trainer.micro_steps_per_generation
         if every % accumulation and accumulation % every:
@@ -216,7 +216,7 @@ class Updates:
         return max(1, accumulation // every)
 
     def _drawn(self, epoch: dict[str, Any]) -> Iterator[list[Row]]:
-        """The generation batches of the data set, epoch after epoch, drawn as ``Trainer`` draws them."""
+        """Yield the generation batches of the data set, epoch after epoch, in ``Trainer``'s order."""
         trainer, handler = self._trainer, self._trainer.callback_handler
         loader, number = epoch["train_dataloader"], epoch["epoch"]
         resumed, done = epoch["resume_from_checkpoint"], epoch["steps_trained_in_current_epoch"]
@@ -242,25 +242,25 @@ class Updates:
         self._check_environment()
         batches = self._generation_batches(list(trajectories))
         self._open()
-        self._peek()  # the stream of rows moves on, whichever episodes are trained on
+        self._peek()  # advance the stream of rows, also for episodes of other rows
         self._pending = None
         return self._run([batch for batch in batches for _ in range(self._trainer.micro_steps_per_generation)])
 
     def _finish_batch(self) -> None:
-        """After a resume: train on what is left of the generation batch that the checkpoint was saved in."""
+        """Train on the rest of the generation batch in which the checkpoint was saved."""
         done = self._trainer._step % self._trainer.micro_steps_per_generation
         if done:
             rows = next(self._batches)
             self._run([rows] * (self._trainer.micro_steps_per_generation - done))
 
     def _run(self, micro_batches: list[Any]) -> dict[str, float]:
-        """The optimizer steps of some micro-batches, with ``Trainer``'s own loop."""
+        """Run the optimizer steps of some micro-batches with ``Trainer``'s own loop."""
         trainer, epoch = self._trainer, self._open()
         accumulation, handler = trainer.args.gradient_accumulation_steps, trainer.callback_handler
         self._before = trainer._step - self._micro_steps
         self._micro_steps += len(micro_batches)
         if self._micro_steps < epoch["steps_in_epoch"]:
-            # `Trainer`'s epoch ends here, that of the data set only if the run does.
+            # `Trainer`'s epoch ends here; the epoch of the data set ends only if the run does.
             end = handler.on_epoch_end
             handler.on_epoch_end = lambda args, state, control: (
                 end(args, state, control) if control.should_training_stop else control
@@ -291,7 +291,7 @@ class Updates:
 
     @contextmanager
     def watched(self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None) -> Iterator[None]:
-        """Around ``_maybe_log_save_evaluate``: note the optimizer step that was made before its metrics are cleared."""
+        """Note an optimizer step around ``_maybe_log_save_evaluate``, which clears its metrics."""
         trainer, epoch = self._trainer, self._epoch
         if epoch is None:
             yield
@@ -303,7 +303,7 @@ class Updates:
         self._meter.mark(trainer, tr_loss)
 
     def _generation_batches(self, trajectories: list[Trajectory]) -> list[list[Trajectory]]:
-        """The episodes of each generation batch; what is no whole update is refused on all processes.
+        """Split episodes into generation batches; raise on all processes if they are not a whole update.
 
         Raises:
             ValueError: For too few or too many episodes, or members of a group that do not belong together.
@@ -341,7 +341,7 @@ class Updates:
 
 
 class _Meter:
-    """What the optimizer steps of an update reported."""
+    """Collects the metrics of the optimizer steps of an update."""
 
     def __init__(self) -> None:
         self.step = -1
@@ -350,26 +350,26 @@ class _Meter:
         self._values: dict[str, list[float]] = {}
 
     def note(self, trainer: Any, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None) -> None:
-        """Take in an optimizer step."""
+        """Add the metrics of an optimizer step."""
         self.step = trainer.state.global_step
         loss = trainer.accelerator.gather(tr_loss.detach().reshape(1)).mean().item()
         self._add("loss", [loss - self._loss_before])
         self._add("grad_norm", [] if grad_norm is None else [float(grad_norm)])
         self._add("learning_rate", [] if learning_rate is None else [learning_rate])
         for name, values in trainer._metrics["train"].items():
-            # Some are set anew in every step rather than added to.
+            # Some metrics are replaced in every step instead of extended.
             self._add(name, values[self._lengths.get(name, 0) :] or values[-1:])
 
     def _add(self, name: str, values: list[float]) -> None:
         self._values.setdefault(name, []).extend(values)
 
     def mark(self, trainer: Any, tr_loss: torch.Tensor) -> None:
-        """Remember what is there, after `Trainer` may have logged and cleared it."""
+        """Note the length of each metric, after `Trainer` may have logged and cleared them."""
         self._loss_before = trainer.accelerator.gather(tr_loss.detach().reshape(1)).mean().item()
         self._lengths = {name: len(values) for name, values in trainer._metrics["train"].items()}
 
     def read(self, trainer: Any) -> dict[str, float]:
-        """Means over the steps since the last call; nothing is left behind."""
+        """Return the means over the steps since the last call, and clear them."""
         values, self._values = self._values, {}
         sound = {name: [v for v in column if not math.isnan(v)] for name, column in values.items()}
         means = {name: sum(column) / len(column) for name, column in sound.items() if column}

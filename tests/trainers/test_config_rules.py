@@ -87,3 +87,20 @@ def test_an_option_at_its_default_needs_nothing(tmp_path: Path):
         check_rules(args, [rule])
     args.log_completions = True
     check_rules(args, [rule])
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "named"),
+    [
+        (MultiTurnGRPOConfig, {"scale_rewards": "mean_std"}, ["'mean_std'", "'group'"]),
+        (MultiTurnGRPOConfig, {"scale_rewards": "mean_only"}, ["'mean_only'", "'none'"]),
+        (MultiTurnGRPOConfig, {"entropy_coef_schedule": "cosine"}, ["entropy_coef_schedule", "'linear'", "'cosine'"]),
+        (MultiTurnGRPOConfig, {"entropy_coef_schedule": "linear"}, ["entropy_coef_schedule='linear'", "entropy_coef"]),
+        (MultiTurnGRPOConfig, {"loss_type": "sapo", "epsilon_high": 0.3}, ["epsilon_high=0.3", "loss_type='sapo'"]),
+        (MultiTurnPPOConfig, {"critic_start": "base"}, ["critic_start", "'saved'", "'base'"]),
+        (MultiTurnPPOConfig, {"skip_zero_advantage": True}, ["skip_zero_advantage=True"]),
+    ],
+)
+def test_rows_that_no_other_test_breaks(tmp_path: Path, config: type[MultiTurnConfig], options, named):
+    with pytest.raises(ValueError, match=naming(*named)):
+        config(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options).with_environment()

@@ -152,7 +152,7 @@ def test_what_cannot_be_evaluated(embedded_model: Path, changes: dict[str, Any],
             {"environment_limits": {"x": {"max_turns": 0}}},
             r"environment_limits\['x'\]: max_turns must be at least 1, got 0",
         ),
-        ({"environment_limits": {"x": {"temperature": 1}}}, r"environment_limits\['x'\] knows no 'temperature'"),
+        ({"environment_limits": {"x": {"temperature": 1}}}, r"environment_limits\['x'\].*'temperature'"),
     ],
 )
 def test_limits_that_cannot_be_played_by(changes: dict[str, Any], message: str) -> None:

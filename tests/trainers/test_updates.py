@@ -192,7 +192,7 @@ def test_a_rollout_is_the_same_until_an_update_is_made(trainer: Any) -> None:
     trainer.finish()
     assert trainer.state.global_step == 2 and not trainer.is_in_train
     for over in (trainer.finish, lambda: trainer.update(again)):
-        with pytest.raises(RunOverError, match=r"is over|none is under way"):
+        with pytest.raises(RunOverError, match=r"is over|no run is under way"):
             over()
     assert len(trainer.rollout()) == 8, "playing is always possible"
     trainer.start()
