@@ -58,7 +58,7 @@ def model_card(
         record: ``agile_trainers.json``.
         log_history: ``trainer.state.log_history``.
         options: See :func:`hyperparameters`.
-        tags: For the Hub's search.
+        tags: Tags for the Hub's search.
         trainer: Name of the trainer's class.
         dataset: Hub id of the rows, if there were any.
         paper: ``title``, ``id`` (arXiv) and optionally ``citation`` (BibTeX) of the algorithm.

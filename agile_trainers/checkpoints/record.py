@@ -154,7 +154,7 @@ class RunCheckpoints:
         except CheckpointError as error:
             if resume is True:
                 raise
-            logger.warning("Starting anew: %s", error)
+            logger.warning("Starting a new run: %s", error)
             return None
         for reason in skipped:
             logger.warning("Not resumed from: %s", reason)

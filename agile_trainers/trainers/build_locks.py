@@ -37,8 +37,8 @@ def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
     if held is None or _is_shared(root):
         for lock in locks:
             logger.warning(
-                "%s marks an extension as being built. If nothing builds it (a run was killed meanwhile), DeepSpeed waits "
-                "for ever: remove the file.",
+                "%s marks an extension as being built. If no process builds it (a run was killed), DeepSpeed would wait "
+                "without end: remove the file.",
                 lock,
             )
         return []
@@ -46,7 +46,7 @@ def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
     for lock in locks:
         if lock.resolve() not in held:
             lock.unlink(missing_ok=True)
-            logger.warning("Removed %s: a killed run left it, and DeepSpeed would have waited for it for ever.", lock)
+            logger.warning("Removed %s, which a killed run left: DeepSpeed would have waited for it without end.", lock)
             removed.append(lock)
     return removed
 

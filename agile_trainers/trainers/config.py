@@ -47,14 +47,14 @@ class MultiTurnConfig(GRPOConfig):
 
     learning_rate: float | None = option(
         None,
-        "Learning rate; once the trainer is made, `args.learning_rate` is the number. A rate of 1e-6 or less for an "
-        "adapter is warned of. Default: 1e-5 where an adapter is trained in an environment, otherwise TRL's 1e-6, which "
-        "is for whole models.",
+        "Learning rate. The trainer's own `args.learning_rate` holds the default that was chosen. A rate of 1e-6 or less "
+        "for an adapter gives a warning. Default: 1e-5 for an adapter in an environment, otherwise TRL's 1e-6, which is "
+        "for whole models.",
     )
     gradient_accumulation_steps: int | None = option(
         None,
-        "Micro-batches of one update on each process. An update of one group is warned of. Default: the smallest number "
-        "with which one update, over all processes, sees 8 whole groups (64 episodes where there are no groups); 1 "
+        "Micro-batches of one update on each process. An update of one group gives a warning. Default: the smallest number "
+        "with which one update, over all processes, sees 8 whole groups (64 episodes without groups); 1 "
         "without an environment, and with `steps_per_generation` or `generation_batch_size`.",
     )
     max_completion_length: int | None = option(
@@ -64,9 +64,9 @@ class MultiTurnConfig(GRPOConfig):
     )
     metric_for_best_model: str | None = option(
         None,
-        "Which of the metrics that `evaluate()` returns chooses the best checkpoint; `load_best_model_at_end` and the like "
-        "need one. With several evaluation data sets it must be set. Default: `reward` where there are `reward_funcs`, else "
-        "`return`; without an environment the loss, as in transformers.",
+        "Metric of `evaluate()` that chooses the best checkpoint, for `load_best_model_at_end` and the like. It must be "
+        "set with several evaluation data sets. Default: `reward` with `reward_funcs`, else `return`; without an "
+        "environment the loss, as in transformers.",
     )
     disable_dropout: bool | None = option(
         None,
@@ -83,30 +83,28 @@ class MultiTurnConfig(GRPOConfig):
     min_new_tokens: int = option(0, "Tokens of one answer before an end-of-turn token may be sampled.")
     max_model_length: int | None = option(
         None,
-        "Tokens of the whole conversation, prompt included. It is the length of vLLM's engine too. Default: the model's "
+        "Tokens of the whole conversation, prompt included. It is also the length of vLLM's engine. Default: the model's "
         "`max_position_embeddings`.",
     )
     max_observation_length: int = option(
-        100_000, "Characters of one observation, at most. What is longer is cut, with a note to the model."
+        100_000, "Characters of one observation, at most. A longer one is cut, with a note to the model."
     )
     stop_strings: list[str] | None = option(None, "Strings that end an answer. They stay part of it.")
-    system_prompt: str | None = option(
-        None, "System message put before a first observation that brings no system message."
-    )
+    system_prompt: str | None = option(None, "System message before a first observation that has no system message.")
     training_chat_template: bool = option(
         False,
-        "Use a version of the model's chat template that keeps earlier turns, and save it with the model. It is TRL's, or "
-        "our own where TRL's rewrites them too; for templates that rewrite earlier turns, such as Qwen3's.",
+        "Use a version of the model's chat template that keeps earlier turns, and save it with the model, for templates "
+        "that rewrite earlier turns, such as Qwen3's. The version is TRL's, or our own where TRL's rewrites them too.",
     )
     turn_ratio_pooling: str = option(
         "mean",
-        "How `importance_sampling_level=turn` pools the log-ratios of a turn's tokens: `mean` or `sum`.",
+        "Pooling of the log-ratios of a turn's tokens with `importance_sampling_level=turn`: `mean` or `sum`.",
     )
-    gamma: float = option(1.0, "Discount per turn, in [0, 1]. A turn's length in tokens plays no part.")
+    gamma: float = option(1.0, "Discount per turn, in [0, 1]. It does not depend on a turn's length in tokens.")
     whiten_advantages: bool = option(
         False,
         "Shift and scale the advantages to mean 0 and deviation 1. The statistics are over all turns of all episodes of "
-        "the generation batch (over tokens, where these have advantages of their own).",
+        "the generation batch (over tokens if these have advantages of their own).",
     )
     advantage_clip_range: float | None = option(
         None, "Clip advantages to plus or minus this, after normalization and whitening."
@@ -118,29 +116,29 @@ class MultiTurnConfig(GRPOConfig):
     )
     environment_processes: int = option(
         0,
-        "Environments that play at once, each in a process of its own; 0: none. For work that needs a core. The factory "
-        "is sent there by `cloudpickle`: a lambda, a closure or a class of the script will do.",
+        "Number of environments that play at once, each in a process of its own, for work that needs a core; 0: none. "
+        "`cloudpickle` sends the factory there, which may be a lambda, a closure or a class of the script.",
     )
     max_environments: int | None = option(
-        None, "Episodes that play at once, for servers that take no more; the others wait. Default: all."
+        None, "Number of episodes that play at once, for servers with a limit; the others wait. Default: all."
     )
     environment_timeout: float | None = option(
-        None, "Seconds a `reset` or `step` may take before its episode is given up. Default: no limit."
+        None, "Seconds after which a `reset` or `step` is stopped and its episode fails. Default: no limit."
     )
     environment_limits: dict[str, dict[str, int]] | str | None = option(
         None,
         'Limits of each of several environments, by name: {"guess": {"max_turns": 4}, "sums": {"max_turns": 1}}. Any of '
-        "`max_turns`, `max_new_tokens`, `max_model_length` and `max_observation_length`; what is not named holds for all. "
-        "`max_completion_length` is that of the longest.",
+        "`max_turns`, `max_new_tokens`, `max_model_length` and `max_observation_length`; the common options apply to the "
+        "rest. `max_completion_length` is that of the longest.",
     )
     environment_weights: dict[str, float] | str | None = option(
         None,
-        'How often each of several environments is drawn, by name: {"guess": 2, "sums": 1}. Without a data set; whole '
-        "groups are drawn; 0 is for one that is only evaluated. Default: all equally often.",
+        'Relative frequency of each of several environments, by name: {"guess": 2, "sums": 1}. For runs without a data set; '
+        "whole groups are drawn. An environment of weight 0 is only evaluated. Default: all equally often.",
     )
     generation_chunk_size: int | None = option(
         None,
-        "Episodes that are decoded at once. With a vLLM server: requests of a process under way at once. Default: all; "
+        "Number of episodes that are decoded at once; with a vLLM server, concurrent requests of a process. Default: all; "
         "with vLLM those of one generation batch.",
     )
     num_eval_episodes: int = option(128, "Episodes of one evaluation, over all processes.")
@@ -148,78 +146,78 @@ class MultiTurnConfig(GRPOConfig):
     log_rollouts: bool = option(True, "Write every episode to `output_dir/rollouts/` as JSON lines.")
     kl_placement: str = option(
         "loss",
-        "Where the penalty for leaving the reference enters: `loss`, `reward` or `advantage`. It is weighed by `beta` and "
-        "enters the loss (TRL's k3), the reward of each turn (summed over its tokens) or the advantage of each token.",
+        "Place of the penalty for leaving the reference, which `beta` weighs: `loss` (TRL's k3), `reward` (of each turn, "
+        "summed over its tokens) or `advantage` (of each token).",
     )
     skip_zero_advantage: bool = option(
         False,
         "Leave episodes without signal out of the forward passes. Loss and gradient stay those of the whole batch; TRL's "
-        "metrics (entropy, clip ratios) are then over the episodes that are left. A micro-batch without any signal keeps "
-        "its shortest episode, so that all ranks stay in step. Refused with what trains episodes without advantage: "
+        "metrics (entropy, clip ratios) are then over the remaining episodes. A micro-batch without any signal keeps its "
+        "shortest episode, so that all ranks stay in step. Rejected with options that train episodes without advantage: "
         "`beta` with `kl_placement=loss`, an entropy bonus or quantile, a router's auxiliary loss.",
     )
     zero_advantage_eps: float = option(
         0.0,
-        "Largest advantage that is no signal, with `skip_zero_advantage`. An episode has a signal if any of its "
+        "Largest absolute advantage that counts as none, with `skip_zero_advantage`. An episode has a signal if any of its "
         "advantages is larger.",
     )
     reference_adapter: bool = option(
         False,
-        "The reference is an adapter of its own, `ref` (LoRA). It starts as a copy of the policy, takes the place of the "
-        "base model and costs the adapter's memory.",
+        "Use an adapter of its own, `ref`, as the reference (LoRA). It starts as a copy of the policy, replaces the base "
+        "model as the reference, and needs the adapter's memory.",
     )
     reference_update_steps: int | None = option(
         None,
-        "Make the current policy the reference every so many optimizer steps. LoRA needs `reference_adapter`. Default: "
-        "never.",
+        "Number of optimizer steps after which the current policy becomes the reference, again and again. LoRA needs "
+        "`reference_adapter`. Default: never.",
     )
     lora_target_scope: str | None = option(
-        None, "Adapt only modules below this part of the model: `language_model`, for example. Default: all."
+        None, "Name of the part of the model whose modules are adapted, such as `language_model`. Default: all."
     )
     entropy_coef_schedule: str = option(
         "constant",
-        "Course of `entropy_coef` over the run: `constant`, or `linear` (to 0). The policy then explores early and need "
-        "not be random in the end.",
+        "Schedule of `entropy_coef` over the run: `constant`, or `linear` (to 0), with which the policy explores early and "
+        "may be deterministic in the end.",
     )
     activation_offload: bool = option(
-        False, "Keep activations in the CPU's memory between forward and backward pass; refused on CPU."
+        False, "Keep activations in the CPU's memory between forward and backward pass. Needs a GPU."
     )
     vllm_importance_sampling_mode: str | None = option(
         None,
-        "Unit over which the correction takes the product of ratios (`token`, `turn` or `sequence`), and what happens to "
-        "one out of bounds: `_truncate` cuts it to the bound, `_mask` sets it to 0. Default: `turn_truncate` with an "
-        "environment, else TRL's `sequence_mask`.",
+        "Unit over which the correction takes the product of ratios (`token`, `turn` or `sequence`), and the treatment of "
+        "products out of bounds: `_truncate` cuts them to the bound, `_mask` sets them to 0. Default: `turn_truncate` with "
+        "an environment, else TRL's `sequence_mask`.",
     )
     offload_policy_during_rollout: bool = option(
         False,
-        "The trainer's own weights wait in the CPU's memory while vLLM samples. On a GPU; not with DeepSpeed or FSDP.",
+        "Keep the trainer's own weights in the CPU's memory while vLLM samples. Needs a GPU; not with DeepSpeed or FSDP.",
     )
     max_logprob_gap: float | None = option(
         None,
-        "Mean gap between sampler and trainer that needs an explanation, in nats a token. A warning names the likely "
-        "cause; in the first batch it is an error where rounding cannot be the cause: in fp32 without TF32, quantization, "
+        "Largest mean gap between sampler and trainer, in nats a token. A warning names the likely cause of a larger one. "
+        "In the first batch it is an error where rounding cannot be the cause: in fp32 without TF32, quantization, "
         "dropout, penalties and filters. Default: .001 where rounding cannot be the cause, .1 elsewhere.",
     )
     vllm_importance_sampling_correction: bool | None = option(
         None,
-        "On any generator: weigh each token by the trainer's probability over the sampler's, as "
-        "`vllm_importance_sampling_mode` says. Default: True with vLLM and with a `repetition_penalty`, else False.",
+        "Weigh each token by the trainer's probability over the sampler's, by `vllm_importance_sampling_mode`, on any "
+        "generator. Default: True with vLLM and with a `repetition_penalty`, else False.",
     )
     hub_extras: list[str] = option(
         [],
-        "Pushed to the Hub besides the policy: any of `reference`, `critic` and `rollouts`. Rollouts are the episodes in "
-        "`output_dir/rollouts/`.",
+        "Parts of the run that are pushed to the Hub besides the policy: any of `reference`, `critic` and `rollouts` (the "
+        "episodes in `output_dir/rollouts/`).",
     )
     keep_reference: bool = option(
         False,
-        "Keep the reference that the adapter was saved with. Where `model` is a folder of adapters, its `ref` stays the "
-        "reference, instead of the policy that is loaded.",
+        "Keep the reference that the adapter was saved with. If `model` is a folder of adapters, its `ref` is the "
+        "reference, instead of the loaded policy.",
     )
     merge_lora_configs: bool = option(
         False,
-        "Extend the loaded adapter to the rank and modules of `peft_config`. Where `model` is an adapter and "
-        "`peft_config` has other LoRA settings, the adapter gets the larger rank and the modules of both, without "
-        "changing what it computes; otherwise that is an error.",
+        "Extend the loaded adapter to the rank and modules of `peft_config`. The adapter gets the larger rank and the "
+        "modules of both, and computes the same as before. Without this option, a `peft_config` that differs from the "
+        "loaded adapter's is an error.",
     )
 
     def __post_init__(self) -> None:

@@ -104,7 +104,7 @@ def acts_with(needed: str, is_there: Callable[[Any], bool], *options: str) -> Ru
 
     Args:
         needed: The other option, as the error names it.
-        is_there: Whether a configuration has it.
+        is_there: Returns True if a configuration has it.
         options: Names.
     """
     return Rule(

@@ -38,20 +38,20 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
     )
     turn_credit: str = option(
         "return",
-        "What is compared at turn and anchor granularity: the discounted `return` from that turn on, or the turn's own "
-        "`reward`. `reward` is for turns that do not affect each other: it does not see what an action leads to, so a "
-        "reward at the end teaches the earlier turns nothing, and an action that ends the episode may be credited with "
-        "the wrong sign.",
+        "Quantity that is compared at turn and anchor granularity: the discounted `return` from that turn on, or the turn's "
+        "own `reward`. `reward` is for turns that do not affect each other. It ignores the consequences of an action: a "
+        "reward at the end does not credit earlier turns, and an action that ends the episode may be credited with the "
+        "wrong sign.",
     )
     advantage_baseline: str = option(
         "mean",
-        "What is subtracted: the `mean` of the group, or that of the other members (`leave_one_out`, as in RLOO).",
+        "Baseline that is subtracted: the `mean` of the group, or of the other members (`leave_one_out`, as in RLOO).",
     )
     turn_advantage_trajectory_fallback: bool | None = option(
         None,
         "At turn granularity with `turn_credit=return`, compare a turn that no other member of the group reached with the "
-        "discounted returns of the others' whole episodes. False gives it 0, which starves turns that few episodes reach. "
-        "Default: True where it applies.",
+        "discounted returns of the others' whole episodes. False gives it 0, so that turns that few episodes reach learn "
+        "little. Default: True where it applies.",
     )
     anchor_weight: float = option(1.0, "Weight of the turn's part at anchor granularity.")
 

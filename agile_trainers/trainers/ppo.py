@@ -44,7 +44,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     )
     value_clip_range: float | None = option(
         None,
-        "Hold a value within this of the one the batch was drawn with, as the ratio is held. Default: no clipping.",
+        "Clipping range of a value around the one before the update, as for the ratio. Default: no clipping.",
     )
     critic_learning_rate: float | None = option(
         None,
@@ -53,18 +53,18 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     )
     critic_warmup_steps: int = option(
         0,
-        "Optimizer steps at the start that train the critic alone; refused together with `weight_decay`, which would move "
-        "the policy.",
+        "Number of optimizer steps at the start that train the critic alone. Rejected with `weight_decay`, which would "
+        "change the policy.",
     )
     critic_start: str = option(
         "auto",
-        "What the critic's adapter starts as: `new`, `policy` (a copy of the policy's; the value head is new), `saved` "
-        "(the one in the folder that `model` is), or `auto`: saved if there is one, else new, or a copy of a policy whose "
-        "start changed the base (PiSSA, OLoRA).",
+        "Start of the critic's adapter: `new`, `policy` (a copy of the policy's; the value head is new), `saved` (the one "
+        "in the folder `model`), or `auto`: saved if there is one, else new, or a copy of a policy whose initialization "
+        "changed the base (PiSSA, OLoRA).",
     )
     turn_value_position: str = option(
         "state",
-        "Where the value of a turn is read: `state`, `final` or `mean`. `state` is the token before its first action "
+        "Token that gives the value of a turn: `state`, `final` or `mean`. `state` is the token before its first action "
         "token. `final` (its last token) and `mean` (over its tokens) know the action already, which biases the gradient; "
         "a warning says so.",
     )

@@ -32,7 +32,7 @@ class MultiTurnREINFORCEConfig(MultiTurnConfig):
     )
     advantage_granularity: str = option(
         "auto",
-        "What the statistics count: every `turn` once, every `token` once (a turn weighs as many as it has), or `auto`: "
+        "Unit of the statistics: every `turn` counts once, every `token` counts once, or `auto`: "
         "tokens if every episode of the batch has a single turn, else turns.",
     )
 

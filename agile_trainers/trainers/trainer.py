@@ -125,7 +125,7 @@ class MultiTurnTrainer(GRPOTrainer):
     config_class: ClassVar[type[MultiTurnConfig]] = MultiTurnConfig
     """The class of ``args``: the options on the command line. It says whether there are groups and a critic."""
     needs_environment: ClassVar[bool] = True
-    """Whether the algorithm trains on episodes only. Where it does not, it is TRL's GRPO without an environment."""
+    """True for an algorithm that trains on episodes only; others are TRL's GRPO without an environment."""
     _tag_names: ClassVar[list[str]] = ["trl", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {}
 

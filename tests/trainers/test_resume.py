@@ -47,7 +47,7 @@ def test_auto_starts_or_goes_on(embedded_model, tmp_path, warned):
     (tmp_path / "run" / "checkpoint-2" / MARKER).unlink()
     anew = make("grpo", embedded_model, tmp_path / "run", max_steps=1)
     anew.train(resume_from_checkpoint="auto")
-    assert anew.state.global_step == 1 and any(text.startswith("Starting anew") for text in warned)
+    assert anew.state.global_step == 1 and any(text.startswith("Starting a new run") for text in warned)
 
 
 def test_options_that_changed_are_told_apart():
