@@ -28,7 +28,7 @@ def check_environments(args: MultiTurnConfig) -> None:
         for limit, value in own.items():
             if limit not in LIMITS:
                 raise ValueError(
-                    f"environment_limits[{name!r}] must hold limits among {', '.join(LIMITS)}, got {limit!r}."
+                    f"environment_limits[{name!r}] has the unknown limit {limit!r}. Use any of {', '.join(LIMITS)}."
                 )
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
