@@ -216,7 +216,7 @@ MUTATIONS = [
     ),
     Mutation(
         "critic frozen by the reference pass", "trainers/trainer.py",
-        "# Right before the forward pass: the reference pass has left only the policy trainable.\n"
+        "# The reference's forward pass left only the policy trainable.\n"
         "            self.critic.thaw()",
         "pass", "tests/trainers/test_ppo.py -k both_adapters_train",
     ),
@@ -286,7 +286,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an update does not move the stream of rows", "trainers/updates.py",
-        "        self._peek()  # the stream", "        pass  # the stream",
+        "        self._peek()  # advance", "        pass  # the stream",
         "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo]",
     ),
     Mutation(
