@@ -34,7 +34,7 @@ class EpisodeResults:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of :func:`evaluation_metrics`, over all episodes."""
+        """Return the metrics of :func:`evaluation_metrics` over all episodes."""
         return evaluation_metrics(self.rows)
 
     @property

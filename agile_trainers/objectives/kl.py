@@ -32,7 +32,7 @@ def turn_log_ratio(
 def token_kl_penalty(
     log_probs: torch.Tensor, reference: torch.Tensor, turn_ids: torch.Tensor, unit: str
 ) -> torch.Tensor:
-    """What ``beta`` times of which is taken from each token's advantage, as a constant.
+    """Compute the KL penalty of each token, which ``beta`` scales and the advantage is reduced by, as a constant.
 
     Args:
         log_probs: (B, T), of the policy that sampled.

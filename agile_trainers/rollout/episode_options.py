@@ -24,7 +24,7 @@ _UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class EpisodeOptions:
-    """How episodes are played. Every field has the name, default and meaning that it has in the trainers' configuration.
+    """Options of the episodes. Every field has the name, default and meaning that it has in the trainers' configuration.
 
     Raises:
         ValueError: If a limit is below 1, or ``environment_limits`` has another one.
@@ -75,7 +75,7 @@ class EpisodeOptions:
             raise ValueError(f"environment_limits[{environment!r}]: {error}") from error
 
     def make_pool(self, factory: EnvironmentFactory | Mapping[str, EnvironmentFactory]) -> EnvironmentPool:
-        """Where environments run: of one factory, or of several by name.
+        """Make the environment pool of one factory, or of several by name.
 
         Raises:
             ValueError: If the options contradict each other, or the factory cannot be sent to another process.

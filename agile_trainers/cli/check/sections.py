@@ -69,7 +69,7 @@ class Run:
 
     @property
     def options(self) -> EpisodeOptions:
-        """How the training plays, but in threads, so that a call that hangs can be given up."""
+        """Return the training's options of episodes, with threads, so that a hanging call can be abandoned."""
         args = self.args
         return replace(
             EpisodeOptions.of_args(args),
