@@ -285,6 +285,15 @@ MUTATIONS = [
         "if len(set(group)) > 1", "if len(set(group)) > members", "tests/trainers/test_updates.py -k refused",
     ),
     Mutation(
+        "an option at its default is rejected too", "trainers/config_rules.py",
+        "if rule.when_set and value ==", "if False and value ==",
+        "tests/trainers/test_config_rules.py -k default",
+    ),
+    Mutation(
+        "an algorithm's own rules for values are not read", "trainers/config.py",
+        "(*VALUES, *self.value_rules)", "VALUES", "tests/trainers/test_config_rules.py -k no_other",
+    ),
+    Mutation(
         "an update does not move the stream of rows", "trainers/updates.py",
         "        self._peek()  # advance", "        pass  # the stream",
         "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo]",
