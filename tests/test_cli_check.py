@@ -121,7 +121,7 @@ def run(environment: str, *options: str) -> tuple[int, str]:
 def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
     code, report = run("TwoTurns", "--episodes", "8", "--max_new_tokens", "8", "--player", "expert", "--max_turns", "3")
     assert code == 0 and "Ready to train." in report and "problem" not in report
-    assert "TwoTurns keeps it" in report
+    assert "TwoTurns follows it" in report
     assert "8 episodes by the expert player" in report
     assert "mean 2.000, from 2 to 2; success 100%" in report
     assert "from 1 to 1: 1 (16 times); 100% of 16 turns are not 0" in report
@@ -207,7 +207,7 @@ def test_ppo_counts_two_adapters_and_reads_a_final_state() -> None:
 
 def test_async_environments_and_data_set_rows(tmp_path: Path) -> None:
     code, report = run("Awaited", "--episodes", "4", "--player", "random")
-    assert code == 0 and "Awaited keeps it" in report
+    assert code == 0 and "Awaited follows it" in report
     (tmp_path / "rows.jsonl").write_text('{"secret": 3}\n{"secret": 11}\n')
     options = ["--dataset_name", str(tmp_path), "--episodes", "2", "--player", "expert"]
     code, report = run("agile:guess_number", *options, "--gradient_accumulation_steps", "4")
@@ -368,7 +368,7 @@ def test_the_command_finds_an_environment_in_the_current_folder(
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     options = ["--environment", "mine_alone:Mine", "--episodes", "4", "--max_new_tokens", "4"]
     assert main(["check", *options]) == 0
-    assert "Mine keeps it" in capsys.readouterr().out
+    assert "Mine follows it" in capsys.readouterr().out
     assert main(["check", *options, "--time_limit", "30", "--max_model_length", "5"]) == 1
 
 
