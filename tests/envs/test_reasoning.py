@@ -240,7 +240,7 @@ def test_streams_are_read_as_far_as_asked(tmp_path: Path) -> None:
         ({"split": "dev"}, ["no split 'dev'", "train, test"]),
         ({"data": []}, ["empty"]),
         ({"data": DatasetDict()}, ["empty", "no split"]),
-        ({"data": CAPITALS[:1], "split": "test", "test_fraction": 1e-9}, ["'test' holds no row"]),
+        ({"data": CAPITALS[:1], "split": "test", "test_fraction": 1e-9}, ["'test' has no rows"]),
         ({"data": ["a", "b"]}, ["Row 0 is 'a' (str)", "a dict"]),
         ({"test_fraction": 1.0}, ["test_fraction", "1.0"]),
         ({"reward_weights": [1.0]}, ["1 entries for 0 reward_funcs"]),
