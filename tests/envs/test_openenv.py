@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,7 +304,8 @@ def test_pauses_double_and_other_errors_are_not_repeated(monkeypatch: pytest.Mon
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr("agile_trainers.envs.libraries.retries.asyncio.sleep", sleep)
+    # The module's own name alone: servers of other tests, in threads of this process, sleep too.
+    monkeypatch.setattr("agile_trainers.envs.libraries.retries.asyncio", SimpleNamespace(sleep=sleep))
     errors: list[Exception | None] = [ConnectionError(), ConnectionError(), ConnectionError(), None]
 
     async def attempt() -> str:
