@@ -152,11 +152,6 @@ def column_of(batch: Batch, name: str) -> torch.Tensor:
     return next(batch[key] for key in (_TURN_PREFIX + name, _TOKEN_PREFIX + name, name) if key in batch)
 
 
-def plain_names(batch: Batch) -> Batch:
-    """Remove the prefixes of the credit rule's columns from the names of a micro-batch in TRL's form."""
-    return {name.removeprefix(_TURN_PREFIX).removeprefix(_TOKEN_PREFIX): value for name, value in batch.items()}
-
-
 def _cut(value: torch.Tensor, shape: str, width: int, length: int) -> torch.Tensor:
     if shape == _PROMPT:
         return value[:, value.size(1) - width :]

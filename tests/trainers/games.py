@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from agile_trainers.train_batch import plain_names
+from agile_trainers.train_batch import TrainBatch
 from agile_trainers.trainers import (
     MultiTurnGRPOConfig,
     MultiTurnGRPOTrainer,
@@ -129,7 +129,10 @@ def draw_batch(trainer: MultiTurnTrainer) -> dict[str, torch.Tensor]:
     trainer.create_optimizer_and_scheduler(1)
     rows = [dict(trainer.train_dataset[0])] * trainer.args.generation_batch_size
     trainer.current_gradient_accumulation_steps = 1
-    return plain_names(trainer._generate_and_score_completions(rows))
+    batch = trainer._generate_and_score_completions(rows)
+    typed = TrainBatch.from_trl(batch)
+    # The credit rule's own columns, without the prefixes that tell TRL's dict their shape.
+    return {n: v for n, v in batch.items() if ":" not in n} | typed.turn_columns | typed.token_columns
 
 
 def loss_and_gradients(
