@@ -184,7 +184,7 @@ def _needed(record: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     if record.get("lora") is None:
         return {"the model": ("*model*.safetensors", "pytorch_model*", "global_step*")}
     needed: dict[str, tuple[str, ...]] = {"the policy": ("adapter_model*",)}
-    if record.get("algorithm") == "Multi-turn PPO":
+    if record.get("critic"):
         needed["the critic"] = (f"{CRITIC}/adapter_model*",)
     return needed
 

@@ -245,6 +245,7 @@ class RunCheckpoints:
             },
             "parent": self._parent,
             "lora": lora_settings(model.peft_config[POLICY]) if isinstance(model, PeftModel) else None,
+            "critic": self._args.has_critic,
             "global_step": self._trainer.state.global_step,
             "run_id": self.run_id,
             "options": recorded_options(self._args),

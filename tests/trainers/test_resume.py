@@ -13,6 +13,7 @@ import pytest
 from checkpointed_runs import SAVING, assert_same, make, run_until, weights
 from games import Chatter
 
+from agile_trainers import MultiTurnPPOTrainer
 from agile_trainers.adapters.folders import MARKER, RECORD, CheckpointError, check_complete, mark_complete
 from agile_trainers.checkpoints.output_lock import LOCK, OutputDirInUseError, locked
 from agile_trainers.checkpoints.resumed_options import compare_options
@@ -162,8 +163,9 @@ def test_the_checkpoint_a_new_run_starts_from_stays_where_it_is(embedded_model, 
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-def test_a_folder_without_what_its_algorithm_needs_is_not_whole(embedded_model, tmp_path):
-    """Even if its marker says so."""
+def test_a_folder_without_what_its_algorithm_needs_is_not_whole(embedded_model, tmp_path, monkeypatch):
+    """Even if its marker says so, and whatever the name of the algorithm that has a critic."""
+    monkeypatch.setattr(MultiTurnPPOTrainer, "_name", "An algorithm of the user's")
     make("ppo", embedded_model, tmp_path, **{**SAVING, "max_steps": 1}).train()
     shutil.rmtree(tmp_path / "checkpoint-1" / "critic")
     mark_complete(tmp_path / "checkpoint-1")
