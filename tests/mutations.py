@@ -705,6 +705,11 @@ MUTATIONS = [
         "if isinstance(kwargs[\"model\"], PeftModel) and not uses_deepspeed(args):", "if False:",
         "tests/test_cli_chain.py -k interrupted",
     ),
+    Mutation(
+        "MaxRL divides by the deviation", "objectives/advantages.py",
+        "torch.where(signal, centred / mean, 0.0)", "torch.where(signal, centred / std, 0.0)",
+        "tests/objectives/test_advantages.py -k mean_scale",
+    ),
 ]  # fmt: skip
 
 

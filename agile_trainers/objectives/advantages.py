@@ -11,7 +11,7 @@ from agile_trainers.objectives.returns import discounted_returns
 
 Granularity = Literal["turn", "trajectory", "anchor"]
 TurnCredit = Literal["return", "reward"]
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "mean", "none"]
 Baseline = Literal["mean", "leave_one_out"]
 
 STD_EPSILON = 1e-4
@@ -61,6 +61,8 @@ class _Comparison:
         elif scale == "batch":
             batch = self.values[self.mask] if batch is None else batch
             centred = centred / ((batch.std() if batch.numel() > 1 else 0.0) + STD_EPSILON)
+        elif scale == "mean":
+            centred = torch.where(signal, centred / mean, 0.0)
         return centred, self.mask & (count < 2), signal
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
@@ -105,7 +107,8 @@ def group_advantages(
         turn_credit: ``"return"`` or ``"reward"``; not for ``"trajectory"``.
         gamma: Discount per turn for ``turn_credit="return"``.
         scale: TRL's ``scale_rewards``: divide by the standard deviation of the compared values (``"group"``), of the
-            whole ``"batch"``, or not at all (``"none"``, Dr. GRPO).
+            whole ``"batch"``, by the ``"mean"`` of the compared values (MaxRL: Tajwar et al., 2026; a mean of 0 gives 0), or
+            not at all (``"none"``, Dr. GRPO).
         baseline: The ``"mean"`` of the compared values, or of the other values only (``"leave_one_out"``, RLOO: Ahmadian
             et al., 2024), which does not shrink the gradient: without scaling, its expectation is exact, at granularity
             ``"turn"`` together with ``trajectory_fallback`` if episodes differ in length.
@@ -115,9 +118,17 @@ def group_advantages(
 
     Returns:
         The advantages and their statistics. Computed in float64, returned as float32.
+
+    Raises:
+        ValueError: If ``scale="mean"`` and a reward is negative.
     """
     valid = turn_mask & ~failed[:, None]
     rewards = torch.where(valid, turn_rewards.double(), 0.0)
+    if scale == "mean" and (rewards < 0).any():
+        raise ValueError(
+            f"scale_rewards='mean' divides by a mean and takes rewards of at least 0, got {rewards.min().item():.6g}. "
+            "Shift the environment's rewards to 0 or above, or set scale_rewards='group' or 'none'."
+        )
     groups = (torch.arange(len(rewards), device=rewards.device) // group_size)[:, None].expand_as(rewards)
     episodes = _Comparison(rewards.sum(dim=1), groups[:, 0], ~failed)
     whole, uncompared, signal = episodes.advantages(scale, baseline)

@@ -277,6 +277,8 @@ class MultiTurnConfig(GRPOConfig):
         for name in ("importance_sampling_level", "vllm_importance_sampling_mode"):
             if str(getattr(self, name)).startswith("turn"):
                 idle.append(f"{name}={getattr(self, name)!r}")
+        if self.scale_rewards == "mean":
+            idle.append("scale_rewards='mean'")
         if idle:
             raise ValueError(
                 f"{', '.join(sorted(idle))}: these options act on multi-turn episodes and would have no effect here. "

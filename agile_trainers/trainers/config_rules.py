@@ -149,7 +149,8 @@ def _agilerl_scale(theirs: str, here: str) -> Rule:
     return Rule(
         ("scale_rewards",),
         lambda _, value: value != theirs,
-        f"scale_rewards must be one of 'group', 'batch', 'none', got {{value!r}}. AgileRL's {theirs!r} is {here!r} here.",
+        f"scale_rewards must be one of 'group', 'batch', 'mean', 'none', got {{value!r}}. AgileRL's {theirs!r} is {here!r} "
+        "here.",
     )
 
 
@@ -175,7 +176,7 @@ VALUES: tuple[Rule, ...] = (
     one_of("loss_type", *LOSS_TYPES),
     _agilerl_scale("mean_std", "group"),
     _agilerl_scale("mean_only", "none"),
-    one_of("scale_rewards", "group", "batch", "none"),
+    one_of("scale_rewards", "group", "batch", "mean", "none"),
     Rule(("epsilon", "epsilon_high"), lambda _, value: not isinstance(value, (tuple, list)), _explain_pair),
     positive("sapo_temperature_pos", "sapo_temperature_neg"),
     positive("delta", "advantage_clip_range", "max_logprob_gap", optional=True),

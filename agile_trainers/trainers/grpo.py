@@ -71,6 +71,12 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
             "with those of whole episodes. Leave it unset, or set turn_credit='return'.",
         ),
         Rule(
+            ("scale_rewards",),
+            lambda args, value: not (value == "mean" and args.beta != 0.0 and args.kl_placement == "reward"),
+            "scale_rewards={value!r} takes rewards of at least 0, and kl_placement='reward' subtracts from them. Set "
+            "kl_placement='advantage' or 'loss', or scale_rewards='group'.",
+        ),
+        Rule(
             ("gamma",),
             lambda args, value: (
                 value == 1.0 or (args.advantage_granularity != "trajectory" and args.turn_credit == "return")

@@ -56,6 +56,39 @@ def test_group_scale_divides_by_the_sample_deviation():
     torch.testing.assert_close(result.advantages, torch.tensor([[-expected] * 2, [expected] * 2]))
 
 
+def test_mean_scale_by_hand():
+    """MaxRL, (R - mean) / mean: returns to go 1, 3 | 1, 3; 2, 4 | -; a group of zeros gives 0."""
+    result = group_advantages(REWARDS, MASK, NEVER, group_size=2, scale="mean")
+    assert result.advantages.tolist() == [
+        [-0.5, -0.5],
+        [0.5, 0.5],
+        [pytest.approx(-1 / 3), 0.0],
+        [pytest.approx(1 / 3), 0.0],
+    ]
+    nothing = group_advantages(REWARDS[:2] * 0, MASK[:2], NEVER[:2], group_size=2, scale="mean")
+    assert nothing.advantages.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    failed_negative = torch.where(torch.arange(4)[:, None] == 3, -1.0, REWARDS)
+    failed = torch.tensor([False, False, False, True])
+    group_advantages(failed_negative, MASK, failed, group_size=2, scale="mean")  # a failed row has no reward
+    with pytest.raises(ValueError, match=r"scale_rewards='mean'.*-1"):
+        group_advantages(failed_negative, MASK, NEVER, group_size=2, scale="mean")
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_mean_scale_is_the_exact_gradient_of_the_log_of_the_success_probability_to_order_n_minus_1(size):
+    """Enumerated over all outcomes of a group whose members succeed with probability p; derivative by p."""
+    p, expected = 0.3, 0.0
+    for outcome in itertools.product((0.0, 1.0), repeat=size):
+        rewards = torch.tensor(outcome)[:, None]
+        advantages = group_advantages(
+            rewards, rewards >= 0, rewards[:, 0] < 0, group_size=size, granularity="trajectory", scale="mean"
+        ).advantages[:, 0]
+        score = torch.tensor([1 / p if won else -1 / (1 - p) for won in outcome])
+        probability = math.prod(p if won else 1 - p for won in outcome)
+        expected += probability * (advantages @ score).item() / size
+    assert expected == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)), rel=1e-6)
+
+
 def test_failed_episodes_are_left_out_of_every_statistic():
     failed = torch.tensor([False, False, False, True])
     rewards = torch.tensor([[1.0], [2.0], [6.0], [1e6]])

@@ -94,13 +94,17 @@ def test_an_option_at_its_default_needs_nothing(tmp_path: Path):
     [
         (MultiTurnGRPOConfig, {"scale_rewards": "mean_std"}, ["'mean_std'", "'group'"]),
         (MultiTurnGRPOConfig, {"scale_rewards": "mean_only"}, ["'mean_only'", "'none'"]),
+        (
+            MultiTurnGRPOConfig, {"scale_rewards": "mean", "beta": 0.1, "kl_placement": "reward"},
+            ["scale_rewards='mean'", "kl_placement='reward'"],
+        ),
         (MultiTurnGRPOConfig, {"entropy_coef_schedule": "cosine"}, ["entropy_coef_schedule", "'linear'", "'cosine'"]),
         (MultiTurnGRPOConfig, {"entropy_coef_schedule": "linear"}, ["entropy_coef_schedule='linear'", "entropy_coef"]),
         (MultiTurnGRPOConfig, {"loss_type": "sapo", "epsilon_high": 0.3}, ["epsilon_high=0.3", "loss_type='sapo'"]),
         (MultiTurnPPOConfig, {"critic_start": "base"}, ["critic_start", "'saved'", "'base'"]),
         (MultiTurnPPOConfig, {"skip_zero_advantage": True}, ["skip_zero_advantage=True"]),
     ],
-)
+)  # fmt: skip
 def test_rows_that_no_other_test_breaks(tmp_path: Path, config: type[MultiTurnConfig], options, named):
     with pytest.raises(ValueError, match=naming(*named)):
         config(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options).with_environment()

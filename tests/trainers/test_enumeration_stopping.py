@@ -125,6 +125,9 @@ def brute_force_advantages(returns, size, scale, baseline, fallback):
                     continue
                 minus = statistics.fmean(with_it if baseline == "leave_one_out" else [value, *with_it])
                 spread = {"group": [value, *with_it], "batch": everything}.get(scale)
+                if scale == "mean":
+                    rows[i][k] = (value - minus) / statistics.fmean([value, *with_it])
+                    continue
                 rows[i][k] = (value - minus) / (statistics.stdev(spread) + 1e-4 if spread else 1.0)
         return rows
 
@@ -139,14 +142,17 @@ def brute_force_advantages(returns, size, scale, baseline, fallback):
         (3, 1, 3, {"scale_rewards": "group"}),
         (3, 1, 3, {"scale_rewards": "group", "advantage_baseline": "leave_one_out"}),
         (2, 2, 2, {"scale_rewards": "batch"}),
+        (3, 1, 3, {"scale_rewards": "mean"}),
         (3, 1, 3, {"scale_rewards": "none", "turn_advantage_trajectory_fallback": False}),
     ],
-    ids=["mean", "group", "group-leave-one-out", "batch", "no-fallback"],
+    ids=["mean", "group", "group-leave-one-out", "batch", "maxrl", "no-fallback"],
     indirect=["game"],
 )
 def test_what_is_no_multiple_of_the_exact_gradient_equals_brute_force(
     embedded_model, tmp_path, game, groups, size, options, gamma
 ):
+    if options["scale_rewards"] == "mean":
+        game.rewards = [[abs(reward) for reward in rewards] for rewards in game.rewards]
     trainer = grpo(embedded_model, tmp_path, size, groups, gamma=gamma, **options)
     baseline = options.get("advantage_baseline", "mean")
     fallback = options.get("turn_advantage_trajectory_fallback", True)

@@ -114,6 +114,6 @@ def test_trls_default_length_applies(embedded_model, tmp_path):
 
 
 def test_multi_turn_options_without_an_environment_are_refused(embedded_model, tmp_path):
-    args = MultiTurnGRPOConfig(**settings(tmp_path, gamma=0.9))
-    with pytest.raises(ValueError, match=r"gamma, max_new_tokens, max_turns, stop_strings.*environment="):
+    args = MultiTurnGRPOConfig(**settings(tmp_path, gamma=0.9, scale_rewards="mean"))
+    with pytest.raises(ValueError, match=r"gamma, max_new.*_turns, scale_rewards='mean', stop_strings.*environment="):
         MultiTurnGRPOTrainer(str(embedded_model), distinct_letters, args, ROWS)
