@@ -13,7 +13,7 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm test-launch wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-gpu clean
+.PHONY: demo test test-vllm test-launch wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-gpu docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -37,6 +37,9 @@ wheel: $(VENV)/.installed-dev  ## build the wheel, install it outside the clone 
 
 snippets: $(VENV)/.installed-dev  ## every code block of README and docs; the README's first one and AgileRL's on three seeds
 	$(RUN) -m pytest tests/test_docs.py tests/test_first_snippet.py tests/test_agilerl_scripts.py
+
+docs: $(VENV)/.installed-dev  ## the documentation site, in site/; strict: a broken link or a page outside the navigation is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 docs-tables: $(VENV)/.installed  ## write the tables of options in docs/ from the fields of the configurations
 	$(RUN) docs/option_tables.py

@@ -59,7 +59,7 @@ def file_list() -> str:
 
 def main() -> int:
     """Write every page whose tables are out of date, and name it."""
-    for path in sorted(DOCS.glob("*.md")):
+    for path in sorted(DOCS.rglob("*.md")):
         page = path.read_text(encoding="utf-8")
         if with_tables(page) != page:
             path.write_text(with_tables(page), encoding="utf-8")
