@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from agile_trainers.records.plain import Plain
 from agile_trainers.types import NO_TURN, Trajectory
-
-_DEEPEST = 20
-"""Nesting levels of an environment's dicts and lists that are written."""
-_LONGEST_TEXT = 10_000
-"""Characters that are written of a value that JSON cannot represent."""
-_MOST_BITS = 1024
 
 
 def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = None, **context: Any) -> dict[str, Any]:
@@ -30,7 +24,7 @@ def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = 
     for k, turn in enumerate(trajectory.turns):
         turn_ids[turn.start : turn.end] = [k] * (turn.end - turn.start)
         entry = {name: value for name, value in vars(turn).items() if name not in ("start", "end")}
-        entry |= {"observation": _Plain()(turn.observation), "info": _Plain()(turn.info)}
+        entry |= {"observation": Plain()(turn.observation), "info": Plain()(turn.info)}
         turns.append(entry if advantages is None else {**entry, "advantage": advantages[k]})
     return {
         **context,
@@ -40,8 +34,8 @@ def episode_record(trajectory: Trajectory, advantages: Sequence[float] | None = 
         "error": trajectory.error,
         "environment": trajectory.environment_name,
         "seed": trajectory.seed,
-        "reset_info": _Plain()(trajectory.reset_info),
-        "prompt": _Plain()(trajectory.prompt),
+        "reset_info": Plain()(trajectory.reset_info),
+        "prompt": Plain()(trajectory.prompt),
         "turns": turns,
         "prompt_ids": trajectory.prompt_ids,
         "completion_ids": trajectory.completion_ids,
@@ -76,42 +70,4 @@ def _encode(record: dict[str, Any]) -> str:
         return json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
     except Exception:
         # A key that is not text, or a number that JSON cannot represent.
-        return json.dumps(_Plain(items=1_000_000)(record), ensure_ascii=False)
-
-
-class _Plain:
-    """Converts any object to JSON-ready data, self-referencing, raising and very large ones included.
-
-    Args:
-        items: Number of items that are written; the rest is left out.
-    """
-
-    def __init__(self, items: int = 10_000) -> None:
-        self._left = items
-
-    def __call__(self, value: Any, inside: tuple[int, ...] = ()) -> Any:
-        self._left -= 1
-        try:
-            if isinstance(value, (dict, list, tuple)):
-                if self._left < 0 or id(value) in inside or len(inside) == _DEEPEST:
-                    return f"<{type(value).__name__}: left out>"
-                inside = (*inside, id(value))
-                if isinstance(value, dict):
-                    return {_text(key): self(item, inside) for key, item in value.items() if self._left >= 0}
-                return [self(item, inside) for item in value if self._left >= 0]
-            if value is None or isinstance(value, (bool, str)):
-                return value
-            if isinstance(value, int) and value.bit_length() <= _MOST_BITS:
-                return int(value)
-            if isinstance(value, float) and isfinite(value):
-                return float(value)
-        except Exception as error:  # of the environment's own class
-            return f"<{type(value).__name__}: {type(error).__name__}>"
-        return _text(value)
-
-
-def _text(value: Any) -> str:
-    try:
-        return str(value)[:_LONGEST_TEXT]
-    except Exception as error:
-        return f"<{type(value).__name__}: its str raises {type(error).__name__}>"
+        return json.dumps(Plain(items=1_000_000)(record), ensure_ascii=False)

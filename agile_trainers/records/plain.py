@@ -1,0 +1,61 @@
+"""Converts any object of an environment to text or JSON that can be written to disk."""
+
+from __future__ import annotations
+
+import json
+from math import isfinite
+from typing import Any
+
+_DEEPEST = 20
+"""Nesting levels of an environment's dicts and lists that are written."""
+_LONGEST_TEXT = 10_000
+"""Characters that are written of a value that JSON cannot represent."""
+_MOST_BITS = 1024
+
+
+class Plain:
+    """Converts any object to JSON-ready data, self-referencing, raising and very large ones included.
+
+    Args:
+        items: Number of items that are written; the rest is left out.
+    """
+
+    def __init__(self, items: int = 10_000) -> None:
+        self._left = items
+
+    def __call__(self, value: Any, inside: tuple[int, ...] = ()) -> Any:
+        self._left -= 1
+        try:
+            if isinstance(value, (dict, list, tuple)):
+                if self._left < 0 or id(value) in inside or len(inside) == _DEEPEST:
+                    return f"<{type(value).__name__}: left out>"
+                inside = (*inside, id(value))
+                if isinstance(value, dict):
+                    return {_text(key): self(item, inside) for key, item in value.items() if self._left >= 0}
+                return [self(item, inside) for item in value if self._left >= 0]
+            if value is None or isinstance(value, (bool, str)):
+                return value
+            if isinstance(value, int) and value.bit_length() <= _MOST_BITS:
+                return int(value)
+            if isinstance(value, float) and isfinite(value):
+                return float(value)
+        except Exception as error:  # of the environment's own class
+            return f"<{type(value).__name__}: {type(error).__name__}>"
+        return _text(value)
+
+
+def to_json(value: Any) -> str:
+    """Convert any object to JSON in UTF-8. Values that JSON cannot represent (NaN too) become their ``str``."""
+    return encodable(json.dumps(Plain()(value), ensure_ascii=False))
+
+
+def encodable(text: str) -> str:
+    r"""Replace lone surrogates, which UTF-8 cannot encode, by their escape (``\ud800``)."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)[:_LONGEST_TEXT]
+    except Exception as error:
+        return f"<{type(value).__name__}: its str raises {type(error).__name__}>"

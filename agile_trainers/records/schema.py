@@ -1,0 +1,165 @@
+"""Defines the columns of episode records, their precision and their encoding in Parquet files.
+
+One row is one episode. ``datasets.load_dataset("parquet", data_files=...)`` and any other reader of Parquet open the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from agile_trainers.records.plain import encodable
+
+FORMAT = 2
+"""Version of the records in ``run.json``. JSON lines of earlier releases are version 1."""
+
+TURN = pa.struct({
+    "start": pa.int32(),  # first action token, in completion coordinates
+    "end": pa.int32(),  # one past the last
+    "text": pa.string(),  # the action that the environment received
+    "finish_reason": pa.string(),  # "stop" or "length"
+    "observation": pa.string(),  # the environment's answer: text, or messages as JSON; null if it failed
+    "observation_is_json": pa.bool_(),
+    "reward": pa.float64(),  # the environment's
+    "return": pa.float64(),  # of what was trained on, from this turn on, discounted
+    "advantage": pa.float32(),
+    "value": pa.float32(),  # the critic's, before the action
+    "info": pa.string(),  # JSON
+})  # fmt: skip
+
+EPISODE = pa.schema({
+    "step": pa.int64(),  # optimizer steps of the policy that sampled it
+    "generation": pa.int64(),  # index of the generation batch in the run
+    "phase": pa.string(),  # "train" or "eval"
+    "index": pa.int64(),  # among the episodes of all processes in the batch
+    "group": pa.int64(),
+    "member": pa.int64(),
+    "environment": pa.string(),  # its name in a run of several
+    "seed": pa.int64(),
+    "row": pa.string(),  # the dataset row as JSON
+    "return": pa.float64(),  # sum of the environment's rewards
+    "success": pa.bool_(),
+    "stop_reason": pa.string(),
+    "error": pa.string(),
+    "truncated": pa.bool_(),
+    "num_turns": pa.int32(),
+    "num_tokens": pa.int32(),  # of the completion
+    "prompt": pa.string(),  # the messages as JSON
+    "reset_info": pa.string(),  # JSON
+    "turns": pa.list_(TURN),
+    "prompt_ids": pa.list_(pa.int32()),
+    "completion_ids": pa.list_(pa.int32()),
+    "turn_ids": pa.list_(pa.int16()),  # -1 on observation tokens
+    # Parallel to completion_ids. Null on observation tokens; all but the first also where nothing was trained.
+    "sampling_logprobs": pa.list_(pa.float32()),
+    "logprobs": pa.list_(pa.float32()),  # the trainer's, of the policy that the update started from
+    "advantages": pa.list_(pa.float32()),
+    "ratios": pa.list_(pa.float32()),  # in the last pass over the episode, as are the next two
+    "clipped": pa.list_(pa.bool_()),
+    "kl": pa.list_(pa.float32()),  # k3 estimate; null without a reference
+})  # fmt: skip
+
+TRAINED = ("logprobs", "advantages", "ratios", "clipped", "kl")
+"""Token columns that only an update fills."""
+LIGHT = tuple(name for name in EPISODE.names[: EPISODE.names.index("prompt")] if name != "row")
+"""Columns of the index of a run: numbers and short texts."""
+VOCABULARY = pa.schema({"id": pa.int32(), "piece": pa.binary(), "special": pa.bool_()})
+
+_LOGPROB_STEPS = 2.0**12
+"""Log-probabilities are multiples of 1 / 4096: their error is at most 1.3e-4, the trainer's and the gap's 2.5e-4."""
+_SIGNIFICANT_BITS = 12
+"""Ratios, advantages of tokens and KL keep 12 significant bits: their relative error is at most 2**-12."""
+_SPLIT_BYTES = ("sampling_logprobs", "logprobs")
+"""Columns of many different values; the others are encoded with a dictionary."""
+
+
+def _leaves(name: str, kind: pa.DataType | None = None) -> list[str]:
+    """Return Parquet's paths of a column."""
+    kind = EPISODE.field(name).type if kind is None else kind
+    if pa.types.is_list(kind):
+        return _leaves(f"{name}.list.element", kind.value_type)
+    if pa.types.is_struct(kind):
+        return [leaf for field in kind for leaf in _leaves(f"{name}.{field.name}", field.type)]
+    return [name]
+
+
+PARQUET: dict[str, Any] = {
+    "compression": "zstd",
+    "compression_level": 9,
+    "use_dictionary": [
+        leaf for field in EPISODE if field.name not in _SPLIT_BYTES for leaf in _leaves(field.name, field.type)
+    ],
+    "column_encoding": {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _SPLIT_BYTES},
+    "write_statistics": False,
+    "store_schema": False,  # Parquet's own types say the same
+}
+"""Options of ``pyarrow.parquet.ParquetWriter``."""
+
+
+def to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
+    """Convert rows of :func:`agile_trainers.records.writer.episode_row` to a table, rounded as this file states."""
+    columns = []
+    for field in EPISODE:
+        values = [row[field.name] for row in rows]
+        if field.name == "logprobs":
+            values = [_near(row["sampling_logprobs"], value) for row, value in zip(rows, values)]
+        if field.name == "turns":
+            columns.append(pa.array([[_turn(turn) for turn in turns] for turns in values], type=field.type))
+        elif pa.types.is_list(field.type):
+            columns.append(_token_column(field.name, field.type.value_type, values))
+        elif pa.types.is_string(field.type):
+            columns.append(pa.array([None if text is None else encodable(text) for text in values], type=field.type))
+        else:
+            columns.append(pa.array(values, type=field.type))
+    return pa.Table.from_arrays(columns, schema=EPISODE)
+
+
+def _turn(turn: dict[str, Any]) -> dict[str, Any]:
+    return {name: encodable(value) if isinstance(value, str) else value for name, value in turn.items()}
+
+
+def _near(sampled: Any, trained: Any) -> Any:
+    """Round a trainer's log-probabilities so that their gap to the sampler's rounded ones is the rounded gap."""
+    if trained is None:
+        return None
+    sampled, trained = _masked(sampled, np.float64), _masked(trained, np.float64)
+    return _on_grid(sampled) + _on_grid(trained - sampled)
+
+
+def _token_column(name: str, kind: pa.DataType, values: list[Any]) -> pa.ListArray:
+    """Make a list column from one sequence of numbers, one masked array or None a row."""
+    flat, lengths = [], np.zeros(len(values), dtype=np.int64)
+    numpy_type = np.dtype(kind.to_pandas_dtype())
+    for place, value in enumerate(values):
+        if value is not None:
+            flat.append(_masked(value, numpy_type))
+            lengths[place] = len(flat[-1])
+    joined = np.ma.concatenate(flat) if flat else np.ma.masked_array(np.zeros(0, dtype=numpy_type))
+    numbers, hidden = np.ma.getdata(joined).astype(numpy_type), np.ma.getmaskarray(joined)
+    if kind == pa.float32():
+        rounded = _on_grid(numbers) if name in _SPLIT_BYTES else significant(numbers)
+        numbers = np.where(hidden, 0, rounded).astype(np.float32)
+    missing = np.array([*(value is None for value in values), False])
+    offsets = pa.array(np.concatenate([[0], lengths.cumsum()]), mask=missing, type=pa.int32())
+    return pa.ListArray.from_arrays(offsets, pa.array(numbers, mask=hidden, type=kind))
+
+
+def _masked(values: Any, kind: Any) -> Any:
+    """Convert a sequence of numbers, None where there is none, to a masked array."""
+    if isinstance(values, np.ndarray):
+        return np.ma.masked_array(values).astype(kind)
+    hidden = [value is None for value in values]
+    return np.ma.masked_array([0 if value is None else value for value in values], hidden, dtype=kind)
+
+
+def _on_grid(values: Any) -> Any:
+    return np.round(values * _LOGPROB_STEPS) / _LOGPROB_STEPS
+
+
+def significant(values: np.ndarray) -> np.ndarray:
+    """Round float32 numbers to 12 significant bits; infinite ones and NaN stay."""
+    mantissas, exponents = np.frexp(values)
+    return np.ldexp(np.round(mantissas * 2.0**_SIGNIFICANT_BITS) / 2.0**_SIGNIFICANT_BITS, exponents)

@@ -1,0 +1,342 @@
+"""Writes the episodes, metrics and vocabulary of a run into a folder of its own, within a size on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from agile_trainers.records.plain import Plain, to_json
+from agile_trainers.records.schema import EPISODE, FORMAT, PARQUET, TRAINED, VOCABULARY, to_table
+from agile_trainers.records.vocabulary import pieces
+from agile_trainers.types import NO_TURN, Trajectory
+
+ROLLOUTS, RUN, METRICS, VOCABULARY_FILE = "rollouts", "run.json", "metrics.jsonl", "vocabulary.parquet"
+_PARTIAL = ".partial"
+"""Suffix of a file that is being written."""
+_ROW_GROUP_BYTES = 2**25
+"""Estimated bytes of the episodes that a reader loads to show one of them."""
+_TRAIN_FILE = re.compile(r"train-(\d+)-rank(\d+)\.parquet")
+_EVAL_FILE = re.compile(r"eval-(\d+)-.*-rank(\d+)\.parquet")
+
+
+def new_run_id(kind: str = "training") -> str:
+    """Make the id of a run from the time: ``YYYYmmdd-HHMMSS-<4 hex>``, with ``eval-`` before that of an evaluation."""
+    now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return ("eval-" if kind == "evaluation" else "") + f"{now}-{uuid.uuid4().hex[:4]}"
+
+
+def episode_row(
+    trajectory: Trajectory,
+    *,
+    step: int = 0,
+    phase: str = "eval",
+    index: int = 0,
+    generation: int | None = None,
+    group: int | None = None,
+    member: int | None = None,
+    advantages: Sequence[float] | None = None,
+    returns: Sequence[float] | None = None,
+    values: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """Convert an episode to a row of :data:`agile_trainers.records.schema.EPISODE`.
+
+    The token columns of an update (:data:`~agile_trainers.records.schema.TRAINED`) are None; set them to sequences as long
+    as ``completion_ids``.
+
+    Args:
+        trajectory: The episode.
+        step: Optimizer steps of the policy that sampled it.
+        phase: ``"train"`` or ``"eval"``.
+        index: Its index among the episodes of all processes.
+        generation: Index of its generation batch.
+        group: Index of its group.
+        member: Index in its group.
+        advantages: Of each turn.
+        returns: From each turn on. Default: the undiscounted sum of the environment's rewards.
+        values: The critic's, of the state before each turn.
+    """
+    turn_ids = np.full(len(trajectory.completion_ids), NO_TURN, dtype=np.int16)
+    if returns is None:
+        returns = np.cumsum(trajectory.rewards[::-1])[::-1].tolist()
+    turns = []
+    for k, turn in enumerate(trajectory.turns):
+        turn_ids[turn.start : turn.end] = k
+        is_text = turn.observation is None or isinstance(turn.observation, str)
+        turns.append({
+            "start": turn.start,
+            "end": turn.end,
+            "text": turn.text,
+            "finish_reason": turn.finish_reason,
+            "observation": turn.observation if is_text else to_json(turn.observation),
+            "observation_is_json": not is_text,
+            "reward": turn.reward,
+            "return": returns[k],
+            "advantage": None if advantages is None else advantages[k],
+            "value": None if values is None else values[k],
+            "info": to_json(turn.info),
+        })  # fmt: skip
+    return {
+        "step": step,
+        "generation": generation,
+        "phase": phase,
+        "index": index,
+        "group": group,
+        "member": member,
+        "environment": trajectory.environment_name,
+        "seed": trajectory.seed,
+        "row": None if trajectory.options is None else to_json(trajectory.options),
+        "return": trajectory.episode_return,
+        "success": trajectory.success,
+        "stop_reason": trajectory.stop_reason.value,
+        "error": trajectory.error,
+        "truncated": trajectory.stop_reason.truncated,
+        "num_turns": len(turns),
+        "num_tokens": len(trajectory.completion_ids),
+        "prompt": to_json(trajectory.prompt),
+        "reset_info": to_json(trajectory.reset_info),
+        "turns": turns,
+        "prompt_ids": trajectory.prompt_ids,
+        "completion_ids": trajectory.completion_ids,
+        "turn_ids": turn_ids,
+        "sampling_logprobs": np.ma.masked_array(trajectory.sampling_logprobs, turn_ids == NO_TURN, dtype=np.float64),
+        **dict.fromkeys(TRAINED),
+    }
+
+
+def write_episodes(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a Parquet file atomically: it is there as a whole or not at all.
+
+    Args:
+        path: The file.
+        rows: Of :func:`episode_row`; read one after another, so that long texts need not be in memory at once.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    with _replacing(path) as partial, pq.ParquetWriter(partial, EPISODE, **PARQUET) as writer:
+        for part in _row_groups(rows):
+            writer.write_table(to_table(part))
+
+
+def thinned(generations: Sequence[int]) -> int:
+    """Choose the generation batch whose records are deleted first, so that the rest covers the whole run evenly.
+
+    Odd indices go first, then the odd multiples of 2, of 4 and so on, and of these the oldest. The first batch and the
+    newest stay.
+
+    Args:
+        generations: Indices of at least two batches.
+    """
+    newest = max(generations)
+    others = [generation for generation in generations if generation != newest]
+    # The largest power of two that divides the index; of 0, any.
+    return min(others, key=lambda generation: (generation & -generation or newest + 1, generation))
+
+
+class RecordWriter:
+    """Writes the records of one process's part of a run to ``folder/rollouts/<run>``.
+
+    Args:
+        folder: ``output_dir`` of the run.
+        info: Content of ``run.json``: ``kind`` (``"training"``, the default, or ``"evaluation"``), ``run`` (default: a new
+            id) and whatever describes the run. Written by the process of rank 0, unless the folder has one already.
+        max_bytes: Largest size of this process's files of episodes. Beyond it, those of training batches are thinned, see
+            :func:`thinned`; if all but the newest are gone, the oldest evaluations are deleted. Default: no limit.
+        rank: Index of this process.
+        report: Called with one line of text at the first deletion.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        info: dict[str, Any],
+        *,
+        max_bytes: int | None = None,
+        rank: int = 0,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        kind = info.get("kind", "training")
+        self.run: str = info.get("run") or new_run_id(kind)
+        self.folder = Path(folder) / ROLLOUTS / self.run
+        """Folder of the run."""
+        self._max_bytes, self._rank, self._report = max_bytes, rank, report
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for partial in self.folder.glob(f"*-rank{rank}.parquet{_PARTIAL}"):  # of a killed process
+            partial.unlink()
+        if rank == 0 and not (self.folder / RUN).is_file():
+            started = datetime.now(UTC).isoformat(timespec="seconds")
+            entries = {"format": FORMAT, "kind": kind, "started": started, **info, "run": self.run}
+            with _replacing(self.folder / RUN) as partial:
+                partial.write_text(json.dumps(Plain()(entries), indent=2) + "\n", encoding="utf-8")
+
+    def write_train(self, generation: int, rows: Iterable[dict[str, Any]]) -> Path:
+        """Write the episodes of a generation batch.
+
+        Args:
+            generation: Its index in the run.
+            rows: Of :func:`episode_row`.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        return self._write(f"train-{generation:06d}", rows)
+
+    def write_eval(self, step: int, prefix: str, rows: Iterable[dict[str, Any]]) -> Path:
+        """Write the episodes of an evaluation. A second one of the same step and prefix gets a number.
+
+        Args:
+            step: Optimizer steps of the policy.
+            prefix: Prefix of its metrics.
+            rows: Of :func:`episode_row`.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        name = f"eval-{step:06d}-{re.sub(r'[^A-Za-z0-9_.]', '_', prefix)}"
+        names = (name if number == 1 else f"{name}.{number}" for number in count(1))
+        return self._write(next(free for free in names if not self._path(free).exists()), rows)
+
+    def write_metrics(self, step: int, logs: dict[str, Any]) -> None:
+        """Append the numbers of a log to ``metrics.jsonl``. Call it on one process.
+
+        Args:
+            step: Optimizer steps so far.
+            logs: Metrics by name. What is no number is left out; an infinite one or NaN is written as null.
+        """
+        line = {"step": step, **{name: _number(value) for name, value in logs.items() if _is_number(value)}}
+        path = self.folder / METRICS
+        with path.open("a+b") as file:
+            # A killed run may have left half a line.
+            file.seek(0, os.SEEK_END)
+            if file.tell() and _last_byte(path) != b"\n":
+                file.write(b"\n")
+            file.write((json.dumps(line) + "\n").encode())
+
+    def write_vocabulary(self, tokenizer: Any) -> None:
+        """Write the bytes of every token, once. Call it on one process.
+
+        Args:
+            tokenizer: A tokenizer of transformers.
+        """
+        path = self.folder / VOCABULARY_FILE
+        if not path.exists():
+            ids, texts, special = zip(*pieces(tokenizer))
+            table = pa.table([list(ids), list(texts), list(special)], schema=VOCABULARY)
+            with _replacing(path) as partial:
+                pq.write_table(table, partial, compression="zstd", write_statistics=False, store_schema=False)
+
+    def rewind(self, generation: int, step: int) -> int:
+        """Delete what a resumed run writes again: what came after its checkpoint.
+
+        Args:
+            generation: First generation batch that was not over at the checkpoint.
+            step: Optimizer steps of the checkpoint.
+
+        Returns:
+            Number of deleted files of this process.
+        """
+        later = [path for path in self._files(_TRAIN_FILE) if int(path.name.split("-")[1]) >= generation]
+        later += [path for path in self._files(_EVAL_FILE) if int(path.name.split("-")[1]) > step]
+        for path in later:
+            path.unlink()
+        metrics = self.folder / METRICS
+        if self._rank == 0 and metrics.is_file():
+            kept = [line for line in metrics.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
+            with _replacing(metrics) as partial:
+                partial.write_bytes(b"".join(kept))
+        return len(later)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}-rank{self._rank}.parquet"
+
+    def _files(self, pattern: re.Pattern[str]) -> list[Path]:
+        """Return this process's files of a kind, the oldest first."""
+        found = [path for path in self.folder.glob(f"*-rank{self._rank}.parquet") if pattern.fullmatch(path.name)]
+        return sorted(found)
+
+    def _write(self, name: str, rows: Iterable[dict[str, Any]]) -> Path:
+        path = self._path(name)
+        write_episodes(path, rows)
+        self._keep_size(path)
+        return path
+
+    def _keep_size(self, written: Path) -> None:
+        """Delete files until the rest is within the limit. The file that was just written stays."""
+        if self._max_bytes is None:
+            return
+        training = {int(path.name.split("-")[1]): path for path in self._files(_TRAIN_FILE)}
+        evaluations = [path for path in self._files(_EVAL_FILE) if path != written]
+        sizes = {path: path.stat().st_size for path in (*training.values(), *evaluations, written)}
+        while sum(sizes.values()) > self._max_bytes and (len(training) > 1 or evaluations):
+            path = training.pop(thinned(list(training))) if len(training) > 1 else evaluations.pop(0)
+            path.unlink()
+            del sizes[path]
+            if self._report is not None:
+                self._report(
+                    f"The episodes in {self.folder} reached {self._max_bytes:,} bytes. {path.name} was deleted, and more "
+                    "will be: training batches of odd index first, so that the rest covers the whole run."
+                )
+                self._report = None
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a file to write, which takes the place of ``path`` if no error is raised."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        yield partial
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _row_groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    part, size = list[dict[str, Any]](), 0
+    for row in rows:
+        part.append(row)
+        size += _estimated_bytes(row)
+        if size >= _ROW_GROUP_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _estimated_bytes(row: dict[str, Any]) -> int:
+    texts = sum(len(turn[name] or "") for turn in row["turns"] for name in ("text", "observation", "info"))
+    return texts + len(row["prompt"]) + len(row["reset_info"]) + len(row["row"] or "") + 40 * row["num_tokens"]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:  # half a line of a killed run
+        return float("inf")
