@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import preserved_random_state
+from agile_trainers.types import Trajectory
 
 
 def evaluate_policy(
@@ -35,6 +36,8 @@ def evaluate_policy(
     *,
     rows: Any = None,
     seed: int = 42,
+    attempts: int = 1,
+    sampling_seed: int | None = None,
     greedy: bool = False,
     options: EpisodeOptions | None = None,
     sampling: SamplingSettings | None = None,
@@ -42,6 +45,7 @@ def evaluate_policy(
     append_final_observation: bool = False,
     device: torch.device | str | None = None,
     model_init_kwargs: Mapping[str, Any] | None = None,
+    on_finish: Callable[[Trajectory], None] | None = None,
 ) -> EpisodeResults:
     """Play a policy's episodes in an environment; nothing is trained or written.
 
@@ -57,6 +61,9 @@ def evaluate_policy(
         rows: Handed to ``reset`` as options, in order, again and again; of several environments with the column
             ``environment``. None: the environment gets seeds only.
         seed: Of environments and sampling.
+        attempts: Times that each episode is played from its start, with sampling noise of its own, for pass@k.
+        sampling_seed: Seed of the sampling noise alone. Policies that are compared get different ones: they then play the
+            same episodes with independent noise. Default: the noise of ``trainer.evaluate()``.
         greedy: Take the likeliest token instead of sampling.
         options: Limits, conversation and where environments run. Default: those of the trainers' configuration.
         sampling: Temperature, filters and stop strings. Default: those of the trainers' configuration.
@@ -65,6 +72,7 @@ def evaluate_policy(
         device: Where to load a model to. Default: the process's GPU, if there is one.
         model_init_kwargs: How to load a model: ``dtype`` (float32 by default), ``revision``, ``trust_remote_code`` and
             others of ``from_pretrained``.
+        on_finish: Called with each episode of this process when it ends.
 
     Returns:
         The trajectories, the row of each episode, and the metrics.
@@ -78,9 +86,12 @@ def evaluate_policy(
     options, sampling = options or EpisodeOptions(), sampling or SamplingSettings()
     factories = environment_factories(environment)
     mixture = Mixture(tuple(factories), (1.0,) * len(factories), 1) if isinstance(factories, dict) else None
-    specs = evaluation_episodes(seed, episodes, rows, mixture)
+    settings = replace(sampling, do_sample=sampling.do_sample and not greedy)
+    if attempts > 1 and not settings.do_sample:
+        raise ValueError(f"attempts={attempts} play the same game again in greedy play. Sample, or set attempts=1.")
+    specs = evaluation_episodes(seed, episodes, rows, mixture, attempts=attempts, sampling_seed=sampling_seed)
     if isinstance(model, str):
-        policy, tokenizer = _loaded(model, tokenizer, device, dict(model_init_kwargs or {}))
+        policy, tokenizer = load_model(model, tokenizer, device=device, **(model_init_kwargs or {}))
     elif device is not None or model_init_kwargs:
         raise ValueError(
             f"device={device!r} and model_init_kwargs={model_init_kwargs!r} have no effect: `model` is loaded already. "
@@ -98,20 +109,21 @@ def evaluate_policy(
         model_config=policy.config,
         append_final_observation=append_final_observation,
     )
-    settings = replace(sampling, do_sample=sampling.do_sample and not greedy)
     state = PartialState()
     try:
         with preserved_random_state():
             for spec in {spec.environment: spec for spec in reversed(specs)}.values():
                 start = probe_environment(engine.pool, spec.seed, spec.options, spec.environment)
                 check_first_prompt(engine, start, spec.environment)
-            return play_evaluation(
+            results = play_evaluation(
                 engine,
                 _generator(policy, tokenizer, engine.chat.eos_token_ids, settings, generation_chunk_size),
                 specs,
                 rank=state.process_index,
                 world_size=state.num_processes,
+                on_finish=on_finish,
             )
+            return replace(results, greedy=not settings.do_sample)
     finally:
         engine.pool.close()
 
@@ -138,10 +150,23 @@ def _generator(
             module.training = training
 
 
-def _loaded(
-    model: str, tokenizer: Any, device: torch.device | str | None, init: dict[str, Any]
+def load_model(
+    model: str, tokenizer: Any = None, *, device: torch.device | str | None = None, **init: Any
 ) -> tuple[PreTrainedModel | PeftModel, Any]:
-    """A policy as a trainer loads it, and its tokenizer."""
+    """Load a policy as a trainer loads it.
+
+    Args:
+        model: Folder or Hub id of a model or a LoRA adapter.
+        tokenizer: Its tokenizer. Default: the one that is saved with the model, adapter or base.
+        device: Where to load it to. Default: the process's GPU, if there is one.
+        init: Further arguments of ``from_pretrained``.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        ValueError: If the adapter cannot be used.
+    """
     init = {"device_map": None, **init}
     revision, trust = init.pop("revision", None), bool(init.get("trust_remote_code"))
     saved = find_adapters(model, revision)

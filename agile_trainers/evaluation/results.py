@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
@@ -16,6 +19,29 @@ from agile_trainers.rollout.metrics import episode_row, summarize
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import evaluation_specs
 from agile_trainers.types import Trajectory
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """The start of an episode, by which episodes of several policies are paired and repeats are found."""
+
+    environment: str | None
+    """The environment's name in a run of several."""
+    seed: int
+    row: str | None
+    """Hash of the data set row; None without one."""
+    state: str
+    """Hash of the row, the prompt and the environment's information at reset: equal for equal starting states."""
+
+    def unit(self, greedy: bool) -> Hashable:
+        """Return the unit that the episode belongs to, of episodes that depend on each other.
+
+        Episodes of one row, or of one seed, are one unit. In greedy play so are those of one starting state, since each is
+        the same game again.
+        """
+        if greedy:
+            return self.environment, self.state
+        return self.environment, self.seed if self.row is None else self.row
 
 
 @dataclass(frozen=True)
@@ -31,6 +57,15 @@ class EpisodeResults:
     rows: list[dict[str, Any]]
     """One :func:`~agile_trainers.rollout.metrics.episode_row` per episode of all processes, in order of their places:
     ``return``, ``success``, ``turns``, ``action_tokens``, ``stop_reason``, ``environment`` and others."""
+    starts: list[EpisodeStart]
+    """The start of each episode of all processes, in the order of ``rows``."""
+    greedy: bool = False
+    """True if the likeliest token was taken instead of sampling."""
+
+    @property
+    def units(self) -> list[Hashable]:
+        """The unit of each of ``rows``, of episodes that depend on each other; see :meth:`EpisodeStart.unit`."""
+        return [start.unit(self.greedy) for start in self.starts]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -64,25 +99,41 @@ def evaluation_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def evaluation_episodes(
-    seed: int, episodes: int, rows: Any = None, mixture: Mixture | None = None
+    seed: int,
+    episodes: int,
+    rows: Any = None,
+    mixture: Mixture | None = None,
+    *,
+    attempts: int = 1,
+    sampling_seed: int | None = None,
 ) -> list[EpisodeSpec]:
     """The episodes of an evaluation, of all processes.
 
     Args:
         seed: The same seed gives the same episodes.
-        episodes: Their number.
+        episodes: Their number, of different seeds.
         rows: Handed to ``reset`` in order, again and again. None: the environment gets seeds only.
         mixture: Of several environments.
+        attempts: Times that each is played, with sampling noise of its own.
+        sampling_seed: Seed of the sampling noise, besides ``seed``, which the environments get. Policies with different ones
+            play the same episodes with independent noise. Default: the noise of ``trainer.evaluate()``.
 
     Raises:
-        ValueError: If there are no episodes, ``rows`` is empty, or a row names no environment.
+        ValueError: If there are no episodes or attempts, ``rows`` is empty, or a row names no environment.
     """
     options = None if rows is None else [dict(row) for row in islice(rows, episodes)]
     if options is not None and not options:
         raise ValueError(f"An evaluation data set must have at least one row, got {rows!r}.")
     if episodes < 1:
         raise ValueError(f"episodes must be at least 1, got {episodes}.")
-    return evaluation_specs(seed, episodes, options, 0, 1, mixture)
+    if attempts < 1:
+        raise ValueError(f"attempts must be at least 1, got {attempts}.")
+    own = () if sampling_seed is None else (sampling_seed,)
+    return [
+        replace(spec, stream=(*spec.stream[:-1], attempt, *own))
+        for spec in evaluation_specs(seed, episodes, options, 0, 1, mixture)
+        for attempt in range(attempts)
+    ]
 
 
 def play_evaluation(
@@ -92,6 +143,7 @@ def play_evaluation(
     *,
     rank: int,
     world_size: int,
+    on_finish: Callable[[Trajectory], None] | None = None,
 ) -> EpisodeResults:
     """Play this process's share of an evaluation, and gather the rows of all.
 
@@ -101,11 +153,30 @@ def play_evaluation(
         specs: The episodes of all processes.
         rank: Index of this process.
         world_size: Number of processes.
+        on_finish: Called with each of this process's episodes when it ends.
     """
     own, places = list(specs[rank::world_size]), list(range(rank, len(specs), world_size))
     with generator as made:
-        trajectories = engine.run(own, made)
-    return EpisodeResults(own, trajectories, places, in_order(places, map(episode_row, trajectories)))
+        trajectories = engine.run(own, made, on_finish)
+    played = in_order(places, [(episode_row(one), start_of_episode(one)) for one in trajectories])
+    return EpisodeResults(own, trajectories, places, [row for row, _ in played], [start for _, start in played])
+
+
+def start_of_episode(trajectory: Trajectory) -> EpisodeStart:
+    """Return the start of an episode."""
+    seed = trajectory.seed
+    row = None if trajectory.options is None else _digest(trajectory.options, seed)
+    state = _digest([row, trajectory.prompt, trajectory.reset_info], seed)
+    return EpisodeStart(trajectory.environment_name, seed, row, state)
+
+
+def _digest(value: Any, seed: int) -> str:
+    """Hash a value of the user's or the environment's; one that cannot be written as text is told by its seed."""
+    try:
+        text = json.dumps(value, sort_keys=True, default=lambda it: re.sub(r" at 0x[0-9a-f]+", "", repr(it)))
+    except Exception:  # it refers to itself, mixes types of keys, or its repr raises
+        text = f"seed {seed}"
+    return blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
 def in_order(places: Sequence[int], values: Any) -> list[Any]:
