@@ -1,0 +1,26 @@
+"""The share of successful episodes, with Wilson's interval, as a module of the package `evaluate`."""
+
+from typing import Any
+
+import datasets
+import evaluate
+
+from agile_trainers.evaluation.statistics import effective_trials, wilson_interval
+
+
+class Success(evaluate.Metric):
+    """Computes ``success``, ``success_low`` and ``success_high`` from ``successes`` and their ``units``."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Share of successful episodes, with Wilson's 95 % interval.",
+            citation="",
+            inputs_description="successes: whether each episode succeeded. units: key of the independent unit that each "
+            "belongs to; episodes that depend on each other, such as attempts at one question, share it.",
+            features=datasets.Features({"successes": datasets.Value("bool"), "units": datasets.Value("string")}),
+        )
+
+    def _compute(self, successes: list[bool], units: list[str]) -> dict[str, Any]:
+        share, trials = sum(successes) / len(successes), effective_trials(successes, units)
+        low, high = wilson_interval(share * trials, trials)
+        return {"success": share, "success_low": low, "success_high": high}
