@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the first policy is shown to be better or worse than the second."""
+        """The first policy against the second: better or worse if the difference is shown at ``LEVEL``."""
         if self.adjusted_p_value > LEVEL:
             return "no difference shown"
         return "better" if self.difference > 0 else "worse"
