@@ -1,0 +1,96 @@
+"""``agile-trainers view``: shows the episodes of runs in a browser, from one HTML file or a local server."""
+
+from __future__ import annotations
+
+import argparse
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from agile_trainers.records.reader import RunRecords, open_records
+from agile_trainers.viewer.html import write_page
+from agile_trainers.viewer.server import LiveRuns, Server
+
+_ABOUT = (
+    "Writes one HTML file that shows the episodes of a run: a timeline, the groups of a step, each episode turn by turn with "
+    "its tokens coloured by advantage, ratio and more, and comparisons. It opens offline, in any current browser."
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``agile-trainers view``."""
+    parser = argparse.ArgumentParser(prog="agile-trainers view", description=_ABOUT)
+    parser.add_argument("path", type=Path, metavar="RUN_OR_FILE", help="output_dir of a run, a folder of several, or a file of records")
+    parser.add_argument("--against", type=Path, metavar="OTHER", help="another run, or folder of runs, to compare with")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="HTML file to write (default: view.html in the run's folder)")
+    parser.add_argument(
+        "--megabytes", type=float, default=100, help="size of the file from which no more episodes are added; of a longer run, the "
+        "first, the last and evenly spaced steps are in it (default: 100)",
+    )  # fmt: skip
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.add_argument("--serve", action="store_true", help="serve the page on this machine and follow a run that is going on")
+    parser.add_argument("--port", type=int, default=0, help="port of --serve (default: a free one)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse the options, and write or serve the page.
+
+    Args:
+        argv: The options.
+
+    Raises:
+        ValueError: If there are no records.
+        OSError: If the file cannot be written, or the port is taken.
+    """
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.megabytes <= 0:
+        parser.error(f"--megabytes must be positive, got {options.megabytes:g}")
+    if options.serve and options.output is not None:
+        parser.error("--output has no effect with --serve, which writes no file: leave one of them out")
+    if not options.serve and options.port:
+        parser.error(f"--port {options.port} has no effect without --serve: add it, or leave --port out")
+    return _serve(options) if options.serve else _write(options)
+
+
+def _find(options: argparse.Namespace) -> tuple[list[RunRecords], int]:
+    """Return the runs, those to compare with last, and the number of these."""
+    runs = _ordered(open_records(options.path))
+    others = _ordered(open_records(options.against)) if options.against is not None else []
+    return [*runs, *others], len(others)
+
+
+def _ordered(runs: list[RunRecords]) -> list[RunRecords]:
+    """Order runs: training before evaluation, the newest first."""
+    newest = sorted(runs, key=lambda run: str(run.info.get("started", "")), reverse=True)
+    return sorted(newest, key=lambda run: run.info.get("kind") == "evaluation")
+
+
+def _write(options: argparse.Namespace) -> int:
+    runs, compared = _find(options)
+    folder = options.path if options.path.is_dir() else options.path.parent
+    written = write_page(runs, options.output or folder / "view.html", megabytes=options.megabytes, compared=compared)
+    names = ", ".join(run.name for run in runs[:4]) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
+    print(f"{written.path}: {written.episodes:,} episodes of {names}, {written.size / 1e6:.1f} MB")
+    if written.left_out:
+        print(
+            f"Of {written.left_out:,} further episodes only the numbers are in it. --megabytes with more than "
+            f"{options.megabytes:g} adds their texts and tokens."
+        )
+    if options.open:
+        webbrowser.open(written.path.resolve().as_uri())
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    compared = _find(options)[1]
+    with Server(LiveRuns(lambda: _find(options)[0], compared), options.port) as server:
+        print(f"{server.url} shows the run while it goes on. Ctrl-C ends it.", flush=True)
+        if options.open:
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0

@@ -1,0 +1,164 @@
+"""Writes runs to one HTML file that opens offline: style, script and compressed data are in it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import IO, Any
+
+from agile_trainers.records.reader import RunRecords
+from agile_trainers.viewer.parts import (
+    STOP_REASONS,
+    Section,
+    detail,
+    detail_part,
+    encode,
+    most_telling_first,
+    outline_part,
+    read_section,
+    run_index,
+    sections,
+)
+
+SCRIPTS = ("text.js", "data.js", "marks.js", "charts.js", "episode.js", "pages.js", "main.js")
+"""The script, in the order in which its files are joined."""
+PART_BYTES = 300_000
+"""JSON bytes after which a part is closed; one that holds a single long episode is larger."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """The result of :func:`write_page`."""
+
+    path: Path
+    episodes: int
+    """Episodes in the file."""
+    left_out: int
+    """Episodes whose texts and tokens did not fit; the timeline and the tables count them too."""
+    size: int
+    """Bytes of the file."""
+
+
+def write_page(runs: Sequence[RunRecords], path: Path, *, megabytes: float = 100, compared: int = 0) -> Written:
+    """Write the records of runs to one HTML file.
+
+    Args:
+        runs: The runs.
+        path: The file, which is replaced when the new one is complete.
+        megabytes: Size from which no further episodes are added. Of longer runs, the first, the last and evenly spaced steps
+            have their episodes in the file.
+        compared: Number of the last runs that the others are compared with.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile() as parts:
+        entries, episodes, left_out = [], 0, 0
+        for number, run in enumerate(runs):
+            budget = int(megabytes * 1e6 * (number + 1) / len(runs))
+            found = sections(run.index())
+            part_of = _write_parts(parts, number, run, found, budget)
+            entries.append(run_index(run, found, part_of))
+            episodes += len(part_of)
+            left_out += sum(len(section.rows) for section in found) - len(part_of)
+        parts.seek(0)
+        index = {"live": False, "compared": compared, "stop_reasons": STOP_REASONS, "runs": entries}
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            with partial.open("wb") as file:
+                before, after = page_around(live=False)
+                file.write(before)
+                file.write(script_tag("index", encode(index)))
+                file.write(after)
+                while block := parts.read(1 << 20):
+                    file.write(block)
+                file.write(b"</body></html>\n")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    return Written(path, episodes, left_out, path.stat().st_size)
+
+
+def page_around(*, live: bool) -> tuple[bytes, bytes]:
+    """Return the page before and after its index. Its policy allows its own style and script and, live, its own server."""
+    folder = files("agile_trainers.viewer") / "page"
+    style = (folder / "style.css").read_text(encoding="utf-8")
+    script = '"use strict";\n' + "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"style-src {_digest(style)}",
+            f"script-src {_digest(script)}",
+            f"connect-src {'self'!r}" if live else "connect-src 'none'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "require-trusted-types-for 'script'",  # the browser refuses to read any text as HTML
+        ]
+    )
+    page = (folder / "page.html").read_text(encoding="utf-8").replace("{{policy}}", policy)
+    before, after = page.replace("{{style}}", style).split("{{index}}")
+    return before.encode(), after.replace("{{script}}", script).encode()
+
+
+def script_tag(name: str, content: bytes) -> bytes:
+    """Return an element with compressed data, which the browser does not read until the script asks for it.
+
+    Args:
+        name: The part's name.
+        content: Any bytes; as Base64 they cannot end the element.
+    """
+    packed = base64.b64encode(gzip.compress(content, 6, mtime=0))
+    return b'<script type="application/octet-stream" id="%s">%s</script>\n' % (name.encode(), packed)
+
+
+def _write_parts(
+    file: IO[bytes], number: int, run: RunRecords, found: Sequence[Section], budget: int
+) -> dict[str, int]:
+    """Write outlines and episodes until the file has the given size; return the part of each episode by its key."""
+    vocabulary = run.vocabulary()
+    part_of: dict[str, int] = {}
+    parts = 0
+    for place in most_telling_first(len(found)):
+        if file.tell() > budget and part_of:
+            break
+        section = found[place]
+        records = []
+        for keys, details, outlines in _batches(run, section):
+            file.write(script_tag(f"episodes/{number}/{parts}", detail_part(vocabulary, details)))
+            part_of |= dict.fromkeys(keys, parts)
+            records += outlines
+            parts += 1
+        file.write(script_tag(f"outline/{number}/{section.name}", b"[" + b",".join(records) + b"]"))
+    return part_of
+
+
+def _batches(run: RunRecords, section: Section) -> Iterator[tuple[list[str], list[dict[str, Any]], list[bytes]]]:
+    """Yield a section's episodes in batches of about ``PART_BYTES``: their keys, themselves and their outlines."""
+    keys: list[str] = []
+    details: list[dict[str, Any]] = []
+    outlines: list[bytes] = []
+    size = 0
+    for row, record in zip(section.rows, read_section(run, section), strict=True):
+        shown = detail(record)
+        # Tokens dominate, at about 30 characters of JSON; an exact count would encode everything twice.
+        grown = 30 * len(shown["ids"]) + sum(len(str(turn["observation"])) for turn in shown["turns"]) + len(str(shown["prompt"]))
+        if keys and size + grown > PART_BYTES:
+            yield keys, details, outlines
+            keys, details, outlines, size = [], [], [], 0
+        keys.append(row["key"])
+        details.append(shown)
+        outlines.append(outline_part([record])[1:-1])
+        size += grown
+    if keys:
+        yield keys, details, outlines
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,103 @@
+// Charts: small line charts that share the step axis, and strips of turns.
+
+const CHART = { height: 150, left: 46, right: 10, top: 8, bottom: 20 };
+
+function ticks(low, high, wanted) {
+  const rough = (high - low) / wanted || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((one) => one >= rough * 0.999);
+  const found = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push(Number((k * step).toPrecision(12)));
+  return found;
+}
+
+/** Centred moving mean. */
+function smooth(points, width) {
+  const half = Math.floor(width / 2);
+  return points.map(([x], k) => [x, mean(points.slice(Math.max(0, k - half), k + half + 1).map(([, y]) => y))]);
+}
+
+const pathOf = (points, x, y) => points.map(([a, b], k) => `${k ? "L" : "M"}${x(a).toFixed(1)},${y(b).toFixed(1)}`).join("");
+
+/**
+ * A line chart with one or two series by step.
+ * @param {{title: string, about: string, series: {label: string, points: number[][]}[], format: function}} chart
+ * @param {{width: number, range: number[], pick: function(number)}} place
+ */
+function lineChart({ title, about, series, format }, { width, range, pick }) {
+  const { height, left, right, top, bottom } = CHART;
+  const all = series.flatMap(({ points }) => points.map(([, y]) => y));
+  let [low, high] = [Math.min(...all), Math.max(...all)];
+  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  const pad = (high - low) * 0.06;
+  const share = format === percent; // never below 0 or above 100 %
+  [low, high] = [share ? Math.max(0, low - pad) : low - pad, share ? Math.min(1, high + pad) : high + pad];
+  const [first, last] = range[0] === range[1] ? [range[0] - 1, range[1] + 1] : range;
+  const x = (step) => left + ((step - first) / (last - first)) * (width - left - right);
+  const y = (value) => height - bottom - ((value - low) / (high - low)) * (height - top - bottom);
+  const grid = ticks(low, high, 3).map((tick) => [
+    svg("line", { x1: left, x2: width - right, y1: y(tick), y2: y(tick), class: "grid" }),
+    svg("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, share ? `${number(100 * tick)} %` : number(tick)),
+  ]);
+  const steps = ticks(first, last, Math.max(2, width / 110)).filter(Number.isInteger).map((tick) =>
+    svg("text", { x: x(tick), y: height - 5, "text-anchor": "middle" }, String(tick)));
+  const lines = series.map(({ points }, k) => {
+    const shape = `series-${k}`;
+    if (points.length < 2) return points.map(([a, b]) => svg("circle", { cx: x(a), cy: y(b), r: 3, class: `dot ${shape}` }));
+    if (points.length < 60) return svg("path", { d: pathOf(points, x, y), class: `line ${shape}` });
+    return [
+      svg("path", { d: pathOf(points, x, y), class: `line raw ${shape}` }),
+      svg("path", { d: pathOf(smooth(points, points.length / 20), x, y), class: `line ${shape}` }),
+    ];
+  });
+  const cursor = svg("line", { y1: top, y2: height - bottom, class: "cursor", visibility: "hidden" });
+  const drawing = svg("svg", { width, height, role: "img", "aria-label": `${title} by step` }, grid, steps, lines.flat(), cursor);
+  const reading = h("span.reading");
+  const show = (step) => {
+    const texts = series.map(({ label, points }, k) => {
+      const point = step === null ? points[points.length - 1] : nearest(points, step);
+      return point && h(`span.key-${k}`, { title: label }, format(point[1]));
+    });
+    reading.replaceChildren(...texts.filter(Boolean));
+    cursor.setAttribute("visibility", step === null ? "hidden" : "visible");
+    if (step !== null) cursor.setAttribute("x1", x(step)), cursor.setAttribute("x2", x(step));
+  };
+  const stepAt = (event) => {
+    const inside = (event.clientX - drawing.getBoundingClientRect().left - left) / (width - left - right);
+    return Math.round(first + Math.min(1, Math.max(0, inside)) * (last - first));
+  };
+  show(null);
+  drawing.addEventListener("click", (event) => pick(stepAt(event)));
+  return {
+    element: h("figure.chart", {}, h("figcaption", { title: about }, h("span", {}, title), reading), drawing),
+    show, stepAt, drawing,
+  };
+}
+
+function nearest(points, step) {
+  let found = null;
+  for (const point of points) if (!found || Math.abs(point[0] - step) < Math.abs(found[0] - step)) found = point;
+  return found;
+}
+
+/** A bar of the stop reasons of episodes, each with a pattern of its own. */
+function stopBar(stops, order) {
+  const total = Object.values(stops).reduce((sum, value) => sum + value, 0);
+  const text = order.filter((name) => stops[name]).map((name) => `${words(name)} ${stops[name]}`).join(", ");
+  return h("span.stops", { role: "img", "aria-label": text, title: text }, order.map((name, k) =>
+    stops[name] ? h(`i.stop-${k % 6}`, { "--w": stops[name] / total }) : null));
+}
+
+const words = (name) => String(name).replaceAll("_", " ");
+
+/** A strip with one cell for each turn, coloured by advantage, with the reward as its text. */
+function turnStrip(turns, total, largest) {
+  const cells = turns.slice(0, 24).map((turn, k) => {
+    const text = `turn ${k + 1}: reward ${number(turn.reward)}, advantage ${signed(turn.advantage)}`;
+    const cell = h("span.cell", { title: text }, turn.reward ? number(turn.reward, 2) : "·");
+    paint(cell, "advantage", turn.advantage, largest);
+    return cell;
+  });
+  if (total > 24) cells.push(h("span.note", {}, `+${total - 24}`));
+  return h("span.strip", {}, cells);
+}

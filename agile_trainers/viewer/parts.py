@@ -1,0 +1,205 @@
+"""Converts the records of runs to the parts that the page loads on demand: an index, outlines and episodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+from math import isfinite
+from typing import Any
+
+from agile_trainers.records.reader import RunRecords
+from agile_trainers.types import StopReason
+
+OUTLINE_TEXT = 200
+"""Characters of a text in an outline."""
+OUTLINE_TURNS = 40
+"""Turns in an outline; the page says how many there are."""
+STOP_REASONS = {
+    StopReason.TERMINATED: "The environment reached a terminal state.",
+    StopReason.TRUNCATED: "The environment ended the episode by a limit of its own.",
+    StopReason.MAX_TURNS: "The episode used all of max_turns.",
+    StopReason.CONTEXT_FULL: "The conversation left no room for another answer within max_model_length.",
+    StopReason.ENVIRONMENT_ERROR: "The environment raised or broke the protocol; the episode is not trained on.",
+    StopReason.ENVIRONMENT_TIMEOUT: "The environment did not answer in time; the episode is not trained on.",
+}
+"""The page's sentence for each stop reason."""
+_COLUMNS = ("generation", "group", "member", "seed", "return", "success", "num_turns", "num_tokens")
+_TOKENS = ("turn_ids", "sampling_logprobs", "logprobs", "advantages", "ratios", "clipped", "kl")
+_AS_IT_IS = (int, bool, str, type(None))
+_TURN = ("start", "end", "text", "observation", "reward", "return", "advantage", "value", "finish_reason", "info")
+
+
+@dataclass(frozen=True)
+class Section:
+    """The episodes that one policy step sampled, in training or in an evaluation."""
+
+    phase: str
+    step: int
+    rows: list[dict[str, Any]]
+    """Their rows of :meth:`RunRecords.index`, file by file."""
+
+    @property
+    def name(self) -> str:
+        """The name of its outline; it changes when further episodes are written."""
+        return f"{self.phase}-{self.step}-{len(self.rows)}"
+
+
+def sections(index: Iterable[dict[str, Any]]) -> list[Section]:
+    """Split the episodes of a run into sections, by step; training comes before evaluation."""
+
+    def place(row: dict[str, Any]) -> tuple[int, bool]:
+        return row["step"] or 0, row["phase"] != "train"
+
+    split = groupby(sorted(index, key=place), place)
+    return [Section("eval" if other else "train", step, list(rows)) for (step, other), rows in split]
+
+
+def read_section(run: RunRecords, section: Section) -> Iterator[dict[str, Any]]:
+    """Read the episodes of a section in order, file by file: to ask for each by its key would read a file once for each."""
+    wanted = {row["key"] for row in section.rows}
+    for name in dict.fromkeys(row["key"].rpartition("#")[0] for row in section.rows):
+        for number, record in enumerate(RunRecords(run.folder, [run.folder / name], name).episodes()):
+            if f"{name}#{number}" in wanted:
+                yield record
+
+
+def run_index(run: RunRecords, found: Sequence[Section], part_of: dict[str, int]) -> dict[str, Any]:
+    """Return a run's part of the index: what is known of each episode without its texts and tokens, by column.
+
+    Args:
+        run: The run.
+        found: Its sections.
+        part_of: Key of an episode to the number of the part that holds it; others are not on the page.
+    """
+    rows = [row for section in found for row in section.rows]
+    environments = sorted({row["environment"] for row in rows if row["environment"] is not None})
+    columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in _COLUMNS}
+    columns["environment"] = [None if row["environment"] is None else environments.index(row["environment"]) for row in rows]
+    columns["stop"] = [row["stop_reason"] for row in rows]
+    columns["part"] = [part_of.get(row["key"], -1) for row in rows]
+    metrics = run.metrics()
+    return {
+        "name": run.name,
+        "info": run.info,
+        "environments": environments,
+        "sections": [[section.phase, section.step, len(section.rows), section.name] for section in found],
+        "episodes": columns,
+        "metrics": {
+            name: [entry.get(name) for entry in metrics]
+            for name in sorted({name for entry in metrics for name, value in entry.items() if _is_number(value)})
+        },
+    }
+
+
+def outline(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the beginning of each of an episode's texts, for pages that show many episodes side by side."""
+    turns = [
+        {
+            "text": _cut(turn.get("text")),
+            "observation": _cut(turn.get("observation")),
+            "reward": turn.get("reward"),
+            "advantage": turn_advantage(record, turn),
+        }
+        for turn in record["turns"][:OUTLINE_TURNS]
+    ]
+    start = [record.get("environment"), record.get("row") if record.get("row") is not None else record.get("prompt")]
+    return {
+        "start": blake2b(json.dumps(start, sort_keys=True, default=str).encode(), digest_size=8).hexdigest(),
+        "row": _cut(record.get("row")),
+        "prompt": _cut(_last_message(record.get("prompt"))),
+        "error": _cut(record.get("error")),
+        "turns": turns,
+    }
+
+
+def detail(record: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that the page shows of an episode."""
+    turns = [
+        {**{name: turn.get(name) for name in _TURN}, "advantage": turn_advantage(record, turn)} for turn in record["turns"]
+    ]
+    shown = {name: record.get(name) for name in (*_TOKENS, "row", "error", "prompt", "reset_info", "prompt_ids")}
+    return {**shown, "ids": record.get("completion_ids") or [], "turns": turns}
+
+
+def turn_advantage(record: dict[str, Any], turn: dict[str, Any]) -> float | None:
+    """Return a turn's advantage; where only its tokens have one, their mean."""
+    if turn.get("advantage") is not None:
+        return turn["advantage"]
+    if turn.get("start") is None or not record.get("advantages"):
+        return None
+    known = [value for value in record["advantages"][turn["start"] : turn["end"]] if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def pieces(vocabulary: dict[int, tuple[bytes, bool]], episodes: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the tokens that episodes use: the bytes of each as a text of as many characters, and whether it is special."""
+    used = {token for episode in episodes for token in (*episode["ids"], *(episode["prompt_ids"] or ()))}
+    return {
+        str(token): [vocabulary[token][0].decode("latin-1"), int(vocabulary[token][1])]
+        for token in sorted(used)
+        if token in vocabulary
+    }
+
+
+def detail_part(vocabulary: dict[int, tuple[bytes, bool]], episodes: Sequence[dict[str, Any]]) -> bytes:
+    """Return a part with whole episodes and the tokens that they use, as JSON."""
+    return encode({"pieces": pieces(vocabulary, episodes), "episodes": episodes})
+
+
+def outline_part(records: Iterable[dict[str, Any]]) -> bytes:
+    """Return the part with the outlines of a section, as JSON."""
+    return encode([outline(record) for record in records])
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON in ASCII: numbers rounded to five decimals, NaN and infinity as texts, surrogates escaped."""
+    return json.dumps(_finite(value), separators=(",", ":"), default=str).encode("ascii")
+
+
+def most_telling_first(count: int) -> Iterator[int]:
+    """Yield the numbers below ``count``: first and last, then the middle of each gap, so that any beginning is even."""
+    if count:
+        yield 0
+    if count > 1:
+        yield count - 1
+    gaps = [(0, count - 1)]
+    while gaps:
+        halved = []
+        for low, high in gaps:
+            if high - low > 1:
+                middle = (low + high) // 2
+                yield middle
+                halved += [(low, middle), (middle, high)]
+        gaps = halved
+
+
+def _finite(value: Any) -> Any:
+    """Return JSON-ready data with rounded numbers, and a text for each number that JSON does not have."""
+    if isinstance(value, float):
+        return round(value, 5) if isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [item if type(item) in _AS_IT_IS else _finite(item) for item in value]
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _last_message(prompt: Any) -> Any:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+        return prompt[-1].get("content")
+    return prompt
+
+
+def _cut(value: Any) -> str | None:
+    """Return the beginning of a text, or of a value's JSON; an ellipsis stands for the rest."""
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= OUTLINE_TEXT else f"{text[:OUTLINE_TEXT]}…"

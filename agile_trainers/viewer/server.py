@@ -1,0 +1,167 @@
+"""Serves a page on this machine that follows runs while they go on.
+
+Only what is made from the records is served: no request names a file. A request must come with the secret part of the
+address, and must ask for this server by its own name: a foreign page cannot reach it by a DNS name that it controls.
+"""
+
+from __future__ import annotations
+
+import gzip
+import secrets
+from collections.abc import Callable
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from agile_trainers.records.reader import RunRecords
+from agile_trainers.viewer.html import page_around, script_tag
+from agile_trainers.viewer.parts import STOP_REASONS, Section, detail, detail_part, encode, outline_part, read_section, run_index, sections
+
+SECONDS = 3
+"""Seconds between two questions of the page for new episodes."""
+
+
+class LiveRuns:
+    """The data of runs that go on, as the page asks for it.
+
+    Args:
+        find: Finds the runs; called again for each look at the disk.
+        compared: Number of the last runs that the others are compared with.
+    """
+
+    def __init__(self, find: Callable[[], list[RunRecords]], compared: int = 0) -> None:
+        self._find, self._compared = find, compared
+        self._lock = Lock()
+        self._version = ""
+        self._index = b""
+        self._runs: list[RunRecords] = []
+        self._numbers: dict[tuple[str, str, int], int] = {}
+        """Run, key and time of an episode to its number, which it keeps when others are added."""
+        self._keys: list[dict[int, str]] = []
+        self._outlines: dict[str, tuple[RunRecords, Section]] = {}
+        self.vocabulary = lru_cache(8)(lambda folder: RunRecords(folder, [], "").vocabulary())
+
+    def index(self, after: str = "") -> bytes | None:
+        """Return the index as JSON; None if it is still that of the version ``after``."""
+        with self._lock:
+            runs = self._find()
+            stamp = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for run in runs for path in _files(run)]
+            version = f"{hash(tuple(stamp)):x}"
+            if version != self._version:
+                self._take(runs, version)
+            return None if after == version else self._index
+
+    def part(self, name: str) -> bytes | None:
+        """Return an outline or an episode as JSON by the name that the index gives it; None if there is none."""
+        kind, _, rest = name.partition("/")
+        if kind == "outline":
+            with self._lock:
+                found = self._outlines.get(rest)
+            return None if found is None else outline_part(read_section(*found))
+        number, _, episode = rest.partition("/")
+        with self._lock:
+            keys = self._keys[int(number)] if number.isdecimal() and int(number) < len(self._keys) else {}
+            key = keys.get(int(episode)) if episode.isdecimal() else None
+            if kind != "episodes" or key is None:
+                return None
+            run = self._runs[int(number)]
+        return detail_part(self.vocabulary(run.folder), [detail(run.episode(key))])
+
+    def _take(self, runs: list[RunRecords], version: str) -> None:
+        entries, keys, outlines = [], [], {}
+        for number, run in enumerate(runs):
+            found = sections(run.index())
+            times = {path.name: path.stat().st_mtime_ns for path in run.files}
+            part_of = {}
+            for row in (row for section in found for row in section.rows):
+                known = (str(run.folder), row["key"], times[row["key"].rpartition("#")[0]])
+                part_of[row["key"]] = self._numbers.setdefault(known, len(self._numbers))
+            entries.append(run_index(run, found, part_of))
+            keys.append({part: key for key, part in part_of.items()})
+            outlines |= {f"{number}/{section.name}": (run, section) for section in found}
+        index = {"live": True, "seconds": SECONDS, "version": version, "compared": self._compared}
+        self._index = encode({**index, "stop_reasons": STOP_REASONS, "runs": entries})
+        self._runs, self._keys, self._outlines, self._version = runs, keys, outlines, version
+
+
+class Server(ThreadingHTTPServer):
+    """A server of :class:`LiveRuns` on the loopback interface.
+
+    Args:
+        runs: The runs.
+        port: Port; 0 takes a free one.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, runs: LiveRuns, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.runs = runs
+        self.secret = secrets.token_urlsafe(16)
+
+    @property
+    def url(self) -> str:
+        """The page's address."""
+        return f"http://127.0.0.1:{self.server_port}/{self.secret}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    server_version, sys_version = "agile-trainers", ""
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        names = {f"{host}:{self.server.server_port}" for host in ("127.0.0.1", "localhost")}
+        if self.headers.get("Host", "").lower() not in names:
+            return self._answer(421, b"This server answers to 127.0.0.1 and localhost alone.\n", "text/plain")
+        secret, _, name = asked.path.removeprefix("/").partition("/")
+        if not secrets.compare_digest(secret.encode(), self.server.secret.encode()):
+            return self._answer(404, b"There is nothing here. Use the whole address that was printed.\n", "text/plain")
+        if name == "":
+            before, after = page_around(live=True)
+            page = before + script_tag("index", b'{"live":true}') + after + b"</body></html>\n"
+            return self._answer(200, page, "text/html; charset=utf-8")
+        if not name.startswith("data/"):
+            return self._answer(404, b"There is nothing here.\n", "text/plain")
+        try:
+            part = self._part(name.removeprefix("data/"), parse_qs(asked.query).get("after", [""])[0])
+        except (ValueError, OSError, KeyError) as error:  # a file that the run has just replaced or deleted
+            return self._answer(503, f"{error}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8")
+        if part is None:
+            return self._answer(404, b"There is no such part.\n", "text/plain")
+        self._answer(200 if part else 204, part, "application/json")
+
+    def _part(self, name: str, after: str) -> bytes | None:
+        """Return the JSON of a part, empty if the index has not changed."""
+        if name == "index":
+            return self.server.runs.index(after) or b""
+        return self.server.runs.part(name)
+
+    def _answer(self, status: int, content: bytes, kind: str) -> None:
+        packed = "gzip" in self.headers.get("Accept-Encoding", "") and len(content) > 1000
+        content = gzip.compress(content, 1, mtime=0) if packed else content
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            **({"Content-Encoding": "gzip"} if packed else {}),
+        }
+        for header, value in headers.items():
+            self.send_header(header, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+
+def _files(run: RunRecords) -> list[Any]:
+    others = [run.folder / "metrics.jsonl", run.folder / "run.json"]
+    return [*run.files, *(path for path in others if path.is_file())]

@@ -1,0 +1,123 @@
+"""Makes records of runs for the tests of the viewer: byte-level tokens, so that a character may be split over several."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from agile_trainers.records.schema import VOCABULARY
+from agile_trainers.records.writer import RecordWriter, episode_row
+from agile_trainers.types import StopReason, Trajectory, Turn
+
+END = 256
+"""Token that ends a turn; the tokens below are bytes."""
+HOSTILE = "</script><img src=x onerror=alert(1)><script>window.hacked = 1</script>\x00\u202egnp.exe\ud800 &amp; {{index}}"
+
+
+def byte_tokens(text: str) -> list[int]:
+    return list(text.encode("utf-8", "surrogatepass"))
+
+
+def play(
+    said: list[str],
+    answers: list[Any],
+    rewards: list[float],
+    *,
+    stop: StopReason = StopReason.TERMINATED,
+    success: bool | None = None,
+    seed: int = 0,
+    prompt: str = "Guess a number.",
+    noise: random.Random | None = None,
+    **changes: Any,
+) -> Trajectory:
+    """An episode in which the model says these things and the environment answers them."""
+    noise = noise or random.Random(0)
+    ids: list[int] = []
+    logprobs: list[float] = []
+    turns = []
+    for text, answer, reward in zip(said, answers, rewards, strict=True):
+        action = [*byte_tokens(text), END]
+        turns.append(Turn(len(ids), len(ids) + len(action), text, "stop", reward, answer, {"said": text}))
+        ids += action
+        logprobs += [-noise.expovariate(2) for _ in action]
+        after = byte_tokens(f"\nuser: {answer}\n")[:200]
+        ids += after
+        logprobs += [0.0] * len(after)
+    if success is not None:
+        turns[-1].info["success"] = success
+    messages = [{"role": "system", "content": "You play."}, {"role": "user", "content": prompt}]
+    return Trajectory(byte_tokens(prompt)[:500], ids, logprobs, turns, stop, messages, seed=seed, **changes)
+
+
+def trained(row: dict[str, Any], noise: random.Random) -> dict[str, Any]:
+    """Fill the columns of an update."""
+    acts = [turn >= 0 for turn in row["turn_ids"]]
+
+    def column(value: Any) -> list[Any]:
+        return [value(k) if act else None for k, act in enumerate(acts)]
+
+    row["logprobs"] = column(lambda k: float(row["sampling_logprobs"][k]) + noise.gauss(0, 0.01))
+    row["advantages"] = column(lambda k: row["turns"][row["turn_ids"][k]]["advantage"])
+    row["ratios"] = column(lambda k: 1 + noise.gauss(0, 0.1))
+    row["clipped"] = [None if ratio is None else abs(ratio - 1) > 0.2 for ratio in row["ratios"]]
+    row["kl"] = column(lambda k: abs(noise.gauss(0, 0.01)))
+    return row
+
+
+def write_vocabulary(folder: Path) -> None:
+    ids = list(range(END + 1))
+    table = pa.table([ids, [*(bytes([k]) for k in range(END)), b"<|im_end|>"], [k == END for k in ids]], schema=VOCABULARY)
+    pq.write_table(table, folder / "vocabulary.parquet")
+
+
+def guessing_run(folder: Path, *, steps: int = 4, groups: int = 3, members: int = 4, name: str = "20260101-000000-abcd") -> Path:
+    """A run that guesses numbers, better with each step, and an evaluation at its end. Returns its folder."""
+    noise = random.Random(name)
+    writer = RecordWriter(folder, {"run": name, "algorithm": "grpo", "model": "tiny", "environment": "guess", "seed": 0,
+                                   "options": {"learning_rate": 1e-3}})  # fmt: skip
+    write_vocabulary(writer.folder)
+    for step in range(steps):
+        rows = []
+        for group in range(groups):
+            wins = [noise.random() < (step + 1) / steps or member == 0 for member in range(members)]
+            average = sum(wins) / members
+            for member, win in enumerate(wins):
+                advantage = round(float(win) - average, 3)
+                length = 1 + (group + member) % 3
+                game = play(
+                    [f"I guess {noise.randint(1, 12)} ✓" for _ in range(length)],
+                    ["higher"] * (length - 1) + ["correct" if win else "lower"],
+                    [-0.2 if k % 2 and not win else 0.0 for k in range(length - 1)] + [float(win)],
+                    stop=StopReason.TERMINATED if win else StopReason.MAX_TURNS,
+                    success=win,
+                    seed=100 * step + group,
+                    noise=noise,
+                    options={"secret": group + 1},
+                    environment_name=("easy", "hard")[group % 2],
+                )
+                row = episode_row(
+                    game, step=step, phase="train", index=group * members + member, generation=step, group=group,
+                    member=member, advantages=[advantage] * length, values=[average] * length,
+                )  # fmt: skip
+                rows.append(trained(row, noise) if advantage else row)
+        writer.write_train(step, rows)
+        success = (step + 1) / steps
+        writer.write_metrics(step, {
+            "return/mean": success + noise.gauss(0, 0.02), "success": success, "entropy": 1.5 - success,
+            "clip_ratio/region_mean": 0.01 * step, "frac_reward_zero_std": success / 2, "loss": 0.1,
+        })  # fmt: skip
+    final = [play(["7"], ["correct"], [1.0], success=True, seed=seed) for seed in range(5)]
+    writer.write_eval(steps, "eval", [episode_row(game, step=steps, index=k) for k, game in enumerate(final)])
+    return writer.folder
+
+
+def run_of(folder: Path, games: list[Trajectory], *, name: str = "20260101-000000-0001", **info: Any) -> Path:
+    """A run of one evaluation with these episodes. Returns its folder."""
+    writer = RecordWriter(folder, {"run": name, "kind": "evaluation", **info})
+    write_vocabulary(writer.folder)
+    writer.write_eval(0, "eval", [episode_row(game, index=k) for k, game in enumerate(games)])
+    return writer.folder
