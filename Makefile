@@ -13,19 +13,23 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm test-launch wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-gpu docs clean
+.PHONY: demo test test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-gpu docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
 
 test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch"
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch and not browser"
 
 test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, on CPU, in an environment of their own
 	$(VLLM)/bin/python -m pytest tests/on_vllm -m "not gpu"
 
 test-launch: $(VENV)/.installed-dev  ## accelerate launch with two processes: DDP, ZeRO, FSDP2; minutes
 	$(RUN) -m pytest tests/launch -m "launch and not gpu"
+
+test-viewer: $(VENV)/.installed-dev  ## the viewer's page in a real Chromium; screenshots go to runs/viewer/
+	@command -v chromium chromium-browser > /dev/null || { echo "make test-viewer needs Chromium: apt-get install -y chromium" >&2; exit 1; }
+	$(RUN) -m pytest tests/viewer -m browser -s
 
 check: $(VENV)/.installed-dev  ## style and types
 	$(VENV)/bin/ruff check

@@ -29,9 +29,9 @@ const MARKS = {
     label: "value", kind: "signed", about: "The critic's value of the state before the turn.",
     of: (episode, k) => at(episode.turns, turnOf(episode, k))?.value,
   },
-  kl: { label: "KL", kind: "signed", about: "Estimate of the KL divergence from the reference policy.", of: (episode, k) => at(episode.kl, k) },
+  kl: { label: "KL", kind: "positive", about: "Estimate of the KL divergence from the reference policy.", of: (episode, k) => at(episode.kl, k) },
   surprise: {
-    label: "surprise", kind: "positive", about: "Minus the sampler's log-probability: dark tokens were unlikely.",
+    label: "surprise", kind: "positive", about: "Minus the sampler's log-probability: tokens with much colour were unlikely.",
     of: (episode, k) => {
       const value = finite(at(episode.sampling_logprobs, k));
       return value === null ? null : Math.max(0, -value);
@@ -115,4 +115,4 @@ const MISSING = {
   clipped: ": the episode took no part in an update",
   gap: ": the trainer's log-probabilities were not recorded",
 };
-const signedEnd = (value, mark) => (mark === "ratio" ? number(value) : signed(value));
+const signedEnd = (value, mark) => (mark === "ratio" || MARKS[mark].kind === "positive" ? number(value) : signed(value));

@@ -102,7 +102,7 @@ function stepTable(run) {
   h("tbody", {}, lines.slice(0, 500)));
   return h("section", { "aria-label": "Steps" }, h("h2", {}, "Steps"),
     h("p.key", {}, order.map((name, k) => h("span", {}, h(`i.stop-${k % 6}`), words(name)))),
-    table,
+    h("div.wide", {}, table),
     lines.length > 500 ? h("button.more", {
       onclick: (event) => {
         event.target.remove();
@@ -227,7 +227,7 @@ async function groupPage(section, name) {
   return [
     stepTitle(section, `Group ${name}`),
     figureLine(summary(run, rows)),
-    start ? h("section.message", {}, h("h4", {}, ["all start from", start.row].filter(Boolean).map(visible).join(" ")), h("div.text", {}, start.prompt || "")) : null,
+    start ? h("section.message", {}, h("h4", {}, ["all start from", start.row].filter(Boolean).join(" ")), h("div.text", {}, start.prompt || "")) : null,
     h("label.inline", {}, h("input", {
       type: "checkbox", checked: VIEW.sorted, onchange: (event) => {
         VIEW.sorted = event.target.checked;
@@ -320,11 +320,11 @@ async function comparePage(left, right) {
   append(0, 100);
   return [
     h("h1", {}, "Comparison"),
-    h("table.compared", {},
+    h("div.wide", {}, h("table.compared", {},
       h("thead", {}, h("tr", {}, h("th"), sides.map((section, k) => h("th", { scope: "col" }, sectionChooser(section, choose(k)))), h("th", { scope: "col" }, "change"))),
       h("tbody", {}, line("episodes", (one) => one.size, number), line("return", (one) => one.return, number), line("success", (one) => one.success, percent),
         line("turns", (one) => one.turns, number), line("tokens", (one) => one.tokens, number),
-        stops.map((name) => line(words(name), (one) => (one.stops[name] || 0) / (one.size || 1), percent)))),
+        stops.map((name) => line(words(name), (one) => (one.stops[name] || 0) / (one.size || 1), percent))))),
     outlines.every(Boolean) ? null : numbersOnly(),
     h("h2", {}, "Episodes", h("span.note", {}, pairs.about)),
     h("div.wide", {}, h("table.side.pairs", {}, body)),

@@ -1,0 +1,402 @@
+"""The viewer's page in a real Chromium (``make test-viewer``). Screenshots go to ``runs/viewer/`` to be looked at."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_records import HOSTILE, guessing_run, play, run_of, trained, write_vocabulary
+
+from agile_trainers.records.reader import open_records
+from agile_trainers.records.writer import RecordWriter, episode_row
+from agile_trainers.types import StopReason
+from agile_trainers.viewer.html import write_page
+from agile_trainers.viewer.server import LiveRuns, Server
+
+pytestmark = pytest.mark.browser
+SHOTS = Path(__file__).resolve().parents[2] / "runs" / "viewer"
+Visit = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve steps of twelve groups of eight."""
+    return guessing_run(tmp_path_factory.mktemp("run"), steps=12, groups=12, members=8)
+
+
+@pytest.fixture(scope="module")
+def page_file(run: Path) -> Path:
+    return write_page(open_records(run), run / "view.html").path
+
+
+NOWHERE = ("#%3Cscript%3E/x", "#episode/9/9")
+
+
+def shoot(page: Any, name: str) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"{name}.png")
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    return page.locator(selector).all_inner_texts()
+
+
+# ----------------------------------------------------------------------------------------------------------- the pages
+
+
+def test_the_timeline_shows_every_metric_and_opens_a_step(page_file: Path, visit: Visit) -> None:
+    page = visit(page_file)
+    assert texts(page, ".chart figcaption > span:first-child") == ["Return", "Success", "Entropy", "Clipped share", "Dead groups"]
+    line = page.locator(".chart").nth(1).locator("path").get_attribute("d")
+    points = [tuple(map(float, point.split(","))) for point in re.split("[ML]", line)[1:]]
+    assert len(points) == 12
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(points, points[1:])]
+    assert max(slopes) < 0 and max(slopes) - min(slopes) < 0.01  # success rises by a twelfth a step: one straight line
+    assert texts(page, "tbody tr:first-child td")[:2] == ["96", "0.113"]
+    page.locator(".inline select").select_option("loss")
+    assert texts(page, ".chart figcaption > span:first-child")[-1] == "loss"
+    chart = page.locator(".chart svg").first.bounding_box()
+    page.mouse.click(chart["x"] + chart["width"] - 11, chart["y"] + 60)
+    page.wait_for_selector("main[data-page=step]")
+    assert page.url.endswith("#step/0/train/11")
+
+
+def test_groups_of_a_step_and_members_of_a_group_are_side_by_side(page_file: Path, visit: Visit) -> None:
+    page = visit(page_file, "#step/0/train/5")
+    cards = page.locator(".card")
+    assert cards.count() == 12 and cards.first.locator(".member").count() == 8
+    assert cards.nth(0).bounding_box()["y"] == cards.nth(1).bounding_box()["y"]
+    cards.nth(3).locator("h3 a").click()
+    page.wait_for_selector("main[data-page=group]")
+    assert page.locator(".side thead th").count() == 9
+    assert page.locator(".side tbody tr").first.locator(".said").count() == 8
+    page.locator("input[type=checkbox]").check()
+    returns = [float(text.removeprefix("return ").replace("−", "-")) for text in texts(page, ".side thead .figure")]
+    assert returns == sorted(returns, reverse=True)
+
+
+def test_dead_groups_are_marked(page_file: Path, visit: Visit) -> None:
+    page = visit(page_file, "#step/0/train/11")
+    assert page.locator(".badge.dead").count() == page.locator(".card").count() == 12
+
+
+def test_an_episode_shows_its_turns_answers_and_end(page_file: Path, run: Path, visit: Visit) -> None:
+    (records,) = open_records(run)
+    record = records.episode("train-000005-rank0.parquet#21")
+    page = visit(page_file, f"#episode/0/{5 * 96 + 21}")
+    assert page.locator(".turn").count() == len(record["turns"]) == 2
+    assert texts(page, ".turn .message .text") == [turn["observation"] for turn in record["turns"]]
+    shown = "".join(texts(page, "#turn-0 .tokens:not(details *) .t")).replace("·", "")
+    assert shown == record["turns"][0]["text"] + "<|im_end|>"
+    assert "max turns" in page.locator(".ending").inner_text() and "all of max_turns" in page.locator(".ending").inner_text()
+    numbers = page.locator("#turn-0 .numbers").inner_text().replace("−", "-")
+    assert f"advantage {record['turns'][0]['advantage']:+g}"[:15] in numbers
+
+
+def test_tokens_are_coloured_by_what_is_chosen(page_file: Path, run: Path, visit: Visit) -> None:
+    (records,) = open_records(run)
+    record = records.episode("train-000005-rank0.parquet#21")
+    page = visit(page_file, f"#episode/0/{5 * 96 + 21}")
+    acting = [k for k, turn in enumerate(record["turn_ids"]) if turn >= 0]
+
+    def classes(kind: str) -> set[int]:
+        found = page.locator(f".t.{kind}[data-k]:not(details *)")
+        return {int(found.nth(k).get_attribute("data-k")) for k in range(found.count())}
+
+    assert classes("neg") == set(acting) and record["turns"][0]["advantage"] < 0
+    page.keyboard.press("3")
+    assert classes("pos") == {k for k in acting if record["ratios"][k] > 1}
+    assert classes("neg") == {k for k in acting if record["ratios"][k] < 1}
+    page.locator(".chooser button", has_text="clipping").click()
+    assert classes("flag") == {k for k in acting if record["clipped"][k]}
+    page.keyboard.press("5")
+    gap = {k: record["logprobs"][k] - record["sampling_logprobs"][k] for k in acting}
+    assert classes("pos") == {k for k in acting if gap[k] > 1e-5}
+    largest = max(gap, key=lambda k: abs(gap[k]))
+    strength = page.locator(f".t[data-k='{largest}']:not(details *)").evaluate("one => one.style.getPropertyValue('--m')")
+    assert float(strength) == 1.0
+    page.locator(f".t[data-k='{largest}']:not(details *)").hover()
+    facts = dict(zip(texts(page, "#token dt"), texts(page, "#token dd")))
+    assert float(facts["sampler gap"].replace("−", "-")) == pytest.approx(gap[largest], abs=2e-5)
+    page.keyboard.press("1")
+    assert classes("turn") == set(acting)
+    page.keyboard.press("6")
+    assert classes("pos") == set(acting) and record["turns"][0]["value"] > 0
+
+
+def test_a_character_split_over_tokens_is_shown_once_across_them(tmp_path: Path, visit: Visit) -> None:
+    """✓ is three tokens, and the bytes of a broken character are shown as bytes."""
+    folder = run_of(tmp_path, [play(["a✓é", "x\r\x00y\u200b"], ["", ""], [0.0, 1.0])])
+    page = visit(write_page(open_records(folder), tmp_path / "view.html").path, "#episode/0/0")
+    joined = page.locator("#turn-0 .joined")
+    assert [joined.nth(k).locator(".t").count() for k in range(joined.count())] == [3, 2]
+    assert texts(page, "#turn-0 .joined") == ["✓··", "é·"]
+    shown = texts(page, "#turn-1 .tokens .t")
+    assert shown[:4] == ["x", "⟨U+000D⟩", "⟨U+0000⟩", "y"] and shown[4] == "⟨U+200B⟩·"[:8]
+    decoded = page.evaluate("tokenTexts(['\\xe2\\x9c', 'b', '\\xf0\\x9f', '\\x98\\x80c', '\\xed\\xa0\\x80'])")
+    assert [(one["text"], one["joined"]) for one in decoded] == [
+        ("⟨E2⟩⟨9C⟩", False), ("b", False), ("😀", False), ("c", True), ("⟨ED⟩⟨A0⟩⟨80⟩", False),
+    ]  # fmt: skip
+
+
+def test_two_steps_are_compared(page_file: Path, visit: Visit) -> None:
+    page = visit(page_file)
+    page.keyboard.press("c")
+    page.wait_for_selector("main[data-page=compare]")
+    page = visit(page_file, "#compare/0/train/0/0/train/11")
+    assert texts(page, ".compared tr:has(th:text-is('success')) td") == ["16.7 %", "100 %", "▲ +83.3 points"]
+    assert page.locator(".pairs tr").count() == 12
+    assert "matched by start" in page.locator("h2 .note").inner_text()
+    assert texts(page, ".pairs tbody th")[0] == '{"secret": 1}'
+    page.locator(".pairs a.button").first.click()
+    page.wait_for_selector("main[data-page=pair]")
+    left, right = page.locator(".episode").nth(0).bounding_box(), page.locator(".episode").nth(1).bounding_box()
+    assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
+
+
+def test_two_runs_are_compared(run: Path, tmp_path: Path, visit: Visit) -> None:
+    other = guessing_run(tmp_path, steps=12, groups=12, members=8, name="20260102-000000-beef")
+    runs = [*open_records(run), *open_records(other)]
+    page = visit(write_page(runs, tmp_path / "view.html", compared=1).path)
+    assert page.locator(".chart").first.locator("path").count() == 2
+    assert page.locator("path.series-1").first.evaluate("one => getComputedStyle(one).strokeDasharray") != "none"
+    page = visit(tmp_path / "view.html", "#compare/0/train/3/1/train/3")
+    assert "start and seed" in page.locator("h2 .note").inner_text() and page.locator(".pairs tr").count() == 12
+
+
+def test_filters_choose_outcome_stop_reason_and_environment(page_file: Path, visit: Visit) -> None:
+    page = visit(page_file, "#step/0/train/5")
+    page.locator("#filter-outcome").select_option("failure")
+    assert page.locator(".member .badge.success").count() == 0 < page.locator(".member").count() == 44
+    page.locator("#filter-stop").select_option("terminated")
+    assert page.locator(".member").count() == 0
+    page.locator("#filter-outcome").select_option("")
+    assert page.locator(".member").count() == 52
+    page.locator("#filter-environment").select_option("hard")
+    assert page.locator(".card").count() == 6
+    page.locator(".member").first.click()
+    page.wait_for_selector("main[data-page=episode]")
+    seen = []
+    for _ in range(8):
+        seen.append(page.locator(".facts").inner_text())
+        before = page.url
+        page.keyboard.press("j")
+        page.wait_for_function("url => location.href !== url && document.body.dataset.ready === location.hash", arg=before)
+    assert all("hard" in text and "success" in text and "no success" not in text for text in seen)
+
+
+def test_every_page_is_reached_by_the_keyboard(page_file: Path, visit: Visit) -> None:
+    page = visit(page_file, "#episode/0/500")
+
+    def press(key: str, place: str) -> None:
+        page.keyboard.press(key)
+        page.wait_for_function("place => document.body.dataset.ready === place", arg=place)
+
+    press("j", "#episode/0/501")
+    press("k", "#episode/0/500")
+    press("l", "#episode/0/596")
+    press("h", "#episode/0/500")
+    press("u", "#group/0/train/5/2")
+    press("j", "#group/0/train/5/3")
+    press("l", "#group/0/train/6/3")
+    press("u", "#step/0/train/6")
+    press("k", "#step/0/train/5")
+    press("c", "#compare/0/train/0/0/train/5")
+    press("r", "#run/0")
+    page.keyboard.press("?")
+    keys = texts(page, "dialog kbd")
+    assert page.locator("dialog").is_visible() and {"j", "k", "c", "t", "?", "1", "8"} <= set(keys)
+    page.keyboard.press("Escape")
+    assert not page.locator("dialog").is_visible()
+    page.keyboard.press("f")
+    assert page.evaluate("document.activeElement.id").startswith("filter-")
+    page = visit(page_file, "#episode/0/500")
+    page.keyboard.press(".")
+    page.keyboard.press(".")
+    assert page.locator(".t.at").get_attribute("data-k") == "1" and page.locator("#token").is_visible()
+    page.keyboard.press("c")
+    page.keyboard.press("j")
+    page.wait_for_function("() => document.body.dataset.ready === '#episode/0/501'")
+    page.keyboard.press("c")
+    page.wait_for_function("() => document.body.dataset.ready === '#pair/0/500/0/501'")
+
+
+# ------------------------------------------------------------------------------------------------ hostile, huge, odd
+
+
+def test_hostile_text_stays_text(tmp_path: Path, visit: Visit) -> None:
+    game = play(
+        [HOSTILE], [HOSTILE], [0.0], prompt=HOSTILE, error=HOSTILE, environment_name=HOSTILE, options={HOSTILE: HOSTILE},
+        stop=StopReason.ENVIRONMENT_ERROR,
+    )  # fmt: skip
+    game.turns[0].info[HOSTILE] = HOSTILE
+    folder = run_of(tmp_path, [game, game], policy=HOSTILE, model=HOSTILE, options={HOSTILE: HOSTILE})
+    RecordWriter(tmp_path, {"run": folder.name}).write_metrics(0, {HOSTILE: 1.0})
+    RecordWriter(tmp_path, {"run": folder.name}).write_metrics(1, {HOSTILE: 2.0})
+    path = write_page(open_records(folder), tmp_path / "view.html").path
+    for place in ("", "#step/0/eval/0", "#episode/0/0", "#compare/0/eval/0/0/eval/0", "#pair/0/0/0/1", "#group/0/eval/0/<img>",
+                  *NOWHERE):  # fmt: skip
+        page = visit(path, place)
+        for fold in page.locator("details summary").all():
+            fold.click()
+        assert page.evaluate("typeof window.hacked") == "undefined"
+        assert page.locator("img").count() == 0
+        assert page.evaluate("[...document.scripts].filter((one) => !one.type).length") == 1
+        body = page.locator("body").inner_text()
+        assert not re.search("[\x00\u202e]", body)
+        assert "<img src=x onerror=alert(1)>" in body or "no group <img>" in body or place in NOWHERE, place
+        assert page.locator("#page").bounding_box()["width"] <= 1280
+    page = visit(path, "#episode/0/0")
+    assert page.locator(".turn .text").first.inner_text() == HOSTILE.replace("\x00", "⟨U+0000⟩").replace("\u202e", "⟨U+202E⟩").replace(
+        "\ud800", "\\ud800"
+    )
+
+
+def test_the_policy_refuses_markup_and_requests(page_file: Path, visit: Visit) -> None:
+    page = visit(page_file)
+    assert page.evaluate("(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } })()") == "TypeError"
+    assert page.evaluate("fetch('https://example.com').catch((error) => error.name)") == "TypeError"
+    assert page.problems and all("Content Security Policy" in text or "TrustedHTML" in text for text in page.problems)
+    page.problems.clear()
+
+
+def test_ten_megabytes_are_shown_on_demand(tmp_path: Path, visit: Visit) -> None:
+    lines = "".join(f"{k} {'x' * 90}\n" for k in range(105_000))
+    games = [play(["look"], [lines], [1.0]), play(["look"], ["y" * 10_000_000], [0.0]), play(["look"], ["short"], [0.0])]
+    path = write_page(open_records(run_of(tmp_path, games)), tmp_path / "view.html").path
+    page = visit(path, "#step/0/eval/0")
+    assert page.locator(".member").count() == 3
+    page = visit(path, "#episode/0/0")
+    assert len(page.locator("#page").inner_text()) < 10_000
+    page.locator("#turn-0 .more").click()
+    page.locator("#turn-0 .block").last.scroll_into_view_if_needed()
+    page.wait_for_function("() => document.querySelector('#turn-0 .block:last-of-type').innerText.includes('104999 xxx')")
+    assert page.evaluate("document.querySelector('#turn-0 .text').textContent.length") == len(lines)
+    page = visit(path, "#episode/0/1")
+    page.locator("#turn-0 .more").click()
+    assert page.evaluate("document.querySelector('#turn-0 .text').textContent") == "y" * 10_000_000
+
+
+def test_long_answers_are_cut_until_asked_for(tmp_path: Path, visit: Visit) -> None:
+    path = write_page(open_records(run_of(tmp_path, [play(["word " * 2000], [""], [1.0])])), tmp_path / "view.html").path
+    page = visit(path, "#episode/0/0")
+    assert page.locator("#turn-0 .tokens .t").count() == 3000
+    page.locator("#turn-0 .tokens .more").click()
+    assert page.locator("#turn-0 .tokens .t").count() == 10_001
+    assert page.locator("#turn-0 .tokens .t.seq").count() > 9_900
+
+
+def test_records_of_earlier_releases_open(tmp_path: Path, visit: Visit) -> None:
+    """Without a vocabulary, the text of the action is shown beside the numbers of its tokens."""
+    from agile_trainers.rollout.episode_files import episode_record, write_records
+
+    records = [episode_record(play(["hello"], ["bye"], [1.0], success=True), [0.5], step=3, group=0, member=m) for m in range(2)]
+    write_records(tmp_path / "rollouts" / "step-000003-generation-000000-rank0.jsonl", records)
+    page = visit(write_page(open_records(tmp_path), tmp_path / "view.html").path, "#episode/0/1")
+    assert page.locator("#turn-0 > .text").inner_text() == "hello"
+    assert texts(page, "#turn-0 .tokens:not(details *) .t")[0] == f"#{ord('h')}"
+    assert "advantage +0.5" in page.locator("#turn-0 .numbers").inner_text()
+
+
+def test_five_thousand_episodes_open_at_once(tmp_path: Path, visit: Visit) -> None:
+    """Prints the size of the file and the time to open it; of 50 steps of 100 episodes of about 300 tokens."""
+    noise = random.Random(0)
+    writer = RecordWriter(tmp_path, {"run": "20260101-000000-5000", "kind": "training"})
+    write_vocabulary(writer.folder)
+    words = ["guess", "higher", "perhaps", "number", "think", "between", "middle", "therefore", "12", "7"]
+    tokens = 0
+    for step in range(50):
+        rows = []
+        for index in range(100):
+            said = [" ".join(noise.choices(words, k=9)) for _ in range(4)]
+            game = play(said, ["higher"] * 4, [0.0, 0.0, 0.0, noise.random()], success=index % 2 == 0, noise=noise)
+            row = episode_row(game, step=step, phase="train", index=index, generation=step, group=index // 10, member=index % 10,
+                              advantages=[noise.gauss(0, 1)] * 4)  # fmt: skip
+            rows.append(trained(row, noise))
+            tokens += len(game.completion_ids)
+        writer.write_train(step, rows)
+        writer.write_metrics(step, {"success": step / 50, "return/mean": step / 50, "entropy": 1.0})
+    written = write_page(open_records(tmp_path), tmp_path / "view.html")
+    assert written.episodes == 5000 and written.left_out == 0
+    for place in ("", "#step/0/train/25", "#episode/0/4321"):
+        started = time.perf_counter()
+        page = visit(written.path, place)
+        seconds = time.perf_counter() - started
+        print(f"\n5,000 episodes, {tokens:,} tokens, {written.size / 1e6:.1f} MB: {place or '#run'} shown after {seconds:.2f} s", end="")
+        assert page.locator("#page").inner_text().count("\n") > 10
+
+
+# ------------------------------------------------------------------------------------------------------------ following
+
+
+def test_a_run_that_goes_on_is_followed(tmp_path: Path, visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agile_trainers.viewer.server.SECONDS", 0.2)
+    folder = guessing_run(tmp_path, steps=3, groups=2, members=2)
+    later = folder / "train-000002-rank0.parquet"
+    later.rename(tmp_path / "later")
+    with Server(LiveRuns(lambda: open_records(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = visit(server.url)
+        assert page.locator("tbody tr").count() == 3
+        (tmp_path / "later").rename(later)
+        page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 4")
+        page.locator("tbody a", has_text="step 2").click()
+        page.locator(".member").first.click()
+        page.wait_for_selector("main[data-page=episode]")
+        assert page.locator(".turn").count() >= 1
+        address = page.url
+        RecordWriter(tmp_path, {"run": folder.name}).write_eval(3, "more", [episode_row(play(["1"], ["x"], [0.0]), step=3)])
+        page.wait_for_function("() => VIEW.runs[0].size === 18")
+        assert page.url == address and page.locator("main[data-page=episode]").count() == 1
+        page.goto("about:blank")
+        server.shutdown()
+
+
+# -------------------------------------------------------------------------------------------------------------- legible
+
+CONTRAST = """(selector) => {
+  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+  const pixel = (colours) => {
+    canvas.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  return Math.min(...[...document.querySelectorAll(selector)].filter((one) => one.innerText?.trim() && one.checkVisibility()).map((one) => {
+    const behind = [];
+    for (let up = one; up; up = up.parentElement) behind.unshift(getComputedStyle(up).backgroundColor);
+    const [a, b] = [light(pixel([...behind, getComputedStyle(one).color])), light(pixel(behind))];
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  }));
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_legible_on_every_colour(page_file: Path, visit: Visit, scheme: str) -> None:
+    """WCAG AA: a contrast of 4.5 to 1, in both schemes, on the strongest colours too."""
+    for place in ("", "#step/0/train/5", "#group/0/train/5/3", "#compare/0/train/0/0/train/11"):
+        page = visit(page_file, place, scheme=scheme)
+        assert page.evaluate(CONTRAST, "#bar *, #page a, #page b, #page span, #page td, #page th, #page button, .note") >= 4.5, place
+    page = visit(page_file, f"#episode/0/{5 * 96 + 21}", scheme=scheme)
+    for key in "12345678":
+        page.keyboard.press(key)
+        assert page.evaluate(CONTRAST, ".t, .t *, #page dt, #page dd, #page p, #page h4, #page b, #page .number") >= 4.5, key
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_page_is_wider_than_the_window(page_file: Path, visit: Visit, width: int) -> None:
+    for name, place in {"run": "", "step": "#step/0/train/5", "group": "#group/0/train/5/3", "episode": f"#episode/0/{5 * 96 + 21}",
+                        "compare": "#compare/0/train/0/0/train/11", "pair": "#pair/0/0/0/1100"}.items():  # fmt: skip
+        for scheme in ("light", "dark"):
+            page = visit(page_file, place, width=width, scheme=scheme)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            shoot(page, f"{name}-{width}-{scheme}")

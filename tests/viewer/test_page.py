@@ -1,0 +1,299 @@
+"""The viewer without a browser: the parts, the file, the server and the command. In a browser: test_browser.py."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import http.client
+import json
+import re
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_records import HOSTILE, byte_tokens, guessing_run, play, run_of
+
+from agile_trainers.cli.main import main
+from agile_trainers.records.reader import open_records
+from agile_trainers.types import StopReason
+from agile_trainers.viewer.html import SCRIPTS, write_page
+from agile_trainers.viewer.parts import (
+    OUTLINE_TEXT,
+    STOP_REASONS,
+    detail,
+    encode,
+    most_telling_first,
+    outline,
+    read_section,
+    sections,
+    turn_advantage,
+)
+from agile_trainers.viewer.server import LiveRuns, Server
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of three groups of four, and an evaluation of five episodes."""
+    return guessing_run(tmp_path_factory.mktemp("run"))
+
+
+class Page(HTMLParser):
+    """What a browser would find in a page: the elements, and the content of each script."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: dict[str | None, str] = {}
+        self.text = path.read_text(encoding="utf-8")
+        self.feed(self.text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem:
+            tag, attributes = self.tags[-1]
+            name = attributes.get("id", tag)
+            self.scripts[name] = self.scripts.get(name, "") + data
+
+    def part(self, name: str) -> Any:
+        return json.loads(gzip.decompress(base64.b64decode(self.scripts[name])))
+
+
+# ----------------------------------------------------------------------------------------------------------- the parts
+
+
+def test_every_stop_reason_has_a_sentence() -> None:
+    assert set(STOP_REASONS) == set(StopReason)
+
+
+@pytest.mark.parametrize(
+    ("count", "order"), [(0, []), (1, [0]), (2, [0, 1]), (3, [0, 2, 1]), (9, [0, 8, 4, 2, 6, 1, 3, 5, 7])]
+)
+def test_the_steps_that_are_kept_are_even(count: int, order: list[int]) -> None:
+    assert list(most_telling_first(count)) == order
+    assert sorted(most_telling_first(300)) == list(range(300))
+
+
+def test_sections_are_steps_and_evaluations(run: Path) -> None:
+    (records,) = open_records(run)
+    found = sections(records.index())
+    assert [(section.phase, section.step, len(section.rows)) for section in found] == [
+        *(("train", step, 12) for step in range(4)), ("eval", 4, 5),
+    ]  # fmt: skip
+    read = list(read_section(records, found[2]))
+    assert [(record["group"], record["member"]) for record in read] == [(k // 4, k % 4) for k in range(12)]
+    assert read == [records.episode(row["key"]) for row in found[2].rows]
+
+
+def test_the_advantage_of_a_turn() -> None:
+    record = {"advantages": [None, 1.0, 2.0, None, 5.0]}
+    assert turn_advantage(record, {"advantage": -0.5, "start": 0, "end": 2}) == -0.5
+    assert turn_advantage(record, {"advantage": None, "start": 1, "end": 4}) == 1.5
+    assert turn_advantage(record, {"advantage": None, "start": 3, "end": 4}) is None
+    assert turn_advantage({"advantages": None}, {"advantage": None, "start": 0, "end": 4}) is None
+
+
+def test_an_outline_is_short_and_says_what_episodes_start_from(tmp_path: Path) -> None:
+    games = [
+        play(["x" * 10_000], ["y" * 10_000], [1.0], options={"secret": 1}, prompt="z" * 10_000),
+        play(["a"], ["b"], [0.0], options={"secret": 1}),
+        play(["a"], ["b"], [0.0], options={"secret": 2}),
+        play(["a"], ["b"], [0.0]),
+        play(["a"], ["b"], [0.0], prompt="other"),
+    ]
+    (records,) = open_records(run_of(tmp_path, games))
+    outlines = [outline(record) for record in records.episodes()]
+    assert len(encode(outlines[0])) < 4 * OUTLINE_TEXT
+    assert outlines[0]["turns"][0]["text"] == "x" * OUTLINE_TEXT + "…"
+    starts = [one["start"] for one in outlines]
+    assert starts[0] == starts[1] and len(set(starts)) == 4
+
+
+def test_numbers_that_json_does_not_have_are_texts() -> None:
+    values = {"a": [float("nan"), float("inf"), -float("inf"), None, 0.123456789, 3, True], "b": "\ud800"}
+    text = encode(values).decode("ascii")
+    assert json.loads(text) == {"a": ["nan", "inf", "-inf", None, 0.12346, 3, True], "b": "\ud800"}
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+def test_the_file_holds_every_episode_as_it_was_recorded(run: Path, tmp_path: Path) -> None:
+    runs = open_records(run)
+    written = write_page(runs, tmp_path / "view.html")
+    assert (written.episodes, written.left_out, written.size) == (53, 0, (tmp_path / "view.html").stat().st_size)
+    page = Page(written.path)
+    (entry,) = page.part("index")["runs"]
+    columns, found = entry["episodes"], sections(runs[0].index())
+    records = [record for section in found for record in read_section(runs[0], section)]
+    assert columns["return"] == [round(record["return"], 5) for record in records]
+    assert columns["stop"] == [record["stop_reason"] for record in records]
+    assert entry["metrics"]["success"] == [0.25, 0.5, 0.75, 1.0]
+    shown = [one for part in sorted(set(columns["part"])) for one in page.part(f"episodes/0/{part}")["episodes"]]
+    by_part = sorted(range(53), key=lambda row: (columns["part"][row], row))
+    assert shown == [json.loads(encode(detail(records[row]))) for row in by_part]
+    assert {one["start"] for one in page.part("outline/0/train-0-12")} == {outline(one)["start"] for one in records[:12]}
+    bytes_of = page.part(f"episodes/0/{columns['part'][0]}")["pieces"]
+    assert bytes_of[str(ord("I"))] == ["I", 0] and bytes_of["256"] == ["<|im_end|>", 1]
+    assert bytes_of[str(0xE2)] == ["\xe2", 0]
+
+
+def test_the_file_needs_nothing_from_elsewhere(run: Path, tmp_path: Path) -> None:
+    page = Page(write_page(open_records(run), tmp_path / "view.html").path)
+    assert set(re.findall(r"https?://[^\s\"'`]+", page.text)) == {"http://www.w3.org/2000/svg"}
+    assert not [tag for tag, attributes in page.tags if tag in ("link", "img", "iframe", "object", "base", "form")]
+    assert not [name for _, attributes in page.tags for name in attributes if name == "src" or name.startswith("on")]
+    policy = next(one["content"] for tag, one in page.tags if one.get("http-equiv") == "Content-Security-Policy") or ""
+    for kind in ("script", "style"):
+        digest = base64.b64encode(hashlib.sha256(page.scripts[kind].encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "connect-src 'none'" in policy and "unsafe" not in policy
+
+
+def test_the_script_never_reads_text_as_markup() -> None:
+    folder = Path(write_page.__code__.co_filename).parent / "page"
+    source = "".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    assert set(SCRIPTS) == {path.name for path in folder.glob("*.js")}
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|DOMParser|<!--|</script", source)
+
+
+def test_hostile_text_is_in_no_markup(tmp_path: Path) -> None:
+    game = play([HOSTILE], [HOSTILE], [0.0], prompt=HOSTILE, error=HOSTILE, environment_name=HOSTILE, options={HOSTILE: HOSTILE})
+    runs = open_records(run_of(tmp_path, [game], policy=HOSTILE, options={HOSTILE: HOSTILE}))
+    page = Page(write_page(runs, tmp_path / "view.html").path)
+    assert "hacked" not in page.text and page.text.count("</script>") == len([1 for tag, _ in page.tags if tag == "script"])
+    assert {tag for tag, _ in page.tags} >= {"html", "head", "body", "script"} and "img" not in {tag for tag, _ in page.tags}
+    (episode,) = page.part("episodes/0/0")["episodes"]
+    assert episode["turns"][0]["text"].startswith("</script><img src=x")
+    assert episode["ids"][: len(byte_tokens(HOSTILE))] == byte_tokens(HOSTILE)
+
+
+def test_a_long_run_keeps_its_first_and_last_episodes(run: Path, tmp_path: Path) -> None:
+    """And the numbers of all."""
+    written = write_page(open_records(run), tmp_path / "view.html", megabytes=1e-5)
+    assert (written.episodes, written.left_out) == (12, 41)
+    (entry,) = Page(written.path).part("index")["runs"]
+    assert entry["episodes"]["part"] == [0] * 12 + [-1] * 41 and len(entry["episodes"]["return"]) == 53
+
+
+def test_a_failure_leaves_the_file_that_was_there(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "view.html"
+    path.write_text("mine")
+    broken = open_records(run)
+    next(run.glob("train-000001*")).rename(tmp_path / "gone")
+    try:
+        with pytest.raises(ValueError, match="train-000001"):
+            write_page(broken, path)
+    finally:
+        (tmp_path / "gone").rename(run / "train-000001-rank0.parquet")
+    assert path.read_text() == "mine" and [one.name for one in tmp_path.iterdir()] == ["view.html"]
+
+
+# ---------------------------------------------------------------------------------------------------------- the server
+
+
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[Server]:
+    with Server(LiveRuns(lambda: open_records(run))) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def ask(server: Server, path: str, **headers: str) -> tuple[int, bytes]:
+    """Ask with the secret in place of ``*``."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    connection.request("GET", path.replace("*", server.secret), headers=headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    assert answer.getheader("Access-Control-Allow-Origin") is None
+    return answer.status, content
+
+
+def test_the_server_answers_this_machine_with_the_secret_alone(server: Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert ask(server, "/*/")[0] == 200 and ask(server, "/*/data/index")[0] == 200
+    port = server.server_port
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port}.evil.example", ""):
+        assert ask(server, "/*/data/index", Host=host)[0] == 421, host
+    assert ask(server, "/*/data/index", Host=f"localhost:{port}")[0] == 200
+    for path in ("/", "/data/index", "/wrong/data/index", "//data/index"):
+        assert ask(server, path)[0] == 404, path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../../../etc/passwd", "data/../run.json", "data/..%2f..%2frun.json", "run.json", "data/run.json", "data//etc/passwd",
+        "data/episodes/0/99999", "data/episodes/7/0", "data/episodes/0/-1", "data/episodes/x/y", "data/outline/0/../x",
+        "data/outline/0/train-0-9999", "page.html", "data/", "data/episodes",
+    ],
+)  # fmt: skip
+def test_the_server_serves_no_file(server: Server, name: str) -> None:
+    ask(server, "/*/data/index")
+    assert ask(server, f"/*/{name}")[0] == 404
+
+
+def test_the_server_follows_a_run(tmp_path: Path) -> None:
+    folder = guessing_run(tmp_path, steps=2, groups=1, members=2)
+    later = folder / "train-000001-rank0.parquet"
+    later.rename(tmp_path / "later")
+    live = LiveRuns(lambda: open_records(folder))
+    before = json.loads(live.index() or b"")
+    assert live.index(before["version"]) is None
+    (entry,) = before["runs"]
+    assert [one[:3] for one in entry["sections"]] == [["train", 0, 2], ["eval", 2, 5]]
+    (tmp_path / "later").rename(later)
+    after = json.loads(live.index(before["version"]) or b"")
+    assert [one[:3] for one in after["runs"][0]["sections"]] == [["train", 0, 2], ["train", 1, 2], ["eval", 2, 5]]
+    parts = after["runs"][0]["episodes"]["part"]
+    assert len(set(parts)) == 9 and [parts[k] for k in (0, 1, 4, 5, 6, 7, 8)] == entry["episodes"]["part"]
+    (records,) = open_records(folder)
+    rows = [row for section in sections(records.index()) for row in section.rows]
+    for row, part in zip(rows, parts, strict=True):
+        (episode,) = json.loads(live.part(f"episodes/0/{part}") or b"")["episodes"]
+        assert episode == json.loads(encode(detail(records.episode(row["key"]))))
+    assert len(json.loads(live.part("outline/0/train-1-2") or b"")) == 2
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_writes_beside_the_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run.parents[1]
+    assert main(["view", str(output)]) == 0
+    assert capsys.readouterr().out.startswith(f"{output / 'view.html'}: 53 episodes of 20260101-000000-abcd, 0.")
+    assert main(["view", str(run / "train-000003-rank0.parquet"), "--output", str(tmp_path / "one.html")]) == 0
+    assert len(Page(tmp_path / "one.html").part("index")["runs"][0]["episodes"]["stop"]) == 12
+    options = ["--against", str(output), "--output", str(tmp_path / "new" / "two.html"), "--megabytes", "0.00001"]
+    assert main(["view", str(output), *options]) == 0
+    assert "two.html: 24 episodes" in (out := capsys.readouterr().out) and "Of 82 further episodes" in out
+    index = Page(tmp_path / "new" / "two.html").part("index")
+    assert index["compared"] == 1 and len(index["runs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["gone"], "gone"),
+        (["."], "holds no episode records"),
+        ([".", "--megabytes", "0"], "--megabytes"),
+        ([".", "--serve", "--output", "x.html"], "--output"),
+        ([".", "--port", "8000"], "--port"),
+        ([], "RUN_OR_FILE"),
+    ],
+)
+def test_mistakes_are_named(
+    options: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(["view", *options])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2 and named in capsys.readouterr().err and not list(tmp_path.iterdir())
