@@ -265,11 +265,13 @@ def test_commands_are_understood(
 
 def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As typed, up to where a model would be trained or a person asked."""
-    from agile_trainers.cli import main, train
+    from agile_trainers.cli import main, train, view
 
     if arguments[0] == "chain":
         Path("pipeline.yaml").write_text(pipeline(of("yaml")[0]), encoding="utf-8")
         assert main.main([*arguments, *([] if "--dry-run" in arguments else ["--dry-run"])]) == 0
+    elif arguments[0] == "view":  # tests/viewer runs it
+        view.make_parser().parse_args(arguments[1:])
     elif arguments[0] == "play":
         monkeypatch.setattr("sys.stdin", io.StringIO("crane\nstale\n"))
         assert main.main(arguments) == 0

@@ -12,23 +12,27 @@ from agile_trainers.viewer.html import write_page
 from agile_trainers.viewer.server import LiveRuns, Server
 
 _ABOUT = (
-    "Writes one HTML file that shows the episodes of a run: a timeline, the groups of a step, each episode turn by turn with "
-    "its tokens coloured by advantage, ratio and more, and comparisons. It opens offline, in any current browser."
+    "Writes one HTML file that shows the episodes of a run: a timeline, the groups of a step, each episode turn by turn "
+    "with its tokens coloured by advantage, ratio and more, and comparisons. It opens offline, in any current browser."
 )
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of ``agile-trainers view``."""
     parser = argparse.ArgumentParser(prog="agile-trainers view", description=_ABOUT)
-    parser.add_argument("path", type=Path, metavar="RUN_OR_FILE", help="output_dir of a run, a folder of several, or a file of records")
-    parser.add_argument("--against", type=Path, metavar="OTHER", help="another run, or folder of runs, to compare with")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="HTML file to write (default: view.html in the run's folder)")
     parser.add_argument(
-        "--megabytes", type=float, default=100, help="size of the file from which no more episodes are added; of a longer run, the "
-        "first, the last and evenly spaced steps are in it (default: 100)",
+        "path", type=Path, metavar="RUN_OR_FILE", help="output_dir of a run, a folder of several, or a file of records"
+    )
+    parser.add_argument("--against", type=Path, metavar="OTHER", help="another run, or folder of runs, to compare with")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="HTML file to write (default: view.html in the run's folder)"
+    )
+    parser.add_argument(
+        "--megabytes", type=float, default=100, help="size of the file from which no more episodes are added; of a longer run, "
+        "the first, the last and evenly spaced steps are in it (default: 100)",
     )  # fmt: skip
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    parser.add_argument("--serve", action="store_true", help="serve the page on this machine and follow a run that is going on")
+    parser.add_argument("--serve", action="store_true", help="serve the page on this machine and follow the run")
     parser.add_argument("--port", type=int, default=0, help="port of --serve (default: a free one)")
     return parser
 

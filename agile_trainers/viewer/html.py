@@ -148,7 +148,11 @@ def _batches(run: RunRecords, section: Section) -> Iterator[tuple[list[str], lis
     for row, record in zip(section.rows, read_section(run, section), strict=True):
         shown = detail(record)
         # Tokens dominate, at about 30 characters of JSON; an exact count would encode everything twice.
-        grown = 30 * len(shown["ids"]) + sum(len(str(turn["observation"])) for turn in shown["turns"]) + len(str(shown["prompt"]))
+        grown = (
+            30 * len(shown["ids"])
+            + sum(len(str(turn["observation"])) for turn in shown["turns"])
+            + len(str(shown["prompt"]))
+        )
         if keys and size + grown > PART_BYTES:
             yield keys, details, outlines
             keys, details, outlines, size = [], [], [], 0

@@ -77,7 +77,9 @@ def run_index(run: RunRecords, found: Sequence[Section], part_of: dict[str, int]
     rows = [row for section in found for row in section.rows]
     environments = sorted({row["environment"] for row in rows if row["environment"] is not None})
     columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in _COLUMNS}
-    columns["environment"] = [None if row["environment"] is None else environments.index(row["environment"]) for row in rows]
+    columns["environment"] = [
+        None if row["environment"] is None else environments.index(row["environment"]) for row in rows
+    ]
     columns["stop"] = [row["stop_reason"] for row in rows]
     columns["part"] = [part_of.get(row["key"], -1) for row in rows]
     metrics = run.metrics()
@@ -118,7 +120,8 @@ def outline(record: dict[str, Any]) -> dict[str, Any]:
 def detail(record: dict[str, Any]) -> dict[str, Any]:
     """Return everything that the page shows of an episode."""
     turns = [
-        {**{name: turn.get(name) for name in _TURN}, "advantage": turn_advantage(record, turn)} for turn in record["turns"]
+        {**{name: turn.get(name) for name in _TURN}, "advantage": turn_advantage(record, turn)}
+        for turn in record["turns"]
     ]
     shown = {name: record.get(name) for name in (*_TOKENS, "row", "error", "prompt", "reset_info", "prompt_ids")}
     return {**shown, "ids": record.get("completion_ids") or [], "turns": turns}

@@ -17,7 +17,17 @@ from urllib.parse import parse_qs, urlsplit
 
 from agile_trainers.records.reader import RunRecords
 from agile_trainers.viewer.html import page_around, script_tag
-from agile_trainers.viewer.parts import STOP_REASONS, Section, detail, detail_part, encode, outline_part, read_section, run_index, sections
+from agile_trainers.viewer.parts import (
+    STOP_REASONS,
+    Section,
+    detail,
+    detail_part,
+    encode,
+    outline_part,
+    read_section,
+    run_index,
+    sections,
+)
 
 SECONDS = 3
 """Seconds between two questions of the page for new episodes."""
@@ -70,7 +80,8 @@ class LiveRuns:
         return detail_part(self.vocabulary(run.folder), [detail(run.episode(key))])
 
     def _take(self, runs: list[RunRecords], version: str) -> None:
-        entries, keys, outlines = [], [], {}
+        entries, keys = [], []
+        outlines: dict[str, tuple[RunRecords, Section]] = {}
         for number, run in enumerate(runs):
             found = sections(run.index())
             times = {path.name: path.stat().st_mtime_ns for path in run.files}

@@ -15,7 +15,9 @@ from agile_trainers.types import StopReason, Trajectory, Turn
 
 END = 256
 """Token that ends a turn; the tokens below are bytes."""
-HOSTILE = "</script><img src=x onerror=alert(1)><script>window.hacked = 1</script>\x00\u202egnp.exe\ud800 &amp; {{index}}"
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)><script>window.hacked = 1</script>\x00\u202egnp.exe\ud800 &amp; {{index}}"
+)
 
 
 def byte_tokens(text: str) -> list[int]:
@@ -70,11 +72,15 @@ def trained(row: dict[str, Any], noise: random.Random) -> dict[str, Any]:
 
 def write_vocabulary(folder: Path) -> None:
     ids = list(range(END + 1))
-    table = pa.table([ids, [*(bytes([k]) for k in range(END)), b"<|im_end|>"], [k == END for k in ids]], schema=VOCABULARY)
+    table = pa.table(
+        [ids, [*(bytes([k]) for k in range(END)), b"<|im_end|>"], [k == END for k in ids]], schema=VOCABULARY
+    )
     pq.write_table(table, folder / "vocabulary.parquet")
 
 
-def guessing_run(folder: Path, *, steps: int = 4, groups: int = 3, members: int = 4, name: str = "20260101-000000-abcd") -> Path:
+def guessing_run(
+    folder: Path, *, steps: int = 4, groups: int = 3, members: int = 4, name: str = "20260101-000000-abcd"
+) -> Path:
     """A run that guesses numbers, better with each step, and an evaluation at its end. Returns its folder."""
     noise = random.Random(name)
     writer = RecordWriter(folder, {"run": name, "algorithm": "grpo", "model": "tiny", "environment": "guess", "seed": 0,

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from agile_trainers.viewer.html import write_page
 from agile_trainers.viewer.server import LiveRuns, Server
 
 pytestmark = pytest.mark.browser
+MINUS = "\N{MINUS SIGN}"
 SHOTS = Path(__file__).resolve().parents[2] / "runs" / "viewer"
 Visit = Callable[..., Any]
 
@@ -52,11 +54,17 @@ def texts(page: Any, selector: str) -> list[str]:
 
 def test_the_timeline_shows_every_metric_and_opens_a_step(page_file: Path, visit: Visit) -> None:
     page = visit(page_file)
-    assert texts(page, ".chart figcaption > span:first-child") == ["Return", "Success", "Entropy", "Clipped share", "Dead groups"]
+    assert texts(page, ".chart figcaption > span:first-child") == [
+        "Return",
+        "Success",
+        "Entropy",
+        "Clipped share",
+        "Dead groups",
+    ]
     line = page.locator(".chart").nth(1).locator("path").get_attribute("d")
     points = [tuple(map(float, point.split(","))) for point in re.split("[ML]", line)[1:]]
     assert len(points) == 12
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(points, points[1:])]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
     assert max(slopes) < 0 and max(slopes) - min(slopes) < 0.01  # success rises by a twelfth a step: one straight line
     assert texts(page, "tbody tr:first-child td")[:2] == ["96", "0.113"]
     page.locator(".inline select").select_option("loss")
@@ -77,7 +85,7 @@ def test_groups_of_a_step_and_members_of_a_group_are_side_by_side(page_file: Pat
     assert page.locator(".side thead th").count() == 9
     assert page.locator(".side tbody tr").first.locator(".said").count() == 8
     page.locator("input[type=checkbox]").check()
-    returns = [float(text.removeprefix("return ").replace("−", "-")) for text in texts(page, ".side thead .figure")]
+    returns = [float(text.removeprefix("return ").replace(MINUS, "-")) for text in texts(page, ".side thead .figure")]
     assert returns == sorted(returns, reverse=True)
 
 
@@ -94,8 +102,11 @@ def test_an_episode_shows_its_turns_answers_and_end(page_file: Path, run: Path, 
     assert texts(page, ".turn .message .text") == [turn["observation"] for turn in record["turns"]]
     shown = "".join(texts(page, "#turn-0 .tokens:not(details *) .t")).replace("·", "")
     assert shown == record["turns"][0]["text"] + "<|im_end|>"
-    assert "max turns" in page.locator(".ending").inner_text() and "all of max_turns" in page.locator(".ending").inner_text()
-    numbers = page.locator("#turn-0 .numbers").inner_text().replace("−", "-")
+    assert (
+        "max turns" in page.locator(".ending").inner_text()
+        and "all of max_turns" in page.locator(".ending").inner_text()
+    )
+    numbers = page.locator("#turn-0 .numbers").inner_text().replace(MINUS, "-")
     assert f"advantage {record['turns'][0]['advantage']:+g}"[:15] in numbers
 
 
@@ -119,11 +130,13 @@ def test_tokens_are_coloured_by_what_is_chosen(page_file: Path, run: Path, visit
     gap = {k: record["logprobs"][k] - record["sampling_logprobs"][k] for k in acting}
     assert classes("pos") == {k for k in acting if gap[k] > 1e-5}
     largest = max(gap, key=lambda k: abs(gap[k]))
-    strength = page.locator(f".t[data-k='{largest}']:not(details *)").evaluate("one => one.style.getPropertyValue('--m')")
+    strength = page.locator(f".t[data-k='{largest}']:not(details *)").evaluate(
+        "one => one.style.getPropertyValue('--m')"
+    )
     assert float(strength) == 1.0
     page.locator(f".t[data-k='{largest}']:not(details *)").hover()
     facts = dict(zip(texts(page, "#token dt"), texts(page, "#token dd")))
-    assert float(facts["sampler gap"].replace("−", "-")) == pytest.approx(gap[largest], abs=2e-5)
+    assert float(facts["sampler gap"].replace(MINUS, "-")) == pytest.approx(gap[largest], abs=2e-5)
     page.keyboard.press("1")
     assert classes("turn") == set(acting)
     page.keyboard.press("6")
@@ -187,7 +200,9 @@ def test_filters_choose_outcome_stop_reason_and_environment(page_file: Path, vis
         seen.append(page.locator(".facts").inner_text())
         before = page.url
         page.keyboard.press("j")
-        page.wait_for_function("url => location.href !== url && document.body.dataset.ready === location.hash", arg=before)
+        page.wait_for_function(
+            "url => location.href !== url && document.body.dataset.ready === location.hash", arg=before
+        )
     assert all("hard" in text and "success" in text and "no success" not in text for text in seen)
 
 
@@ -240,8 +255,8 @@ def test_hostile_text_stays_text(tmp_path: Path, visit: Visit) -> None:
     RecordWriter(tmp_path, {"run": folder.name}).write_metrics(0, {HOSTILE: 1.0})
     RecordWriter(tmp_path, {"run": folder.name}).write_metrics(1, {HOSTILE: 2.0})
     path = write_page(open_records(folder), tmp_path / "view.html").path
-    for place in ("", "#step/0/eval/0", "#episode/0/0", "#compare/0/eval/0/0/eval/0", "#pair/0/0/0/1", "#group/0/eval/0/<img>",
-                  *NOWHERE):  # fmt: skip
+    for place in ("", "#step/0/eval/0", "#episode/0/0", "#compare/0/eval/0/0/eval/0", "#pair/0/0/0/1",
+                  "#group/0/eval/0/<img>", *NOWHERE):  # fmt: skip
         page = visit(path, place)
         for fold in page.locator("details summary").all():
             fold.click()
@@ -253,14 +268,19 @@ def test_hostile_text_stays_text(tmp_path: Path, visit: Visit) -> None:
         assert "<img src=x onerror=alert(1)>" in body or "no group <img>" in body or place in NOWHERE, place
         assert page.locator("#page").bounding_box()["width"] <= 1280
     page = visit(path, "#episode/0/0")
-    assert page.locator(".turn .text").first.inner_text() == HOSTILE.replace("\x00", "⟨U+0000⟩").replace("\u202e", "⟨U+202E⟩").replace(
-        "\ud800", "\\ud800"
-    )
+    assert page.locator(".turn .text").first.inner_text() == HOSTILE.replace("\x00", "⟨U+0000⟩").replace(
+        "\u202e", "⟨U+202E⟩"
+    ).replace("\ud800", "\\ud800")
 
 
 def test_the_policy_refuses_markup_and_requests(page_file: Path, visit: Visit) -> None:
     page = visit(page_file)
-    assert page.evaluate("(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } })()") == "TypeError"
+    assert (
+        page.evaluate(
+            "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } })()"
+        )
+        == "TypeError"
+    )
     assert page.evaluate("fetch('https://example.com').catch((error) => error.name)") == "TypeError"
     assert page.problems and all("Content Security Policy" in text or "TrustedHTML" in text for text in page.problems)
     page.problems.clear()
@@ -268,7 +288,11 @@ def test_the_policy_refuses_markup_and_requests(page_file: Path, visit: Visit) -
 
 def test_ten_megabytes_are_shown_on_demand(tmp_path: Path, visit: Visit) -> None:
     lines = "".join(f"{k} {'x' * 90}\n" for k in range(105_000))
-    games = [play(["look"], [lines], [1.0]), play(["look"], ["y" * 10_000_000], [0.0]), play(["look"], ["short"], [0.0])]
+    games = [
+        play(["look"], [lines], [1.0]),
+        play(["look"], ["y" * 10_000_000], [0.0]),
+        play(["look"], ["short"], [0.0]),
+    ]
     path = write_page(open_records(run_of(tmp_path, games)), tmp_path / "view.html").path
     page = visit(path, "#step/0/eval/0")
     assert page.locator(".member").count() == 3
@@ -276,7 +300,9 @@ def test_ten_megabytes_are_shown_on_demand(tmp_path: Path, visit: Visit) -> None
     assert len(page.locator("#page").inner_text()) < 10_000
     page.locator("#turn-0 .more").click()
     page.locator("#turn-0 .block").last.scroll_into_view_if_needed()
-    page.wait_for_function("() => document.querySelector('#turn-0 .block:last-of-type').innerText.includes('104999 xxx')")
+    page.wait_for_function(
+        "() => document.querySelector('#turn-0 .block:last-of-type').innerText.includes('104999 xxx')"
+    )
     assert page.evaluate("document.querySelector('#turn-0 .text').textContent.length") == len(lines)
     page = visit(path, "#episode/0/1")
     page.locator("#turn-0 .more").click()
@@ -284,7 +310,9 @@ def test_ten_megabytes_are_shown_on_demand(tmp_path: Path, visit: Visit) -> None
 
 
 def test_long_answers_are_cut_until_asked_for(tmp_path: Path, visit: Visit) -> None:
-    path = write_page(open_records(run_of(tmp_path, [play(["word " * 2000], [""], [1.0])])), tmp_path / "view.html").path
+    path = write_page(
+        open_records(run_of(tmp_path, [play(["word " * 2000], [""], [1.0])])), tmp_path / "view.html"
+    ).path
     page = visit(path, "#episode/0/0")
     assert page.locator("#turn-0 .tokens .t").count() == 3000
     page.locator("#turn-0 .tokens .more").click()
@@ -296,7 +324,10 @@ def test_records_of_earlier_releases_open(tmp_path: Path, visit: Visit) -> None:
     """Without a vocabulary, the text of the action is shown beside the numbers of its tokens."""
     from agile_trainers.rollout.episode_files import episode_record, write_records
 
-    records = [episode_record(play(["hello"], ["bye"], [1.0], success=True), [0.5], step=3, group=0, member=m) for m in range(2)]
+    records = [
+        episode_record(play(["hello"], ["bye"], [1.0], success=True), [0.5], step=3, group=0, member=m)
+        for m in range(2)
+    ]
     write_records(tmp_path / "rollouts" / "step-000003-generation-000000-rank0.jsonl", records)
     page = visit(write_page(open_records(tmp_path), tmp_path / "view.html").path, "#episode/0/1")
     assert page.locator("#turn-0 > .text").inner_text() == "hello"
@@ -316,8 +347,8 @@ def test_five_thousand_episodes_open_at_once(tmp_path: Path, visit: Visit) -> No
         for index in range(100):
             said = [" ".join(noise.choices(words, k=9)) for _ in range(4)]
             game = play(said, ["higher"] * 4, [0.0, 0.0, 0.0, noise.random()], success=index % 2 == 0, noise=noise)
-            row = episode_row(game, step=step, phase="train", index=index, generation=step, group=index // 10, member=index % 10,
-                              advantages=[noise.gauss(0, 1)] * 4)  # fmt: skip
+            row = episode_row(game, step=step, phase="train", index=index, generation=step, group=index // 10,
+                              member=index % 10, advantages=[noise.gauss(0, 1)] * 4)  # fmt: skip
             rows.append(trained(row, noise))
             tokens += len(game.completion_ids)
         writer.write_train(step, rows)
@@ -328,7 +359,10 @@ def test_five_thousand_episodes_open_at_once(tmp_path: Path, visit: Visit) -> No
         started = time.perf_counter()
         page = visit(written.path, place)
         seconds = time.perf_counter() - started
-        print(f"\n5,000 episodes, {tokens:,} tokens, {written.size / 1e6:.1f} MB: {place or '#run'} shown after {seconds:.2f} s", end="")
+        print(
+            f"\n5,000 episodes, {tokens:,} tokens, {written.size / 1e6:.1f} MB: {place or '#run'} after {seconds:.2f} s",
+            end="",
+        )
         assert page.locator("#page").inner_text().count("\n") > 10
 
 
@@ -351,7 +385,9 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path, visit: Visit, monkeypatc
         page.wait_for_selector("main[data-page=episode]")
         assert page.locator(".turn").count() >= 1
         address = page.url
-        RecordWriter(tmp_path, {"run": folder.name}).write_eval(3, "more", [episode_row(play(["1"], ["x"], [0.0]), step=3)])
+        RecordWriter(tmp_path, {"run": folder.name}).write_eval(
+            3, "more", [episode_row(play(["1"], ["x"], [0.0]), step=3)]
+        )
         page.wait_for_function("() => VIEW.runs[0].size === 18")
         assert page.url == address and page.locator("main[data-page=episode]").count() == 1
         page.goto("about:blank")
@@ -371,7 +407,8 @@ CONTRAST = """(selector) => {
     const [r, g, b] = rgb.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  return Math.min(...[...document.querySelectorAll(selector)].filter((one) => one.innerText?.trim() && one.checkVisibility()).map((one) => {
+  const shown = [...document.querySelectorAll(selector)].filter((one) => one.innerText?.trim() && one.checkVisibility());
+  return Math.min(...shown.map((one) => {
     const behind = [];
     for (let up = one; up; up = up.parentElement) behind.unshift(getComputedStyle(up).backgroundColor);
     const [a, b] = [light(pixel([...behind, getComputedStyle(one).color])), light(pixel(behind))];
@@ -385,17 +422,22 @@ def test_text_is_legible_on_every_colour(page_file: Path, visit: Visit, scheme: 
     """WCAG AA: a contrast of 4.5 to 1, in both schemes, on the strongest colours too."""
     for place in ("", "#step/0/train/5", "#group/0/train/5/3", "#compare/0/train/0/0/train/11"):
         page = visit(page_file, place, scheme=scheme)
-        assert page.evaluate(CONTRAST, "#bar *, #page a, #page b, #page span, #page td, #page th, #page button, .note") >= 4.5, place
+        assert (
+            page.evaluate(CONTRAST, "#bar *, #page a, #page b, #page span, #page td, #page th, #page button, .note")
+            >= 4.5
+        ), place
     page = visit(page_file, f"#episode/0/{5 * 96 + 21}", scheme=scheme)
     for key in "12345678":
         page.keyboard.press(key)
-        assert page.evaluate(CONTRAST, ".t, .t *, #page dt, #page dd, #page p, #page h4, #page b, #page .number") >= 4.5, key
+        assert (
+            page.evaluate(CONTRAST, ".t, .t *, #page dt, #page dd, #page p, #page h4, #page b, #page .number") >= 4.5
+        ), key
 
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_page_is_wider_than_the_window(page_file: Path, visit: Visit, width: int) -> None:
-    for name, place in {"run": "", "step": "#step/0/train/5", "group": "#group/0/train/5/3", "episode": f"#episode/0/{5 * 96 + 21}",
-                        "compare": "#compare/0/train/0/0/train/11", "pair": "#pair/0/0/0/1100"}.items():  # fmt: skip
+    for name, place in {"run": "", "step": "#step/0/train/5", "group": "#group/0/train/5/3",
+                        "episode": f"#episode/0/{5 * 96 + 21}", "compare": "#compare/0/train/0/0/train/11", "pair": "#pair/0/0/0/1100"}.items():  # fmt: skip
         for scheme in ("light", "dark"):
             page = visit(page_file, place, width=width, scheme=scheme)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name

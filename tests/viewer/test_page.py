@@ -137,7 +137,9 @@ def test_the_file_holds_every_episode_as_it_was_recorded(run: Path, tmp_path: Pa
     shown = [one for part in sorted(set(columns["part"])) for one in page.part(f"episodes/0/{part}")["episodes"]]
     by_part = sorted(range(53), key=lambda row: (columns["part"][row], row))
     assert shown == [json.loads(encode(detail(records[row]))) for row in by_part]
-    assert {one["start"] for one in page.part("outline/0/train-0-12")} == {outline(one)["start"] for one in records[:12]}
+    assert {one["start"] for one in page.part("outline/0/train-0-12")} == {
+        outline(one)["start"] for one in records[:12]
+    }
     bytes_of = page.part(f"episodes/0/{columns['part'][0]}")["pieces"]
     assert bytes_of[str(ord("I"))] == ["I", 0] and bytes_of["256"] == ["<|im_end|>", 1]
     assert bytes_of[str(0xE2)] == ["\xe2", 0]
@@ -159,15 +161,23 @@ def test_the_script_never_reads_text_as_markup() -> None:
     folder = Path(write_page.__code__.co_filename).parent / "page"
     source = "".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
     assert set(SCRIPTS) == {path.name for path in folder.glob("*.js")}
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|DOMParser|<!--|</script", source)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|DOMParser|<!--|</script", source
+    )
 
 
 def test_hostile_text_is_in_no_markup(tmp_path: Path) -> None:
-    game = play([HOSTILE], [HOSTILE], [0.0], prompt=HOSTILE, error=HOSTILE, environment_name=HOSTILE, options={HOSTILE: HOSTILE})
+    game = play(
+        [HOSTILE], [HOSTILE], [0.0], prompt=HOSTILE, error=HOSTILE, environment_name=HOSTILE, options={HOSTILE: HOSTILE}
+    )
     runs = open_records(run_of(tmp_path, [game], policy=HOSTILE, options={HOSTILE: HOSTILE}))
     page = Page(write_page(runs, tmp_path / "view.html").path)
-    assert "hacked" not in page.text and page.text.count("</script>") == len([1 for tag, _ in page.tags if tag == "script"])
-    assert {tag for tag, _ in page.tags} >= {"html", "head", "body", "script"} and "img" not in {tag for tag, _ in page.tags}
+    assert "hacked" not in page.text and page.text.count("</script>") == len(
+        [1 for tag, _ in page.tags if tag == "script"]
+    )
+    assert {tag for tag, _ in page.tags} >= {"html", "head", "body", "script"} and "img" not in {
+        tag for tag, _ in page.tags
+    }
     (episode,) = page.part("episodes/0/0")["episodes"]
     assert episode["turns"][0]["text"].startswith("</script><img src=x")
     assert episode["ids"][: len(byte_tokens(HOSTILE))] == byte_tokens(HOSTILE)
@@ -229,8 +239,8 @@ def test_the_server_answers_this_machine_with_the_secret_alone(server: Server) -
 @pytest.mark.parametrize(
     "name",
     [
-        "../../../../etc/passwd", "data/../run.json", "data/..%2f..%2frun.json", "run.json", "data/run.json", "data//etc/passwd",
-        "data/episodes/0/99999", "data/episodes/7/0", "data/episodes/0/-1", "data/episodes/x/y", "data/outline/0/../x",
+        "../../../../etc/passwd", "data/../run.json", "data/..%2f..%2frun.json", "run.json", "data/run.json",
+        "data//etc/passwd", "data/episodes/0/99999", "data/episodes/7/0", "data/episodes/0/-1", "data/episodes/x/y", "data/outline/0/../x",
         "data/outline/0/train-0-9999", "page.html", "data/", "data/episodes",
     ],
 )  # fmt: skip
