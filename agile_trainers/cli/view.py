@@ -28,8 +28,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="FILE", help="HTML file to write (default: view.html in the run's folder)"
     )
     parser.add_argument(
-        "--megabytes", type=float, default=100, help="size of the file from which no more episodes are added; of a longer run, "
-        "the first, the last and evenly spaced steps are in it (default: 100)",
+        "--megabytes", type=float, default=100, help="size of the file from which no more episodes are added; of a longer "
+        "run, the first, the last and evenly spaced steps are in it (default: 100)",
     )  # fmt: skip
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--serve", action="store_true", help="serve the page on this machine and follow the run")

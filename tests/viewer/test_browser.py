@@ -437,7 +437,8 @@ def test_text_is_legible_on_every_colour(page_file: Path, visit: Visit, scheme: 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_page_is_wider_than_the_window(page_file: Path, visit: Visit, width: int) -> None:
     for name, place in {"run": "", "step": "#step/0/train/5", "group": "#group/0/train/5/3",
-                        "episode": f"#episode/0/{5 * 96 + 21}", "compare": "#compare/0/train/0/0/train/11", "pair": "#pair/0/0/0/1100"}.items():  # fmt: skip
+                        "episode": f"#episode/0/{5 * 96 + 21}", "compare": "#compare/0/train/0/0/train/11",
+                        "pair": "#pair/0/0/0/1100"}.items():  # fmt: skip
         for scheme in ("light", "dark"):
             page = visit(page_file, place, width=width, scheme=scheme)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name

@@ -240,7 +240,8 @@ def test_the_server_answers_this_machine_with_the_secret_alone(server: Server) -
     "name",
     [
         "../../../../etc/passwd", "data/../run.json", "data/..%2f..%2frun.json", "run.json", "data/run.json",
-        "data//etc/passwd", "data/episodes/0/99999", "data/episodes/7/0", "data/episodes/0/-1", "data/episodes/x/y", "data/outline/0/../x",
+        "data//etc/passwd", "data/episodes/0/99999", "data/episodes/7/0", "data/episodes/0/-1",
+        "data/episodes/x/y", "data/outline/0/../x",
         "data/outline/0/train-0-9999", "page.html", "data/", "data/episodes",
     ],
 )  # fmt: skip
