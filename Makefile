@@ -66,6 +66,7 @@ probes: $(VENV)/.installed  ## the probe environments, each to its threshold on 
 bench: $(VENV)/.installed  ## overlap of slow environments; rollout and update time, beside TRL's GRPOTrainer
 	$(RUN) benchmarks/slow_environments.py
 	$(RUN) benchmarks/rollout_vs_trl.py
+	$(RUN) benchmarks/update_vs_trl.py
 
 bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM: event-driven beside turn by turn
 	$(VLLM)/bin/python benchmarks/vllm_ragged.py

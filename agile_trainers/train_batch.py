@@ -117,7 +117,7 @@ class TrainBatch:
         """
         return TrainBatch.from_trl({n: value[chosen] if value.ndim else value for n, value in self.to_trl().items()})
 
-    def without_silent_rows(self, eps: float, loss_type: str) -> tuple[TrainBatch, float]:
+    def with_signal(self, eps: float) -> TrainBatch:
         """Drop the rows that have no advantage, and therefore no gradient.
 
         If no row is left, the shortest one stays: other ranks would wait for a rank that skips its forward and backward
@@ -125,23 +125,32 @@ class TrainBatch:
 
         Args:
             eps: Largest absolute advantage that counts as none.
-            loss_type: TRL's; some losses divide by the number of rows or tokens of the micro-batch.
-
-        Returns:
-            The remaining rows, and the factor from their loss to the loss of the whole batch.
         """
-        mask = self.counted
-        kept = ((self.advantages.abs() > eps) & mask).any(dim=1)
+        kept = ((self.advantages.abs() > eps) & self.counted).any(dim=1)
         if not kept.any():
             kept[self.lengths.argmin()] = True
-        left = self.rows(kept)
+        return self.rows(kept)
+
+    def silenced(self) -> TrainBatch:
+        """Copy the rows without anything that is trained on: a forward pass that other ranks wait for."""
+        silent = TrainBatch.from_trl(self.to_trl())
+        silent.tool_mask, silent.advantages = torch.zeros_like(self.tool_mask), torch.zeros_like(self.advantages)
+        for columns in (silent.turn_columns, silent.token_columns):
+            columns |= {name: torch.zeros_like(value) for name, value in columns.items() if value.is_floating_point()}
+        return silent
+
+    def share_of(self, whole: TrainBatch, loss_type: str) -> float:
+        """Return the factor from TRL's loss of these rows to their part in the loss of a larger micro-batch.
+
+        Args:
+            whole: The micro-batch that the rows are from.
+            loss_type: TRL's; some losses divide by the number of rows or tokens of the micro-batch.
+        """
         if loss_type == "bnpo":
-            share = mask[kept].sum().clamp(min=1) / mask.sum().clamp(min=1)
-        elif loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
-            share = kept.float().mean()
-        else:
-            return left, 1.0  # divided by the tokens of the whole generation batch
-        return left, share.item()
+            return float(self.counted.sum().clamp(min=1) / whole.counted.sum().clamp(min=1))
+        if loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
+            return len(self.prompt_ids) / len(whole.prompt_ids)
+        return 1.0  # divided by the tokens of the whole generation batch
 
 
 _SHAPES: dict[str, str] = {f.name: f.metadata["shape"] for f in fields(TrainBatch) if f.metadata}

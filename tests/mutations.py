@@ -252,7 +252,22 @@ MUTATIONS = [
     ),
     Mutation(
         "rows without signal change the loss's divisor", "train_batch.py",
-        "return left, share.item()", "return left, 1.0", "tests/trainers/test_skip_zero_advantage.py -k whole_batch",
+        "return len(self.prompt_ids) / len(whole.prompt_ids)", "return 1.0",
+        "tests/trainers/test_skip_zero_advantage.py -k whole_batch",
+    ),
+    Mutation(
+        "a pass divides by its own tokens", "train_batch.py",
+        "return float(self.counted.sum().clamp(min=1) / whole.counted.sum().clamp(min=1))", "return 1.0",
+        "tests/trainers/test_passes.py -k one_pass",
+    ),
+    Mutation(
+        "a pass that ran out of memory counts twice", "trainers/passes.py",
+        "parameter.grad = gradient", "pass", "tests/trainers/test_passes.py -k does_not_fit_is_made",
+    ),
+    Mutation(
+        "the entropy bonus of a pass has the weight of its rows", "trainers/trainer.py",
+        "entropy_coef * part.entropy_share / part.share", "entropy_coef",
+        "tests/trainers/test_passes.py -k other_terms",
     ),
     Mutation(
         "reference follows the policy at once", "trainers/reference.py",

@@ -63,6 +63,8 @@ class RolloutState:
     """Number of latest batches in a row without any signal."""
     skipped_steps: dict[str, int] = field(default_factory=dict)
     """Counters of a :class:`~agile_trainers.trainers.nonfinite.StepGuard`."""
+    pass_tokens: int | None = None
+    """Tokens of a forward pass of the update; None if that is not decided."""
 
 
 class RunCheckpoints:
@@ -318,6 +320,7 @@ class RunCheckpoints:
                 "position": position,
                 "idle_batches": rollout.idle_batches,
                 "skipped_steps": rollout.skipped_steps,
+                "pass_tokens": rollout.pass_tokens,
                 "geometry": self._geometry(),
             }
             write_json(folder / _ROLLOUT / _POSITION, state)
@@ -333,7 +336,9 @@ class RunCheckpoints:
             file = folder / f"rank-{self._trainer.accelerator.process_index}.safetensors"
             micro_batches = _nested(load_file(file, device=str(self._args.device)))
         steps = state["generation"] * self._every + state["position"]
-        return RolloutState(steps, micro_batches, state["idle_batches"], state.get("skipped_steps", {}))
+        return RolloutState(
+            steps, micro_batches, state["idle_batches"], state.get("skipped_steps", {}), state.get("pass_tokens")
+        )
 
     def at_epoch(self, sampler: Any) -> Any:
         """Draw the orders of the epochs that are over, so that the next is the one it would have been."""

@@ -149,12 +149,21 @@ class MultiTurnConfig(GRPOConfig):
         "Place of the penalty for leaving the reference, which `beta` weighs: `loss` (TRL's k3), `reward` (of each turn, "
         "summed over its tokens) or `advantage` (of each token).",
     )
-    skip_zero_advantage: bool = option(
-        False,
-        "Leave episodes without signal out of the forward passes. Loss and gradient stay those of the whole batch; TRL's "
-        "metrics (entropy, clip ratios) are then over the remaining episodes. A micro-batch without any signal keeps its "
-        "shortest episode, so that all ranks stay in step. Rejected with options that train episodes without advantage: "
-        "`beta` with `kl_placement=loss`, an entropy bonus or quantile, a router's auxiliary loss.",
+    skip_zero_advantage: str = option(
+        "auto",
+        "Leave episodes without signal out of the forward passes: `auto`, `True` or `False`. Loss and gradient stay those "
+        "of the whole batch; TRL's metrics (entropy, clip ratios) are then over the remaining episodes. A micro-batch "
+        "without any signal keeps its shortest episode, so that all ranks stay in step. `auto` does so unless something "
+        "trains episodes without advantage: `beta` with `kl_placement=loss`, an entropy bonus or quantile, a router's "
+        "auxiliary loss, a critic. `True` is rejected with these.",
+    )
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Tokens of one forward and backward pass, at most; a longer episode has a pass of its own. The episodes of a "
+        "micro-batch are dealt to passes of similar length; loss, gradient and averages stay those of the micro-batch of "
+        "`per_device_train_batch_size` episodes. It is rejected with terms that need the whole micro-batch at once: an "
+        "adaptive entropy bonus, an entropy quantile, a router's auxiliary loss. Default: 2000 on CPU, where longer passes "
+        "are slower; on a GPU what fits into its memory, and half of that when it did not.",
     )
     zero_advantage_eps: float = option(
         0.0,
@@ -239,6 +248,8 @@ class MultiTurnConfig(GRPOConfig):
         self.lower_is_better_was_asked = self.greater_is_better is False
         super().__post_init__()
         self.num_generations, self.num_generations_eval = group, eval_group
+        skip = str(self.skip_zero_advantage).lower()  # the command line gives text
+        setattr(self, "skip_zero_advantage", {"true": True, "false": False}.get(skip, skip))  # noqa: B010
         if self.importance_sampling_level == "trajectory":
             self.importance_sampling_level = "sequence"
         check_rules(self, (*VALUES, *self.value_rules))

@@ -62,7 +62,7 @@ def check_rules(args: Any, rules: Iterable[Rule]) -> None:
 # ------------------------------------------------------------------------------------------------- kinds of rules
 
 
-def one_of(option: str, *choices: str, optional: bool = False) -> Rule:
+def one_of(option: str, *choices: str | bool, optional: bool = False) -> Rule:
     """Make a rule for an option with a fixed set of values; ``optional`` adds None."""
     shown = ", ".join(map(repr, choices))
     return Rule(
@@ -185,12 +185,19 @@ VALUES: tuple[Rule, ...] = (
     in_unit_interval("top_entropy_quantile", "gamma"),
     one_of("importance_sampling_level", "token", "turn", "sequence"),
     one_of("turn_ratio_pooling", "mean", "sum"),
+    one_of("skip_zero_advantage", "auto", True, False),
     one_of("kl_placement", "loss", "reward", "advantage"),
     one_of("entropy_coef_schedule", "constant", "linear"),
     one_of("vllm_importance_sampling_mode", *MODES, optional=True),
     at_least(1, "max_turns", "max_new_tokens", "num_eval_episodes", "max_observation_length"),
     at_least(
-        1, "max_model_length", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of", optional=True
+        1,
+        "max_model_length",
+        "generation_chunk_size",
+        "reference_update_steps",
+        "pad_to_multiple_of",
+        "max_tokens_per_micro_batch",
+        optional=True,
     ),
     Rule(
         ("min_new_tokens",),
@@ -361,17 +368,27 @@ _HUB = (
     _pushed("rollouts", lambda args: args.log_rollouts, "there are no rollouts to push, log_rollouts=False"),
 )
 
+
+def skips_silent_episodes(args: Any) -> bool:
+    """Return whether episodes without advantage are left out: as asked for, or where nothing trains them."""
+    if args.skip_zero_advantage != "auto":
+        return bool(args.skip_zero_advantage)
+    in_loss = args.beta != 0.0 and args.kl_placement == "loss"
+    entropy = args.entropy_coef != 0.0 or args.use_adaptive_entropy or args.top_entropy_quantile < 1.0
+    return not (in_loss or entropy or args.has_critic)
+
+
 _SKIPPING = (
-    acts_with("skip_zero_advantage=True", lambda args: args.skip_zero_advantage, "zero_advantage_eps"),
+    acts_with("skip_zero_advantage=True", lambda args: skips_silent_episodes(args), "zero_advantage_eps"),
     Rule(
         ("skip_zero_advantage",),
-        lambda args, value: not value or args.beta == 0.0 or args.kl_placement != "loss",
+        lambda args, value: value is not True or args.beta == 0.0 or args.kl_placement != "loss",
         "skip_zero_advantage=True cannot be combined with beta={args.beta} and kl_placement='loss', which trains episodes "
         "without advantage too. Set kl_placement='reward' or 'advantage', beta=0.0, or skip_zero_advantage=False.",
     ),
     Rule(
         ("entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"),
-        lambda args, _: not args.skip_zero_advantage,
+        lambda args, _: args.skip_zero_advantage is not True,
         "skip_zero_advantage=True cannot be combined with {name}={value!r}, which trains episodes without advantage too. "
         "Leave {name} unset, or set skip_zero_advantage=False.",
         when_set=True,
@@ -381,6 +398,16 @@ _SKIPPING = (
         lambda args, _: args.entropy_coef != 0.0 and not args.use_adaptive_entropy,
         "entropy_coef_schedule={value!r} moves entropy_coef, which is {args.entropy_coef} with use_adaptive_entropy="
         "{args.use_adaptive_entropy}. Set entropy_coef, and leave use_adaptive_entropy unset.",
+        when_set=True,
+    ),
+)
+
+_PASSES = (
+    Rule(
+        ("use_adaptive_entropy", "top_entropy_quantile"),
+        lambda args, _: args.max_tokens_per_micro_batch is None,
+        "max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} cannot be combined with {name}={value!r}, which "
+        "compares all tokens of a micro-batch. Leave one of them unset, or lower per_device_train_batch_size.",
         when_set=True,
     ),
 )
@@ -416,7 +443,7 @@ _TURN_RATIOS = (
 )
 
 EPISODES: tuple[Rule, ...] = (
-    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_HUB, *_SKIPPING, *_TURN_RATIOS,
+    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_HUB, *_SKIPPING, *_PASSES, *_TURN_RATIOS,
 )  # fmt: skip
 """Rules for a run with an environment."""
 

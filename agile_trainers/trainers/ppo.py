@@ -99,7 +99,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         ),
         Rule(
             ("skip_zero_advantage",),
-            lambda args, value: not value,
+            lambda args, value: value is not True,
             "skip_zero_advantage={value} has no effect: every episode trains the critic. Leave skip_zero_advantage unset.",
         ),
         _tokens_need("importance_sampling_level", "token"),

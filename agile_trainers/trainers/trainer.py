@@ -46,6 +46,7 @@ from agile_trainers.sampling.gap import GapMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.train_batch import Batch, TrainBatch, sort_by_length
 from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.config_rules import skips_silent_episodes
 from agile_trainers.trainers.construction import (
     RunSetup,
     activation_offloading,
@@ -65,6 +66,7 @@ from agile_trainers.trainers.launch import check_engine
 from agile_trainers.trainers.mixture import with_names
 from agile_trainers.trainers.noise import switch_off_noise
 from agile_trainers.trainers.nonfinite import StepGuard, check_finite
+from agile_trainers.trainers.passes import Pass, Passes
 from agile_trainers.trainers.recipe import decide_learning_rate, warn_of_idle_recipe
 from agile_trainers.trainers.reference import ReferencePolicy
 from agile_trainers.trainers.reward_functions import drained_metrics, reward_inputs, without_failed
@@ -143,6 +145,7 @@ class MultiTurnTrainer(GRPOTrainer):
     hub: HubPushes
     stop: GracefulStop
     guard: StepGuard
+    passes: Passes
     updates: Updates
 
     _loss_pass: _LossPass | None = None
@@ -268,9 +271,10 @@ class MultiTurnTrainer(GRPOTrainer):
         self.stop = GracefulStop(self.accelerator)
         self.add_callback(self.stop)
         self.guard = StepGuard()
+        self.passes = Passes(self)
         self.hub = HubPushes(self)
         self._offloading = activation_offloading(args, self.model)
-        if args.skip_zero_advantage and self.aux_loss_enabled:
+        if args.skip_zero_advantage is True and self.aux_loss_enabled:
             raise ValueError(
                 "skip_zero_advantage cannot be combined with the router's auxiliary loss, which every episode trains. Set "
                 "router_aux_loss_coef=0.0 in model_init_kwargs, or skip_zero_advantage=False."
@@ -312,6 +316,11 @@ class MultiTurnTrainer(GRPOTrainer):
     def _scores_old_policy(self) -> bool:
         """True if an older policy or another engine sampled the batch of an update; TRL's own condition."""
         return self._corrects_mismatch or self.args.gradient_accumulation_steps % self.micro_steps_per_generation != 0
+
+    @property
+    def _skips_silent_episodes(self) -> bool:
+        """True if episodes without advantage are left out of the forward passes."""
+        return skips_silent_episodes(self.args) and not self.aux_loss_enabled
 
     def _local(self, size: int) -> slice:
         """Return the rows of this process among those of all."""
@@ -567,7 +576,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def _score(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Scores:
         """Score policy and reference where the step needs them; with ``advantages`` (B, K), maybe only rows with one."""
         rows = None
-        if advantages is not None and self.args.skip_zero_advantage:
+        if advantages is not None and self._skips_silent_episodes:
             rows = self.scorer.live_rows(advantages, self.args.zero_advantage_eps)
         old = self._scores_old_policy or self.args.kl_placement != "loss"
         return self.scorer.score(batch, old=old, reference=self.beta != 0.0, rows=rows)
@@ -652,15 +661,19 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.critic is not None:
             # The reference's forward pass left only the policy trainable.
             self.critic.thaw()
-        batch, share = TrainBatch.from_trl(inputs), 1.0
-        if self.args.skip_zero_advantage:
-            batch, share = batch.without_silent_rows(self.args.zero_advantage_eps, self.loss_type)
-        with self._handing_over(batch.trimmed(self.pad_to_multiple_of)) as handed:
-            loss = share * super()._compute_loss(model=model, inputs=handed.inputs)
-        first_pass_ends = self._step % self.micro_steps_per_generation == self.args.steps_per_generation - 1
-        if self.is_in_train and self.gap.is_open and (first_pass_ends or self.accelerator.sync_gradients):
+        whole = TrainBatch.from_trl(inputs)
+        read = whole.with_signal(self.args.zero_advantage_eps) if self._skips_silent_episodes else whole
+        loss = self.passes.loss(model, read, whole, lambda part: self._loss_of(model, part))
+        first_epoch_ends = self._step % self.micro_steps_per_generation == self.args.steps_per_generation - 1
+        if self.is_in_train and self.gap.is_open and (first_epoch_ends or self.accelerator.sync_gradients):
             # Before the backward pass, in which DeepSpeed takes its optimizer step.
             self._close_gap()
+        return loss
+
+    def _loss_of(self, model: Any, part: Pass) -> torch.Tensor:
+        """Compute the part of the micro-batch's loss that is due to the rows of one pass."""
+        with self._handing_over(part) as handed:
+            loss = part.share * super()._compute_loss(model=model, inputs=handed.inputs)
         if self.critic is not None:
             assert handed.values is not None
             loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch)
@@ -668,17 +681,22 @@ class MultiTurnTrainer(GRPOTrainer):
         return loss
 
     @contextmanager
-    def _handing_over(self, batch: TrainBatch) -> Iterator[_LossPass]:
+    def _handing_over(self, part: Pass) -> Iterator[_LossPass]:
         """Pass the batch to the methods that TRL's loss calls, and set the attributes that weigh its terms."""
-        beta, use_vllm = self.beta, self.use_vllm
+        beta, use_vllm, entropy_coef = self.beta, self.use_vllm, self.entropy_coef
+        if part.share and part.entropy_share != part.share:
+            self.entropy_coef = entropy_coef * part.entropy_share / part.share
         if self.args.kl_placement != "loss":
             self.beta = 0.0  # the penalty is in the advantages already
         self.use_vllm = self._corrects_mismatch  # TRL's loss weighs tokens on this condition
-        self._loss_pass = _LossPass(batch, batch.to_trl())
+        self._loss_pass = _LossPass(part.batch, part.batch.to_trl())
         try:
             yield self._loss_pass
         finally:
             self._loss_pass, self.beta, self.use_vllm = None, beta, use_vllm
+            if self.entropy_coef != entropy_coef and not self.use_adaptive_entropy:
+                self.entropy_coef = entropy_coef
+                self._metrics["train"]["entropy_coef"] = [entropy_coef] * len(self._metrics["train"]["entropy_coef"])
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **kwargs: Any
@@ -833,6 +851,7 @@ class MultiTurnTrainer(GRPOTrainer):
         check_finite(self.model, self.accelerator, self.state.global_step)
         run = Path(self._get_output_dir(trial))
         rollout = RolloutState(self._step, self._buffered_inputs, self.episode_log.idle_batches, dict(vars(self.guard)))
+        rollout.pass_tokens = self.passes.budget
         with self.checkpoints.saving(run, rollout) as building:
             super()._save_checkpoint(model, trial)
             self.reference.save(building)
@@ -874,6 +893,7 @@ class MultiTurnTrainer(GRPOTrainer):
         rollout = self.checkpoints.load_rollout(checkpoint)
         self.episode_log.idle_batches = rollout.idle_batches
         self.guard = StepGuard(**rollout.skipped_steps)
+        self.passes.restore(rollout.pass_tokens)
         self._restore_rollout(rollout.steps, rollout.micro_batches)
 
     def _restore_rollout(self, steps: int, micro_batches: list[Batch] | None) -> None:

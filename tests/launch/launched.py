@@ -20,7 +20,7 @@ from agile_trainers.trainers.trainer import MultiTurnTrainer
 STEPS, EPISODES = 3, 8
 CASES: dict[str, dict[str, Any]] = {
     # A checkpoint in the middle of a generation batch that serves two updates.
-    "grpo": {"num_iterations": 2, "beta": 0.1},
+    "grpo": {"num_iterations": 2, "beta": 0.1, "max_tokens_per_micro_batch": 150},
     "grpo-full": {"lora": False, "beta": 0.1, "reference_update_steps": 1},
     # A reference that has moved when the run is gone on with.
     "reinforce": {
@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     # The reference pass freezes the critic in the middle of a training step.
     "ppo": {
         "beta": 0.1, "critic_learning_rate": 0.05, "gradient_checkpointing": True, "num_eval_episodes": 4,
+        "max_tokens_per_micro_batch": 150,
         "load_best_model_at_end": True, "metric_for_best_model": "eval_return", "eval_strategy": "steps", "eval_steps": 1,
     },
 }  # fmt: skip

@@ -51,7 +51,7 @@ def rows():
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_gradient_is_that_of_the_whole_batch(embedded_model, tmp_path, loss_type):
     """Off-policy by design (num_iterations=2, then moved weights): old log-probabilities are needed, of live rows only."""
-    trainer = make(embedded_model, tmp_path, skip_zero_advantage=True, loss_type=loss_type)
+    trainer = make(embedded_model, tmp_path, loss_type=loss_type)
     seen = rows_forwarded(trainer)
     batch = draw(trainer, [True, False])
     assert sum(seen) == 4, "silent rows were scored"
@@ -123,12 +123,37 @@ def test_eps_is_the_largest_advantage_without_signal(embedded_model, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "changes, rows",
+    [
+        ({}, 4),
+        ({"skip_zero_advantage": "False"}, 8),
+        ({"beta": 0.1, "kl_placement": "reward"}, 4),
+        ({"beta": 0.1}, 8),
+        ({"entropy_coef": 0.1}, 8),
+        ({"top_entropy_quantile": 0.5, "num_iterations": 1}, 8),
+        ({"use_adaptive_entropy": True, "entropy_target": 1.0}, 8),
+    ],
+)
+def test_auto_skips_where_nothing_else_trains_silent_episodes(embedded_model, tmp_path, changes, rows):
+    trainer = make(embedded_model, tmp_path, **changes)
+    batch = draw(trainer, [True, False])
+    seen = rows_forwarded(trainer)
+    loss_and_gradients(trainer, batch)
+    assert seen == [rows]
+
+
+@pytest.mark.parametrize(
     "changes, named",
     [
         ({"skip_zero_advantage": True, "beta": 0.1}, "beta=0.1 and kl_placement='loss'"),
         ({"skip_zero_advantage": True, "entropy_coef": 0.1}, "entropy_coef=0.1"),
         ({"skip_zero_advantage": True, "top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5"),
-        ({"zero_advantage_eps": 0.1}, "zero_advantage_eps=0.1.*skip_zero_advantage=True"),
+        (
+            {"zero_advantage_eps": 0.1, "skip_zero_advantage": False},
+            "zero_advantage_eps=0.1.*skip_zero_advantage=True",
+        ),
+        ({"zero_advantage_eps": 0.1, "entropy_coef": 0.1}, "zero_advantage_eps=0.1.*skip_zero_advantage=True"),
+        ({"skip_zero_advantage": "always"}, "skip_zero_advantage must be one of 'auto', True, False, got 'always'"),
         ({"skip_zero_advantage": True, "zero_advantage_eps": -0.1}, "not be negative, got -0.1"),
     ],
 )

@@ -22,6 +22,7 @@ CASES = {
     "rows-skipped": {
         "skip_zero_advantage": True,
         "zero_advantage_eps": 0.5,
+        "max_tokens_per_micro_batch": 60,
         "num_iterations": 2,
         "max_steps": 2,
         "by_hand": True,

@@ -1,0 +1,189 @@
+"""Rows dealt to forward passes by tokens: loss, gradient and metrics stay those of the micro-batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpointed_runs import SAVING, make
+from games import loss_and_gradients, make_trainer, relative_error
+from ppo_games import make_ppo, wake
+
+from agile_trainers.trainers.passes import bytes_per_token, deal, in_number
+
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+WHOLE = 10**6
+
+
+def dealt(lengths, budget, shared=None):
+    shared = None if shared is None else torch.tensor(shared)
+    return [rows.tolist() for rows in deal(torch.tensor(lengths), budget, shared)]
+
+
+def test_padded_rows_are_dealt_by_rows_times_the_longest():
+    assert dealt([2, 3, 4, 4, 9, 30], 12) == [[0, 1, 2], [3], [4], [5]]
+    assert dealt([5, 5, 5], 10) == [[0, 1], [2]]
+    assert dealt([50], 10) == [[0]]
+
+
+def test_packed_rows_are_dealt_by_distinct_tokens():
+    # 10, then 4 new, then 3 new of 5: the pass is full at 14.
+    assert dealt([10, 10, 5], 14, [0, 6, 2]) == [[0, 1], [2]]
+    # A new pass would read the common 10 again for 4 new tokens.
+    assert dealt([12, 14, 13, 6], 12, [0, 10, 10, 0]) == [[0, 1, 2], [3]]
+
+
+def test_every_rank_gets_the_number_of_the_largest():
+    passes = [torch.arange(4), torch.tensor([4, 5])]
+    assert [p.tolist() for p in in_number(passes, 3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [p.tolist() for p in in_number([torch.tensor([7])], 3)] == [[7], [], []]
+    assert in_number(passes, 2) == passes
+
+
+def drawn(trainer):
+    """A generation batch of eight ragged rows, before weights that make every ratio differ from 1."""
+    trainer.model.train()
+    trainer.create_optimizer_and_scheduler(1)
+    trainer.current_gradient_accumulation_steps = 1
+    batch = trainer._generate_and_score_completions([{}] * 8)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora" in name:
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    return batch
+
+
+def measured(trainer, batch, budget):
+    """Loss, gradient, metrics and the rows of each forward pass."""
+    rows = []
+
+    def count(_module, _args, kwargs):
+        rows.append(len(kwargs["input_ids"]))
+
+    trainer.passes.budget = budget
+    trainer._metrics["train"].clear()
+    handle = trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+    loss, gradients = loss_and_gradients(trainer, batch)
+    handle.remove()
+    metrics = {name: values for name, values in trainer._metrics["train"].items() if "time" not in name}
+    return loss, gradients, metrics, rows
+
+
+def check_equal(trainer, batch, budget=120):
+    loss, gradients, metrics, rows = measured(trainer, batch, WHOLE)
+    split, gradients_split, metrics_split, rows_split = measured(trainer, batch, budget)
+    assert len(rows) == 1 and len(rows_split) > 2 and sum(rows_split) == rows[0]
+    assert split == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    assert relative_error(gradients_split, gradients) < 1e-5
+    assert metrics_split.keys() == metrics.keys()
+    for name, values in metrics.items():
+        assert metrics_split[name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_gradient_is_that_of_one_pass(embedded_model, tmp_path, loss_type):
+    """With old log-probabilities, a KL term and rows without signal."""
+    options = {"beta": 0.1} if loss_type != "vespo" else {}
+    trainer = make_trainer(embedded_model, tmp_path, loss_type=loss_type, num_iterations=2, **options)
+    check_equal(trainer, drawn(trainer))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"entropy_coef": 0.3, "loss_type": "grpo"},
+        {"entropy_coef": 0.3},
+        {"importance_sampling_level": "sequence"},
+        {"importance_sampling_level": "turn", "turn_ratio_pooling": "sum", "beta": 0.1},
+        {"vllm_importance_sampling_correction": True, "off_policy_mask_threshold": 0.01},
+    ],
+    ids=["entropy-rows", "entropy-tokens", "sequence", "turn", "correction"],
+)
+def test_other_terms_are_those_of_one_pass(embedded_model, tmp_path, changes):
+    trainer = make_trainer(embedded_model, tmp_path, num_iterations=2, **changes)
+    before = trainer.entropy_coef
+    check_equal(trainer, drawn(trainer))
+    assert trainer.entropy_coef == before
+
+
+def test_the_value_loss_is_that_of_one_pass(embedded_model, tmp_path):
+    trainer = make_ppo(embedded_model, tmp_path, value_clip_range=0.1)
+    wake(trainer)
+    batch = drawn(trainer)
+    trainer.critic.count_turns([batch])
+    check_equal(trainer, batch)
+
+
+def test_terms_that_compare_all_tokens_keep_one_pass(embedded_model, tmp_path):
+    trainer = make_trainer(embedded_model, tmp_path, top_entropy_quantile=0.5)
+    batch = drawn(trainer)
+    assert measured(trainer, batch, 10)[3] == [8]
+
+
+@pytest.mark.parametrize(
+    "option", [{"top_entropy_quantile": 0.5}, {"use_adaptive_entropy": True, "entropy_target": 1.0}]
+)
+def test_a_budget_is_refused_with_them(embedded_model, tmp_path, option):
+    with pytest.raises(ValueError, match=f"max_tokens_per_micro_batch=99.*{next(iter(option))}"):
+        make_trainer(embedded_model, tmp_path, max_tokens_per_micro_batch=99, **option)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_pass_that_does_not_fit_is_made_smaller(embedded_model, tmp_path, monkeypatch, when):
+    """The gradient counts every row once, also where the pass failed in its backward pass."""
+    warnings = []
+    monkeypatch.setattr(
+        "agile_trainers.trainers.passes.logger.warning", lambda text, *args: warnings.append(text % args)
+    )
+    trainer = make_trainer(embedded_model, tmp_path, num_iterations=2)
+    batch = drawn(trainer)
+    _, expected, metrics, _ = measured(trainer, batch, WHOLE)
+    longest = int((batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)).max())
+
+    def fail(_):
+        raise torch.OutOfMemoryError
+
+    def run_out(_module, args, output):
+        if args[0].size(0) * args[0].size(1) > 2 * longest:
+            output.register_hook(fail) if when == "backward" else fail(None)
+
+    trainer.model.get_base_model().model.layers[0].mlp.down_proj.register_forward_hook(run_out)
+    _, gradients, metrics_split, _ = measured(trainer, batch, 4 * longest)
+    assert trainer.passes.budget == 2 * longest
+    assert len(warnings) == 1 and "did not fit into memory" in warnings[0]
+    assert f"max_tokens_per_micro_batch={trainer.passes.budget}" in warnings[-1]
+    assert relative_error(gradients, expected) < 1e-5
+    assert metrics_split["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
+
+
+def test_an_episode_that_does_not_fit_alone_is_an_error(embedded_model, tmp_path):
+    trainer = make_trainer(embedded_model, tmp_path, num_iterations=2)
+    batch = drawn(trainer)
+
+    def run_out(*_):
+        raise torch.OutOfMemoryError
+
+    trainer.model.register_forward_pre_hook(run_out)
+    with pytest.raises(RuntimeError, match="An episode does not fit into memory"):
+        measured(trainer, batch, WHOLE)
+
+
+def test_the_budget_is_part_of_a_checkpoint(embedded_model, tmp_path):
+    """A run whose passes became smaller goes on with these; an option says otherwise."""
+    first = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 1})
+    assert first.passes.budget is None
+    first.passes.budget = 77
+    first.train()
+    resumed = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 1})
+    resumed.passes.restore(resumed.checkpoints.load_rollout(str(tmp_path / "checkpoint-1")).pass_tokens)
+    assert resumed.passes.budget == 77
+    asked = make_trainer(embedded_model, tmp_path / "asked", max_tokens_per_micro_batch=55)
+    asked.passes.restore(77)
+    assert asked.passes.budget == 55
+
+
+def test_what_fits_on_a_gpu_is_estimated_from_the_model():
+    class Config:
+        hidden_size, num_hidden_layers, intermediate_size = 1024, 10, 4096
+
+    assert bytes_per_token(Config, checkpointing=False) == 10 * 34 * 1024
+    assert bytes_per_token(Config, checkpointing=True) == 10 * 2 * 1024 + 2 * 34 * 1024
