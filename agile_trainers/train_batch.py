@@ -17,7 +17,7 @@ from agile_trainers.types import TurnBatch
 Batch = dict[str, torch.Tensor]
 """A micro-batch as TRL stores it: tensors by name."""
 
-_PROMPT, _TOKENS, _SCALAR = "(B, P)", "(B, T)", "()"
+_PROMPT, _TOKENS, _EPISODES, _SCALAR = "(B, P)", "(B, T)", "(B,)", "()"
 _TURN_PREFIX, _TOKEN_PREFIX = "turns:", "tokens:"
 _READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 """Fields that a forward pass takes."""
@@ -55,6 +55,10 @@ class TrainBatch:
     """(B, T), under the reference. None: the loss has no KL term."""
     importance_sampling_ratio: torch.Tensor | None = _shaped(_TOKENS, default=None)
     """(B, T), weights that correct for the gap between sampler and trainer."""
+    episodes: torch.Tensor | None = _shaped(_EPISODES, default=None)
+    """(B,) int64, index of each row among this process's episodes of the generation batch."""
+    recorded_reference: torch.Tensor | None = _shaped(_TOKENS, default=None)
+    """(B, T), under the reference, for the episode records; None without a reference."""
     turns_in_step: torch.Tensor | None = _shaped(_SCALAR, default=None)
     """Turns that the optimizer step trains a critic on, over all processes."""
     turn_columns: Batch = field(default_factory=dict)

@@ -14,6 +14,7 @@ import trl
 import yaml
 from datasets import Dataset
 from peft import PeftModel
+from recorded import recorded
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, GRPOConfig
@@ -151,7 +152,7 @@ def test_grpo_trains_and_saves_an_adapter(config: Path, embedded_model: Path, tm
     loaded = PeftModel.from_pretrained(base, output)
     trained = [weight for name, weight in loaded.named_parameters() if "lora_B" in name]
     assert trained and all(torch.count_nonzero(weight) for weight in trained)
-    episodes = [json.loads(line) for file in output.glob("rollouts/*.jsonl") for line in file.open()]
+    episodes = recorded(output)
     assert len(episodes) == 16 and {episode["prompt"][0]["content"][:35] for episode in episodes} == {
         "Guess the number between 1 and 6. Y"
     }
@@ -181,7 +182,7 @@ def test_several_environments_come_from_yaml_or_json(embedded_model: Path, tmp_p
         }
     output = ["--output_dir", str(tmp_path / "run"), "--save_strategy", "no", "--max_steps", "1"]
     assert main(["grpo", *model, *ways[1], *output]) == 0
-    episodes = [json.loads(line) for file in (tmp_path / "run").glob("rollouts/*.jsonl") for line in file.open()]
+    episodes = recorded(tmp_path / "run")
     for name, highest, turns in (("guess", 6, 2), ("other", 12, 1)):
         own = [episode for episode in episodes if episode["environment"] == name]
         assert len(own) == 4 and all(len(episode["turns"]) <= turns for episode in own)

@@ -16,10 +16,11 @@ from agile_trainers.cli.demo import command as demo
 from agile_trainers.cli.demo import report
 from agile_trainers.cli.demo.command import Budget
 from agile_trainers.cli.demo.report import Score
+from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.rollout.engine import EpisodeSpec
-from agile_trainers.rollout.episode_files import write_records
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.types import StopReason, Trajectory, Turn
 
 TINY = Budget(sft_steps=2, sft_batch=4, rl_steps=2, eval_episodes=36)
 
@@ -91,15 +92,15 @@ def test_learning_curve_takes_training_steps_only() -> None:
 
 def test_games_shown_are_the_longest_of_the_last_evaluation(tmp_path: Path) -> None:
     def episode(secret: int, turns: int) -> dict:
-        turn = {"text": "1", "observation": "higher"}
+        made = [Turn(n, n + 1, "1", "stop", float(n == 0), "higher") for n in range(turns)]
         prompt = [{"role": "user", "content": "Guess."}]
-        return {"reset_info": {"secret": secret}, "prompt": prompt, "turns": [turn] * turns, "return": 1.0}
+        stop, infos = StopReason.TERMINATED, {"secret": secret}
+        return episode_row(Trajectory([1], [2] * turns, [-1.0] * turns, made, stop, prompt, infos))
 
-    write_records(tmp_path / "step-000000-eval-rank0.jsonl", [episode(9, 4)])
-    write_records(
-        tmp_path / "step-000160-eval-rank0.jsonl", [episode(1, 1), episode(2, 3), episode(3, 2), episode(2, 3)]
-    )
-    write_records(tmp_path / "step-000160-generation-000159-rank0.jsonl", [episode(8, 4)])
-    games = report.some_games(tmp_path, count=2).split("\n\n")
+    RecordWriter(tmp_path, {"kind": "evaluation"}).write_eval(0, "eval", [episode(9, 4)])
+    writer = RecordWriter(tmp_path, {})
+    writer.write_eval(160, "eval", [episode(1, 1), episode(2, 3), episode(3, 2), episode(2, 3)])
+    writer.write_train(159, [episode(8, 4)])
+    games = report.some_games(tmp_path / "rollouts", count=2).split("\n\n")
     assert [game.splitlines()[-1] for game in games] == [f"(the number was {n}; return +1.0)" for n in (2, 3)]
     assert games[1].splitlines()[:3] == ["environment: Guess.", "      model: 1", "environment: higher"]

@@ -39,7 +39,7 @@ EXCHANGED = (
     (r"(\w+)\(1[02]00\)", r"\1(20)"),
     (r"\b600\b", "20"),
     (r"checkpoint-40", "checkpoint-1"),
-    (r"runs/demo/rl/rollouts", "runs/guess/rollouts"),
+    (r'"runs/demo"', '"runs/guess"'),
     (r"(?=output_dir=)", 'use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, '),
 )
 """Patterns in Python blocks, and what takes their place: the model, the Hub's data, lengths, the device."""
@@ -61,6 +61,7 @@ lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
 get_peft_model(AutoModelForCausalLM.from_pretrained("model"), lora).save_pretrained("runs/dpo")
 """,
     "docs/checkpoints.md": SNIPPET.replace("trainer.train()", "").replace("max_steps=200", "save_steps=1, max_steps=2"),
+    "docs/episode_records.md": SNIPPET,
     "docs/rollouts.md": SNIPPET,
 }
 """Code that made what a page goes on with."""

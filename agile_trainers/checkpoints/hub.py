@@ -31,7 +31,7 @@ _TOKENIZER = (
 _EXTRAS = {
     "reference": (f"{REFERENCE}/adapter_config.json", f"{REFERENCE}/*.safetensors"),
     "critic": (f"{CRITIC}/adapter_config.json", f"{CRITIC}/*.safetensors"),
-    "rollouts": ("rollouts/*.jsonl",),
+    "rollouts": ("rollouts/*/*.parquet", "rollouts/*/*.json", "rollouts/*/*.jsonl"),
 }
 """Patterns of the files that each entry of ``hub_extras`` adds."""
 
@@ -115,7 +115,8 @@ class HubPushes:
         chosen = dict.fromkeys(self._chosen(folder), folder)
         chosen |= {Path(name): output_dir for name in ("README.md", CURVE) if (output_dir / name).is_file()}
         if "rollouts" in self._args.hub_extras:
-            chosen |= {path.relative_to(output_dir): output_dir for path in output_dir.glob(*_EXTRAS["rollouts"])}
+            files = [path for pattern in _EXTRAS["rollouts"] for path in output_dir.glob(pattern)]
+            chosen |= {path.relative_to(output_dir): output_dir for path in files}
         return stage(chosen, output_dir)
 
     def _uploader(

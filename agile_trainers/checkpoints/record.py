@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,6 +37,8 @@ from agile_trainers.checkpoints.output_lock import OutputDirInUseError, locked
 from agile_trainers.checkpoints.resumed_options import compare_options, recorded_options
 from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.envs.registry import describe_environment
+from agile_trainers.records.reader import read_rows
+from agile_trainers.records.writer import new_run_id, write_episodes
 from agile_trainers.train_batch import Batch
 
 logger = logging.get_logger(__name__)
@@ -65,6 +66,8 @@ class RolloutState:
     """Counters of a :class:`~agile_trainers.trainers.nonfinite.StepGuard`."""
     pass_tokens: int | None = None
     """Tokens of a forward pass of the update; None if that is not decided."""
+    episodes: list[dict[str, Any]] = field(default_factory=list)
+    """Records of the current generation batch, rows of :data:`agile_trainers.records.schema.EPISODE`."""
 
 
 class RunCheckpoints:
@@ -169,7 +172,7 @@ class RunCheckpoints:
             output_dir: Folder of the run.
             after: The step it is resumed from; checkpoints of later steps belong to another branch.
         """
-        self.run_id = uuid.uuid4().hex[:12]
+        self.run_id = new_run_id()
         # The policy itself may come from one of them.
         source = Path(self._base_config._name_or_path if self._saved is None else self._saved.folder).resolve()
         others = [path for path in checkpoints(output_dir) if step_of(path) > after and path.resolve() != source]
@@ -314,6 +317,8 @@ class RunCheckpoints:
         if position:
             file = folder / _ROLLOUT / f"rank-{self._trainer.accelerator.process_index}.safetensors"
             save_file(_flat(rollout.micro_batches or []), file)
+            if rollout.episodes:
+                write_episodes(file.with_suffix(".parquet"), rollout.episodes)
         if self._args.should_save:
             state = {
                 "generation": generation,
@@ -331,14 +336,15 @@ class RunCheckpoints:
         """Load the position in the rollouts that :meth:`saving` saved for this process."""
         folder = Path(checkpoint) / _ROLLOUT
         state = read_json(folder / _POSITION)
-        micro_batches = None
+        micro_batches, episodes = None, []
         if state["position"]:
             file = folder / f"rank-{self._trainer.accelerator.process_index}.safetensors"
             micro_batches = _nested(load_file(file, device=str(self._args.device)))
+            if file.with_suffix(".parquet").is_file():
+                episodes = read_rows(file.with_suffix(".parquet"))
         steps = state["generation"] * self._every + state["position"]
-        return RolloutState(
-            steps, micro_batches, state["idle_batches"], state.get("skipped_steps", {}), state.get("pass_tokens")
-        )
+        counters = state["idle_batches"], state.get("skipped_steps", {}), state.get("pass_tokens")
+        return RolloutState(steps, micro_batches, *counters, episodes)
 
     def at_epoch(self, sampler: Any) -> Any:
         """Draw the orders of the epochs that are over, so that the next is the one it would have been."""

@@ -130,6 +130,15 @@ def read_records(path: Path | str) -> list[dict[str, Any]]:
     return [episode for run in open_records(path) for episode in run.episodes()]
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read a Parquet file as the rows that :func:`agile_trainers.records.writer.write_episodes` takes.
+
+    Raises:
+        RecordsError: If the file cannot be read.
+    """
+    return _read(path, None).to_pylist()
+
+
 def _episode_files(folder: Path) -> list[Path]:
     new = [path for kind in ("train", "eval") for path in folder.glob(f"{kind}-*-rank*.parquet")]
     return sorted([*new, *(path for path in folder.glob("*rank*.jsonl"))])

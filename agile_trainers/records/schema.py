@@ -70,8 +70,8 @@ VOCABULARY = pa.schema({"id": pa.int32(), "piece": pa.binary(), "special": pa.bo
 
 _LOGPROB_STEPS = 2.0**12
 """Log-probabilities are multiples of 1 / 4096: their error is at most 1.3e-4, the trainer's and the gap's 2.5e-4."""
-_SIGNIFICANT_BITS = 12
-"""Ratios, advantages of tokens and KL keep 12 significant bits: their relative error is at most 2**-12."""
+_SIGNIFICANT_BITS = {"ratios": 12, "advantages": 11, "kl": 8}
+"""The relative error is at most 2.5e-4, 5e-4 and 4e-3: with n bits, 2**-n."""
 _SPLIT_BYTES = ("sampling_logprobs", "logprobs")
 """Columns of many different values; the others are encoded with a dictionary."""
 
@@ -140,7 +140,7 @@ def _token_column(name: str, kind: pa.DataType, values: list[Any]) -> pa.ListArr
     joined = np.ma.concatenate(flat) if flat else np.ma.masked_array(np.zeros(0, dtype=numpy_type))
     numbers, hidden = np.ma.getdata(joined).astype(numpy_type), np.ma.getmaskarray(joined)
     if kind == pa.float32():
-        rounded = _on_grid(numbers) if name in _SPLIT_BYTES else significant(numbers)
+        rounded = _on_grid(numbers) if name in _SPLIT_BYTES else significant(numbers, _SIGNIFICANT_BITS[name])
         numbers = np.where(hidden, 0, rounded).astype(np.float32)
     missing = np.array([*(value is None for value in values), False])
     offsets = pa.array(np.concatenate([[0], lengths.cumsum()]), mask=missing, type=pa.int32())
@@ -159,7 +159,7 @@ def _on_grid(values: Any) -> Any:
     return np.round(values * _LOGPROB_STEPS) / _LOGPROB_STEPS
 
 
-def significant(values: np.ndarray) -> np.ndarray:
-    """Round float32 numbers to 12 significant bits; infinite ones and NaN stay."""
+def significant(values: np.ndarray, bits: int) -> np.ndarray:
+    """Round numbers to some significant bits; infinite ones and NaN stay."""
     mantissas, exponents = np.frexp(values)
-    return np.ldexp(np.round(mantissas * 2.0**_SIGNIFICANT_BITS) / 2.0**_SIGNIFICANT_BITS, exponents)
+    return np.ldexp(np.round(mantissas * 2.0**bits) / 2.0**bits, exponents)

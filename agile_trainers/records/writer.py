@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -32,9 +31,13 @@ _EVAL_FILE = re.compile(r"eval-(\d+)-.*-rank(\d+)\.parquet")
 
 
 def new_run_id(kind: str = "training") -> str:
-    """Make the id of a run from the time: ``YYYYmmdd-HHMMSS-<4 hex>``, with ``eval-`` before that of an evaluation."""
-    now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return ("eval-" if kind == "evaluation" else "") + f"{now}-{uuid.uuid4().hex[:4]}"
+    """Make the id of a run from the time: ``YYYYmmdd-HHMMSS-<4 hex>``, with ``eval-`` before that of an evaluation.
+
+    The hexadecimal digits are the fraction of the second, so that names sort by time.
+    """
+    now = datetime.now(UTC)
+    fraction = now.microsecond * 2**16 // 10**6
+    return ("eval-" if kind == "evaluation" else "") + f"{now:%Y%m%d-%H%M%S}-{fraction:04x}"
 
 
 def episode_row(
@@ -168,7 +171,7 @@ class RecordWriter:
         report: Callable[[str], None] | None = None,
     ) -> None:
         kind = info.get("kind", "training")
-        self.run: str = info.get("run") or new_run_id(kind)
+        self.run: str = info.get("run") or _free_id(Path(folder) / ROLLOUTS, kind)
         self.folder = Path(folder) / ROLLOUTS / self.run
         """Folder of the run."""
         self._max_bytes, self._rank, self._report = max_bytes, rank, report
@@ -289,6 +292,15 @@ class RecordWriter:
                     "will be: training batches of odd index first, so that the rest covers the whole run."
                 )
                 self._report = None
+
+
+def _free_id(rollouts: Path, kind: str) -> str:
+    """Make the folder of a new run, whose id no other process has taken, and return the id."""
+    while True:
+        run = new_run_id(kind)
+        with suppress(FileExistsError):
+            (rollouts / run).mkdir(parents=True)
+            return run
 
 
 @contextmanager

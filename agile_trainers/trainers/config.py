@@ -143,7 +143,16 @@ class MultiTurnConfig(GRPOConfig):
     )
     num_eval_episodes: int = option(128, "Episodes of one evaluation, over all processes.")
     eval_greedy: bool = option(False, "Evaluate with the likeliest token instead of sampling.")
-    log_rollouts: bool = option(True, "Write every episode to `output_dir/rollouts/` as JSON lines.")
+    log_rollouts: int = option(
+        1,
+        "Write the episodes of every N-th generation batch, and of every evaluation, to `output_dir/rollouts/`, with what "
+        "the update computed of each token ([episode records](episode_records.md)). True is 1; False or 0 writes nothing.",
+    )
+    log_rollouts_max_gb: float | None = option(
+        4.0,
+        "Largest size of a run's episode records in gigabytes (10^9 bytes), over all processes. Beyond it, training batches "
+        "are deleted: every second one first, so that the rest covers the whole run. None: no limit.",
+    )
     kl_placement: str = option(
         "loss",
         "Place of the penalty for leaving the reference, which `beta` weighs: `loss` (TRL's k3), `reward` (of each turn, "

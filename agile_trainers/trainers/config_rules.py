@@ -377,6 +377,16 @@ def skips_silent_episodes(args: Any) -> bool:
     entropy = args.entropy_coef != 0.0 or args.use_adaptive_entropy or args.top_entropy_quantile < 1.0
     return not (in_loss or entropy or args.has_critic)
 
+_RECORDS = (
+    Rule(
+        ("log_rollouts",),
+        lambda _, value: isinstance(value, int) and value >= 0,
+        "log_rollouts must be an integer of at least 0 (every N-th generation batch; 0 writes none), True or False, "
+        "got {value!r}.",
+    ),
+    positive("log_rollouts_max_gb", optional=True),
+    acts_with("log_rollouts of at least 1", lambda args: args.log_rollouts, "log_rollouts_max_gb"),
+)
 
 _SKIPPING = (
     acts_with("skip_zero_advantage=True", lambda args: skips_silent_episodes(args), "zero_advantage_eps"),
@@ -443,7 +453,7 @@ _TURN_RATIOS = (
 )
 
 EPISODES: tuple[Rule, ...] = (
-    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_HUB, *_SKIPPING, *_PASSES, *_TURN_RATIOS,
+    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_HUB, *_RECORDS, *_SKIPPING, *_PASSES, *_TURN_RATIOS,
 )  # fmt: skip
 """Rules for a run with an environment."""
 

@@ -1,9 +1,8 @@
-"""Logs generation batches: metrics, TRL's tables, records on disk, and warnings of batches without signal."""
+"""Logs generation batches: metrics, TRL's tables, and warnings of batches without signal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +10,7 @@ from accelerate.utils import gather_object
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.envs.checker import describe_error
 from agile_trainers.objectives.advantages import pool_over_turns
-from agile_trainers.rollout.episode_files import episode_record, write_records
 from agile_trainers.rollout.metrics import differing_groups, episode_row, start_of
 from agile_trainers.trainers.reporting import degeneracies, environment_summaries, training_summary
 from agile_trainers.trainers.reward_functions import drained_columns, reward_summary, share_without_spread, totals
@@ -115,43 +112,3 @@ class EpisodeLog:
                 "from its seed. The metric groups_with_different_starts counts further ones."
             )
         return len(different) / groups
-
-    # ----------------------------------------------------------------------------------------------------- records
-
-    def record_training(
-        self, generation: int, trajectories: Sequence[Trajectory], advantages: torch.Tensor, first: int
-    ) -> None:
-        """Write the episodes of a generation batch.
-
-        Args:
-            generation: Its index in the run.
-            trajectories: The episodes of this process.
-            advantages: (B, K), of these episodes.
-            first: Index of the first of them among the episodes of all processes.
-        """
-        step, records = self._trainer.state.global_step, []
-        for index, (trajectory, row) in enumerate(zip(trajectories, advantages.tolist()), start=first):
-            group, member = divmod(index, self._trainer.num_generations)
-            records.append(episode_record(trajectory, row, step=step, group=group, member=member))
-        self._write(f"generation-{generation:06d}", records)
-
-    def record_evaluation(self, prefix: str, trajectories: Sequence[Trajectory]) -> None:
-        """Write the episodes of an evaluation.
-
-        Args:
-            prefix: Prefix of its metrics.
-            trajectories: The episodes of this process.
-        """
-        step = self._trainer.state.global_step
-        self._write(prefix, [episode_record(trajectory, step=step) for trajectory in trajectories])
-
-    def _write(self, name: str, records: list[dict[str, Any]]) -> None:
-        trainer = self._trainer
-        if not trainer.args.log_rollouts:
-            return
-        name = f"step-{trainer.state.global_step:06d}-{name}-rank{trainer.accelerator.process_index}.jsonl"
-        path = Path(trainer.args.output_dir) / "rollouts" / name
-        try:
-            write_records(path, records)
-        except Exception as error:  # a failed log must not end the run
-            logger.warning(f"The episodes of {path} could not be written: {describe_error(error)}")

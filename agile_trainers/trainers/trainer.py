@@ -26,7 +26,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from agile_trainers.adapters import POLICY, every_adapter_trainable, explaining_scope, plain_copies, restore_adapter
-from agile_trainers.adapters.folders import RECORD, naming_full_disk, write_json
+from agile_trainers.adapters.folders import RECORD, naming_full_disk, step_of, write_json
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.checkpoints.hub import HubPushes, make_repository
@@ -58,6 +58,7 @@ from agile_trainers.trainers.construction import (
 from agile_trainers.trainers.credit import Credit, CreditInputs, gather_turns, normalize
 from agile_trainers.trainers.critic import TARGETS, Critic, CriticValues
 from agile_trainers.trainers.episode_log import EpisodeLog
+from agile_trainers.trainers.episode_records import EpisodeRecords
 from agile_trainers.trainers.evaluation import EpisodeEvaluator
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
 from agile_trainers.trainers.evaluation_table import Evaluated, completions_table
@@ -86,6 +87,10 @@ class _LossPass:
     """The same batch in TRL's form."""
     values: torch.Tensor | None = None
     """Values of the critic, from the forward pass of the loss."""
+    log_probs: torch.Tensor | None = None
+    """(B, T), from the forward pass of the loss."""
+    log_ratio: torch.Tensor | None = None
+    """(B, T), of the policy over the one that the update started from, pooled over turns where the loss's is."""
 
 
 class MultiTurnTrainer(GRPOTrainer):
@@ -141,6 +146,7 @@ class MultiTurnTrainer(GRPOTrainer):
     critic: Critic | None = None
     evaluator: EpisodeEvaluator
     episode_log: EpisodeLog
+    records: EpisodeRecords
     checkpoints: RunCheckpoints
     hub: HubPushes
     stop: GracefulStop
@@ -268,6 +274,8 @@ class MultiTurnTrainer(GRPOTrainer):
             # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
             vars(args)["_setup_devices"] = torch.device("cpu")
         self.checkpoints = RunCheckpoints(self, self._name, self.environment, inputs.saved)
+        self.records = EpisodeRecords(self, self.checkpoints)
+        self.add_callback(self.records)
         self.stop = GracefulStop(self.accelerator)
         self.add_callback(self.stop)
         self.guard = StepGuard()
@@ -369,6 +377,7 @@ class MultiTurnTrainer(GRPOTrainer):
             )
         with ExitStack() as lock:
             folder = self.checkpoints.choose(resume_from_checkpoint, lock)
+            self.records.begin_run()
             if self.updates.is_beginning:
                 self.updates.keep(lock)
             # A second call of train(), maybe after an interruption inside a step, begins with a new generation batch.
@@ -379,6 +388,8 @@ class MultiTurnTrainer(GRPOTrainer):
                 with self.stop.heard(), naming_full_disk(self.args.output_dir):
                     output = super().train(folder, *args, **kwargs)
             finally:
+                if not self.updates.is_open:
+                    self.records.finish()
                 self.engine.pool.close()
         self.stop.pass_on()
         return output
@@ -482,6 +493,8 @@ class MultiTurnTrainer(GRPOTrainer):
         with self._offloading:
             loss = super().training_step(*args, **kwargs)
         self._add_metrics({"time/update": time.perf_counter() - started - self._rollout_seconds})
+        if self._step % self.micro_steps_per_generation == 0:
+            self.records.finish()
         return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -539,7 +552,8 @@ class MultiTurnTrainer(GRPOTrainer):
         self.episode_log.fill_tables(
             self._logs, self._pending_extra_logs, trajectories, rewards, credit.advantages, batch.turn_mask
         )
-        self.episode_log.record_training(generation, trajectories, credit.advantages, first)
+        values = None if read is None else read.turn_values
+        self.records.begin(generation, trajectories, batch, credit.advantages, values, first)
         return output.to_trl()
 
     def _play(
@@ -631,6 +645,8 @@ class MultiTurnTrainer(GRPOTrainer):
             num_items_in_batch=self.accelerator.gather(trained.sum()).sum(),
             old_per_token_logps=scores.old if self._scores_old_policy else None,
             ref_per_token_logps=scores.reference if self.args.kl_placement == "loss" else None,
+            episodes=torch.arange(len(batch.turn_ids), device=trained.device),
+            recorded_reference=scores.reference,
             turn_columns={name: column for name, column in credit.columns.items() if name != TARGETS},
         )
         if self._corrects_mismatch:
@@ -674,6 +690,8 @@ class MultiTurnTrainer(GRPOTrainer):
         """Compute the part of the micro-batch's loss that is due to the rows of one pass."""
         with self._handing_over(part) as handed:
             loss = part.share * super()._compute_loss(model=model, inputs=handed.inputs)
+        assert handed.log_probs is not None and handed.log_ratio is not None
+        self.records.observe(handed.batch, handed.log_probs, handed.log_ratio)
         if self.critic is not None:
             assert handed.values is not None
             loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch)
@@ -713,11 +731,13 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.gap.is_open:
             sampled = batch.sampling_per_token_logps
             self.gap.add(log_probs, sampled, batch.counted, batch.turn_ids, batch.prompt_mask)
+        old = log_probs.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
+        handed.log_probs, handed.log_ratio = log_probs.detach(), log_probs.detach() - old
         if not self._turn_ratios:
             return log_probs, entropies, aux_loss
-        old = log_probs.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
         num_turns = int(batch.turn_ids.max()) + 1
         pooled = pool_log_probs(log_probs, old, batch.turn_ids, max(num_turns, 1), self.args.turn_ratio_pooling)
+        handed.log_ratio = pooled.detach() - old
         if batch.ref_per_token_logps is not None:
             # The KL term must still see the policy's own distance to the reference.
             handed.inputs["ref_per_token_logps"] = batch.ref_per_token_logps + (pooled - log_probs)
@@ -784,7 +804,7 @@ class MultiTurnTrainer(GRPOTrainer):
             self.log(played.metrics)
         self.model.train(training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, played.metrics)
-        self.episode_log.record_evaluation(metric_key_prefix, played.trajectories)
+        self.records.write_evaluation(metric_key_prefix, played)
         return played.metrics
 
     def predict(
@@ -851,7 +871,7 @@ class MultiTurnTrainer(GRPOTrainer):
         check_finite(self.model, self.accelerator, self.state.global_step)
         run = Path(self._get_output_dir(trial))
         rollout = RolloutState(self._step, self._buffered_inputs, self.episode_log.idle_batches, dict(vars(self.guard)))
-        rollout.pass_tokens = self.passes.budget
+        rollout.pass_tokens, rollout.episodes = self.passes.budget, self.records.unfinished
         with self.checkpoints.saving(run, rollout) as building:
             super()._save_checkpoint(model, trial)
             self.reference.save(building)
@@ -895,6 +915,9 @@ class MultiTurnTrainer(GRPOTrainer):
         self.guard = StepGuard(**rollout.skipped_steps)
         self.passes.restore(rollout.pass_tokens)
         self._restore_rollout(rollout.steps, rollout.micro_batches)
+        self.records.resume(
+            rollout.episodes, rollout.steps // self.micro_steps_per_generation, step_of(Path(checkpoint))
+        )
 
     def _restore_rollout(self, steps: int, micro_batches: list[Batch] | None) -> None:
         self._step, self._buffered_inputs = steps, micro_batches

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from recorded import recorded
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agile-trainers[envs]'")
 
@@ -21,9 +22,5 @@ def test_success_on_held_out_questions_rises(seed: int, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     # 1000 questions: one standard error is about .013
     assert summary["after"] > summary["before"] + 0.03 and summary["after"] > 0.8
-    asked: dict[str, set[str]] = {"generation": set(), "eval": set()}
-    for path in (tmp_path / "rollouts").glob("*.jsonl"):
-        kind = "generation" if "generation" in path.name else "eval"
-        records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-        asked[kind] |= {record["prompt"][0]["content"] for record in records}
-    assert len(asked["eval"]) > 300 and not asked["generation"] & asked["eval"]
+    asked = {kind: {one["prompt"][0]["content"] for one in recorded(tmp_path, kind)} for kind in ("train", "eval")}
+    assert len(asked["eval"]) > 300 and not asked["train"] & asked["eval"]

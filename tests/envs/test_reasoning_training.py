@@ -14,10 +14,10 @@ from datasets import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trainers"))
 
 from games import make_trainer
+from recorded import recorded
 
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import load_rows
-from agile_trainers.rollout.episode_files import read_records
 
 ROWS = load_rows([{"question": f"What about {n}?", "answer": str(n)} for n in range(60)], test_fraction=0.3)
 Draw = Callable[[], dict[str, Any]]
@@ -44,11 +44,8 @@ def trained(
         max_turns=1,
     )
     trainer.train()
-    records: dict[str, list[Any]] = {"generation": [], "eval": []}
-    for path in sorted((folder / "rollouts").glob("*.jsonl")):
-        records["generation" if "generation" in path.name else "eval"] += read_records(path)
     weights = {name: value.clone() for name, value in trainer.model.named_parameters() if value.requires_grad}
-    return weights, records["generation"], records["eval"]
+    return weights, recorded(folder), recorded(folder, "eval")
 
 
 @pytest.mark.parametrize("epochs", [False, True], ids=["rows by seed", "rows by data set"])
@@ -86,9 +83,6 @@ def test_the_trainers_own_data_sets_bring_the_rows(embedded_model: Path, tmp_pat
     )
     trainer.train()
     trainer.evaluate()
-    asked: dict[str, set[str]] = {"generation": set(), "eval": set()}
-    for path in (tmp_path / "rollouts").glob("*.jsonl"):
-        kind = "generation" if "generation" in path.name else "eval"
-        asked[kind] |= {record["prompt"][0]["content"] for record in read_records(path)}
-    assert asked["generation"] == {row["question"] for row in rows[:6]}, "an epoch holds every row"
+    asked = {kind: {one["prompt"][0]["content"] for one in recorded(tmp_path, kind)} for kind in ("train", "eval")}
+    assert asked["train"] == {row["question"] for row in rows[:6]}, "an epoch holds every row"
     assert asked["eval"] == {row["question"] for row in rows[6:]}

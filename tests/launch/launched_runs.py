@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 from launching import run
+from recorded import recorded
 from safetensors.torch import load_file
-
-from agile_trainers.rollout.episode_files import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,5 +47,5 @@ def of(adapter: str, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def episodes(folder: Path) -> list[dict]:
-    records = [record for path in sorted((folder / "rollouts").glob("*generation*")) for record in read_records(path)]
+    records = recorded(folder)
     return sorted(records, key=lambda record: (record["step"], record["seed"], record["group"], record["member"]))

@@ -8,10 +8,10 @@ from statistics import fmean
 
 import pytest
 from launched_runs import launch
+from recorded import recorded
 
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS
-from agile_trainers.rollout.episode_files import read_records
 
 pytestmark = pytest.mark.launch
 
@@ -40,8 +40,7 @@ def test_a_killed_run_goes_on_with_the_same_environments(output):
     played = [
         {
             (record["environment"], record["seed"], tuple(record["completion_ids"]))
-            for path in (output / "resumed" / run / "rollouts").glob("*generation*")
-            for record in read_records(path)
+            for record in recorded(output / "resumed" / run)
         }
         for run in ("whole", "killed")
     ]

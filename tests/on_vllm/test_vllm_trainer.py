@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded import recorded
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
@@ -210,8 +210,7 @@ def test_greedy_evaluation_is_the_transformers_generators(embedded_model: Path, 
         engine = trainer.sampler.vllm and trainer.sampler.vllm.engine
         trainer.evaluate()
         assert (trainer.sampler.vllm and trainer.sampler.vllm.engine) is engine
-        (file,) = (tmp_path / name / "rollouts").glob("*eval*.jsonl")
-        episodes[name] = [json.loads(line) for line in file.read_text().splitlines()]
+        episodes[name] = recorded(tmp_path / name, "eval")
     for ours, theirs in zip(episodes["vllm"], episodes["transformers"], strict=True):
         assert ours["turns"] == theirs["turns"]
 

@@ -11,11 +11,12 @@ import pytest
 from misbehaving import KINDS, Misbehaving, hang
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agile_trainers.records.reader import read_records
+from agile_trainers.records.writer import episode_row, write_episodes
 from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
-from agile_trainers.rollout.episode_files import episode_record, read_records, write_records
 from agile_trainers.rollout.generators import SamplingSettings, TransformersGenerator
 from agile_trainers.types import Trajectory
 
@@ -96,7 +97,7 @@ def test_neighbours_notice_nothing(where: str, play: Any, alone: list[Trajectory
     # What became of them can be trained on and written down.
     batch = collate(list(played.values()), pad_token_id=0, end_token_id=1)
     assert batch.turn_rewards.isfinite().all() and int(batch.failed.sum()) == len(failed)
-    write_records(tmp_path / "episodes.jsonl", [episode_record(trajectory) for trajectory in played.values()])
-    records = read_records(tmp_path / "episodes.jsonl")
+    write_episodes(tmp_path / "episodes.parquet", [episode_row(trajectory) for trajectory in played.values()])
+    records = read_records(tmp_path / "episodes.parquet")
     assert [record["seed"] for record in records] == [seed for seed, _ in episodes]
-    assert (tmp_path / "episodes.jsonl").stat().st_size < 20_000_000
+    assert (tmp_path / "episodes.parquet").stat().st_size < 20_000_000

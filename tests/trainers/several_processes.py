@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from launching import run
-
-from agile_trainers.rollout.episode_files import read_records
+from recorded import recorded
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
 
@@ -32,9 +31,4 @@ def launch(script: Path, processes: int, model: Path, output: Path, cases: dict[
 
 
 def episodes(folder: Path, kind: str) -> list[dict]:
-    records = [record for path in sorted((folder / "rollouts").glob(f"*{kind}*")) for record in read_records(path)]
-    # The evaluation episodes of several environments have their seeds in common.
-    places = {"step": 0, "group": 0, "member": -1, "seed": 0}
-    return sorted(
-        records, key=lambda r: ([r.get(name, other) for name, other in places.items()], r["environment"] or "")
-    )
+    return sorted(recorded(folder, kind), key=lambda r: (r["step"], r["generation"] or 0, r["index"]))

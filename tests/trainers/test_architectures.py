@@ -10,10 +10,10 @@ import pytest
 import torch
 from games import Chatter, Gradients, draw_batch, make_trainer, relative_error
 from ppo_games import make_ppo, wake
+from recorded import recorded
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.embedded import make_tokenizer
-from agile_trainers.rollout.episode_files import read_records
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import architectures
@@ -81,8 +81,7 @@ def test_padding_moves_no_position_of_the_critic(tmp_path):
     trainer.model.get_base_model().value_head.modules_to_save["critic"].bias.data.zero_()
     batch = draw_batch(trainer)
     assert len({int(row.sum()) for row in batch["prompt_mask"]}) > 1, "all prompts have one length: the test is empty"
-    (file,) = (tmp_path / "rollouts").glob("*.jsonl")
-    records = sorted(read_records(file), key=lambda record: (record["group"], record["member"]))
+    records = sorted(recorded(tmp_path), key=lambda record: (record["group"], record["member"]))
     for row, record in enumerate(records):
         for turn in range(len(record["turns"])):
             expected = value_of(trainer, record, len(record["prompt_ids"]) + record["turn_ids"].index(turn) - 1)

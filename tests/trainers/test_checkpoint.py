@@ -19,6 +19,7 @@ import torch
 from checkpointed_runs import CASES, SAVING, KillBefore, Killed, assert_same, make, press_ctrl_c, run_until, weights
 from games import Chatter, make_trainer
 from peft import LoraConfig, PeftModel
+from recorded import recorded
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -58,6 +59,8 @@ def test_killed_at_every_step(embedded_model, tmp_path, case):
         assert trainer.state.global_step == step
     assert_same(weights(trainer), weights(whole))
     assert logged(trainer) == logged(whole)
+    records = recorded(tmp_path / "killed")
+    assert records == recorded(tmp_path / "whole") and any(record["ratios"] for record in records)
     buffers = {
         step: sorted((tmp_path / "killed" / f"checkpoint-{step}" / "rollout").glob("*.safetensors")) for step in (1, 2)
     }
@@ -206,9 +209,7 @@ def test_the_same_trainer_trains_anew_after_an_interruption(embedded_model, tmp_
     shutil.rmtree(tmp_path / "rollouts")
     trainer.train()
     assert trainer._step == 8 + 6
-    assert [path.name[:30] for path in sorted((tmp_path / "rollouts").iterdir())] == [
-        "step-000000-generation-000002-", "step-000002-generation-000003-"
-    ]  # fmt: skip
+    assert sorted({(r["step"], r["generation"]) for r in recorded(tmp_path / "rollouts")}) == [(0, 2), (2, 3)]
 
 
 # ---------------------------------------------------------------------------------------------------------- what is saved
@@ -425,9 +426,7 @@ def test_at_a_generation_boundary_the_batch_sizes_may_change(embedded_model, tmp
     resumed = make_trainer(embedded_model, tmp_path, max_steps=2, per_device_train_batch_size=4, steps_per_generation=4)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2
-    assert [path.name[:30] for path in sorted((tmp_path / "rollouts").iterdir())] == [
-        "step-000000-generation-000000-", "step-000001-generation-000001-"
-    ]  # fmt: skip
+    assert sorted({(r["step"], r["generation"]) for r in recorded(tmp_path)}) == [(0, 0), (1, 1)]
 
 
 def test_a_new_run_beside_old_checkpoints(embedded_model, tmp_path, saved, warned):

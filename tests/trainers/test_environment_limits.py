@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from games import Chatter, make_trainer
-
-from agile_trainers.rollout.episode_files import read_records
+from recorded import recorded
 
 
 def completions(folder: Path) -> list[list[int]]:
-    records = [r for path in sorted((folder / "rollouts").glob("*generation*")) for r in read_records(path)]
+    records = recorded(folder)
     return [record["completion_ids"] for record in records]
 
 

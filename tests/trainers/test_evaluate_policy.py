@@ -66,10 +66,10 @@ def said(results: Any) -> list[tuple[Any, ...]]:
 def by_trainer(trainer: MultiTurnTrainer, **options: Any) -> tuple[dict[str, float], list[Any]]:
     """What ``trainer.evaluate()`` returns, and the episodes it plays."""
     played: list[Any] = []
-    record = trainer.episode_log.record_evaluation
-    trainer.episode_log.record_evaluation = lambda prefix, episodes: played.extend(episodes)  # type: ignore[method-assign]
+    write = trainer.records.write_evaluation
+    trainer.records.write_evaluation = lambda prefix, evaluated: played.extend(evaluated.trajectories)  # type: ignore[method-assign]
     metrics = trainer.evaluate(**options)
-    trainer.episode_log.record_evaluation = record  # type: ignore[method-assign]
+    trainer.records.write_evaluation = write  # type: ignore[method-assign]
     return metrics, played
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from games import Chatter, make_trainer
+from recorded import recorded, sampled
 
 from agile_trainers.envs.checker import EnvironmentProtocolError, check_environment
-from agile_trainers.rollout.episode_files import read_records
 from agile_trainers.rollout.metrics import Start, differing_groups
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
@@ -127,7 +127,7 @@ def test_a_message_with_list_content_is_refused_where_it_is_given(embedded_model
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """Of the first generation batch."""
-    return read_records(min((folder / "rollouts").glob("*generation*")))
+    return [record for record in recorded(folder) if record["generation"] == 0]
 
 
 def test_a_run_survives_every_kind(embedded_model: Path, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_run_survives_every_kind(embedded_model: Path, tmp_path: Path) -> None
         assert [got[key] for key in ("completion_ids", "return", "seed", "error")] == [
             expected[key] for key in ("completion_ids", "return", "seed", "error")
         ]
-        np.testing.assert_allclose(got["sampling_logprobs"], expected["sampling_logprobs"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(sampled(got), sampled(expected), rtol=0, atol=2.5e-4)
 
 
 def test_a_log_that_cannot_be_written_does_not_end_training(

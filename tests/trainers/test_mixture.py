@@ -14,13 +14,13 @@ from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
 from datasets import Dataset
 from games import make_trainer
 from mixtures import BOTH, LIMITS, High, Low, make
+from recorded import recorded
 
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.objectives.advantages import whiten, whiten_each
-from agile_trainers.rollout.episode_files import read_records
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import evaluation_specs, training_specs
 from agile_trainers.trainers import MultiTurnGRPOConfig
@@ -37,7 +37,7 @@ def config(tmp_path: Any, **changes: Any) -> MultiTurnGRPOConfig:
 
 
 def generations(folder: Any) -> list[dict[str, Any]]:
-    return [r for path in sorted((folder / "rollouts").glob("*generation*")) for r in read_records(path)]
+    return recorded(folder)
 
 
 # -------------------------------------------------------------------------------------------------------------- choice

@@ -11,14 +11,14 @@ import torch
 from datasets import Dataset
 from games import Chatter, Gradients, draw_batch, make_trainer, relative_error
 from peft import PeftModel
+from recorded import recorded
 from transformers import AutoModelForCausalLM
 
-from agile_trainers.rollout.episode_files import read_records
 from agile_trainers.types import StopReason
 
 
 def generations(folder):
-    return [r for path in sorted((folder / "rollouts").glob("*generation*")) for r in read_records(path)]
+    return recorded(folder)
 
 
 def test_metrics_agree_with_the_episodes_on_disk(embedded_model, tmp_path):
@@ -171,8 +171,9 @@ def test_evaluation_leaves_the_training_stream_alone(embedded_model, tmp_path):
     assert state == other_state
     logged = [entry for entry in history if "eval_return" in entry]
     assert len(logged) == 3 and logged[0]["eval_episodes"] == 6
-    seeds = [[r["seed"] for r in read_records(p)] for p in sorted((tmp_path / "evaluated/rollouts").glob("*eval*"))]
-    assert seeds[0] == seeds[1] == seeds[2], "every evaluation plays the same seeds"
+    evaluations = recorded(tmp_path / "evaluated", "eval")
+    seeds = [[r["seed"] for r in evaluations if r["step"] == step] for step in sorted({r["step"] for r in evaluations})]
+    assert len(seeds) == 3 and seeds[0] == seeds[1] == seeds[2], "every evaluation plays the same seeds"
     assert not set(seeds[0]) & {r["seed"] for r in plain}
 
 

@@ -9,10 +9,10 @@ import torch
 from games import Gradients, draw_batch, loss_and_gradients, relative_error
 from peft import LoraConfig, PeftModel
 from ppo_games import Cut, make_ppo, wake
+from recorded import recorded
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import use_adapter
 
-from agile_trainers.rollout.episode_files import read_records
 from agile_trainers.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
 
 READ = {
@@ -27,7 +27,7 @@ SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 def episodes(folder):
-    records = [r for path in sorted((folder / "rollouts").glob("*generation*")) for r in read_records(path)]
+    records = recorded(folder)
     return sorted(records, key=lambda r: (r["group"], r["member"]))
 
 

@@ -47,7 +47,7 @@ def test_two_processes_are_one(runs, case):
     assert (one["processes"], two["processes"]) == (1, 2) and two["distributed_type"].endswith("MULTI_CPU")
     fresh = [torch.load(path) for path in [path for run in runs for path in sorted((run / case).glob("critic-*.pt"))]]
     assert len(fresh) == 3 and all(torch.equal(other[name], fresh[0][name]) for other in fresh for name in fresh[0])
-    ours, theirs = (episodes(run / case, "generation") for run in runs)
+    ours, theirs = (episodes(run / case, "train") for run in runs)
     assert len(ours) == 16
     assert sorted(r["completion_ids"] for r in ours) == sorted(r["completion_ids"] for r in theirs)
     for single, double in zip(one["gradients"], two["gradients"]):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from games import Chatter, OneTurn, draw_batch, make_trainer, settings
+from recorded import recorded
 
-from agile_trainers.rollout.episode_files import read_records
 from agile_trainers.trainers import (
     MultiTurnCISPOConfig,
     MultiTurnCISPOTrainer,
@@ -27,7 +27,7 @@ def reinforce(model, output_dir, environment=Chatter, **changes):
 
 
 def episodes(folder):
-    return [r for path in sorted((folder / "rollouts").glob("*generation*")) for r in read_records(path)]
+    return recorded(folder)
 
 
 @pytest.mark.parametrize("granularity", ["turn", "token"])

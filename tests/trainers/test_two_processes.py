@@ -59,14 +59,14 @@ def test_two_processes_are_one(runs, case):
     folders = [run / case for run in runs]
     one, two = (torch.load(folder / "result.pt", weights_only=False) for folder in folders)
     assert (one["processes"], two["processes"]) == (1, 2) and two["distributed_type"].endswith("MULTI_CPU")
-    for kind in ("generation", "eval"):
+    for kind in ("train", "eval"):
         ours, theirs = (episodes(folder, kind) for folder in folders)
         batches = 2 if "max_steps" in CASES[case] and "num_iterations" not in CASES[case] else 1
-        assert len(ours) == (8 * batches if kind == "generation" else 5)
+        assert len(ours) == (8 * batches if kind == "train" else 5)
         assert [r["completion_ids"] for r in ours] == [r["completion_ids"] for r in theirs]
         for name in ("turn_ids", "seed", "return", "environment"):
             assert [r[name] for r in ours] == [r[name] for r in theirs]
-    for ours, theirs in zip(*(episodes(folder, "generation") for folder in folders)):
+    for ours, theirs in zip(*(episodes(folder, "train") for folder in folders)):
         assert [t["advantage"] for t in ours["turns"]] == pytest.approx(
             [t["advantage"] for t in theirs["turns"]], abs=1e-5
         )

@@ -41,8 +41,9 @@ from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline, stage_rows
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.train import Started
-from agile_trainers.evaluation import evaluate_policy
-from agile_trainers.rollout.episode_files import episode_record, write_records
+from agile_trainers.envs.registry import describe_environment
+from agile_trainers.evaluation import EpisodeResults, evaluate_policy
+from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.trainers.algorithms import find_algorithm
@@ -306,14 +307,29 @@ def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -
         model_init_kwargs={"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})},
     )
     if args.log_rollouts:
-        name = f"eval-rank{PartialState().process_index}.jsonl"
-        write_records(folder / "evaluation" / "rollouts" / name, [episode_record(one) for one in results.trajectories])
+        _write_episodes(pipeline, model, folder, results)
     kept: dict[str, Any] = _scores(results.metrics)
     if isinstance(pipeline.environment, dict):
         kept["environments"] = {name: _scores(metrics) for name, metrics in results.by_environment.items()}
     _forget()
     _write(path, {"of": of, "metrics": kept})
     return kept
+
+
+def _write_episodes(pipeline: Pipeline, model: str, folder: Path, results: EpisodeResults) -> None:
+    """Write the episodes of an evaluation to ``folder/evaluation/rollouts``."""
+    run = [new_run_id("evaluation")]
+    broadcast_object_list(run)
+    described = describe_environment(pipeline.environment)["environment"]
+    info = {
+        "kind": "evaluation",
+        "run": run[0],
+        "model": model,
+        "environment": described,
+        "seed": pipeline.evaluation.seed,
+    }
+    writer = RecordWriter(folder / "evaluation", info, rank=PartialState().process_index)
+    writer.write_eval(0, "eval", (episode_row(one, index=n) for n, one in zip(results.places, results.trajectories)))
 
 
 def _scores(metrics: dict[str, float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from agile_trainers.rollout.episode_files import read_records
+from agile_trainers.records.reader import open_records, read_records
 
 LIBRARIES = ("agile-trainers", "trl", "transformers", "peft", "torch")
 
@@ -81,10 +81,11 @@ def some_games(rollouts: Path, count: int = 3) -> str:
     """Format games of the last evaluation as plain text, those with the most turns first; each secret once.
 
     Args:
-        rollouts: The trainer's folder of episodes.
+        rollouts: The trainer's folder of episode records.
         count: Number of games.
     """
-    episodes = read_records(max(rollouts.glob("*-eval-*.jsonl")))
+    files = [path for run in open_records(rollouts) for path in run.files if path.name.startswith("eval-")]
+    episodes = read_records(max(files, key=lambda path: path.name))  # the name begins with the step
     by_secret = {episode["reset_info"]["secret"]: episode for episode in episodes}
     longest = sorted(by_secret.values(), key=lambda episode: -len(episode["turns"]))
     return "\n\n".join(_game(episode) for episode in longest[:count])

@@ -1,0 +1,215 @@
+"""Collects what an update computes of each episode, and writes the episode records of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback
+from transformers.utils import logging
+from trl import GRPOTrainer
+
+from agile_trainers.checkpoints.record import RunCheckpoints
+from agile_trainers.envs.checker import describe_error
+from agile_trainers.objectives.clipping import importance_ratios, is_clipped
+from agile_trainers.objectives.returns import discounted_returns
+from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
+from agile_trainers.train_batch import TrainBatch
+from agile_trainers.trainers.evaluation_table import Evaluated
+from agile_trainers.types import Trajectory, TurnBatch
+
+logger = logging.get_logger(__name__)
+
+_GIGABYTE = 10**9
+
+
+class EpisodeRecords(TrainerCallback):
+    """The episode records of a run, in ``output_dir/rollouts/<run id>``.
+
+    The episodes of a generation batch are kept until its last pass is over, and written then. As a callback, it writes
+    every log of the trainer to ``metrics.jsonl``.
+
+    Args:
+        trainer: After TRL's own constructor.
+        checkpoints: Knows the id of the run.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, checkpoints: RunCheckpoints) -> None:
+        self._trainer: Any = trainer
+        self._checkpoints = checkpoints
+        self._every = int(trainer.args.log_rollouts)
+        self._writer: RecordWriter | None = None
+        self._evaluation = ""
+        """Id of the evaluations before a run."""
+        self._generation = 0
+        self.unfinished: list[dict[str, Any]] = []
+        """Rows of the current generation batch, which is not over."""
+
+    # -------------------------------------------------------------------------------------------------------- a run
+
+    def begin_run(self) -> None:
+        """Leave the folder of an earlier run or evaluation; the next record goes to that of the run that begins."""
+        self._writer, self._evaluation, self.unfinished = None, "", []
+
+    def resume(self, rows: list[dict[str, Any]], generation: int, step: int) -> None:
+        """Go on at a checkpoint: delete the records of what was played after it, which the run plays again.
+
+        Args:
+            rows: :attr:`unfinished` at the checkpoint.
+            generation: First generation batch that was not over.
+            step: Optimizer steps so far.
+        """
+        self._generation, self.unfinished = generation, rows
+
+        def rewind(writer: RecordWriter) -> None:
+            if deleted := writer.rewind(generation, step):
+                logger.warning(
+                    "The resumed run plays the episodes after step %d again. %d files of earlier records in %s are deleted.",
+                    step, deleted, writer.folder,
+                )  # fmt: skip
+
+        self._write(rewind)
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    def begin(
+        self,
+        generation: int,
+        trajectories: Sequence[Trajectory],
+        batch: TurnBatch,
+        advantages: torch.Tensor,
+        values: torch.Tensor | None,
+        first: int,
+    ) -> None:
+        """Take the episodes of a generation batch.
+
+        Args:
+            generation: Its index in the run.
+            trajectories: The episodes of this process.
+            batch: The same as tensors, with the rewards that credit was computed from.
+            advantages: (B, K), of their turns.
+            values: (B, K), of the critic; None without one.
+            first: Index of the first of them among the episodes of all processes.
+        """
+        self.unfinished, self._generation = [], generation
+        if not self._every or generation % self._every:
+            return
+        returns = discounted_returns(batch.turn_rewards, batch.turn_mask, self._trainer.args.gamma).tolist()
+        by_turn = advantages.tolist(), returns, [None] * len(returns) if values is None else values.tolist()
+        for index, (trajectory, of_turns, to_go, valued) in enumerate(zip(trajectories, *by_turn), start=first):
+            group, member = divmod(index, self._trainer.num_generations)
+            row = episode_row(
+                trajectory, step=self._trainer.state.global_step, phase="train", index=index, generation=generation,
+                group=group, member=member, advantages=of_turns, returns=to_go, values=valued,
+            )  # fmt: skip
+            self.unfinished.append(row)
+
+    def observe(self, batch: TrainBatch, log_probs: torch.Tensor, log_ratio: torch.Tensor) -> None:
+        """Take the token columns of a micro-batch from the loss. Those of a later pass replace them.
+
+        Args:
+            batch: The micro-batch.
+            log_probs: (B, T), under the policy.
+            log_ratio: (B, T), whose exponential is the ratio of TRL's loss, pooled over turns if it is.
+        """
+        if not self.unfinished or batch.episodes is None:
+            return
+        columns = self._token_columns(batch, log_probs.detach().float(), log_ratio.detach().float())
+        hidden = (~batch.counted).cpu().numpy()
+        for place, episode in enumerate(batch.episodes.tolist()):
+            row = self.unfinished[episode]
+            length = row["num_tokens"]
+            if not hidden[place, :length].all():
+                for name, values in columns.items():
+                    row[name] = np.ma.masked_array(values[place, :length], hidden[place, :length])
+
+    def _token_columns(
+        self, batch: TrainBatch, log_probs: torch.Tensor, log_ratio: torch.Tensor
+    ) -> dict[str, np.ndarray]:
+        trainer = self._trainer
+        per_sequence = trainer.importance_sampling_level == "sequence"
+        ratios = importance_ratios(log_ratio, batch.counted, per_sequence)
+        clipped = is_clipped(
+            ratios, batch.advantages, trainer.loss_type, trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta
+        )
+        old = log_probs if batch.old_per_token_logps is None else batch.old_per_token_logps
+        columns = {"logprobs": old, "advantages": batch.advantages, "ratios": ratios, "clipped": clipped}
+        if batch.recorded_reference is not None:
+            difference = batch.recorded_reference - log_probs
+            columns["kl"] = difference.exp() - difference - 1
+        together = torch.stack([column.float() for column in columns.values()]).cpu().numpy()
+        return {name: column > 0 if name == "clipped" else column for name, column in zip(columns, together)}
+
+    def finish(self) -> None:
+        """Write the current generation batch, after its last pass or at the end of the run."""
+        rows, self.unfinished = self.unfinished, []
+        if rows:
+            self._write(lambda writer: writer.write_train(self._generation, rows))
+
+    # ---------------------------------------------------------------------------------------- evaluation and metrics
+
+    def write_evaluation(self, prefix: str, played: Evaluated) -> None:
+        """Write the episodes of an evaluation.
+
+        Args:
+            prefix: Prefix of its metrics.
+            played: The episodes of this process.
+        """
+        step = self._trainer.state.global_step
+        rows = (episode_row(one, step=step, index=n) for one, n in zip(played.trajectories, played.places))
+        self._write(lambda writer: writer.write_eval(step, prefix, rows))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Write a log of the trainer."""
+        self._write(lambda writer: writer.write_metrics(state.global_step, logs or {}), state.is_world_process_zero)
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def _write(self, action: Callable[[RecordWriter], Any], here: bool = True) -> None:
+        """Write on disk. All processes call it; a failure is reported and does not end the run."""
+        if not self._every:
+            return
+        try:
+            writer = self._writer or self._open()
+            if here:
+                action(writer)
+        except Exception as error:
+            logger.warning(
+                f"The episodes of {self._trainer.args.output_dir} could not be written: {describe_error(error)}"
+            )
+
+    def _open(self) -> RecordWriter:
+        """Open the folder of the run. An evaluation before a run has a folder of its own."""
+        trainer, record = self._trainer, self._checkpoints.record()
+        run = self._checkpoints.run_id or self._evaluation_id()
+        entries = {
+            "kind": "training" if run == self._checkpoints.run_id else "evaluation",
+            "run": run,
+            "algorithm": record["algorithm"],
+            "model": record["base_model"]["name"],
+            "environment": record["environment"],
+            "seed": trainer.args.seed,
+            "options": record["options"],
+        }
+        limit, processes = trainer.args.log_rollouts_max_gb, trainer.accelerator.num_processes
+        self._writer = RecordWriter(
+            trainer.args.output_dir,
+            entries,
+            max_bytes=None if limit is None else int(limit * _GIGABYTE / processes),
+            rank=trainer.accelerator.process_index,
+            report=logger.warning,
+        )
+        if trainer.accelerator.is_main_process:
+            tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+            self._writer.write_vocabulary(tokenizer)
+        return self._writer
+
+    def _evaluation_id(self) -> str:
+        if not self._evaluation:
+            ids = [new_run_id("evaluation")]
+            broadcast_object_list(ids)
+            self._evaluation = ids[0]
+        return self._evaluation
