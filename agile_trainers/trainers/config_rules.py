@@ -377,6 +377,7 @@ def skips_silent_episodes(args: Any) -> bool:
     entropy = args.entropy_coef != 0.0 or args.use_adaptive_entropy or args.top_entropy_quantile < 1.0
     return not (in_loss or entropy or args.has_critic)
 
+
 _RECORDS = (
     Rule(
         ("log_rollouts",),
