@@ -62,6 +62,7 @@ get_peft_model(AutoModelForCausalLM.from_pretrained("model"), lora).save_pretrai
 """,
     "docs/checkpoints.md": SNIPPET.replace("trainer.train()", "").replace("max_steps=200", "save_steps=1, max_steps=2"),
     "docs/episode_records.md": SNIPPET,
+    "docs/evaluation.md": "import shutil\nfor name in ('sft', 'adapter'): shutil.copytree('model', f'runs/demo/{name}')\n",
     "docs/rollouts.md": SNIPPET,
 }
 """Code that made what a page goes on with."""
@@ -276,6 +277,10 @@ def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     elif arguments[0] == "play":
         monkeypatch.setattr("sys.stdin", io.StringIO("crane\nstale\n"))
         assert main.main(arguments) == 0
+    elif arguments[0] == "eval":
+        given = [re.sub("runs/demo/.*", "model", one) for one in arguments]
+        given[given.index("--episodes") + 1] = "3"
+        assert main.main([*given, "--max_new_tokens", "2", "--no_card"]) == 0
     elif arguments[0] == "check":
         assert main.main([*arguments, "--episodes", "2", "--player", "expert"]) == 0
     else:

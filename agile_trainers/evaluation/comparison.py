@@ -75,12 +75,10 @@ class Comparison:
             named = f"No difference shown between {first} and {second}"
         if self.measure == "success":
             values = f"success {self.first:.1%} against {self.second:.1%}"
-            size = (
-                f"{100 * self.difference:+.1f} points (95 % interval {100 * self.low:+.1f} to {100 * self.high:+.1f})"
-            )
+            size = f"{100 * self.difference:+.1f} points (95% interval {100 * self.low:+.1f} to {100 * self.high:+.1f})"
         else:
             values = f"return {self.first:.3f} against {self.second:.3f}"
-            size = f"{self.difference:+.3f} (95 % interval {self.low:+.3f} to {self.high:+.3f})"
+            size = f"{self.difference:+.3f} (95% interval {self.low:+.3f} to {self.high:+.3f})"
         pairs = f"{self.episodes:,} pairs of episodes"
         if self.units != self.episodes:
             pairs += f" of {self.units:,} different starts"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
@@ -165,14 +166,20 @@ def load_model(
         The model and its tokenizer.
 
     Raises:
-        ValueError: If the adapter cannot be used.
+        ValueError: If the adapter cannot be used, or the weights are damaged.
     """
     init = {"device_map": None, **init}
     revision, trust = init.pop("revision", None), bool(init.get("trust_remote_code"))
     saved = find_adapters(model, revision)
     policy: Any
     if saved is None:
-        policy = create_model_from_path(model, revision=revision, **init)
+        try:
+            policy = create_model_from_path(model, revision=revision, **init)
+        except SafetensorError as error:
+            raise ValueError(
+                f"The weights of {model} cannot be read: {error}. The file is damaged or incomplete; copy or download "
+                "it again."
+            ) from error
         tokenizer = tokenizer or _tokenizer_of(policy, revision=revision, trust_remote_code=trust)
     else:
         policy = load_policy(saved, **init)

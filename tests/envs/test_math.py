@@ -110,7 +110,7 @@ def test_a_row_of_each_data_set(saved: Path, name: str, answer: str, right: list
     assert environment.answer_to(row) == answer
     assert [environment.step(completion)[1] for completion in right] == [1.0] * len(right)
     assert [environment.step(completion)[1] for completion in wrong] == [0.0] * len(wrong)
-    assert environment.step(environment.ideal(row))[4] == {"success": True}
+    assert environment.step(environment.ideal(row))[4] == {"success": True, "answer": environment.answer_to(row)}
 
 
 @needs_math_verify

@@ -35,9 +35,9 @@ def questions(environment: ReasoningEnvironment, split: str) -> list[str]:
 def test_one_episode_by_hand() -> None:
     environment = make([{"question": "2 + 2?", "answer": 4}], test_fraction=1e-9)
     assert environment.reset(seed=5) == ("2 + 2?", {"split": "train", "row": 0})
-    assert environment.step("4") == ("correct", 1.0, True, False, {"success": True})
+    assert environment.step("4") == ("correct", 1.0, True, False, {"success": True, "answer": "4"})
     assert environment.step("<answer>4.0</answer>")[1] == 1.0
-    assert environment.step("5") == ("wrong, the answer is 4", 0.0, True, False, {"success": False})
+    assert environment.step("5") == ("wrong, the answer is 4", 0.0, True, False, {"success": False, "answer": "4"})
 
 
 def test_template_system_prompt_and_worked_examples() -> None:

@@ -30,16 +30,6 @@ class Lengths(evaluate.Metric):
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What `evaluate` caches, outside the home folder."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("evaluate.config.HF_METRICS_CACHE", folder / "metrics")
-        patch.setattr("evaluate.config.HF_MODULES_CACHE", str(folder / "modules"))
-        yield
-
-
 @pytest.fixture
 def lengths(tmp_path: Path) -> Path:
     """A user's own metric over predictions and references."""

@@ -127,11 +127,11 @@ class ReasoningEnvironment:
         return _as_observation(self.prompt(self._current)), info
 
     def step(self, action: str) -> StepResult:
-        """Reward the answer; the episode is over."""
-        reward = self.score(action, self._current)
+        """Reward the answer; the episode is over. The info has ``success`` and the right ``answer``."""
+        reward, answer = self.score(action, self._current), self.answer_to(self._current)
         success = reward >= self.success_reward - 1e-9
-        verdict = "correct" if success else f"wrong, the answer is {self.answer_to(self._current)}"
-        return verdict, reward, True, False, {"success": success}
+        verdict = "correct" if success else f"wrong, the answer is {answer}"
+        return verdict, reward, True, False, {"success": success, "answer": answer}
 
     def prompt(self, row: Row) -> list[Message]:
         """Return the messages of a row's question, with the examples."""

@@ -1,0 +1,84 @@
+"""Adds the results of an evaluation to the metadata of a model card, and changes nothing else of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import eval_results_to_model_index
+
+CARD = "README.md"
+_FRONT = re.compile(r"\A(---[ \t]*\r?\n)(.*?)(^---[ \t]*\r?$)", re.DOTALL | re.MULTILINE)
+_INDEX = re.compile(r"^model-index:.*?(?=^[^\s-]|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def add_results(folder: Path, results: Sequence[EvalResult]) -> Path:
+    """Add results to the ``model-index`` of ``README.md``, which is created if it does not exist.
+
+    A result of the same environment and metric takes the place of the earlier one. The text below the metadata, and the
+    other metadata with its comments, stay as they are.
+
+    Args:
+        folder: Folder of the model.
+        results: The results.
+
+    Returns:
+        The card.
+
+    Raises:
+        ValueError: If the card's metadata cannot be read.
+        OSError: If the card cannot be written.
+    """
+    card, name = folder / CARD, folder.resolve().name
+    text = card.read_bytes().decode(errors="surrogateescape") if card.is_file() else f"# {name}\n"
+    newline = "\r\n" if "\r\n" in text else "\n"
+    front = _FRONT.match(text)
+    opening, block, rest = (
+        (front[1], front[2], text[front.start(3) :]) if front else (f"---{newline}", "", f"---{newline}{newline}{text}")
+    )
+    try:
+        data = yaml.safe_load(block) or {}
+        index = _merged(data.get("model-index") or [{"name": name, "results": []}], results)
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"The metadata at the top of {card} cannot be read: {error}. Correct or remove it.") from error
+    dumped = yaml.safe_dump({"model-index": index}, sort_keys=False, allow_unicode=True).replace("\n", newline)
+    changed = _INDEX.sub("", block)
+    if changed and not changed.endswith("\n"):
+        changed += newline
+    changed += dumped
+    expected = {**data, "model-index": index}
+    if _read(changed) != expected:  # a comment in the old index, for example
+        changed = yaml.safe_dump(expected, sort_keys=False, allow_unicode=True).replace("\n", newline)
+    partial = card.with_name(f"{card.name}.partial")
+    partial.write_bytes((opening + changed + rest).encode(errors="surrogateescape"))
+    partial.replace(card)
+    return card
+
+
+def _read(block: str) -> Any:
+    try:
+        return yaml.safe_load(block)
+    except yaml.YAMLError:
+        return None
+
+
+def _merged(index: list[Any], results: Sequence[EvalResult]) -> list[Any]:
+    """Return a model index in which each result replaces that of the same environment and metric."""
+    (first, *others) = index
+    kept = []
+    new = {_key(result.task_type, result.dataset_type, result.metric_type, result.metric_name) for result in results}
+    for entry in first["results"]:
+        place = entry["task"]["type"], entry["dataset"]["type"]
+        metrics = [one for one in entry["metrics"] if _key(*place, one["type"], one.get("name")) not in new]
+        if metrics:
+            kept.append({**entry, "metrics": metrics})
+    (made,) = eval_results_to_model_index(first["name"], list(results))
+    return [{**first, "results": [*kept, *made["results"]]}, *others]
+
+
+def _key(*parts: str | None) -> tuple[str | None, ...]:
+    return parts

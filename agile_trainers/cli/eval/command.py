@@ -1,0 +1,364 @@
+"""``agile-trainers eval``: plays the episodes of one or several policies and compares them."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from datasets import disable_progress_bars
+from datasets.exceptions import DatasetsError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers.utils import logging
+
+from agile_trainers.adapters.folders import RECORD, read_json, write_json
+from agile_trainers.checkpoints.card_results import add_results
+from agile_trainers.cli.errors import message
+from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
+from agile_trainers.cli.preflight import check_model, check_output
+from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.questions.rows import read_dataset
+from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.evaluation import (
+    EpisodeOptions,
+    EpisodeResults,
+    SamplingSettings,
+    evaluate_policy,
+    summarize_policy,
+)
+from agile_trainers.evaluation.comparison import common_measure, compare_pairs, corrected
+from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
+from agile_trainers.evaluation.policy import load_model
+from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
+from agile_trainers.rollout.mixture import COLUMN
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.types import Trajectory
+
+_ABOUT = (
+    "Plays episodes with a policy, and compares it with others that play the same episodes. MODEL is the folder or Hub id "
+    "of a model, a checkpoint or a LoRA adapter."
+)
+_JSON = ("chat_template_kwargs", "environment_limits")
+_EPISODES = 500
+_COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+@dataclass(frozen=True)
+class Task:
+    """An environment, its rows and the limits of its episodes."""
+
+    environment: str
+    factory: EnvironmentFactory
+    rows: list[dict[str, Any]] | None
+    episodes: int
+    options: EpisodeOptions
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``agile-trainers eval``. Options that it shares with training have the same names."""
+    usage = "agile-trainers eval MODEL --environment ID [--against MODEL ...] [options]"
+    parser = argparse.ArgumentParser(prog="agile-trainers eval", usage=usage, description=_ABOUT, allow_abbrev=False)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or Hub id of the policy")
+    add("--against", nargs="+", default=[], metavar="MODEL", help="policies that it is compared with")
+    add("--environment", nargs="+", required=True, metavar="ID", help="ids of environments, or module.path:Name")
+    add("--environment_args", type=_mapping, default={}, metavar="JSON", help="arguments of the environment; of several, "
+        "those of each by its id")  # fmt: skip
+    add("--episodes", type=_positive, metavar="N", help="episodes in each environment, with the same seeds for all "
+        f"policies (default: one for each row of --dataset_name, else {_EPISODES})")  # fmt: skip
+    add("--attempts", type=_positive, default=1, metavar="K", help="times that each episode is played, for pass@k "
+        "(default: 1)")  # fmt: skip
+    add("--greedy", action="store_true", help="take the likeliest token instead of sampling")
+    add("--seed", type=int, default=42, help="seed of environments and sampling (default: 42)")
+    data = parser.add_argument_group("rows, which are handed to the environment's reset in order")
+    data.add_argument("--dataset_name", metavar="NAME", help="Hub id, file or folder")
+    data.add_argument("--dataset_config", metavar="NAME", help="its configuration")
+    data.add_argument("--dataset_test_split", default="test", metavar="NAME", help="its split (default: test)")
+    metrics = parser.add_argument_group("further metrics, which are modules of the package evaluate")
+    metrics.add_argument("--metric", nargs="+", default=[], metavar="NAME", help="success, episode_return, pass_at_k, "
+                         "answer_match; the file or folder of a module; or a name on the Hub")  # fmt: skip
+    metrics.add_argument("--reference", default=REFERENCE, metavar="NAME", help="name of the right answer in the rows or "
+                         f"the environment's information (default: {REFERENCE})")  # fmt: skip
+    output = parser.add_argument_group("output")
+    output.add_argument("--output_dir", type=Path, default=Path("runs/eval"), metavar="DIR", help="folder of results and "
+                        "episodes; each evaluation has a folder of its own in it (default: runs/eval)")  # fmt: skip
+    output.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+    output.add_argument("--no_card", action="store_true", help="leave the model card of a local MODEL as it is; otherwise "
+                        "the results are added to its metadata")  # fmt: skip
+    loading = parser.add_argument_group("loading")
+    loading.add_argument("--dtype", metavar="TYPE", help="type of the weights: float32 (default), bfloat16, auto, ...")
+    loading.add_argument("--device", help="device of the model (default: the GPU, if there is one)")
+    loading.add_argument("--trust_remote_code", action="store_true", help="run code of the model's repository")
+    loading.add_argument("--generation_chunk_size", type=_positive, metavar="N", help="episodes that are decoded at once "
+                         "(default: all)")  # fmt: skip
+    _add_fields(parser.add_argument_group("episodes"), EpisodeOptions)
+    _add_fields(parser.add_argument_group("sampling"), SamplingSettings)
+    return parser
+
+
+def _add_fields(group: Any, kind: type) -> None:
+    """Add the fields of a dataclass as options, with the help of the option of that name in training."""
+    described = {one.name: one.metadata.get("help", "") for one in fields(MultiTurnConfig)}
+    for one in fields(kind):
+        if one.name == "do_sample":
+            continue
+        name, about = f"--{one.name}", described[one.name].split(". ")[0].rstrip(".").replace("%", "%%")
+        default = (
+            f" (default: {one.default})" if isinstance(one.default, (int, float)) and one.default is not False else ""
+        )
+        if one.type == "bool":
+            group.add_argument(name, action="store_true", help=about)
+        elif one.name in _JSON:
+            group.add_argument(name, type=_mapping, metavar="JSON", help=about)
+        elif one.name == "stop_strings":
+            group.add_argument(name, nargs="+", default=(), metavar="TEXT", help=about)
+        else:
+            parse: type = {"int": int, "float": float, "str": str}[str(one.type).removesuffix(" | None")]
+            metavar = "TEXT" if parse is str else "N"
+            group.add_argument(name, type=parse, default=one.default, metavar=metavar, help=about + default)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the options, play and report.
+
+    Raises:
+        ValueError: If an option, a model, an environment or a metric cannot be used.
+        ImportError: If a library that one of them needs is missing.
+    """
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    tasks = _tasks(options)
+    names = [one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings")]
+    chosen = {name: getattr(options, name) for name in names}
+    sampling = SamplingSettings(do_sample=not options.greedy, stop_strings=tuple(options.stop_strings), **chosen)
+    if options.greedy and options.attempts > 1:
+        parser.error("--attempts has no effect with --greedy, which plays the same game each time.")
+    models = [options.model, *options.against]
+    for model, option in zip(models, ["MODEL", *["--against"] * len(options.against)]):
+        check_model(model, option=option)
+    if options.metric:
+        load_metrics(options.metric)
+    check_output(options.output_dir)
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    state = PartialState()
+    (run,) = broadcast_object_list([new_run_id("evaluation")])
+    main_process = state.is_main_process
+    console = Console(stderr=options.json, quiet=not main_process)
+    errors: list[ValueError] = []
+    reports = _play_all(options, models, tasks, sampling, run, console, errors)
+    if main_process:
+        _report(options, sampling, reports, run, console)
+    if errors:
+        raise errors[0]
+
+
+def _report(
+    options: argparse.Namespace,
+    sampling: SamplingSettings,
+    reports: Sequence[EnvironmentReport],
+    run: str,
+    console: Console,
+) -> None:
+    """Write the results, the picture and the model card, and print the tables or the JSON."""
+    folder = options.output_dir / run
+    content = {
+        "format": 1,
+        "run": run,
+        "settings": _settings(options, sampling),
+        "environments": [one.to_dict() for one in reports],
+    }
+    write_json(folder / "results.json", content)
+    picture = plot(reports, folder / "results.png")
+    card = None
+    if not options.no_card and Path(options.model).is_dir():
+        settings = {"seed": options.seed, "temperature": None if options.greedy else sampling.temperature}
+        rows = [row for report in reports for row in card_results(report, settings)]
+        card = add_results(Path(options.model), rows)
+    if options.json:
+        print(json.dumps(content, indent=2))
+        return
+    for report in reports:
+        show(console, report)
+    console.print(f"Results: {folder / 'results.json'}. Picture: {picture}. Episodes: {options.output_dir / 'rollouts'}."
+                  + (f" Model card: {card}." if card else ""), highlight=False, soft_wrap=True)  # fmt: skip
+
+
+def _tasks(options: argparse.Namespace) -> list[Task]:
+    """Make the environments, and divide the rows among them.
+
+    Raises:
+        ValueError: If an environment, its arguments, its limits or the rows cannot be used.
+    """
+    ids: list[str] = options.environment
+    if repeated := [one for one in ids if ids.count(one) > 1]:
+        raise ValueError(f"--environment names {repeated[0]!r} twice; name each environment once.")
+    limits, arguments = options.environment_limits or {}, options.environment_args
+    for option, given in (("--environment_args", arguments if len(ids) > 1 else {}), ("--environment_limits", limits)):
+        if unknown := [name for name in given if name not in ids]:
+            raise ValueError(f"{option} is by id of the environment ({', '.join(ids)}), got {unknown[0]!r}.")
+    names = [one.name for one in fields(EpisodeOptions)]
+    episode = EpisodeOptions(**{name: getattr(options, name) for name in names})
+    rows = _rows(options)
+    tasks = []
+    for name in ids:
+        own = rows if rows is None or len(ids) == 1 else _rows_of(name, rows)
+        if own is not None and not own:
+            raise ValueError(f"--dataset_name has no row for {name}.")
+        factory = make_environment_factory(name, **(arguments.get(name, {}) if len(ids) > 1 else arguments))
+        count = options.episodes or (_EPISODES if own is None else len(own))
+        tasks.append(Task(name, factory, own, count, episode.of(name)))
+    return tasks
+
+
+def _rows_of(environment: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows that name an environment, without that column."""
+    if any(COLUMN not in row for row in rows):
+        raise ValueError(f"--dataset_name has no column {COLUMN!r}, which names the environment of each row. Add it.")
+    own = [row for row in rows if row[COLUMN] == environment]
+    return [{column: value for column, value in row.items() if column != COLUMN} for row in own]
+
+
+def _rows(options: argparse.Namespace) -> list[dict[str, Any]] | None:
+    if options.dataset_name is None:
+        return None
+    try:
+        splits = read_dataset(options.dataset_name, options.dataset_config)
+    except (DatasetsError, OSError) as error:
+        raise ValueError(
+            f"--dataset_name={options.dataset_name!r} cannot be loaded: {message(error)} Expected a Hub id, or a file or "
+            "folder of JSON, CSV or Parquet files."
+        ) from error
+    name = options.dataset_test_split
+    if name not in splits and len(splits) == 1 and name == "test":  # a single file is called "train"
+        (name,) = splits
+    if name not in splits:
+        raise ValueError(f"--dataset_test_split={name!r}: the data set has the splits {', '.join(map(repr, splits))}.")
+    return [dict(row) for row in splits[name]]
+
+
+def _play_all(
+    options: argparse.Namespace,
+    models: Sequence[str],
+    tasks: Sequence[Task],
+    sampling: SamplingSettings,
+    run: str,
+    console: Console,
+    errors: list[ValueError],
+) -> list[EnvironmentReport]:
+    """Play every policy in every environment, and compare the first one with the others.
+
+    Args:
+        options: Those of the command line.
+        models: Folders or Hub ids of the policies.
+        tasks: The environments.
+        sampling: How the policies sample.
+        run: Id of the evaluation.
+        console: Console for the progress bars.
+        errors: Gets the errors of metrics.
+    """
+    names = [
+        name if models[:n].count(name) == 0 else f"{name} ({models[:n].count(name) + 1})"
+        for n, name in enumerate(models)
+    ]
+    init = {"trust_remote_code": options.trust_remote_code, **({"dtype": options.dtype} if options.dtype else {})}
+    played: dict[str, list[Played]] = {task.environment: [] for task in tasks}
+    for place, (model, name) in enumerate(zip(models, names)):
+        policy, tokenizer = load_model(model, device=options.device, **init)
+        for number, task in enumerate(tasks):
+            with _progress(console, f"{name} in {task.environment}", task.episodes * options.attempts) as ended:
+                results = evaluate_policy(
+                    policy, tokenizer, task.factory, task.episodes, rows=task.rows, seed=options.seed,
+                    attempts=options.attempts, sampling_seed=place, options=task.options, sampling=sampling,
+                    generation_chunk_size=options.generation_chunk_size, on_finish=ended,
+                )  # fmt: skip
+            info = {"policy": name, "model": model, "environment": task.environment, "seed": options.seed,
+                    "options": _settings(options, sampling)}  # fmt: skip
+            records = _write_records(options.output_dir, f"{run}-{place}-{number}", info, results, tokenizer)
+            metrics: dict[str, Any] = {}
+            try:
+                metrics = (
+                    compute_metrics(options.metric, results, reference=options.reference) if options.metric else {}
+                )
+            except ValueError as error:  # the episodes are played; the error is raised after they are reported
+                errors.append(error)
+            played[task.environment].append(Played(name, summarize_policy(results), results, _plain(metrics), records))
+        del policy
+        if place + 1 < len(models):  # before the next one is loaded
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    compared = []
+    for one in played.values():
+        measure = common_measure([each.results for each in one])
+        compared += [compare_pairs(one[0].results, other.results, measure) for other in one[1:]]
+    adjusted = iter(corrected(compared))
+    return [EnvironmentReport(name, one, [next(adjusted) for _ in one[1:]]) for name, one in played.items()]
+
+
+def _write_records(folder: Path, run: str, info: Mapping[str, Any], results: EpisodeResults, tokenizer: Any) -> str:
+    state, record = PartialState(), Path(info["model"]) / RECORD
+    step = read_json(record).get("global_step", 0) if record.is_file() else 0
+    writer = RecordWriter(folder, {"kind": "evaluation", "run": run, **info}, rank=state.process_index)
+    episodes = zip(results.trajectories, results.places)
+    writer.write_eval(step, "eval", (episode_row(one, step=step, index=place) for one, place in episodes))
+    if state.is_main_process:
+        writer.write_vocabulary(tokenizer)
+        writer.write_metrics(step, {f"eval_{name}": value for name, value in results.metrics.items()})
+    return str(writer.folder)
+
+
+@contextmanager
+def _progress(console: Console, title: str, episodes: int) -> Iterator[Callable[[Trajectory], None]]:
+    """Show a bar of the episodes of this process."""
+    state = PartialState()
+    total = len(range(state.process_index, episodes, state.num_processes))
+    with Progress(*_COLUMNS, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda trajectory: progress.advance(task)
+
+
+def _settings(options: argparse.Namespace, sampling: SamplingSettings) -> dict[str, Any]:
+    """Return the options that decide what is played, as JSON-ready data."""
+    left_out = ("output_dir", "json", "no_card", "metric", "reference")
+    chosen = {name: value for name, value in vars(options).items() if name not in left_out}
+    return _plain(chosen | {"do_sample": sampling.do_sample})
+
+
+def _plain(value: Any) -> Any:
+    """Convert to JSON-ready data, NumPy's numbers and arrays included."""
+    return json.loads(json.dumps(value, default=lambda it: it.tolist() if hasattr(it, "tolist") else str(it)))
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {text!r}')
+    return value
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from error
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

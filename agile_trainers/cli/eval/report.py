@@ -1,0 +1,186 @@
+"""Shows the results of ``agile-trainers eval``: a table, sentences, a picture, JSON and rows of a model card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from agile_trainers.evaluation import Comparison, EpisodeResults, Estimate, PolicySummary
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+"""Okabe and Ito's colors, which can be told apart with any colour vision."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """A policy's results in one environment."""
+
+    policy: str
+    """The policy's name in the report."""
+    summary: PolicySummary
+    results: EpisodeResults
+    metrics: dict[str, Any]
+    """Of modules of the package ``evaluate``."""
+    records: str | None
+    """Folder of the episodes."""
+
+
+@dataclass(frozen=True)
+class EnvironmentReport:
+    """The results of all policies in one environment; the first policy is compared with each of the others."""
+
+    environment: str
+    played: list[Played]
+    comparisons: list[Comparison]
+
+    def sentences(self) -> list[str]:
+        """Say of each comparison whether the difference is real."""
+        first, *others = self.played
+        return [one.sentence(first.policy, other.policy) for one, other in zip(self.comparisons, others)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-ready data."""
+        policies = [
+            {"policy": one.policy, **one.summary.to_dict(), "metrics": one.metrics, "records": one.records}
+            for one in self.played
+        ]
+        pairs = zip(self.comparisons, self.played[1:], self.sentences())
+        compared = [{"against": other.policy, **one.to_dict(), "sentence": said} for one, other, said in pairs]
+        return {"environment": self.environment, "policies": policies, "comparisons": compared}
+
+
+def show(console: Console, report: EnvironmentReport) -> None:
+    """Print a table of one environment and the sentences below it."""
+    console.print(table(report))
+    for one, sentence in zip(report.comparisons, report.sentences()):
+        style = {"better": "green", "worse": "red"}.get(one.verdict, "yellow")
+        console.print(escape(sentence), style=style, highlight=False, soft_wrap=True)
+
+
+def table(report: EnvironmentReport) -> Table:
+    """Make the table of one environment: a column for each policy, a row for each measure."""
+    first = report.played[0].summary
+    how = "greedy play" if first.greedy else "sampled"
+    title = f"{report.environment}, {first.episodes:,} episodes each, {how}"
+    made = Table("", *(escape(one.policy) for one in report.played), title=escape(title), min_width=len(title))
+    summaries = [one.summary for one in report.played]
+    rows: list[tuple[str, list[str]]] = [
+        ("success", [_percent(one.success) for one in summaries]),
+        ("return", [_number(one.episode_return) for one in summaries]),
+    ]
+    for k in sorted({k for one in summaries for k in one.pass_at_k}):
+        rows.append((f"pass@{k}", [_percent(one.pass_at_k.get(k)) for one in summaries]))
+    rows.append(("turns", ["" if one.turns is None else f"{one.turns:.2f}" for one in summaries]))
+    rows.append(("tokens", ["" if one.action_tokens is None else f"{one.action_tokens:.1f}" for one in summaries]))
+    for name in dict.fromkeys(name for one in summaries for name in one.stop_reasons):
+        rows.append((f"stop: {name}", [f"{one.stop_reasons.get(name, 0) / one.episodes:.1%}" for one in summaries]))
+    for name in dict.fromkeys(name for one in report.played for name in one.metrics):
+        rows.append((escape(name), [_value(one.metrics.get(name)) for one in report.played]))
+    for name, cells in rows:
+        if any(cells):
+            made.add_row(name, *cells)
+    return made
+
+
+def _percent(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    return f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}]".replace("[", "\\[")
+
+
+def _number(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]".replace("[", "\\[")
+
+
+def _value(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+
+
+def plot(reports: Sequence[EnvironmentReport], path: Path) -> Path:
+    """Draw success and return of every policy with their intervals, a row of panels for each environment.
+
+    Args:
+        reports: One per environment.
+        path: PNG file to write.
+
+    Returns:
+        ``path``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = [one.policy for one in reports[0].played]
+    longest = max(map(len, names))
+    size = (6 + 0.09 * min(longest, 60), (1.1 + 0.45 * len(names)) * len(reports) + 0.2)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(reports), 2, squeeze=False, sharey=True)
+    for axes, report in zip(grid, reports):
+        summaries = [one.summary for one in report.played]
+        _panel(axes[0], [one.success for one in summaries], "success", scale=100)
+        _panel(axes[1], [one.episode_return for one in summaries], "return")
+        axes[0].set_yticks(range(len(names)), [_shortened(name) for name in names])
+        axes[0].set_ylim(len(names) - 0.5, -0.5)
+        axes[0].set_xlabel("success (%)" if any(one.success for one in summaries) else "success: not reported")
+        axes[0].set_title(report.environment, loc="left", fontsize="medium")
+        first = summaries[0]
+        axes[1].set_title(f"{first.episodes:,} episodes, 95% intervals", loc="right", fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)
+    return path
+
+
+def _panel(axes: Any, estimates: Sequence[Estimate | None], label: str, scale: float = 1.0) -> None:
+    for place, one in enumerate(estimates):
+        if one is not None:
+            color, value = COLORS[place % len(COLORS)], one.value * scale
+            axes.plot([one.low * scale, one.high * scale], [place, place], color=color, linewidth=3, alpha=0.5)
+            axes.plot([value], [place], color=color, marker="o", linestyle="none")
+            text = f"{value:.1f}" if scale == 100 else f"{value:.3f}"
+            axes.annotate(text, (value, place), (0, 7), textcoords="offset points", ha="center", fontsize="small")
+    axes.set_xlabel(label)
+    axes.margins(x=0.12)
+    axes.grid(axis="x", alpha=0.3)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _shortened(name: str, longest: int = 60) -> str:
+    return name if len(name) <= longest else f"...{name[-longest + 3 :]}"
+
+
+def card_results(report: EnvironmentReport, settings: dict[str, Any]) -> list[EvalResult]:
+    """Return the results of the first policy as rows of a model card."""
+    one = report.played[0]
+    mode = " (greedy)" if one.summary.greedy else ""
+    found: list[tuple[str, str, Any, Estimate]] = []
+    if one.summary.success is not None:
+        found.append(("success_rate", "success", round(one.summary.success.value, 4), one.summary.success))
+    if one.summary.episode_return is not None:
+        text = f"{one.summary.episode_return.value:.3f} +/- {one.results.metrics['return_sem']:.3f}"
+        found.append(("mean_reward", "mean episode return", text, one.summary.episode_return))
+    for k, estimate in one.summary.pass_at_k.items():
+        found.append((f"pass@{k}", f"pass@{k}", round(estimate.value, 4), estimate))
+    return [
+        EvalResult(
+            task_type="reinforcement-learning",
+            dataset_type=report.environment,
+            dataset_name=report.environment,
+            metric_type=kind,
+            metric_name=name + mode,
+            metric_value=value,
+            metric_args={
+                **settings,
+                "episodes": estimate.episodes,
+                "confidence_interval_95": [round(float(estimate.low), 4), round(float(estimate.high), 4)],
+            },
+        )
+        for kind, name, value, estimate in found
+    ]

@@ -1,0 +1,196 @@
+"""``agile-trainers eval`` on the embedded model: what it prints, writes and adds to a model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datasets import load_dataset
+from huggingface_hub import EvalResult, ModelCard
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from agile_trainers.checkpoints.card_results import add_results
+from agile_trainers.cli.main import main
+from agile_trainers.records.reader import open_records
+
+GUESS = ["--environment", "agile:guess_number", "--max_turns", "2", "--max_new_tokens", "2"]
+TEXT = "\n# My adapter\n\nWritten by hand.  \n---\nA rule above, and umlauts: äöü.\n"
+
+
+class Sums:
+    """A question a row, with an answer that the row names."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.row = options or {"question": "1+1?", "answer": "2"}
+        return self.row["question"], {}
+
+    def step(self, action: str) -> Any:
+        return "", float(len(action)), True, False, {}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, embedded_model: Path) -> Path:
+    """An adapter that plays other than its base."""
+    base = AutoModelForCausalLM.from_pretrained(embedded_model)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    folder = tmp_path_factory.mktemp("saved") / "adapter"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def card(adapter: Path) -> Path:
+    """The adapter's card, with text and comments of a user."""
+    path = adapter / "README.md"
+    path.write_bytes(("---\nlicense: mit  # ours\ntags:\n- games\n---" + TEXT).encode())
+    return path
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+    """Run the command and return its JSON."""
+    assert main(["eval", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_an_adapter_against_its_base(
+    adapter: Path, card: Path, embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    against = ["--against", str(embedded_model), str(adapter)]
+    for others in (against, []):
+        command = ["eval", str(adapter), *others, *GUESS, "--episodes", "12", "--output_dir", str(tmp_path)]
+        assert main(command) == 0
+    shown = capsys.readouterr().out
+    for expected in ("success", "return", "turns", "stop: max_turns", "No difference shown", "for 2 comparisons"):
+        assert expected in shown
+    results = sorted(tmp_path.glob("eval-*/results.json"))
+    assert len(results) == 2 and len(list(tmp_path.glob("eval-*/results.png"))) == 2, "two evaluations stay apart"
+    contents = [json.loads(path.read_text()) for path in results]
+    two, one = sorted(contents, key=lambda it: len(it["environments"][0]["policies"]))
+    assert one["environments"][0]["policies"][0]["success"] == two["environments"][0]["policies"][0]["success"]
+    (environment,) = one["environments"]
+    names = [str(adapter), str(embedded_model), f"{adapter} (2)"]
+    assert [each["policy"] for each in environment["policies"]] == names
+    assert [each["against"] for each in environment["comparisons"]] == names[1:]
+    assert {each["comparisons"] for each in environment["comparisons"]} == {2}
+    runs = open_records(tmp_path)
+    assert len(runs) == 4 and {run.info["kind"] for run in runs} == {"evaluation"}
+    first, *_ = (run for run in runs if run.info["run"] == f"{one['run']}-0-0")
+    episodes = first.index()
+    assert len(episodes) == 12 and first.info["policy"] == str(adapter) and first.vocabulary()
+    policy = environment["policies"][0]
+    assert policy["records"] == str(first.folder)
+    assert policy["episode_return"]["value"] == pytest.approx(sum(each["return"] for each in episodes) / 12)
+    files = [str(path) for path in Path(policy["records"]).glob("*.parquet") if path.name.startswith("eval")]
+    assert len(load_dataset("parquet", data_files=files, split="train")) == 12
+    seeds = {tuple(each["seed"] for each in sorted(run.index(), key=lambda it: it["index"])) for run in runs}
+    assert len(seeds) == 1, "all policies play the same episodes"
+
+
+def test_results_are_added_to_the_card_once_and_its_text_stays(
+    adapter: Path, card: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [adapter, *GUESS, "--episodes", "6", "--output_dir", tmp_path]
+    before = card.read_bytes()
+    evaluate(capsys, *arguments, "--no_card")
+    assert card.read_bytes() == before
+    found = evaluate(capsys, *arguments)
+    once = card.read_bytes()
+    evaluate(capsys, *arguments)
+    assert card.read_bytes() == once, "evaluated twice, the card is the same"
+    evaluate(capsys, *arguments, "--greedy")
+    evaluate(capsys, *arguments, "--attempts", "2", "--seed", "7")
+    text = card.read_bytes().decode()
+    assert text.endswith("---" + TEXT) and "license: mit  # ours\n" in text
+    data = ModelCard.load(card).data
+    metrics = [result.metric_name for result in data.eval_results]
+    expected = [name + how for how in (" (greedy)", "") for name in ("success", "mean episode return")]
+    assert sorted(metrics) == sorted([*expected, "pass@1", "pass@2"])
+    assert {result.dataset_type for result in data.eval_results} == {"agile:guess_number"} and data.tags == ["games"]
+    (policy,) = found["environments"][0]["policies"]
+    first = yaml.safe_load(once.decode().split("---")[1])["model-index"][0]["results"][0]["metrics"]
+    assert first[0]["value"] == round(policy["success"]["value"], 4)
+    assert first[1]["value"].startswith(f"{policy['episode_return']['value']:.3f} +/- ")
+
+
+RESULT = EvalResult("reinforcement-learning", "a:game", "a:game", "success_rate", 0.5, metric_name="success")
+
+
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [
+        (None, "# model\n"),
+        ("Only text.\r\n", "Only text.\r\n"),
+        ("---\n---\nText.\n", "Text.\n"),
+        ("---\r\ntags: [a]\r\n---\r\nText.\r\n", "---\r\nText.\r\n"),
+        ("---\nmodel-index:\n- name: mine\n  results: []\n# a comment\ntags: [a]\n---\nText.", "# a comment\ntags: [a]\n"),
+    ],
+)  # fmt: skip
+def test_any_card_gets_a_result(tmp_path: Path, before: str | None, kept: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if before is not None:
+        (folder / "README.md").write_bytes(before.encode())
+    for value in (0.4, 0.5):
+        RESULT.metric_value = value
+        text = add_results(folder, [RESULT]).read_bytes().decode()
+        assert kept in text
+        (found,) = ModelCard(text).data.eval_results
+        assert found.metric_value == value and found.dataset_name == "a:game"
+    assert ("mine" in text) == ("mine" in (before or ""))
+    other = EvalResult("text-generation", "b", "b", "accuracy", 1.0)
+    assert len(ModelCard(add_results(folder, [other]).read_text()).data.eval_results) == 2
+
+
+def test_a_card_that_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    for text in ("---\na: [\n---\n", "---\n- a list\n---\n", "---\nmodel-index: [3]\n---\n"):
+        card.write_text(text)
+        with pytest.raises(ValueError, match=r"README.md cannot be read"):
+            add_results(tmp_path, [RESULT])
+        assert card.read_text() == text
+
+
+def test_rows_metrics_and_several_environments(
+    embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums = f"{__name__}:Sums"
+    rows = [
+        {"question": "2+2?", "answer": "4", "environment": sums, "secret": None},
+        {"question": "3+2?", "answer": "5", "environment": sums, "secret": None},
+        {"question": None, "answer": None, "environment": "agile:guess_number", "secret": 3},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    common = [embedded_model, "--max_new_tokens", "2", "--no_card", "--output_dir", tmp_path / "out"]
+    data = ["--dataset_name", tmp_path / "rows.jsonl"]
+    single = evaluate(capsys, *common, *data, "--environment", sums, "--metric", "answer_match", "--attempts", "3")
+    (policy,) = single["environments"][0]["policies"]
+    assert (policy["episodes"], policy["units"], policy["success"]) == (6, 2, None)
+    assert policy["metrics"] == {"answer_match": 0.0} and policy["pass_at_k"] == {}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = json.dumps({sums: {"max_new_tokens": 1}})
+    both = evaluate(
+        capsys, *common, *data, "--environment", sums, "agile:guess_number", "--environment_limits", limits, "--greedy",
+        "--environment_args", json.dumps({"agile:guess_number": {"level": "easy"}}),
+    )  # fmt: skip
+    first, second = (each["policies"][0] for each in both["environments"])
+    assert (first["episodes"], second["episodes"]) == (2, 1) and first["action_tokens"] == 1.0
+    assert second["turns"] <= 3, "the level's number of guesses"
+
+
+def test_a_metric_that_fails_does_not_lose_the_episodes(
+    embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(embedded_model, model)
+    arguments = ["eval", model, *GUESS, "--episodes", 2, "--metric", "answer_match", "--output_dir", tmp_path / "out"]
+    assert main(list(map(str, arguments))) == 2
+    printed = capsys.readouterr()
+    assert "needs references" in printed.err and "success" in printed.out
+    assert len(list((tmp_path / "out").glob("eval-*/results.json"))) == 1
+    assert main(list(map(str, [*arguments, "--reference", "secret"]))) == 0
+    assert "answer_match" in capsys.readouterr().out and "success_rate" in (model / "README.md").read_text()
