@@ -40,7 +40,7 @@ class AdapterRouter:
     def __init__(self, model: PeftModel):
         self._layers = [m for m in model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
         self._active: str | None = None
-        _remember_adapters(model.get_base_model(), self)
+        wrap_checkpointing(model.get_base_model(), self.remembering)
 
     @contextmanager
     def route(self, adapter: str | None) -> Iterator[None]:
@@ -81,12 +81,13 @@ def _knows(layer: BaseTunerLayer | AuxiliaryTrainingWrapper, adapter: str) -> bo
     return isinstance(layer, BaseTunerLayer) or adapter in layer._adapters
 
 
-def _remember_adapters(base: PreTrainedModel, router: AdapterRouter) -> None:
+def wrap_checkpointing(base: PreTrainedModel, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Pass the checkpoint function of a model through ``wrap`` whenever gradient checkpointing is enabled."""
     original = base._set_gradient_checkpointing
 
     def set_gradient_checkpointing(enable: bool = True, **options: Any) -> None:
         if "gradient_checkpointing_func" in options:
-            options["gradient_checkpointing_func"] = router.remembering(options["gradient_checkpointing_func"])
+            options["gradient_checkpointing_func"] = wrap(options["gradient_checkpointing_func"])
         original(enable=enable, **options)
 
     base._set_gradient_checkpointing = set_gradient_checkpointing

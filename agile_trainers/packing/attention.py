@@ -1,0 +1,273 @@
+"""Attention over a trie: each node sees its ancestors and itself.
+
+On a CPU the keys of each segment are read by two dense blocks: by the segment itself, causally, and by its descendants,
+without a mask. Blocks are merged by their log-sum-exp, and the backward pass computes each from the merged output, so that
+no mask and no copy of a key exists. On a GPU one FlexAttention kernel skips the blocks in which no node sees another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from agile_trainers.adapters.roles import wrap_checkpointing
+from agile_trainers.packing.trie import Trie
+
+IMPLEMENTATION = "agile_trie"
+"""Name of the attention in ``config._attn_implementation``. There is no mask function of this name: masks are None."""
+BLOCK = 128
+"""Nodes of a block of FlexAttention's mask."""
+_REFUSED = ("softcap", "s_aux", "position_bias", "position_biases", "head_mask", "relative_position_bias")
+"""Arguments of other kinds of attention."""
+
+
+class Plan:
+    """The trie of a forward pass, with what attention derives from it once for all layers."""
+
+    def __init__(self, trie: Trie) -> None:
+        self.trie = trie
+
+    @cached_property
+    def mask(self) -> BlockMask:
+        """FlexAttention's mask, from the first and last visible node of each block instead of all N x N pairs."""
+        return _block_mask(self.trie)
+
+
+_plan: Plan | None = None  # of the forward pass, or recomputation, that runs; None for padded rows
+
+
+class TrieAttention:
+    """Switches a model between its own attention and that of a plan.
+
+    Gradient checkpointing recomputes a layer during the backward pass, when another plan, or none, may be current. The
+    plan of every checkpoint is recorded, in reentrant and non-reentrant mode.
+
+    Args:
+        base: The model below the adapters. Its ``_set_gradient_checkpointing`` is replaced on the instance, so call this
+            before checkpointing is enabled.
+    """
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        # Layers read the name of their attention from a configuration, which need not be the model's.
+        configs = (m.config for m in base.modules() if isinstance(getattr(m, "config", None), PretrainedConfig))
+        self._own = [(config, config._attn_implementation) for config in {id(c): c for c in configs}.values()]
+        wrap_checkpointing(base, self._remembering)
+
+    @contextmanager
+    def using(self, plan: Plan | None) -> Iterator[None]:
+        """Run the attention of ``plan`` inside the ``with`` block; None runs the model's own."""
+        before = _plan
+        if plan is before:
+            yield
+            return
+        try:
+            self._switch(plan)
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, plan: Plan | None) -> None:
+        global _plan
+        _plan = plan
+        for config, own in self._own:
+            config._attn_implementation = own if plan is None else IMPLEMENTATION
+
+    def _remembering(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpoint_with_plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            plan = _plan
+
+            def run(*inputs: Any, **options: Any) -> Any:
+                with self.using(plan):
+                    return function(*inputs, **options)
+
+            return checkpoint(run, *args, **kwargs)
+
+        return checkpoint_with_plan
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the current plan, in the form of transformers' ``AttentionInterface``."""
+    plan = _plan
+    if plan is None or query.size(2) != key.size(2) or query.size(2) != plan.trie.size:
+        raise RuntimeError("Packed attention ran outside of a packed forward pass.")
+    refused = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if dropout or refused or attention_mask is not None:
+        raise NotImplementedError(f"{type(module).__name__} attends with {', '.join(refused) or 'dropout or a mask'}.")
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    if query.device.type == "cpu":
+        output = trie_attention(query, key, value, plan.trie, scale)
+    else:
+        output = _flex()(query, key, value, block_mask=plan.mask, scale=scale, enable_gqa=query.size(1) != key.size(1))
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(_attend))
+
+# --------------------------------------------------------------------------------------------------------------- GPU
+
+
+@cache
+def _flex() -> Callable[..., torch.Tensor]:
+    # Without compilation it computes every pair.
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _block_mask(trie: Trie) -> BlockMask:
+    """Make FlexAttention's mask of a trie, in time linear in the nodes and quadratic in the blocks."""
+    size, ends = trie.size, trie.ends()
+    blocks = -(-size // BLOCK)
+    padded = np.concatenate([ends, np.full(blocks * BLOCK - size, 0, dtype=np.int64)]).reshape(blocks, BLOCK)
+    furthest, nearest = padded.max(axis=1), padded.min(axis=1)
+    first = np.arange(blocks) * BLOCK
+    last = np.minimum(first + BLOCK, size)  # node after the last query
+    seen = (furthest[None, :] > first[:, None]) & (first[None, :] <= first[:, None])
+    whole = (nearest[None, :] >= last[:, None]) & (first[None, :] < first[:, None])
+    device = trie.tokens.device
+    end = torch.from_numpy(padded.reshape(-1)).to(device)
+
+    def sees(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (q < end[k])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(seen & ~whole, device), *_listed(whole, device), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size)
+    )
+
+
+def _listed(chosen: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of chosen blocks of each row, and their indices first, with two leading dimensions of 1."""
+    indices = np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
+    counts = chosen.sum(axis=1).astype(np.int32)
+    return torch.from_numpy(counts).to(device)[None, None], torch.from_numpy(indices).to(device)[None, None]
+
+
+# --------------------------------------------------------------------------------------------------------------- CPU
+
+
+def trie_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trie: Trie, scale: float) -> torch.Tensor:
+    """Compute attention over a trie on a CPU.
+
+    Args:
+        q: (1, heads, N, D).
+        k: (1, key heads, N, D), where the number of key heads divides that of heads.
+        v: (1, key heads, N, E).
+        trie: Of N nodes.
+        scale: Factor of the scores.
+
+    Returns:
+        (1, heads, N, E).
+    """
+    return _TrieAttention.apply(q, k, v, trie, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _TrieAttention(torch.autograd.Function):
+    """Keeps queries, keys, values, the output and its log-sum-exp for the backward pass, and nothing per block."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trie: Trie, scale: float) -> torch.Tensor:
+        groups = q.size(1) // k.size(1)
+        queries, keys, values = _grouped(q, groups), k.expand(groups, -1, -1, -1), v.expand(groups, -1, -1, -1)
+        output = torch.empty((*queries.shape[:-1], v.size(-1)), dtype=torch.float32)
+        total = torch.empty(queries.shape[:-1], dtype=torch.float32)
+        for own, below in _blocks(trie):
+            output[:, :, own], total[:, :, own] = _block(
+                queries[:, :, own], keys[:, :, own], values[:, :, own], True, scale
+            )
+        for own, below in _blocks(trie):
+            if below is None:
+                continue
+            part, logs = _block(queries[:, :, below], keys[:, :, own], values[:, :, own], False, scale)
+            before = total[:, :, below]
+            after = torch.logaddexp(before, logs)
+            merged = output[:, :, below].mul_((before - after).exp()[..., None])
+            merged.add_(part * (logs - after).exp()[..., None])
+            total[:, :, below] = after
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, total)
+        ctx.trie, ctx.scale = trie, scale
+        return _flat(output, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        q, k, v, output, total = ctx.saved_tensors
+        groups = q.size(1) // k.size(1)
+        queries, keys, values = _grouped(q, groups), k.expand(groups, -1, -1, -1), v.expand(groups, -1, -1, -1)
+        grad = _grouped(grad, groups)
+        dq = torch.zeros(queries.shape, dtype=torch.float32)
+        dk, dv = torch.empty(k.shape, dtype=torch.float32), torch.empty(v.shape, dtype=torch.float32)
+        for own, below in _blocks(ctx.trie):
+            for reading, causal in ((own, True), (below, False)):
+                if reading is None:
+                    continue
+                parts = _block_backward(
+                    grad[:, :, reading],
+                    queries[:, :, reading],
+                    keys[:, :, own],
+                    values[:, :, own],
+                    output[:, :, reading],
+                    total[:, :, reading],
+                    causal,
+                    ctx.scale,
+                )
+                dq[:, :, reading] += parts[0]
+                for sums, part in ((dk, parts[1]), (dv, parts[2])):
+                    summed = part.float().sum(dim=0, keepdim=True)
+                    sums[:, :, own] = summed if causal else sums[:, :, own] + summed
+        return _flat(dq, groups).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _blocks(trie: Trie) -> Iterator[tuple[slice, slice | None]]:
+    """Yield the nodes of each segment, and their descendants outside of it."""
+    for s in trie.segments:
+        yield slice(s.start, s.stop), slice(s.stop, s.end) if s.end > s.stop else None
+
+
+def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """View (1, heads, N, D) as (heads of a key head, key heads, N, D)."""
+    return x[0].unflatten(0, (-1, groups)).transpose(0, 1)
+
+
+def _flat(x: torch.Tensor, groups: int) -> torch.Tensor:
+    return x.transpose(0, 1).flatten(0, 1)[None]
+
+
+def _block(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention of one dense or causal block, and the log-sum-exp of its scores."""
+    output, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return output, logs
+
+
+def _block_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    total: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of one block's queries, keys and values, given output and log-sum-exp over all blocks."""
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, output, total, 0.0, causal, scale=scale
+        )
+    )
+    return parts

@@ -1,0 +1,170 @@
+"""Decides which forward passes are packed, and checks once that packed and padded rows agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from agile_trainers.packing.attention import BLOCK
+from agile_trainers.packing.cost import Cost, rounding_bound
+from agile_trainers.packing.forward import Forward, PackedForward, ValueReading
+from agile_trainers.packing.support import adds_virtual_tokens, longest_packed, why_padded
+from agile_trainers.packing.trie import Trie, build_trie, shared_prefixes
+from agile_trainers.train_batch import Batch, read_inputs
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class PackingState:
+    """What a run has found out about packing; part of its checkpoints, so that a resumed run computes the same."""
+
+    checked: bool = False
+    """True once packed and padded rows were compared."""
+    refused: str | None = None
+    """Why they differ, if they do."""
+
+
+class Packer:
+    """Runs the forward passes of a trainer's policy and reference.
+
+    Args:
+        mode: The option ``sequence_packing``.
+        models: The policy, and the reference if it is a model of its own; before distributed training wraps the policy.
+        accelerator: The trainer's.
+        forbidden: Why the run itself does not allow packing; None if it does.
+        dtype: In which the layers compute.
+        compiled: True with ``torch_compile``.
+
+    Raises:
+        ValueError: With ``mode="prefix"``, if a model cannot be packed.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        models: list[torch.nn.Module],
+        accelerator: Accelerator,
+        *,
+        forbidden: str | None,
+        dtype: torch.dtype,
+        compiled: bool,
+    ) -> None:
+        self._mode, self._accelerator = mode, accelerator
+        bases = [_base(model) for model in models]
+        reasons = [why_padded(model, base) for model, base in zip(models, bases, strict=True)]
+        reason = next((r for r in [forbidden, *reasons] if r is not None), None)
+        if reason is not None and mode == "prefix":
+            raise ValueError(
+                f"sequence_packing='prefix' cannot pack the rows of this run: {reason}. Set sequence_packing='auto', which "
+                "keeps padded rows where they are needed, or 'none'."
+            )
+        if reason is not None and mode == "auto":
+            logger.info("Rows stay padded: %s.", reason)
+        self._packs = mode != "none" and reason is None
+        multiple = BLOCK if compiled or bases[0].device.type != "cpu" else 1
+        self._forwards = {
+            id(base): PackedForward(base, selects=not adds_virtual_tokens(model), multiple=multiple)
+            for model, base in zip(models, bases, strict=True)
+        }
+        self._cost, self._longest = Cost(bases[0]), longest_packed(bases[0])
+        self._bound = rounding_bound(bases[0], dtype)
+        self.state = PackingState()
+
+    # -------------------------------------------------------------------------------------------------- decisions
+
+    @property
+    def packs(self) -> bool:
+        """True if passes may be packed: the models allow it, and packed rows were found equal to padded ones."""
+        return self._packs and self.state.checked and self.state.refused is None
+
+    def _pays(self, mask: torch.Tensor, trie: Trie) -> bool:
+        if self._longest is not None and int(mask.sum(dim=1).max()) > self._longest:
+            return False
+        return self._mode == "prefix" or self._cost.pays(mask, trie)
+
+    def order(self, part: Batch) -> torch.Tensor | None:
+        """Return the order (B,) in which rows that share a prefix are neighbours; None if packing them all does not pay."""
+        if not self.packs:
+            return None
+        inputs = read_inputs(part)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        return shared_prefixes(ids, mask)[0].to(ids.device) if self._pays(mask, build_trie(ids, mask)) else None
+
+    def prepare(self, model: Forward, part: Batch) -> None:
+        """Compare packed with padded rows, once, before the first generation batch of any process that pays.
+
+        Every process must call it, with as many rows as the others, where it may run a forward pass of the policy.
+
+        Args:
+            model: The policy, wrapped for distributed training.
+            part: Rows to compare on, and to estimate by: see :func:`~agile_trainers.train_batch.read_inputs`.
+
+        Raises:
+            ValueError: With ``mode="prefix"``, if they differ.
+        """
+        if not self._packs or self.state.checked:
+            return
+        inputs = read_inputs(part)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        pays = self._pays(mask, build_trie(ids, mask))
+        if not self._accelerator.gather(torch.tensor(int(pays), device=ids.device)).any():
+            return
+        self.state.checked, self.state.refused = True, self._difference(model, ids, mask)
+        if self.state.refused is None:
+            return
+        if self._mode == "prefix":
+            raise ValueError(
+                f"sequence_packing='prefix' does not fit this model: {self.state.refused}. Set sequence_packing='none'."
+            )
+        logger.warning("Rows stay padded: %s.", self.state.refused)
+
+    def _difference(self, model: Forward, ids: torch.Tensor, mask: torch.Tensor) -> str | None:
+        """Return how packed rows differ from padded ones, on all processes alike; None if they do not."""
+        labels = ids.masked_fill(mask == 0, -100)
+        error, found = "", []
+        for pack in (None, lambda mask, trie: True):
+            reading = self._forward(model).reading(model, None, pack=pack)
+            try:
+                with torch.no_grad(), self._accelerator.autocast():
+                    outputs = reading(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+                found.append(outputs.log_probs.float())
+            except (NotImplementedError, RuntimeError, TypeError) as problem:
+                if pack is None:
+                    raise
+                error = f"{type(problem).__name__}: {problem}"
+                found.append(torch.full_like(found[0], torch.inf))
+        there = (labels[:, 1:] != -100).float()
+        gap = ((found[0] - found[1]).abs().nan_to_num(nan=torch.inf) * there).sum() / there.sum().clamp(min=1)
+        worst = float(self._accelerator.gather(gap).max())
+        if worst <= self._bound:
+            return None
+        return error or (
+            f"packed and padded rows differ by {worst:.2g} nats a token, more than rounding explains ({self._bound:.2g})"
+        )
+
+    # ----------------------------------------------------------------------------------------------------- passes
+
+    def _forward(self, model: Any) -> PackedForward:
+        return self._forwards[id(_base(self._accelerator.unwrap_model(model, keep_torch_compile=False)))]
+
+    def reading(self, model: Forward, scored: torch.Tensor | None, values: ValueReading | None = None) -> Forward:
+        """Wrap a model for TRL's ``_get_per_token_logps_and_entropies``; see :meth:`PackedForward.reading`."""
+        pack = self._pays if self.packs else None
+        return self._forward(model).reading(model, scored, pack=pack, values=values)
+
+    def values(self, model: Forward, part: Batch, positions: torch.Tensor) -> torch.Tensor:
+        """Read a critic's values (B, U) at positions (B, U) in prompt and completion; arbitrary at padding."""
+        inputs = read_inputs(part)
+        pack = self._pays if self.packs else None
+        return self._forward(model).values(model, inputs["input_ids"], inputs["attention_mask"], positions, pack)
+
+
+def _base(model: torch.nn.Module) -> PreTrainedModel:
+    return model.get_base_model() if isinstance(model, PeftModel) else model  # type: ignore[return-value]
