@@ -38,6 +38,10 @@ STOPPING = "tests/trainers/test_enumeration_stopping.py"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
 MIXTURE = "tests/trainers/test_mixture.py"
+TRIE = "tests/packing/test_trie.py"
+PACKED_ATTENTION = "tests/packing/test_attention.py"
+PACKED_FORWARD = "tests/packing/test_forward.py"
+PACKING = "tests/trainers/test_packing.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 GAP = "tests/trainers/test_gap.py"
@@ -362,6 +366,50 @@ MUTATIONS = [
         "the reference lacks the policy's embeddings", "trainers/reference.py",
         "copy_adapter(model, POLICY, REFERENCE)  # TRL", "pass  # TRL",
         "tests/trainers/test_warm_start.py -k embeddings",
+    ),
+    Mutation(
+        "packed nodes see the branches beside them", "packing/trie.py",
+        "cuts.append([start + max(kept, 0), stop, size])", "cuts.append([start + max(kept, 0), stop, size + 1])",
+        TRIE,
+    ),
+    Mutation(
+        "packed positions count nodes instead of depth", "packing/trie.py",
+        "depths.append(np.arange(common, len(row)))", "depths.append(own)", TRIE,
+    ),
+    Mutation(
+        "packed tokens are scored at their own node", "packing/forward.py",
+        "torch.stack([trie.nodes[row, column], tokens], dim=1)",
+        "torch.stack([trie.nodes[row, column + 1].clamp(min=0), tokens], dim=1)", f"{PACKED_FORWARD} -k padded_rows",
+    ),
+    Mutation(
+        "padded rows are scored one token late", "packing/forward.py",
+        "read=row * rows.ids.size(1) + column,", "read=row * rows.ids.size(1) + column + 1,",
+        f"{PACKED_FORWARD} -k padded_rows",
+    ),
+    Mutation(
+        "a packed pass is recomputed without its plan", "packing/attention.py",
+        "with self.using(plan):", "with self.using(_plan):", f"{PACKED_FORWARD} -k recomputes",
+    ),
+    Mutation(
+        "descendants' gradients of keys are lost", "packing/attention.py",
+        "summed if causal else sums[:, :, own] + summed", "summed if causal else sums[:, :, own]", PACKED_ATTENTION,
+    ),
+    Mutation(
+        "FlexAttention skips a block that some node sees", "packing/attention.py",
+        "seen = (furthest[None, :] > first[:, None])", "seen = (nearest[None, :] > first[:, None])", PACKED_ATTENTION,
+    ),
+    Mutation(
+        "values of packed rows are read at the tokens' columns", "packing/forward.py",
+        "trie.nodes.gather(1, positions).clamp(min=0).view(1, -1)",
+        "positions.clamp(max=trie.size - 1).view(1, -1)", f"{PACKING} -k ppo",
+    ),
+    Mutation(
+        "a resumed run forgets what it found out about packing", "trainers/trainer.py",
+        "self.packer.state = PackingState(**rollout.packing)", "pass", f"{PACKING} -k killed",
+    ),
+    Mutation(
+        "packed rows that differ are used", "packing/packer.py",
+        "if worst <= self._bound:", "if worst >= 0:", f"{PACKING} -k differ",
     ),
     Mutation(
         "a resumed run loses the rest of its generation batch", "checkpoints/record.py",

@@ -68,6 +68,8 @@ class RolloutState:
     """Tokens of a forward pass of the update; None if that is not decided."""
     episodes: list[dict[str, Any]] = field(default_factory=list)
     """Records of the current generation batch, rows of :data:`agile_trainers.records.schema.EPISODE`."""
+    packing: dict[str, Any] = field(default_factory=dict)
+    """The run's :class:`~agile_trainers.packing.packer.PackingState`."""
 
 
 class RunCheckpoints:
@@ -326,6 +328,7 @@ class RunCheckpoints:
                 "idle_batches": rollout.idle_batches,
                 "skipped_steps": rollout.skipped_steps,
                 "pass_tokens": rollout.pass_tokens,
+                "packing": rollout.packing,
                 "geometry": self._geometry(),
             }
             write_json(folder / _ROLLOUT / _POSITION, state)
@@ -344,7 +347,7 @@ class RunCheckpoints:
                 episodes = read_rows(file.with_suffix(".parquet"))
         steps = state["generation"] * self._every + state["position"]
         counters = state["idle_batches"], state.get("skipped_steps", {}), state.get("pass_tokens")
-        return RolloutState(steps, micro_batches, *counters, episodes)
+        return RolloutState(steps, micro_batches, *counters, episodes, state.get("packing", {}))
 
     def at_epoch(self, sampler: Any) -> Any:
         """Draw the orders of the epochs that are over, so that the next is the one it would have been."""

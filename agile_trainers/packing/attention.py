@@ -145,7 +145,11 @@ def _block_mask(trie: Trie) -> BlockMask:
         return (k <= q) & (q < end[k])
 
     return BlockMask.from_kv_blocks(
-        *_listed(seen & ~whole, device), *_listed(whole, device), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size)
+        *_listed(seen & ~whole, device),
+        *_listed(whole, device),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(size, size),
     )
 
 
@@ -172,7 +176,7 @@ def trie_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trie: Trie
     Returns:
         (1, heads, N, E).
     """
-    return _TrieAttention.apply(q, k, v, trie, scale)  # type: ignore[no-any-return, no-untyped-call]
+    return _TrieAttention.apply(q, k, v, trie, scale)
 
 
 class _TrieAttention(torch.autograd.Function):
@@ -184,7 +188,7 @@ class _TrieAttention(torch.autograd.Function):
         queries, keys, values = _grouped(q, groups), k.expand(groups, -1, -1, -1), v.expand(groups, -1, -1, -1)
         output = torch.empty((*queries.shape[:-1], v.size(-1)), dtype=torch.float32)
         total = torch.empty(queries.shape[:-1], dtype=torch.float32)
-        for own, below in _blocks(trie):
+        for own, _ in _blocks(trie):
             output[:, :, own], total[:, :, own] = _block(
                 queries[:, :, own], keys[:, :, own], values[:, :, own], True, scale
             )

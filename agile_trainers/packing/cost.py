@@ -65,9 +65,9 @@ class Cost:
 def rounding_bound(base: PreTrainedModel, dtype: torch.dtype) -> float:
     """Return the largest mean difference of log-probabilities, in nats a token, that rounding explains.
 
-    In fp32 it is 1e-3, a thousand times what is observed. In half precision each of the 2 L additions to the residual
-    stream of L layers rounds by up to u of its value (u = 2^-8 for bf16, 2^-11 for fp16). Taken as independent, the logits of
-    two arrangements of the same sums differ by u sqrt(2 (2 L + 1)) of their spread, for which 4 nats stand.
+    In fp32 it is 1e-3, a thousand times what is observed. In half precision each of the 2 L additions to the residual stream
+    of L layers rounds by up to u of its value (u = 2^-8 for bf16, 2^-11 for fp16). If the errors are independent, the logits
+    of two arrangements of the same sums differ by u sqrt(2 (2 L + 1)) of their spread, which is taken as 4 nats.
 
     Args:
         base: The model below the adapters.
@@ -76,4 +76,4 @@ def rounding_bound(base: PreTrainedModel, dtype: torch.dtype) -> float:
     if dtype == torch.float32:
         return 1e-3
     layers = base.config.get_text_config().num_hidden_layers
-    return 1e-3 + 4.0 * torch.finfo(dtype).eps * math.sqrt(2 * (2 * layers + 1))
+    return 1e-3 + 4.0 * torch.finfo(dtype).eps / 2 * math.sqrt(2 * (2 * layers + 1))

@@ -105,7 +105,9 @@ class PackedForward:
             values: Values to read in the same pass.
         """
 
-        def forward(*, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> Any:
+        def forward(
+            *, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **inputs: Any
+        ) -> Any:
             if scored is not None:
                 labels = labels.clone()
                 labels[:, -scored.size(1) :].masked_fill_(~scored, -100)

@@ -23,7 +23,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class PackingState:
-    """What a run has found out about packing; part of its checkpoints, so that a resumed run computes the same."""
+    """The result of comparing packed with padded rows. Checkpoints contain it, so that a resumed run computes the same."""
 
     checked: bool = False
     """True once packed and padded rows were compared."""
@@ -66,7 +66,7 @@ class Packer:
                 "keeps padded rows where they are needed, or 'none'."
             )
         if reason is not None and mode == "auto":
-            logger.info("Rows stay padded: %s.", reason)
+            logger.warning("Rows stay padded: %s.", reason)
         self._packs = mode != "none" and reason is None
         multiple = BLOCK if compiled or bases[0].device.type != "cpu" else 1
         self._forwards = {
@@ -84,18 +84,30 @@ class Packer:
         """True if passes may be packed: the models allow it, and packed rows were found equal to padded ones."""
         return self._packs and self.state.checked and self.state.refused is None
 
+    @property
+    def needs_check(self) -> bool:
+        """True until packed and padded rows were compared, where passes may be packed at all."""
+        return self._packs and not self.state.checked
+
     def _pays(self, mask: torch.Tensor, trie: Trie) -> bool:
         if self._longest is not None and int(mask.sum(dim=1).max()) > self._longest:
             return False
         return self._mode == "prefix" or self._cost.pays(mask, trie)
 
-    def order(self, part: Batch) -> torch.Tensor | None:
-        """Return the order (B,) in which rows that share a prefix are neighbours; None if packing them all does not pay."""
+    def sharing(self, part: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Return the order of rows that share a prefix, their lengths, and what each shares with the row before it.
+
+        Args:
+            part: See :func:`~agile_trainers.train_batch.read_inputs`.
+
+        Returns:
+            The output of :func:`~agile_trainers.packing.trie.shared_prefixes`; None if packing all rows does not pay.
+        """
         if not self.packs:
             return None
         inputs = read_inputs(part)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        return shared_prefixes(ids, mask)[0].to(ids.device) if self._pays(mask, build_trie(ids, mask)) else None
+        return shared_prefixes(ids, mask) if self._pays(mask, build_trie(ids, mask)) else None
 
     def prepare(self, model: Forward, part: Batch) -> None:
         """Compare packed with padded rows, once, before the first generation batch of any process that pays.
@@ -109,14 +121,17 @@ class Packer:
         Raises:
             ValueError: With ``mode="prefix"``, if they differ.
         """
-        if not self._packs or self.state.checked:
+        if not self.needs_check:
             return
         inputs = read_inputs(part)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         pays = self._pays(mask, build_trie(ids, mask))
         if not self._accelerator.gather(torch.tensor(int(pays), device=ids.device)).any():
             return
-        self.state.checked, self.state.refused = True, self._difference(model, ids, mask)
+        self.state.checked, self.state.refused = (
+            True,
+            self._difference(model, ids, mask, part["completion_ids"].size(1)),
+        )
         if self.state.refused is None:
             return
         if self._mode == "prefix":
@@ -125,9 +140,10 @@ class Packer:
             )
         logger.warning("Rows stay padded: %s.", self.state.refused)
 
-    def _difference(self, model: Forward, ids: torch.Tensor, mask: torch.Tensor) -> str | None:
+    def _difference(self, model: Forward, ids: torch.Tensor, mask: torch.Tensor, length: int) -> str | None:
         """Return how packed rows differ from padded ones, on all processes alike; None if they do not."""
         labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :-length] = -100
         error, found = "", []
         for pack in (None, lambda mask, trie: True):
             reading = self._forward(model).reading(model, None, pack=pack)
@@ -135,7 +151,7 @@ class Packer:
                 with torch.no_grad(), self._accelerator.autocast():
                     outputs = reading(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
                 found.append(outputs.log_probs.float())
-            except (NotImplementedError, RuntimeError, TypeError) as problem:
+            except Exception as problem:
                 if pack is None:
                     raise
                 error = f"{type(problem).__name__}: {problem}"
@@ -167,4 +183,4 @@ class Packer:
 
 
 def _base(model: torch.nn.Module) -> PreTrainedModel:
-    return model.get_base_model() if isinstance(model, PeftModel) else model  # type: ignore[return-value]
+    return model.get_base_model() if isinstance(model, PeftModel) else model

@@ -7,6 +7,7 @@ nodes from it up to ``end``; a node sees exactly its ancestors and itself: node 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -52,9 +53,7 @@ class Trie:
             return self
         zeros = self.tokens.new_zeros(extra)
         own = Segment(size, size + extra, size + extra)
-        return Trie(
-            torch.cat([self.tokens, zeros]), torch.cat([self.depths, zeros]), self.nodes, (*self.segments, own)
-        )
+        return Trie(torch.cat([self.tokens, zeros]), torch.cat([self.depths, zeros]), self.nodes, (*self.segments, own))
 
     def ends(self) -> np.ndarray:
         """Return for each node (N,) int64 the number of the first node after it that is no descendant."""
@@ -97,7 +96,7 @@ def shared_prefixes(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor
     """
     rows, _ = _rows(ids, mask)
     order = _sorted(rows)
-    shared = [0] + [_common(rows[a], rows[b]) for a, b in zip(order, order[1:], strict=False)]
+    shared = [0] + [_common(rows[a], rows[b]) for a, b in pairwise(order)]
     lengths = [len(rows[i]) for i in order]
     return torch.tensor(order), torch.tensor(lengths), torch.tensor(shared[: len(order)])
 

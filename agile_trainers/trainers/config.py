@@ -174,6 +174,12 @@ class MultiTurnConfig(GRPOConfig):
         "adaptive entropy bonus, an entropy quantile, a router's auxiliary loss. Default: 2000 on CPU, where longer passes "
         "are slower; on a GPU what fits into its memory, and half of that when it did not.",
     )
+    sequence_packing: str = option(
+        "auto",
+        "Packing of the rows of a forward pass: `prefix` computes every distinct prefix of the rows once, without padding; "
+        "`none` pads the rows. `auto` packs where that costs less, and checks once that packed and padded rows agree. With "
+        "`auto`, rows stay padded where they must be, and a line of the log says why; with `prefix` that is an error.",
+    )
     zero_advantage_eps: float = option(
         0.0,
         "Largest absolute advantage that counts as none, with `skip_zero_advantage`. An episode has a signal if any of its "

@@ -187,6 +187,7 @@ VALUES: tuple[Rule, ...] = (
     one_of("turn_ratio_pooling", "mean", "sum"),
     one_of("skip_zero_advantage", "auto", True, False),
     one_of("kl_placement", "loss", "reward", "advantage"),
+    one_of("sequence_packing", "auto", "prefix", "none"),
     one_of("entropy_coef_schedule", "constant", "linear"),
     one_of("vllm_importance_sampling_mode", *MODES, optional=True),
     at_least(1, "max_turns", "max_new_tokens", "num_eval_episodes", "max_observation_length"),

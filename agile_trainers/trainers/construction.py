@@ -18,18 +18,20 @@ from trl.models import get_act_offloading_ctx_manager
 from agile_trainers.adapters import check_repeatable, within_scope
 from agile_trainers.envs.base import ResetResult
 from agile_trainers.envs.registry import environment_factories
+from agile_trainers.packing.packer import Packer
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.architecture import check_padding
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
-from agile_trainers.sampling.vllm_checks import base_model
+from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.config_rules import MACHINE, check_rules
 from agile_trainers.trainers.evaluation_data import kept_columns, played_columns, with_best_metric
 from agile_trainers.trainers.launch import check_parallelism
 from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, with_column
+from agile_trainers.trainers.noise import is_noisy
 from agile_trainers.trainers.reward_functions import add_return_reward
 
 logger = logging.get_logger(__name__)
@@ -174,6 +176,29 @@ def check_architecture(model: Any, aux_loss_enabled: bool) -> None:
             f"The router's auxiliary loss of {name} cannot be computed: its configuration has no num_experts, which TRL "
             "reads. Set router_aux_loss_coef=0.0."
         )
+
+
+def make_packer(trainer: Any) -> Packer:
+    """Make the packer of a trainer's policy and reference, before its model is wrapped and gets a critic.
+
+    Raises:
+        ValueError: With ``sequence_packing="prefix"``, if the rows of the run cannot be packed.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    models = [trainer.model, *([] if trainer.ref_model is None else [accelerator.unwrap_model(trainer.ref_model)])]
+    reasons = {
+        "the router's auxiliary loss averages over all tokens, shared ones too": trainer.aux_loss_enabled,
+        "rows that share tokens would share their dropout": any(is_noisy(model) for model in models),
+        "several GPUs in one process split its rows": args.n_gpu > 1,
+    }
+    return Packer(
+        args.sequence_packing,
+        models,
+        accelerator,
+        forbidden=next((reason for reason, holds in reasons.items() if holds), None),
+        dtype=compute_dtype(args, trainer.model),
+        compiled=args.torch_compile,
+    )
 
 
 def check_machine(args: MultiTurnConfig) -> None:

@@ -27,8 +27,9 @@ from agile_trainers.objectives.advantages import whiten
 from agile_trainers.objectives.returns import token_gae
 from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, turn_lengths
 from agile_trainers.objectives.value_loss import value_errors
-from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches, read_inputs
-from agile_trainers.trainers.scoring import with_positions
+from agile_trainers.packing.forward import ValueReading
+from agile_trainers.packing.packer import Packer
+from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches
 from agile_trainers.types import TurnBatch
 
 logger = logging.get_logger(__name__)
@@ -58,13 +59,14 @@ class Critic:
 
     Args:
         trainer: The trainer, otherwise set up; its model gets the critic's adapter.
+        packer: Runs the forward passes of its model.
         saved: The adapters that the policy was loaded from, if any.
 
     Raises:
         ValueError: Without LoRA, or with an optimizer made before the critic was.
     """
 
-    def __init__(self, trainer: GRPOTrainer, saved: SavedAdapters | None) -> None:
+    def __init__(self, trainer: GRPOTrainer, packer: Packer, saved: SavedAdapters | None) -> None:
         args: Any = trainer.args
         name = type(trainer).__name__
         if not isinstance(trainer.model, PeftModel):
@@ -79,7 +81,7 @@ class Critic:
         # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
         zero3 = is_zero3(args.deepspeed_plugin)
         start_critic(trainer.model, saved, args.critic_start, seed=args.seed, autocast_adapter_dtype=not zero3)
-        self._trainer, self._args = trainer, args
+        self._trainer, self._packer, self._args = trainer, packer, args
         self._totals = torch.zeros(4, device=trainer.accelerator.device)
         self._step_ends = 0  # the micro-step at which the optimizer step ends that is being accumulated
         if args.turn_value_position != "state":
@@ -119,15 +121,13 @@ class Critic:
         final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
         offsets = torch.cat([self._offsets(batch, by_token), final], dim=1)
         read = torch.zeros(offsets.shape, device=offsets.device)
-        model = with_positions(trainer.model, trainer.accelerator.unwrap_model(trainer.model))
         with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
             size, multiple = args.per_device_train_batch_size, trainer.pad_to_multiple_of
             for rows, part in length_sorted_batches(batch, size, multiple):
                 # No position that counts is past the last token of the longest row.
                 positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
                 with trainer.accelerator.autocast():
-                    outputs = model(**read_inputs(part), value_positions=positions)
-                read[rows] = outputs.state_values
+                    read[rows] = self._packer.values(trainer.model, part, positions)
         values = self._pooled(read[:, :-1], batch.turn_ids, batch.turn_mask.size(1))
         turn_values = values
         if by_token:
@@ -246,24 +246,14 @@ class Critic:
         for batch in micro_batches:
             batch["turns_in_step"] = turns * (in_step or len(micro_batches)) / len(micro_batches)
 
-    def listening(
-        self, model: Callable[..., Any], batch: TrainBatch, heard: Callable[[torch.Tensor], None]
-    ) -> Callable[..., Any]:
-        """Wrap ``model`` so that its forward pass returns values too, since DDP and DeepSpeed require a single call.
+    def reading(self, batch: TrainBatch, heard: Callable[[torch.Tensor], None]) -> ValueReading:
+        """Return what the forward pass of the loss reads for the value loss, since DDP and DeepSpeed require a single call.
 
         Args:
-            model: The policy's forward pass.
-            batch: The micro-batch that it reads.
+            batch: The micro-batch.
             heard: Called with the values (B, U).
         """
-        positions = batch.column("value_offsets") + batch.prompt_ids.size(1)
-
-        def with_values(**inputs: Any) -> Any:
-            outputs = model(**inputs, value_positions=positions)
-            heard(outputs.state_values)
-            return outputs
-
-        return with_values
+        return ValueReading(batch.column("value_offsets") + batch.prompt_ids.size(1), heard)
 
     def add_loss(
         self, policy_loss: torch.Tensor, values: torch.Tensor, batch: TrainBatch

@@ -47,6 +47,20 @@ def switch_off_noise(model: nn.Module) -> None:
             )
 
 
+def is_noisy(model: nn.Module) -> bool:
+    """Return whether a model in training mode has dropout, layer drop or router noise."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            rates = {"drop": module.p}
+        else:
+            rates = {name: value for name, value in vars(module).items() if _NOISE.search(name)}
+        if any(isinstance(rate, float) and rate > 0 for rate in rates.values()):
+            return True
+    config = getattr(model, "config", None)
+    rates = {} if config is None else vars(config.get_text_config())
+    return any(isinstance(r, float) and r > 0 for n, r in rates.items() if _READ_FROM_CONFIG.search(n))
+
+
 def _zero(holder: Any, names: re.Pattern[str]) -> list[str]:
     """Set the positive floats of ``holder`` with a matching name to 0, and return their names."""
     rates = [

@@ -12,8 +12,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters import REFERENCE
-from agile_trainers.rollout.generators.architecture import positions, takes_position_ids
-from agile_trainers.sampling.vllm_checks import base_model
+from agile_trainers.packing.packer import Packer
 from agile_trainers.train_batch import length_sorted_batches, read_inputs
 from agile_trainers.types import TurnBatch
 
@@ -23,7 +22,7 @@ LogProbs = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor |
 
 @dataclass
 class Scores:
-    """Log-probabilities of a generation batch; 0 in rows that were not scored."""
+    """Log-probabilities of a generation batch; 0 in rows that were not scored, outside actions and in failed episodes."""
 
     scored: torch.Tensor
     """(B,) bool, the rows that were scored."""
@@ -33,32 +32,17 @@ class Scores:
     """(B, T) float32, under the reference."""
 
 
-def with_positions(model: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    """Wrap ``model`` so that it gets each token's position without left padding, as the sampler does.
-
-    Args:
-        model: Any callable around the policy.
-        policy: The policy itself, unwrapped.
-    """
-    if not takes_position_ids(base_model(policy)):
-        return model
-
-    def forward(*, attention_mask: torch.Tensor, **inputs: Any) -> Any:
-        return model(attention_mask=attention_mask, position_ids=positions(attention_mask), **inputs)
-
-    return forward
-
-
 class Scorer:
     """Scores the episodes of a generation batch.
 
     Args:
         trainer: The trainer whose policy and reference are scored.
+        packer: Runs the forward passes.
         log_probs: TRL's ``_get_per_token_logps_and_entropies``, with its arguments.
     """
 
-    def __init__(self, trainer: GRPOTrainer, log_probs: LogProbs) -> None:
-        self._trainer, self._log_probs = trainer, log_probs
+    def __init__(self, trainer: GRPOTrainer, packer: Packer, log_probs: LogProbs) -> None:
+        self._trainer, self._packer, self._log_probs = trainer, packer, log_probs
 
     def score(self, batch: TurnBatch, *, old: bool, reference: bool, rows: torch.Tensor | None = None) -> Scores:
         """Score some rows.
@@ -79,6 +63,18 @@ class Scorer:
             if reference:
                 scores.reference = self.score_reference(batch, rows)
         return scores
+
+    def prepare_packing(self, batch: TurnBatch) -> None:
+        """Let the packer compare packed with padded rows, on as many rows of this process as a micro-batch has."""
+        trainer = self._trainer
+        if not self._packer.needs_check:
+            return
+        rows = torch.arange(min(len(batch.turn_ids), trainer.args.per_device_train_batch_size))
+        (_, part), *_ = length_sorted_batches(
+            batch, len(rows), trainer.pad_to_multiple_of, rows.to(batch.turn_ids.device)
+        )
+        with disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+            self._packer.prepare(trainer.model, part)
 
     def live_rows(self, advantages: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the rows (R,) with an advantage above ``eps``, padded with others to the same number on every rank.
@@ -104,6 +100,7 @@ class Scorer:
         size, multiple = trainer.args.per_device_train_batch_size, trainer.pad_to_multiple_of
         for chosen, part in length_sorted_batches(batch, size, multiple, rows):
             length = part["completion_ids"].size(1)
-            log_probs, _, _ = self._log_probs(model, **read_inputs(part), logits_to_keep=length)
+            scored = batch.valid_mask[chosen, :length]
+            log_probs, _, _ = self._log_probs(model, **read_inputs(part), logits_to_keep=length, scored=scored)
             scores[chosen, :length] = log_probs.float()
         return scores

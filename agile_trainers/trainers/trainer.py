@@ -36,6 +36,7 @@ from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
 from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
+from agile_trainers.packing.packer import Packer, PackingState
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt
@@ -52,6 +53,7 @@ from agile_trainers.trainers.construction import (
     activation_offloading,
     check_architecture,
     disable_bnb_cpu_packing,
+    make_packer,
     prepare_run,
     reject_argument,
 )
@@ -71,7 +73,7 @@ from agile_trainers.trainers.passes import Pass, Passes
 from agile_trainers.trainers.recipe import decide_learning_rate, warn_of_idle_recipe
 from agile_trainers.trainers.reference import ReferencePolicy
 from agile_trainers.trainers.reward_functions import drained_metrics, reward_inputs, without_failed
-from agile_trainers.trainers.scoring import Scorer, Scores, with_positions
+from agile_trainers.trainers.scoring import Scorer, Scores
 from agile_trainers.trainers.updates import Updates, rows_of_episodes
 from agile_trainers.types import Trajectory, TurnBatch
 
@@ -140,6 +142,7 @@ class MultiTurnTrainer(GRPOTrainer):
     engine: RolloutEngine | None = None
     setup: RunSetup
     sampler: RolloutSampler
+    packer: Packer
     scorer: Scorer
     gap: GapMonitor
     reference: ReferencePolicy
@@ -288,12 +291,13 @@ class MultiTurnTrainer(GRPOTrainer):
                 "router_aux_loss_coef=0.0 in model_init_kwargs, or skip_zero_advantage=False."
             )
         self.sampler = RolloutSampler(self, self.engine, self._tokenizer, self._dist)
-        self.scorer = Scorer(self, self._get_per_token_logps_and_entropies)
+        self.packer = make_packer(self)
+        self.scorer = Scorer(self, self.packer, self._get_per_token_logps_and_entropies)
         self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
         self.episode_log = EpisodeLog(self, self.environment)
         self.evaluator = EpisodeEvaluator(self, self.engine, self.sampler, setup.mixture, self._reward)
         if args.has_critic:
-            self.critic = Critic(self, inputs.saved)
+            self.critic = Critic(self, self.packer, inputs.saved)
             self._switch_off_noise()
             self.critic.thaw()
 
@@ -536,6 +540,7 @@ class MultiTurnTrainer(GRPOTrainer):
             device=self.accelerator.device,
         )
         rewards = self._add_rewards(inputs, trajectories, batch)
+        self.scorer.prepare_packing(batch)
         # With a reference every row is scored, and before credit, since the penalty may enter it.
         scores = self._score(batch) if self.beta != 0.0 else None
         if scores is not None and self.args.kl_placement != "loss":
@@ -717,17 +722,24 @@ class MultiTurnTrainer(GRPOTrainer):
                 self._metrics["train"]["entropy_coef"] = [entropy_coef] * len(self._metrics["train"]["entropy_coef"])
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, *args: Any, **kwargs: Any
+        self, model: Any, *args: Any, scored: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        handed = self._loss_pass
-        if handed is not None and self.critic is not None:
-            model = self.critic.listening(model, handed.batch, lambda values: setattr(handed, "values", values))
-        if self.engine is not None:
-            model = with_positions(model, self.accelerator.unwrap_model(self.model))
+        """Compute as TRL does, but of the tokens ``scored`` (B, T) alone; in the loss, of those that enter it."""
+        if self.engine is None:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        handed, values = self._loss_pass, None
+        if handed is not None:
+            scored = handed.batch.counted
+            if self.critic is not None:
+                values = self.critic.reading(handed.batch, lambda values: setattr(handed, "values", values))
+        model = self.packer.reading(model, scored, values)
         log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if handed is None:
             return log_probs, entropies, aux_loss
         batch = handed.batch
+        if batch.old_per_token_logps is not None:
+            # The ratio of a token that is not scored is 1.
+            log_probs = torch.where(batch.counted, log_probs, batch.old_per_token_logps)
         if self.gap.is_open:
             sampled = batch.sampling_per_token_logps
             self.gap.add(log_probs, sampled, batch.counted, batch.turn_ids, batch.prompt_mask)
@@ -872,6 +884,7 @@ class MultiTurnTrainer(GRPOTrainer):
         run = Path(self._get_output_dir(trial))
         rollout = RolloutState(self._step, self._buffered_inputs, self.episode_log.idle_batches, dict(vars(self.guard)))
         rollout.pass_tokens, rollout.episodes = self.passes.budget, self.records.unfinished
+        rollout.packing = dict(vars(self.packer.state))
         with self.checkpoints.saving(run, rollout) as building:
             super()._save_checkpoint(model, trial)
             self.reference.save(building)
@@ -914,6 +927,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.episode_log.idle_batches = rollout.idle_batches
         self.guard = StepGuard(**rollout.skipped_steps)
         self.passes.restore(rollout.pass_tokens)
+        self.packer.state = PackingState(**rollout.packing)
         self._restore_rollout(rollout.steps, rollout.micro_batches)
         self.records.resume(
             rollout.episodes, rollout.steps // self.micro_steps_per_generation, step_of(Path(checkpoint))

@@ -1,0 +1,78 @@
+"""Attention over a trie against one that knows every pair of nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from agile_trainers.packing.attention import Plan, trie_attention
+from agile_trainers.packing.trie import Trie, build_trie
+
+
+def random_trie(rows: int, length: int) -> Trie:
+    ids = torch.cat([torch.zeros(rows, 3, dtype=torch.long), torch.randint(0, 2, (rows, length))], 1)
+    return build_trie(ids, torch.ones_like(ids))
+
+
+def visible(trie: Trie) -> torch.Tensor:
+    """(N, N) bool, query by key, straight from the definition."""
+    ends, n = torch.from_numpy(trie.ends()), torch.arange(trie.size)
+    return (n[None] <= n[:, None]) & (n[:, None] < ends[None])
+
+
+def inputs(trie: Trie, heads: int, key_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Laid out as transformers does: (1, N, heads, D), transposed."""
+    shapes = [(1, trie.size, count, 16) for count in (heads, key_heads, key_heads)]
+    return [torch.randn(shape, dtype=dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_output_and_gradients_equal_those_of_a_full_mask(heads, key_heads):
+    torch.manual_seed(0)
+    trie = random_trie(6, 9)
+    assert max(s.end - s.stop for s in trie.segments) > 0 and len(trie.segments) > 6
+    q, k, v = inputs(trie, heads, key_heads, torch.float32)
+    weights = torch.randn(1, heads, trie.size, 16)
+    found = trie_attention(q, k, v, trie, 0.3)
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=visible(trie), scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    gradients = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (found, expected))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_half_precision_accumulates_in_full():
+    torch.manual_seed(0)
+    trie = random_trie(8, 12)
+    q, k, v = inputs(trie, 4, 2, torch.bfloat16)
+    exact = trie_attention(q.float(), k.float(), v.float(), trie, 0.25)
+    assert (trie_attention(q, k, v, trie, 0.25) - exact).abs().max() < 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_the_backward_pass_keeps_nothing_per_block():
+    """Queries, keys, values, output and one number per head and node: no mask, no copy of a key."""
+    trie = random_trie(6, 9)
+    q, k, v = inputs(trie, 4, 2, torch.float32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        trie_attention(q, k, v, trie, 0.25)
+    assert sum(kept) == q.numel() + k.numel() + v.numel() + q.numel() + 4 * trie.size
+
+
+@pytest.mark.parametrize(("rows", "length"), [(3, 60), (12, 90), (1, 300)])
+def test_flex_attentions_mask_is_that_of_every_pair(rows, length):
+    """The GPU's mask, made from the ends of blocks, against the dense one; then run without compilation."""
+    torch.manual_seed(1)
+    trie = random_trie(rows, length)
+    mask = Plan(trie).mask
+    blocks = -(-trie.size // 128)
+    dense = torch.zeros(blocks * 128, blocks * 128, dtype=torch.bool)
+    dense[: trie.size, : trie.size] = visible(trie)
+    needed = dense.view(blocks, 128, blocks, 128).any(3).any(1)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), needed)
+    q, k, v = (x.detach() for x in inputs(trie, 4, 2, torch.float32))
+    found = flex_attention(q, k, v, block_mask=mask, scale=0.25, enable_gqa=True)
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=visible(trie), scale=0.25, enable_gqa=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)

@@ -1,0 +1,209 @@
+"""Packed against padded rows, on tiny models of seven architectures: log-probabilities, entropies and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from trl.trainer.utils import _ChunkedLogProbFunction, add_fused_lm_head
+
+from agile_trainers.packing.forward import PackedForward
+from agile_trainers.packing.support import longest_packed, why_padded
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "llama": LlamaConfig(**SIZES),
+    "gemma": GemmaConfig(**SIZES, head_dim=8),
+    "phi3": Phi3Config(**SIZES, sliding_window=40),
+    "gpt2": GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, attn_pdrop=0.0,
+                       embd_pdrop=0.0, bos_token_id=1, eos_token_id=2),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+}  # fmt: skip
+ANSWER = 16
+"""Columns of the completions."""
+
+
+def make_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.08)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+def rows() -> dict[str, torch.Tensor]:
+    """Two prompts, the same row twice, left and right padding, and a selection of tokens that are scored."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, 60, (6, 24))
+    ids[:3, :15], ids[3:, :12] = ids[0, :15].clone(), ids[3, :12].clone()
+    ids[1] = ids[0]
+    mask = torch.ones_like(ids)
+    mask[4, 20:] = 0
+    left = torch.zeros(6, 3, dtype=torch.long)
+    scored = (torch.rand(6, ANSWER) < 0.6) & mask[:, -ANSWER:].bool()
+    scored[1] = scored[0]
+    ids, mask = torch.cat([left, ids * mask], 1), torch.cat([left, mask], 1)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-ANSWER] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "scored": scored}
+
+
+def run(model: PreTrainedModel, forward: PackedForward, packed: bool, between: bool = False) -> list[torch.Tensor]:
+    """Log-probabilities, entropies and every gradient of an arbitrary function of both."""
+    batch = rows()
+    scored = batch.pop("scored")
+    outputs = forward.reading(model, scored, pack=lambda *_: packed)(**batch, fused_lm_head=True)
+    weights = torch.randn(scored.shape, generator=torch.Generator().manual_seed(2))
+    loss = (outputs.log_probs[:, -ANSWER:] * weights).sum() + 0.3 * (outputs.entropy[:, -ANSWER:] * weights).sum()
+    if between:  # other passes, one of them packed otherwise, before the backward pass
+        with torch.no_grad():
+            model(input_ids=batch["input_ids"])
+            half = {name: value[:3] for name, value in batch.items()}
+            forward.reading(model, scored[:3], pack=lambda *_: True)(**half, fused_lm_head=True)
+    model.zero_grad()
+    loss.backward()
+    assert not outputs.log_probs[:, -ANSWER:][~scored].any()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [outputs.log_probs[:, -ANSWER:], outputs.entropy[:, -ANSWER:], *gradients]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert len(found) == len(expected) > 10
+    error = sum(((a - b) ** 2).sum() for a, b in zip(found[2:], expected[2:], strict=True))
+    assert (error / sum((b**2).sum() for b in expected[2:])).sqrt() < 1e-5
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_rows_equal_padded_rows(name):
+    """And padded rows equal TRL's own reading of every position."""
+    model = make_model(name)
+    assert why_padded(model, model) is None
+    batch = rows()
+    labels = batch["labels"].clone()
+    labels[:, -ANSWER:][~batch["scored"]] = -100
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    trls = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions, labels=labels,
+        fused_lm_head=True,
+    )  # fmt: skip
+    forward = PackedForward(model)
+    padded = run(model, forward, packed=False)
+    assert_same(run(model, forward, packed=True), padded)
+    torch.testing.assert_close(padded[0], trls.log_probs[:, -ANSWER:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_checkpointing_recomputes_with_the_plan_of_the_forward_pass(packed, use_reentrant):
+    model = make_model("qwen2")
+    forward = PackedForward(model)
+    plain = run(model, forward, packed=False)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    assert_same(run(model, forward, packed=packed, between=True), plain)
+
+
+def test_padding_to_a_multiple_changes_nothing():
+    model = make_model("qwen2")
+    assert_same(
+        run(model, PackedForward(model, multiple=64), True), run(model, PackedForward(make_model("qwen2")), False)
+    )
+
+
+def test_the_head_and_the_decoder_read_what_is_needed(monkeypatch):
+    """Distinct tokens in the decoder, distinct scored tokens in the head; padded rows: all, and scored tokens."""
+    model, batch, seen = make_model("qwen2"), rows(), {}
+    forward = PackedForward(model)
+    model.model.register_forward_pre_hook(lambda _, __, inputs: seen.update(read=inputs["input_ids"].numel()),
+                                          with_kwargs=True)  # fmt: skip
+    count_head(monkeypatch, seen)
+    scored = batch.pop("scored")
+    tokens = scored.nonzero().tolist()
+    starts = [batch["input_ids"][i, 3 : 27 - ANSWER + t + 1] for i, t in tokens]  # up to the scored token
+    needed = {tuple(start[:k].tolist()) for start in starts for k in range(1, len(start))}
+    for packed in (False, True):
+        forward.reading(model, scored, pack=lambda *_, packed=packed: packed)(**batch, fused_lm_head=True)
+        assert seen["head"] == (len({tuple(start.tolist()) for start in starts}) if packed else len(tokens))
+        assert seen["read"] == (len(needed) if packed else batch["input_ids"].numel())
+    assert len(needed) < 0.7 * batch["input_ids"].numel()
+
+
+def count_head(monkeypatch: pytest.MonkeyPatch, seen: dict[str, int]) -> None:
+    """Count the hidden states that TRL's head reads."""
+    original = _ChunkedLogProbFunction.apply
+
+    def counted(hidden, *args):
+        seen["head"] = len(hidden)
+        return original(hidden, *args)
+
+    monkeypatch.setattr(_ChunkedLogProbFunction, "apply", counted)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_without_any_scored_token_have_a_gradient_of_zero(packed):
+    """Other processes wait for the backward pass of a micro-batch without signal."""
+    model, batch = make_model("qwen2"), rows()
+    scored = torch.zeros_like(batch.pop("scored"))
+    outputs = PackedForward(model).reading(model, scored, pack=lambda *_: packed)(**batch, fused_lm_head=True)
+    outputs.log_probs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.model.layers.parameters())
+
+
+REFUSED = {
+    "sinks": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 8}, "sinks"),
+    "linear attention": (
+        "Qwen3NextConfig",
+        {"layer_types": ["linear_attention", "full_attention"]},
+        "linear_attention",
+    ),
+    "recurrence": ("MambaConfig", {}, "linear_attention"),
+    "capped scores": ("Gemma2Config", {"head_dim": 8}, "caps attention"),
+    "slopes instead of positions": ("BloomConfig", {}, "counts positions"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_kinds_of_attention_keep_padded_rows(kind):
+    name, changes, reason = REFUSED[kind]
+    config = getattr(transformers, name)(**{**SIZES, **changes})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert reason in str(why_padded(model, model))
+
+
+def test_windows_bound_the_rows_that_are_packed():
+    sizes = {**SIZES, "sliding_window": 40}
+    with torch.device("meta"):
+        models = {
+            name: AutoModelForCausalLM.from_config(config)
+            for name, config in {
+                "all windows": Phi3Config(**sizes),
+                "unused": Qwen2Config(**sizes, use_sliding_window=False),
+                "some": Qwen2Config(**sizes, use_sliding_window=True, max_window_layers=1),
+                "none": LlamaConfig(**SIZES),
+            }.items()
+        }
+    found = {name: longest_packed(model) for name, model in models.items()}
+    assert found == {"all windows": 40, "unused": None, "some": 40, "none": None}

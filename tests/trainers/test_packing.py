@@ -1,0 +1,154 @@
+"""Packed against padded rows through the trainers: gradients, metrics, values, checkpoints and the decision itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checkpointed_runs import make, run_until
+from games import draw_batch, loss_and_gradients, make_trainer, relative_error
+from ppo_games import make_ppo, wake
+
+from agile_trainers.packing.cost import Cost
+from agile_trainers.packing.packer import PackingState
+
+MAKERS = {
+    "grpo": make_trainer,
+    "reinforce": lambda *args, **options: make_trainer(*args, algorithm="reinforce", num_generations=1, **options),
+    "ppo": make_ppo,
+}
+BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+PADDED = PackingState(checked=True, refused="a test")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "token level, KL, entropy": ("grpo", {"beta": 0.1, "entropy_coef": 0.05}),
+    "turn level": ("grpo", {"importance_sampling_level": "turn", "beta": 0.1}),
+    "sequence level": ("grpo", {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"}),
+    "whole model": ("grpo", {"lora": False, "beta": 0.1}),
+    "turns multiplied": ("grpo", {"importance_sampling_level": "turn", "turn_ratio_pooling": "sum"}),
+    "reinforce": ("reinforce", {"kl_placement": "reward", "beta": 0.1}),
+    "ppo": ("ppo", {}),
+    "ppo, values of tokens": ("ppo", {"advantage_granularity": "token"}),
+    "ppo, mean of a turn's values": ("ppo", {"turn_value_position": "mean"}),
+    "checkpointing": ("ppo", {"gradient_checkpointing": True}),
+    "reentrant checkpointing": (
+        "ppo", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+}  # fmt: skip
+
+
+def draw(trainer: Any) -> dict[str, torch.Tensor]:
+    """A batch of four groups' episodes, some of which share turns, and weights that have moved since."""
+    batch = draw_batch(trainer)
+    for name in ("old_per_token_logps", "ref_per_token_logps"):
+        if name in batch:
+            batch[name] = batch[name] + 0.2 * torch.randn(batch[name].shape, generator=torch.Generator().manual_seed(0))
+    if trainer.critic is not None:
+        trainer.critic.count_turns([batch])
+    return batch
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_gradient_and_metrics_equal_those_of_padded_rows(embedded_model, tmp_path, case):
+    algorithm, options = CASES[case]
+    trainer = MAKERS[algorithm](
+        embedded_model, tmp_path, num_iterations=2, sequence_packing="prefix", **{**BATCH, **options}
+    )
+    if algorithm == "ppo":
+        wake(trainer)
+    batch = draw(trainer)
+    assert trainer.packer.packs
+    if options.get("gradient_checkpointing"):
+        trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    results = []
+    for state in (trainer.packer.state, PADDED):
+        trainer.packer.state = state
+        trainer._metrics["train"].clear()
+        widths: list[tuple[int, int]] = []
+        hook = trainer.model.register_forward_pre_hook(
+            lambda _, __, kwargs, widths=widths: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        loss, gradients = loss_and_gradients(trainer, dict(batch))
+        hook.remove()
+        metrics = {
+            name: values[-1] for name, values in trainer._metrics["train"].items() if not name.startswith("time")
+        }
+        results.append((loss, gradients, metrics, widths))
+    (loss, gradients, metrics, packed), (padded_loss, padded_gradients, padded_metrics, padded) = results
+    assert [rows for rows, _ in packed] == [1] and [rows for rows, _ in padded] == [8]
+    assert packed[0][1] < 0.8 * padded[0][0] * padded[0][1], "the rows share no token: the test is empty"
+    torch.testing.assert_close(loss, padded_loss, rtol=1e-5, atol=1e-6)
+    assert relative_error(gradients, padded_gradients) < 1e-5
+    assert metrics == pytest.approx(padded_metrics, rel=1e-4, abs=1e-5, nan_ok=True) and "entropy" in metrics
+
+
+@pytest.mark.parametrize("algorithm", MAKERS)
+def test_scores_and_values_of_a_generation_batch_are_the_same(embedded_model, tmp_path, algorithm):
+    """Old, reference and critic passes; the gap to the sampler is measured on the packed ones."""
+    batches = []
+    for mode in ("prefix", "none"):
+        options = {"beta": 0.1, "num_iterations": 2, "sequence_packing": mode, "per_device_train_batch_size": 4}
+        trainer = MAKERS[algorithm](embedded_model, tmp_path / mode, **options)
+        batches.append(draw_batch(trainer))
+        assert trainer.packer.packs == (mode == "prefix")
+    counted = batches[0]["tool_mask"] * batches[0]["completion_mask"] > 0
+    names = ["old_per_token_logps", "ref_per_token_logps"]
+    for name in names:
+        ours, theirs = (batch[name][counted] for batch in batches)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        assert ours.abs().min() > 0
+    if algorithm == "ppo":
+        for name in ("old_values", "value_targets"):
+            torch.testing.assert_close(batches[0][name], batches[1][name], rtol=0, atol=1e-5)
+
+
+def test_a_run_that_is_killed_while_packing_continues_bitwise(embedded_model, tmp_path):
+    """In the middle of a generation batch; what the first batch decided is not decided again."""
+    options = {"sequence_packing": "prefix"}
+    whole = make("grpo", embedded_model, tmp_path / "whole", **options)
+    whole.train()
+    run_until(3, "grpo", embedded_model, tmp_path / "killed", **options)
+    resumed = make("grpo", embedded_model, tmp_path / "killed", **options)
+    resumed.packer._difference = None  # would fail if it were called
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.packer.state == PackingState(checked=True) and resumed.packer.packs
+    for (name, ours), theirs in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_auto_packs_where_it_pays_and_not_on_a_tiny_model(embedded_model, tmp_path, monkeypatch):
+    trainer = make_trainer(embedded_model, tmp_path / "tiny", **BATCH)
+    draw_batch(trainer)
+    assert trainer.packer.needs_check and not trainer.packer.packs
+    monkeypatch.setattr(Cost, "pays", lambda self, mask, trie: True)
+    trainer = make_trainer(embedded_model, tmp_path / "large", **BATCH)
+    draw_batch(trainer)
+    assert trainer.packer.packs
+
+
+@pytest.mark.parametrize("mode", ["auto", "prefix"])
+def test_rows_that_would_differ_stay_padded_with_a_warning(embedded_model, tmp_path, mode, monkeypatch, caplog):
+    """A model whose attention is not the one that is packed."""
+    from agile_trainers.packing import attention, packer
+
+    monkeypatch.setattr(Cost, "pays", lambda self, mask, trie: True)
+    right = attention.trie_attention
+    monkeypatch.setattr(attention, "trie_attention", lambda q, k, v, trie, scale: right(q, k, v, trie, 2 * scale))
+    warnings: list[str] = []
+    monkeypatch.setattr(packer.logger, "warning", lambda text, *values: warnings.append(text % values))
+    trainer = make_trainer(embedded_model, tmp_path, sequence_packing=mode, **BATCH)
+    if mode == "prefix":
+        with pytest.raises(ValueError, match="sequence_packing='prefix' does not fit"):
+            draw_batch(trainer)
+        return
+    draw_batch(trainer)
+    assert not trainer.packer.packs and "differ by" in warnings[0] and len(warnings) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"disable_dropout": False}, "dropout"), ({"sequence_packing": "some"}, "must be one of")],
+)
+def test_runs_that_cannot_be_packed_are_refused(embedded_model, tmp_path, options, reason):
+    with pytest.raises(ValueError, match=f"sequence_packing.*{reason}"):
+        make_trainer(embedded_model, tmp_path, lora={"lora_dropout": 0.1}, **{"sequence_packing": "prefix", **options})
