@@ -106,7 +106,7 @@ def test_other_terms_are_those_of_one_pass(embedded_model, tmp_path, changes):
 
 
 def test_the_value_loss_is_that_of_one_pass(embedded_model, tmp_path):
-    trainer = make_ppo(embedded_model, tmp_path, value_clip_range=0.1)
+    trainer = make_ppo(embedded_model, tmp_path, value_clip_range=0.1, sequence_packing="none")
     wake(trainer)
     batch = drawn(trainer)
     trainer.critic.count_turns([batch])
