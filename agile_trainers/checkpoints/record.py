@@ -60,8 +60,8 @@ class RolloutState:
     """Micro-steps taken."""
     micro_batches: list[Batch] | None
     """Micro-batches of the current generation batch; None at its start."""
-    idle_batches: int = 0
-    """Number of latest batches in a row without any signal."""
+    watch: dict[str, Any] = field(default_factory=dict)
+    """State of a :class:`~agile_trainers.trainers.watch.RunWatch`."""
     skipped_steps: dict[str, int] = field(default_factory=dict)
     """Counters of a :class:`~agile_trainers.trainers.nonfinite.StepGuard`."""
     pass_tokens: int | None = None
@@ -325,7 +325,7 @@ class RunCheckpoints:
             state = {
                 "generation": generation,
                 "position": position,
-                "idle_batches": rollout.idle_batches,
+                "watch": rollout.watch,
                 "skipped_steps": rollout.skipped_steps,
                 "pass_tokens": rollout.pass_tokens,
                 "packing": rollout.packing,
@@ -346,8 +346,8 @@ class RunCheckpoints:
             if file.with_suffix(".parquet").is_file():
                 episodes = read_rows(file.with_suffix(".parquet"))
         steps = state["generation"] * self._every + state["position"]
-        counters = state["idle_batches"], state.get("skipped_steps", {}), state.get("pass_tokens")
-        return RolloutState(steps, micro_batches, *counters, episodes, state.get("packing", {}))
+        others = state.get("watch", {}), state.get("skipped_steps", {}), state.get("pass_tokens")
+        return RolloutState(steps, micro_batches, *others, episodes, state.get("packing", {}))
 
     def at_epoch(self, sampler: Any) -> Any:
         """Draw the orders of the epochs that are over, so that the next is the one it would have been."""

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from transformers.utils import logging
 
 from agile_trainers.rollout.generators.base import SamplingSettings
-
-logger = logging.get_logger(__name__)
 
 EXACT, ROUNDED = 1e-3, 0.1
 """Largest normal mean gap, in nats a token: where both compute in fp32 on the same weights, and elsewhere."""
@@ -227,8 +224,18 @@ def explain(gap: Gap, bound: float, conditions: Conditions, first: float) -> str
     )
 
 
+@dataclass(frozen=True)
+class ClosedGap:
+    """The gap of a generation batch."""
+
+    metrics: dict[str, float]
+    """Under TRL's names; empty without a token that counts."""
+    warning: str | None
+    """The likely cause, if the gap is too wide."""
+
+
 class GapMonitor:
-    """Measures the gap of every generation batch, and warns or raises when it is too wide.
+    """Measures the gap of every generation batch, and explains or raises when it is too wide.
 
     Args:
         accelerator: The trainer's.
@@ -239,7 +246,6 @@ class GapMonitor:
     def __init__(self, accelerator: Accelerator, bound: float | None, conditions: Callable[[], Conditions]) -> None:
         self._meter, self._bound, self._conditions = GapMeter(accelerator), bound, conditions
         self._first: float | None = None
-        self._last = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -261,30 +267,23 @@ class GapMonitor:
         """Add the tokens of a forward pass; see :meth:`GapMeter.add`."""
         self._meter.add(log_probs, sampled, mask, turn_ids, prompt_mask[:, 0] == 0)
 
-    def close(self, *, is_first_step: bool) -> dict[str, float]:
-        """End the batch and return its gap as metrics, the same on all ranks.
+    def close(self, *, is_first_step: bool) -> ClosedGap:
+        """End the batch and return its gap, the same on all ranks.
 
         Args:
             is_first_step: True before the first optimizer step. A resumed run is past its first batch and only warns.
-
-        Returns:
-            The gap as metrics, under TRL's names; empty without a token that counts.
 
         Raises:
             SamplerMismatchError: In the run's first batch, if the gap is too wide and rounding cannot be the reason.
         """
         gap = self._meter.read()
         if gap is None:
-            return {}
+            return ClosedGap({}, None)
         conditions, is_first = self._conditions(), self._first is None and is_first_step
         bound = self._bound or (EXACT if conditions.exact else ROUNDED)
-        first, last = (gap.mean, 0.0) if self._first is None else (self._first, self._last)
-        self._first, self._last = first, gap.mean
-        if gap.mean > bound:
-            text = explain(gap, bound, conditions, first)
-            if is_first and conditions.exact:
-                raise SamplerMismatchError(text)
-            if last <= bound:  # once, until the gap has been narrow again
-                logger.warning(text)
+        first = self._first = gap.mean if self._first is None else self._first
+        text = explain(gap, bound, conditions, first) if gap.mean > bound else None
+        if text is not None and is_first and conditions.exact:
+            raise SamplerMismatchError(text)
         name = "sampling/sampling_logp_difference"
-        return {f"{name}/mean": gap.mean, f"{name}/max": gap.maximum}
+        return ClosedGap({f"{name}/mean": gap.mean, f"{name}/max": gap.maximum}, text)

@@ -153,6 +153,12 @@ class MultiTurnConfig(GRPOConfig):
         "Largest size of a run's episode records in gigabytes (10^9 bytes), over all processes. Beyond it, training batches "
         "are deleted: every second one first, so that the rest covers the whole run. None: no limit.",
     )
+    diagnosis_interval: int = option(
+        50,
+        "Generation batches from one measurement of the policy to the next, for the run's diagnosis: whether answers depend "
+        "on their prompt, and whether updates move the policy. One reads up to 68 prompts with an answer, without gradient, "
+        "over all processes. 0: none.",
+    )
     kl_placement: str = option(
         "loss",
         "Place of the penalty for leaving the reference, which `beta` weighs: `loss` (TRL's k3), `reward` (of each turn, "

@@ -180,7 +180,7 @@ VALUES: tuple[Rule, ...] = (
     Rule(("epsilon", "epsilon_high"), lambda _, value: not isinstance(value, (tuple, list)), _explain_pair),
     positive("sapo_temperature_pos", "sapo_temperature_neg"),
     positive("delta", "advantage_clip_range", "max_logprob_gap", optional=True),
-    at_least(0, "epsilon", "beta", "zero_advantage_eps"),
+    at_least(0, "epsilon", "beta", "zero_advantage_eps", "diagnosis_interval"),
     at_least(0, "epsilon_high", "off_policy_mask_threshold", optional=True),
     in_unit_interval("top_entropy_quantile", "gamma"),
     one_of("importance_sampling_level", "token", "turn", "sequence"),

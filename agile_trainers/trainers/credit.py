@@ -83,6 +83,10 @@ def gather_turns(
     return inputs
 
 
+_NONE = 1e-6
+"""Largest absolute advantage that counts as none in the metric ``advantage/silent``."""
+
+
 def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bool) -> Credit:
     """Whiten, clip and pool advantages as the options say, and add their metrics.
 
@@ -93,6 +97,8 @@ def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bo
         per_sequence: True if the importance ratio is one per sequence; the advantage is then pooled over it too.
     """
     advantages, metrics = credit.advantages, dict(credit.metrics)
+    live = ((advantages.abs() > _NONE) & mask).any(dim=1)[mask.any(dim=1)].float()
+    metrics["advantage/silent"] = 1.0 - live.mean().item() if live.numel() else 1.0
     if args.whiten_advantages:
         advantages = whiten(advantages, mask)
     if args.advantage_clip_range is not None:

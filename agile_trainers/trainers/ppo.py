@@ -141,4 +141,5 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         if predicted.numel():
             metrics["value/mean"] = predicted.mean().item()
             metrics["value/error"] = (predicted - target).square().mean().sqrt().item()
+            metrics["value/spread"] = target.std(correction=0).item()
         return Credit(advantages, metrics, {TARGETS: targets})

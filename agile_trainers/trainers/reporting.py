@@ -1,4 +1,4 @@
-"""Computes the metrics of training and evaluation, and warnings about batches without signal."""
+"""Computes the metrics of training and evaluation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers.trainer_utils import speed_metrics
 
 from agile_trainers.evaluation.results import evaluation_metrics
 from agile_trainers.rollout.metrics import summarize
+from agile_trainers.types import StopReason
 
 
 def training_summary(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, float]:
@@ -22,15 +23,21 @@ def training_summary(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str
 
     Returns:
         The metrics of :func:`~agile_trainers.rollout.metrics.summarize` and of :func:`length_summary`, ``time/rollout``,
-        ``rollout_tokens_per_second``.
+        ``rollout_tokens_per_second``, and ``return/answers_cut``, the mean return of episodes with a cut answer.
     """
     tokens = sum(row["action_tokens"] for row in rows)
     speed = {"time/rollout": seconds, "rollout_tokens_per_second": tokens / seconds} if seconds else {}
     return {
         **summarize(rows),
         **length_summary(rows),
+        **_cut_returns(rows),
         **speed,
     }
+
+
+def _cut_returns(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    cut = [row["return"] for row in rows if row["answers_cut"] and not StopReason(row["stop_reason"]).failed]
+    return {"return/answers_cut": fmean(cut)} if cut else {}
 
 
 def length_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -114,36 +121,3 @@ def _by_environment(
         known = [reward for _, reward in own if not isnan(reward)]
         found[name] = [row for row, _ in own], {"reward": fmean(known)} if known else {}
     return found
-
-
-IDLE_BATCHES = 5
-"""Number of batches in a row without signal before a warning; single ones are normal."""
-
-
-def degeneracies(
-    summary: dict[str, float], idle_batches: int, error: str | None, truncated_are_masked: bool
-) -> list[str]:
-    """List warnings about batches from which nothing is learned.
-
-    Args:
-        summary: The output of :func:`training_summary`.
-        idle_batches: Number of batches in a row, up to this one, whose advantages were all 0.
-        error: An error that an environment raised, if any.
-        truncated_are_masked: ``mask_truncated_completions``.
-    """
-    warnings = []
-    failures = summary["stop/environment_error"] + summary["stop/environment_timeout"]
-    if failures:
-        warnings.append(f"The environment failed in {failures:.0%} of the episodes, which are not trained on: {error}")
-    cut = sum(summary[f"stop/{reason}"] for reason in ("truncated", "max_turns", "context_full"))
-    if cut == 1.0 and truncated_are_masked:
-        warnings.append(
-            "Every episode was cut short and mask_truncated_completions=True: nothing is trained on. Raise max_turns or "
-            "max_model_length."
-        )
-    if idle_batches and idle_batches % IDLE_BATCHES == 0:
-        warnings.append(
-            f"Every advantage of the last {idle_batches} batches is 0: the members of each group had equal rewards, which "
-            "gives no gradient. The task is too hard, too easy, or its reward is constant."
-        )
-    return warnings

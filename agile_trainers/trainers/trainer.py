@@ -75,6 +75,7 @@ from agile_trainers.trainers.reference import ReferencePolicy
 from agile_trainers.trainers.reward_functions import drained_metrics, reward_inputs, without_failed
 from agile_trainers.trainers.scoring import Scorer, Scores
 from agile_trainers.trainers.updates import Updates, rows_of_episodes
+from agile_trainers.trainers.watch import PolicyMeasurements, RunWatch
 from agile_trainers.types import Trajectory, TurnBatch
 
 logger = logging.get_logger(__name__)
@@ -148,6 +149,8 @@ class MultiTurnTrainer(GRPOTrainer):
     reference: ReferencePolicy
     critic: Critic | None = None
     evaluator: EpisodeEvaluator
+    watch: RunWatch
+    """Says why the run does not learn."""
     episode_log: EpisodeLog
     records: EpisodeRecords
     checkpoints: RunCheckpoints
@@ -294,7 +297,10 @@ class MultiTurnTrainer(GRPOTrainer):
         self.packer = make_packer(self)
         self.scorer = Scorer(self, self.packer, self._get_per_token_logps_and_entropies)
         self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
-        self.episode_log = EpisodeLog(self, self.environment)
+        token_ids = (self._tokenizer.pad_token_id, self.eos_token_ids[0])
+        measurements = PolicyMeasurements(self.scorer, self.accelerator, args.diagnosis_interval, token_ids)
+        self.watch = RunWatch(args, measurements, speaks=self.accelerator.is_main_process)
+        self.episode_log = EpisodeLog(self, self.environment, self.watch.note)
         self.evaluator = EpisodeEvaluator(self, self.engine, self.sampler, setup.mixture, self._reward)
         if args.has_critic:
             self.critic = Critic(self, self.packer, inputs.saved)
@@ -550,7 +556,8 @@ class MultiTurnTrainer(GRPOTrainer):
         scores = scores or self._score(batch, credit.advantages)
         output = self._train_batch(batch, credit, scores, read)
         self._open_gap(batch, scores, output.tool_mask > 0)
-        metrics = self.episode_log.summarize(trajectories, rewards, self._rollout_seconds, credit.metrics)
+        self._add_metrics(self.watch.measure(generation, trajectories))
+        metrics = self.episode_log.summarize(trajectories, rewards, self._rollout_seconds)
         metrics |= self.sampler.sync_metrics() | drained_metrics(self._pending_metrics, self.accelerator)
         self._add_metrics(metrics)
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -674,7 +681,9 @@ class MultiTurnTrainer(GRPOTrainer):
             self._close_gap()
 
     def _close_gap(self) -> None:
-        self._add_metrics(self.gap.close(is_first_step=self.state.global_step == 0))
+        closed = self.gap.close(is_first_step=self.state.global_step == 0)
+        self._add_metrics(closed.metrics)
+        self.watch.note("sampler_gap", closed.warning)
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         if self.engine is None:
@@ -764,7 +773,10 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         with self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+            if self.engine is None:
+                return super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+            with self.watch.looking(self.state.global_step, self._metrics["train"]):
+                super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     # --------------------------------------------------------------------------------------------------- evaluation
 
@@ -882,7 +894,7 @@ class MultiTurnTrainer(GRPOTrainer):
             return super()._save_checkpoint(model, trial)
         check_finite(self.model, self.accelerator, self.state.global_step)
         run = Path(self._get_output_dir(trial))
-        rollout = RolloutState(self._step, self._buffered_inputs, self.episode_log.idle_batches, dict(vars(self.guard)))
+        rollout = RolloutState(self._step, self._buffered_inputs, self.watch.state(), dict(vars(self.guard)))
         rollout.pass_tokens, rollout.episodes = self.passes.budget, self.records.unfinished
         rollout.packing = dict(vars(self.packer.state))
         with self.checkpoints.saving(run, rollout) as building:
@@ -924,7 +936,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.is_deepspeed_enabled:
             self.reference.restore_after_deepspeed(Path(checkpoint))
         rollout = self.checkpoints.load_rollout(checkpoint)
-        self.episode_log.idle_batches = rollout.idle_batches
+        self.watch.restore(rollout.watch)
         self.guard = StepGuard(**rollout.skipped_steps)
         self.passes.restore(rollout.pass_tokens)
         self.packer.state = PackingState(**rollout.packing)

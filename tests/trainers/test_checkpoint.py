@@ -67,17 +67,22 @@ def test_killed_at_every_step(embedded_model, tmp_path, case):
     assert len(buffers[1]) == 1, "killed inside a generation batch"
 
 
-def test_idle_batches_are_counted_on(embedded_model, tmp_path):
+def test_the_diagnosis_goes_on(embedded_model, tmp_path):
     class Indifferent(Chatter):
         def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
             observation, _, *rest = super().step(action)
             return observation, 0.0, *rest
 
-    settings = {"environment": Indifferent, "max_steps": 2, **SAVING}
+    settings = {"environment": Indifferent, "max_steps": 2, "diagnosis_interval": 2, **SAVING}
     make_trainer(embedded_model, tmp_path, **settings).train()
     resumed = make_trainer(embedded_model, tmp_path, **{**settings, "max_steps": 3})
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.episode_log.idle_batches == 3
+    state = resumed.watch.state()
+    assert state["diagnosis"]["history"]["latest"]["advantage/silent"] == [1.0, 1.0, 1.0]
+    # The answers of the first measurement are those that a resumed run compares.
+    assert resumed.state.log_history[-2]["policy_change"] == 0.0
+    once = json.loads((tmp_path / "checkpoint-2" / "rollout" / "position.json").read_text())["watch"]
+    assert state["measurements"] == once["measurements"] and once["measurements"]["landmarks"]
 
 
 # ------------------------------------------------------------------------------------------------------- interrupted saves

@@ -10,7 +10,8 @@ from several_processes import SCRIPT, episodes, launch
 LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns/mean", "tokens_per_turn", "reward",
           "groups_without_signal", "turns_without_comparison", "num_tokens", "kl", "success",
           "reward_std", "frac_reward_zero_std", "completions/min_length", "completions/clipped_ratio", "judge/turns",
-          "rewards/judge/mean", "rewards/judge/std", "stop/environment_error"]  # fmt: skip
+          "rewards/judge/mean", "rewards/judge/std", "stop/environment_error", "prompt_information", "advantage/silent",
+          "return/answers_cut"]  # fmt: skip
 
 
 CASES = {

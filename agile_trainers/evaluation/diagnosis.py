@@ -1,0 +1,495 @@
+"""Names the reasons why a run does not learn, from its metrics: one table of findings, and the watcher that reports them.
+
+Every condition is a pure function of a :class:`History` of metrics and the run's options. ``docs/troubleshooting.md`` has a
+section for each finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import isnan
+from statistics import fmean, variance
+from typing import Any
+
+BATCHES = 5
+"""Values over which a condition on the episodes must hold."""
+UPDATES = 10
+"""Values over which a condition on the updates must hold."""
+KEPT = 40
+"""Values that are kept of each metric."""
+QUIET = 100
+"""Steps for which a finding must have been absent before it is reported again."""
+
+SOLVED = 0.95
+"""Share of successful episodes from which a task is solved."""
+UNSOLVED = 0.02
+"""Share of successful episodes up to which a task is too hard."""
+EASY = 0.8
+"""Share of successful episodes from which a task is too easy for the policy that training starts with."""
+SILENT = 0.95
+"""Share of episodes without advantage from which a batch has no signal."""
+STILL = 1e-3
+"""Change of a token's log-probability, in nats, up to which a policy has not moved."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A reason why a run does not learn, or the report that it has learned."""
+
+    name: str
+    step: int
+    """Optimizer steps before."""
+    evidence: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"[{self.name}] {self.evidence} {self.advice} (docs/troubleshooting.md#{self.name})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the finding as a line of ``findings.jsonl``."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The measurement behind a finding."""
+
+    text: str
+    """One sentence."""
+    size: float = 1.0
+    """Severity, larger is worse. A finding is reported again when this has doubled."""
+
+
+@dataclass
+class History:
+    """The metrics that the conditions read.
+
+    Args:
+        patience: False evaluates every condition on the latest value alone, for episodes that are played before training.
+    """
+
+    patience: bool = True
+    latest: dict[str, list[float]] = field(default_factory=dict)
+    """The last ``KEPT`` values of each metric."""
+    earliest: dict[str, list[float]] = field(default_factory=dict)
+    """The first ``BATCHES`` values of each metric."""
+    highest: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Number of values that each metric has had."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Evidence that is established elsewhere, by the name of its finding."""
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Append a value of each metric; values that are not a number, and metrics that nothing reads, are left out."""
+        for name in METRICS & metrics.keys():
+            value = metrics[name]
+            if isnan(value):
+                continue
+            self.latest[name] = [*self.latest.get(name, []), value][-KEPT:]
+            if len(self.earliest.setdefault(name, [])) < BATCHES:
+                self.earliest[name].append(value)
+            self.highest[name] = max(value, self.highest.get(name, value))
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def last(self, name: str, count: int) -> list[float]:
+        """Return the last ``count`` values; an empty list if there are fewer."""
+        values = self.latest.get(name, [])
+        count = count if self.patience else 1
+        return values[-count:] if len(values) >= count else []
+
+    def mean(self, name: str, count: int = BATCHES) -> float | None:
+        """Return the mean of the last ``count`` values; None if there are fewer."""
+        values = self.last(name, count)
+        return fmean(values) if values else None
+
+    def first(self, name: str) -> float | None:
+        """Return the mean of the first ``BATCHES`` values; None if there are fewer."""
+        values = self.earliest.get(name, [])
+        return fmean(values) if len(values) == BATCHES or (values and not self.patience) else None
+
+    def rises(self, name: str, count: int = UPDATES) -> bool:
+        """Return True if the last ``count`` values exceed those before by more than two standard errors."""
+        values = self.last(name, 2 * count)
+        if len(values) < 2 * count:
+            return False
+        before, after = values[:count], values[count:]
+        return fmean(after) - fmean(before) > 2 * ((variance(before) + variance(after)) / count) ** 0.5
+
+
+# ------------------------------------------------------------------------------------------------------- conditions
+
+
+def _without_signal(history: History, options: Any) -> float | None:
+    """Return the share of episodes without advantage if it is at least ``SILENT``; 1 if all returns are equal."""
+    silent = None if options.has_critic else history.mean("advantage/silent")
+    if silent is not None:
+        return silent if silent >= SILENT else None
+    spreads, lowest, highest = (history.last(f"return/{name}", BATCHES) for name in ("std", "min", "max"))
+    equal = spreads and max(spreads) == 0.0 and min(lowest) == max(highest)
+    return 1.0 if equal else None
+
+
+def _solved(history: History, options: Any) -> Evidence | None:
+    success = history.mean("success")
+    if success is None or success < SOLVED:
+        return None
+    first = history.first("success") or 0.0
+    since = " from the first batches on" if history.patience and first >= SOLVED else ""
+    return Evidence(f"Solved: {success:.0%} of the latest episodes succeeded{since}.")
+
+
+def _dead_groups(history: History, options: Any) -> Evidence | None:
+    silent, success = _without_signal(history, options), history.mean("success")
+    if silent is None or (success is not None and success <= UNSOLVED):
+        return None
+    known = "" if success is None else f" (success {success:.0%})"
+    return Evidence(
+        f"{silent:.0%} of the latest episodes gave no gradient{known}: the members of their groups had equal rewards."
+    )
+
+
+def _too_hard(history: History, options: Any) -> Evidence | None:
+    silent, success = _without_signal(history, options), history.mean("success")
+    if silent is None or success is None or success > UNSOLVED:
+        return None
+    return Evidence(f"{success:.0%} of the latest episodes succeeded, and {silent:.0%} of them gave no gradient.")
+
+
+def _too_easy(history: History, options: Any) -> Evidence | None:
+    first = history.first("success")
+    if first is None or not EASY <= first < SOLVED:
+        return None
+    return Evidence(f"{first:.0%} of the first episodes succeeded, before the policy had learned anything.")
+
+
+def _entropy_collapse(history: History, options: Any) -> Evidence | None:
+    first, now = history.first("entropy"), history.mean("entropy", UPDATES)
+    if first is None or now is None or now > max(0.1 * first, 0.005) or history.rises("return/mean"):
+        return None
+    return Evidence(f"The entropy is {now:.2g} nats a token; it began at {first:.2g}.")
+
+
+def _template_collapse(history: History, options: Any) -> Evidence | None:
+    now, entropy, first = (
+        history.mean("prompt_information", 2), history.mean("entropy"), history.first("entropy"),
+    )  # fmt: skip
+    best = history.highest.get("prompt_information", 0.0)
+    if now is None or entropy is None or first is None:
+        return None
+    if best < 0.25 or now > 0.2 * best or entropy < 0.3 * first:
+        return None
+    return Evidence(
+        f"Answers tell {max(now, 0):.0%} of what they could about their prompt, once {best:.0%}, at an entropy of "
+        f"{entropy:.2g} nats a token: they vary, but not with the prompt."
+    )
+
+
+def _cut_answers(history: History, options: Any) -> Evidence | None:
+    share = history.mean("answers_cut")
+    if share is None or share < 0.25:
+        return None
+    cut, everyone, spread = (history.mean(f"return/{name}") for name in ("answers_cut", "mean", "std"))
+    worse = None not in (cut, everyone, spread) and cut < everyone - 0.1 * spread  # type: ignore[operator]
+    # A limit of a few tokens may be the design of a task; there, only the returns tell whether it hurts.
+    if not (worse or spread == 0.0 or (share >= SILENT and options.max_new_tokens >= 16)):
+        return None
+    paid = f" and the episodes with one returned {cut:.3g} (mean of all: {everyone:.3g})" if worse else ""
+    return Evidence(f"{share:.0%} of the answers were cut at max_new_tokens={options.max_new_tokens}{paid}.", share)
+
+
+def _context_full(history: History, options: Any) -> Evidence | None:
+    share = history.mean("stop/context_full")
+    if share is None or share < 0.1:
+        return None
+    limit = options.max_model_length
+    named = "the model's context" if limit is None else f"max_model_length={limit}"
+    return Evidence(f"{share:.0%} of the episodes ended because the conversation filled {named}.", share)
+
+
+def _episodes_cut(history: History, options: Any) -> Evidence | None:
+    own, turns, full = (history.mean(f"stop/{name}") for name in ("truncated", "max_turns", "context_full"))
+    if own is None or turns is None or full is None:
+        return None
+    masked = options.mask_truncated_completions
+    cut = turns + full + (own if masked else 0.0)
+    success, spreads = history.mean("success"), history.last("return/std", BATCHES)
+    lost = masked or (success is not None and success <= UNSOLVED) or (success is None and not any(spreads))
+    if cut < 0.999 or not lost:
+        return None
+    fate = " and mask_truncated_completions=True leaves them out: nothing is trained on" if masked else ""
+    return Evidence(f"A limit cut every episode short (max_turns={options.max_turns}){fate}.")
+
+
+def _ratio_clipped(history: History, options: Any) -> Evidence | None:
+    name = "cispo_clip_ratio" if options.loss_type == "cispo" else "clip_ratio/region_mean"
+    share = history.mean(name, UPDATES)
+    # One ratio per sequence leaves a narrow range at once; GSPO's paper clips 15 % of the tokens.
+    if share is None or share < (0.5 if options.importance_sampling_level == "sequence" else 0.3):
+        return None
+    return Evidence(f"{share:.0%} of the tokens are clipped: the policy moves too far on one batch.", share)
+
+
+def _sampler_gap(history: History, options: Any) -> Evidence | None:
+    text = history.notes.get("sampler_gap")
+    gap = history.mean("sampling/sampling_logp_difference/mean", 1)
+    return None if text is None else Evidence(text, gap or 1.0)
+
+
+def _kl_runaway(history: History, options: Any) -> Evidence | None:
+    values = history.last("kl", 2 * UPDATES)
+    if not values:
+        return None
+    before, now = fmean(values[:UPDATES]), fmean(values[-UPDATES:])
+    if now < 1.0 or now < before:
+        return None
+    return Evidence(f"The policy is {now:.2g} nats a token away from its reference (beta={options.beta}).", now)
+
+
+def _value_not_learning(history: History, options: Any) -> Evidence | None:
+    if history.counts.get("value/error", 0) < 3 * UPDATES:
+        return None
+    errors, spreads = (history.last(f"value/{name}", 2 * UPDATES) for name in ("error", "spread"))
+    if not errors or not spreads:
+        return None
+    error, spread = (fmean(value**2 for value in values) ** 0.5 for values in (errors, spreads))
+    if error <= 1.25 * spread or error < 1e-2:
+        return None
+    return Evidence(
+        f"The critic's error is {error:.2g}, and that of a critic that always says the mean would be {spread:.2g}.",
+        error / max(spread, 1e-6),
+    )
+
+
+def _no_weight_change(history: History, options: Any) -> Evidence | None:
+    change = history.mean("policy_change", 1)
+    if change is None or change > STILL or history.counts.get("advantage/silent", 0) < 2 * UPDATES:
+        return None
+    return Evidence(
+        f"Since the first measurement the log-probabilities of the same answers moved by {change:.1g} nats a token: the "
+        "updates change nothing."
+    )
+
+
+def _environment_failing(history: History, options: Any) -> Evidence | None:
+    share = sum(history.mean(f"stop/environment_{kind}", 1) or 0.0 for kind in ("error", "timeout"))
+    if not share:
+        return None
+    error = history.notes.get("environment_failing", "see the records of episodes")
+    return Evidence(f"The environment failed in {share:.0%} of the episodes, which are not trained on: {error.rstrip('.')}.", share)
+
+
+def _environment_ignores_seed(history: History, options: Any) -> Evidence | None:
+    share, text = history.mean("groups_with_different_starts", 1), history.notes.get("environment_ignores_seed")
+    if text is None and not share:
+        return None
+    return Evidence(text or f"{share:.0%} of the groups did not start from the same observation.", share or 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------------ table
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """A row of the table: when a finding is made, and what to change."""
+
+    name: str
+    """Also the name of its section in ``docs/troubleshooting.md``."""
+    reads: tuple[str, ...]
+    """The metrics that its condition looks at."""
+    shown_by: Callable[[History, Any], Evidence | None]
+    """Returns the evidence, or None if there is none."""
+    advice: str
+    """One or two sentences that name the options to change."""
+    options: tuple[str, ...] = ()
+    """The options that the advice names."""
+    unless: tuple[str, ...] = ()
+    """Findings that explain this one: with any of them it is not reported."""
+
+
+_EPISODES = ("success", "advantage/silent", "return/mean", "return/std", "return/min", "return/max")
+
+SYMPTOMS: tuple[Symptom, ...] = (
+    Symptom(
+        "solved", ("success",), _solved,
+        "Stop here, or go on with a harder task.",
+    ),
+    Symptom(
+        "too_hard", _EPISODES, _too_hard,
+        "Choose an easier level, reward partial progress, or train on demonstrations first (--model of an SFT stage). A "
+        "larger num_generations finds rarer successes.",
+        ("num_generations",),
+    ),
+    Symptom(
+        "dead_groups", _EPISODES, _dead_groups,
+        "Check that the reward depends on the answer, and mix tasks that the policy solves sometimes. A larger "
+        "num_generations or temperature makes the members of a group differ.",
+        ("num_generations", "temperature"), unless=("solved",),
+    ),
+    Symptom(
+        "too_easy", _EPISODES, _too_easy,
+        "Choose a harder level or harder rows: most episodes teach nothing.",
+        unless=("solved",),
+    ),
+    Symptom(
+        "entropy_collapse", ("entropy", "return/mean"), _entropy_collapse,
+        "Set entropy_coef (0.01 to 0.05), lower learning_rate, or raise temperature or epsilon_high.",
+        ("entropy_coef", "learning_rate", "temperature", "epsilon_high"), unless=("solved",),
+    ),
+    Symptom(
+        "template_collapse", ("prompt_information", "entropy"), _template_collapse,
+        "Lower entropy_coef, set beta, and raise num_generations or leave out groups whose rewards hardly differ: noise "
+        "drives the updates.",
+        ("entropy_coef", "beta", "num_generations"), unless=("solved",),
+    ),
+    Symptom(
+        "cut_answers", ("answers_cut", "return/answers_cut", "return/mean", "return/std"), _cut_answers,
+        "Raise max_new_tokens, ask for shorter answers in system_prompt, or set stop_strings.",
+        ("max_new_tokens", "system_prompt", "stop_strings"), unless=("solved",),
+    ),
+    Symptom(
+        "context_full", ("stop/context_full",), _context_full,
+        "Raise max_model_length, or lower max_new_tokens, max_turns or max_observation_length.",
+        ("max_model_length", "max_new_tokens", "max_turns", "max_observation_length"),
+    ),
+    Symptom(
+        "episodes_cut", ("stop/truncated", "stop/max_turns", "stop/context_full", "success", "return/std"), _episodes_cut,
+        "Raise max_turns or max_model_length, end episodes sooner, or set mask_truncated_completions=False.",
+        ("max_turns", "max_model_length", "mask_truncated_completions"),
+    ),
+    Symptom(
+        "ratio_clipped", ("clip_ratio/region_mean", "cispo_clip_ratio"), _ratio_clipped,
+        "Lower learning_rate or num_iterations, make batches smaller in steps (steps_per_generation), or raise epsilon and "
+        "epsilon_high.",
+        ("learning_rate", "num_iterations", "steps_per_generation", "epsilon", "epsilon_high"),
+    ),
+    Symptom(
+        "sampler_gap", ("sampling/sampling_logp_difference/mean",), _sampler_gap,
+        "Remove the cause, set vllm_importance_sampling_correction=True, or raise max_logprob_gap if the gap is expected.",
+        ("vllm_importance_sampling_correction", "max_logprob_gap"),
+    ),
+    Symptom(
+        "kl_runaway", ("kl",), _kl_runaway,
+        "Raise beta or lower learning_rate; reference_update_steps moves the reference along.",
+        ("beta", "learning_rate", "reference_update_steps"),
+    ),
+    Symptom(
+        "value_not_learning", ("value/error", "value/spread"), _value_not_learning,
+        "Raise critic_learning_rate or vf_coef, give the critic a head start with critic_warmup_steps, or lower "
+        "learning_rate.",
+        ("critic_learning_rate", "vf_coef", "critic_warmup_steps", "learning_rate"), unless=("solved",),
+    ),
+    Symptom(
+        "no_weight_change", ("policy_change", *_EPISODES), _no_weight_change,
+        "Raise learning_rate (1e-5 and more for an adapter, 1e-6 and more for all weights), and train weights in float32 if "
+        "they are bfloat16: smaller changes are rounded away.",
+        ("learning_rate",), unless=("solved", "dead_groups", "too_hard", "episodes_cut"),
+    ),
+    Symptom(
+        "environment_failing", ("stop/environment_error", "stop/environment_timeout"), _environment_failing,
+        "Mend the environment; agile-trainers check plays it without a model. Raise environment_timeout if it is slow.",
+        ("environment_timeout",),
+    ),
+    Symptom(
+        "environment_ignores_seed", ("groups_with_different_starts",), _environment_ignores_seed,
+        "A group's returns are compared as if only the answers differed: derive all randomness of reset from its seed.",
+    ),
+)  # fmt: skip
+"""Every finding, in the order in which findings of the same step are reported."""
+
+METRICS = frozenset(name for symptom in SYMPTOMS for name in symptom.reads)
+"""The metrics that the conditions read."""
+
+
+def findings(history: History, options: Any, step: int) -> dict[str, tuple[Finding, float]]:
+    """Evaluate all conditions.
+
+    Args:
+        history: The run's metrics.
+        options: The run's configuration, a ``MultiTurnConfig``.
+        step: Optimizer steps before.
+
+    Returns:
+        What holds now, by name, with its severity.
+    """
+    held: dict[str, tuple[Finding, float]] = {}
+    for symptom in SYMPTOMS:
+        evidence = symptom.shown_by(history, options)
+        if evidence is not None:
+            held[symptom.name] = Finding(symptom.name, step, evidence.text, symptom.advice), evidence.size
+    return {
+        symptom.name: held[symptom.name]
+        for symptom in SYMPTOMS
+        if symptom.name in held and not held.keys() & set(symptom.unless)
+    }
+
+
+def findings_before(
+    metrics: Mapping[str, float], options: Any, notes: Mapping[str, str] | None = None
+) -> list[Finding]:
+    """Name what episodes that were played before training show, with the names and advice of a run.
+
+    Args:
+        metrics: The metrics of one batch of episodes.
+        options: The run's configuration.
+        notes: Evidence that is established elsewhere, by the name of its finding.
+    """
+    history = History(patience=False, notes=dict(notes or {}))
+    history.add(metrics)
+    return [finding for finding, _ in findings(history, options, 0).values()]
+
+
+# ---------------------------------------------------------------------------------------------------------- watcher
+
+
+class Diagnosis:
+    """Watches a run: takes its metrics step by step, and returns each finding once.
+
+    A finding is returned again if it was absent for ``QUIET`` steps, or its severity has doubled.
+
+    Args:
+        options: The run's configuration, a ``MultiTurnConfig``.
+    """
+
+    def __init__(self, options: Any) -> None:
+        self._options, self._history = options, History()
+        self._said: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
+
+    def note(self, name: str, text: str | None) -> None:
+        """Take evidence that is established elsewhere.
+
+        Args:
+            name: The finding's.
+            text: One sentence; None withdraws it.
+        """
+        if text is None:
+            self._history.notes.pop(name, None)
+        else:
+            self._history.notes[name] = text
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """Take the metrics of an optimizer step and return the findings to report.
+
+        Args:
+            step: Optimizer steps taken.
+            metrics: New values; those of a rollout come with one step of each generation batch only.
+        """
+        self._history.add(metrics)
+        told = []
+        for name, (finding, size) in findings(self._history, self._options, step).items():
+            said, seen = self._said.get(name), self._seen.get(name, step)
+            if said is None or size >= 2 * said or step - seen > QUIET:
+                told.append(finding)
+                self._said[name] = size
+            self._seen[name] = step
+        return told
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON can hold it, for a checkpoint."""
+        return {"history": asdict(self._history), "said": dict(self._said), "seen": dict(self._seen)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from the :meth:`state` of a checkpoint."""
+        self._history = History(**state["history"])
+        self._said, self._seen = dict(state["said"]), dict(state["seen"])

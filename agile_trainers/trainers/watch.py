@@ -1,0 +1,216 @@
+"""Watches a run for its diagnosis: takes the metrics of every step, and measures the policy itself now and then.
+
+The measurements are two: whether answers depend on their prompt (``prompt_information``), and whether updates move the
+policy (``policy_change``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers.utils import logging
+
+from agile_trainers.evaluation.diagnosis import Diagnosis, Finding
+from agile_trainers.objectives.prompt_information import prompt_information
+from agile_trainers.rollout.collate import collate
+from agile_trainers.trainers.scoring import Scorer
+from agile_trainers.types import StopReason, Trajectory, Turn
+
+logger = logging.get_logger(__name__)
+
+PAIRS = 8
+"""Largest number of prompts, and of answers, that are compared with each other."""
+FEWEST_PAIRS = 4
+"""Different prompts that a comparison needs."""
+LANDMARKS = 4
+"""Answers of the first measurement whose log-probabilities later ones compare."""
+ANSWER_TOKENS = 256
+"""Tokens of an answer that are read, at most."""
+FIRST_TURNS = 4
+"""Turns among which the one to compare is chosen."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and the whole conversation before it, in tokens."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+    def after(self, prompt_ids: list[int]) -> Answer:
+        """Return the same answer after another prompt."""
+        return Answer(prompt_ids, self.answer_ids)
+
+
+def answers_of_turn(trajectories: Sequence[Trajectory], turn: int) -> list[Answer]:
+    """Return the answers of one turn, one for each different conversation before it, at most ``PAIRS``."""
+    found: dict[tuple[int, ...], Answer] = {}
+    for episode in trajectories:
+        if len(episode.turns) > turn and not episode.stop_reason.failed:
+            start, end = episode.turns[turn].start, episode.turns[turn].end
+            before = [*episode.prompt_ids, *episode.completion_ids[:start]]
+            found.setdefault(
+                tuple(before), Answer(before, episode.completion_ids[start : min(end, start + ANSWER_TOKENS)])
+            )
+    return list(found.values())[:PAIRS]
+
+
+def compared_answers(trajectories: Sequence[Trajectory]) -> list[Answer]:
+    """Choose the answers to compare, of all processes: those of the first turn with enough different conversations.
+
+    All are of the same turn, so that only the content of a conversation tells them apart. Empty if no turn has at least
+    ``FEWEST_PAIRS``, as with a single prompt and one turn.
+    """
+    every = gather_object([[answers_of_turn(trajectories, turn) for turn in range(FIRST_TURNS)]])
+    for turn in range(FIRST_TURNS):
+        different = {tuple(answer.prompt_ids): answer for own in every for answer in own[turn]}
+        if len(different) >= FEWEST_PAIRS:
+            return list(different.values())[:PAIRS]
+    return []
+
+
+class PolicyMeasurements:
+    """Measures the policy on answers of the latest episodes, without gradient.
+
+    One measurement reads up to ``PAIRS`` squared plus ``LANDMARKS`` rows of a prompt and an answer, over all processes.
+
+    Args:
+        scorer: Computes log-probabilities.
+        accelerator: The trainer's.
+        every: Generation batches from one measurement to the next; 0 for none.
+        token_ids: Ids of the padding and of the end of an answer.
+    """
+
+    def __init__(self, scorer: Scorer, accelerator: Accelerator, every: int, token_ids: tuple[int, int]) -> None:
+        self._scorer, self._accelerator, self._every, self._token_ids = scorer, accelerator, every, token_ids
+        self._landmarks: list[Answer] = []
+        self._first: list[list[float]] = []
+        self.rows = 0
+        """Rows that all measurements of this process read."""
+
+    def take(self, generation: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Measure if it is time to. Every rank must call it at the same point.
+
+        Args:
+            generation: Index of the generation batch.
+            trajectories: Its episodes of this process.
+
+        Returns:
+            ``prompt_information`` if the batch has enough different prompts; ``policy_change``, from the second measurement
+            on: mean absolute change of a token's log-probability since the first.
+        """
+        if not self._every or generation % self._every:
+            return {}
+        compared = compared_answers(trajectories)
+        crossed = [answer.after(other.prompt_ids) for answer in compared for other in compared]
+        if not self._landmarks:
+            self._landmarks = self._choose_landmarks(trajectories)
+        scored = self._log_probs([*crossed, *self._landmarks])
+        metrics = {}
+        if compared:
+            totals = [sum(values) for values in scored[: len(crossed)]]
+            metrics["prompt_information"] = prompt_information(torch.tensor(totals).view(len(compared), -1))
+        now = scored[len(crossed) :]
+        if self._first:
+            changes = [abs(x - y) for row, before in zip(now, self._first) for x, y in zip(row, before)]
+            metrics["policy_change"] = sum(changes) / len(changes)
+        else:
+            self._first = now
+        return metrics
+
+    def _choose_landmarks(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
+        own = [Answer(e.prompt_ids, e.completion_ids[: min(e.turns[0].end, ANSWER_TOKENS)])
+               for e in trajectories if e.turns and not e.stop_reason.failed][:LANDMARKS]  # fmt: skip
+        return gather_object(own)[:LANDMARKS]
+
+    def _log_probs(self, answers: Sequence[Answer]) -> list[list[float]]:
+        """Return the log-probability of each token of each answer; the processes share the work."""
+        if not answers:
+            return []
+        ranks = self._accelerator.num_processes
+        share = -(-len(answers) // ranks)
+        # Every rank reads equally many rows: where weights are sharded, a forward pass is collective.
+        padded = [*answers, *[answers[0]] * (share * ranks - len(answers))]
+        own = padded[self._accelerator.process_index * share :][:share]
+        pad, end = self._token_ids
+        batch = collate(
+            [_episode(answer) for answer in own], pad_token_id=pad, end_token_id=end, device=self._accelerator.device
+        )
+        scores = self._scorer.score(batch, old=True, reference=False).old
+        assert scores is not None
+        self.rows += share
+        kept = [row[: len(answer.answer_ids)].tolist() for row, answer in zip(scores, own)]
+        return gather_object(kept)[: len(answers)]
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON can hold it, for a checkpoint."""
+        return {"landmarks": [asdict(answer) for answer in self._landmarks], "first": self._first}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from the :meth:`state` of a checkpoint."""
+        self._landmarks = [Answer(**answer) for answer in state["landmarks"]]
+        self._first = state["first"]
+
+
+def _episode(answer: Answer) -> Trajectory:
+    length = len(answer.answer_ids)
+    return Trajectory(
+        answer.prompt_ids, answer.answer_ids, [0.0] * length, [Turn(0, length, "", "stop")], StopReason.TERMINATED
+    )
+
+
+class RunWatch:
+    """The diagnosis of a run in training.
+
+    Args:
+        options: The run's configuration.
+        measurements: Of the policy.
+        speaks: True on the process that logs.
+    """
+
+    def __init__(self, options: Any, measurements: PolicyMeasurements, *, speaks: bool) -> None:
+        self._diagnosis, self._measurements, self._speaks = Diagnosis(options), measurements, speaks
+        self._taken: dict[str, int] = {}
+        self.findings: list[Finding] = []
+        """Everything that was reported since the trainer was made, in order."""
+
+    def note(self, name: str, text: str | None) -> None:
+        """Take evidence that was established elsewhere; see :meth:`Diagnosis.note`."""
+        self._diagnosis.note(name, text)
+
+    def measure(self, generation: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Measure the policy; see :meth:`PolicyMeasurements.take`."""
+        return self._measurements.take(generation, trajectories)
+
+    @contextmanager
+    def looking(self, step: int, metrics: Mapping[str, Sequence[float]]) -> Iterator[None]:
+        """Take the new values of an optimizer step and warn of findings, before a block in which they may be logged.
+
+        Args:
+            step: Optimizer steps taken.
+            metrics: All values of each metric since the last log.
+        """
+        new = {name: values[self._taken.get(name, 0) :] for name, values in metrics.items()}
+        means = {name: sum(values) / len(values) for name, values in new.items() if values}
+        for finding in self._diagnosis.look(step, means):
+            self.findings.append(finding)
+            if self._speaks:
+                logger.warning(str(finding))
+        yield
+        self._taken = {name: len(values) for name, values in metrics.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON can hold it, for a checkpoint."""
+        return {"diagnosis": self._diagnosis.state(), "measurements": self._measurements.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from the :meth:`state` of a checkpoint."""
+        if state:
+            self._diagnosis.restore(state["diagnosis"])
+            self._measurements.restore(state["measurements"])

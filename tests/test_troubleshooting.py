@@ -1,0 +1,57 @@
+"""The page of symptoms and the table of findings are the same list, and the options that they name exist."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from functools import cache
+
+import pytest
+from doc_blocks import ROOT
+
+from agile_trainers.evaluation.diagnosis import METRICS, SYMPTOMS
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+SECTIONS = {text.split("\n", 1)[0]: text for text in PAGE.split("\n## ")[1:]}
+OPTIONS = {field.name for config in (MultiTurnGRPOConfig, MultiTurnPPOConfig) for field in fields(config)}
+
+
+@cache
+def logged_names() -> str:
+    """Pages that describe the metrics."""
+    pages = ("grpo.md", "ppo.md", "cispo.md", "troubleshooting.md")
+    return "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in pages)
+
+
+def test_every_finding_has_a_section_and_every_section_a_finding() -> None:
+    assert [*SECTIONS] == [symptom.name for symptom in SYMPTOMS]
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda symptom: symptom.name)
+def test_a_section_says_symptom_cause_and_fix_with_the_options_of_the_advice(symptom) -> None:
+    section = SECTIONS[symptom.name]
+    assert [section.count(f"**{part}.**") for part in ("Symptom", "Cause", "Fix")] == [1, 1, 1]
+    fix = section.partition("**Fix.**")[2]
+    for name in symptom.options:
+        assert f"`{name}`" in fix, name
+        assert re.search(rf"\b{name}\b", symptom.advice), name
+    assert OPTIONS.issuperset(symptom.options)
+    named = {word for word in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", symptom.advice) if word in OPTIONS}
+    assert named <= {*symptom.options}, "every option of the advice is listed"
+    assert {*symptom.unless} <= SECTIONS.keys()
+
+
+def test_an_option_that_the_page_names_exists() -> None:
+    findings = {*SECTIONS}
+    metrics = {name for metric in METRICS for name in (metric, metric.split("/")[0])}
+    for name in set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", PAGE)) - findings - metrics - {"max_position_embeddings"}:
+        assert name in OPTIONS, name
+
+
+@pytest.mark.parametrize("metric", sorted(METRICS))
+def test_every_metric_of_a_condition_is_described(metric: str) -> None:
+    family, _, name = metric.rpartition("/")
+    text = logged_names()
+    described = (f"`{metric}`", f"`{family}/<", f"`{family}/*`", f"`{name}`") if family else (f"`{metric}`",)
+    assert any(form in text for form in described)
