@@ -275,8 +275,8 @@ def _environment_failing(history: History, options: Any) -> Evidence | None:
     share = sum(history.mean(f"stop/environment_{kind}", 1) or 0.0 for kind in ("error", "timeout"))
     if not share:
         return None
-    error = history.notes.get("environment_failing", "see the records of episodes")
-    return Evidence(f"The environment failed in {share:.0%} of the episodes, which are not trained on: {error.rstrip('.')}.", share)
+    error = history.notes.get("environment_failing", "see the records of episodes").rstrip(".")
+    return Evidence(f"The environment failed in {share:.0%} of the episodes, which are not trained on: {error}.", share)
 
 
 def _environment_ignores_seed(history: History, options: Any) -> Evidence | None:

@@ -11,7 +11,8 @@ def prompt_information(log_probs: torch.Tensor) -> float:
     """Estimate the share of what answers could tell about their prompts that they do tell.
 
     For N prompts and an answer sampled under each, the estimate of the mutual information is the mean of
-    ``log p(y_i | x_i) - log mean_j p(y_i | x_j)`` (RAGEN-2, https://huggingface.co/papers/2604.06268). It is at most ``log N``, by which it is divided.
+    ``log p(y_i | x_i) - log mean_j p(y_i | x_j)`` (RAGEN-2, https://huggingface.co/papers/2604.06268). It is at most
+    ``log N``, by which it is divided.
 
     Args:
         log_probs: (N, N), row i column j: log-probability of answer i under prompt j; at least two.
