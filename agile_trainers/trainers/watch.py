@@ -111,12 +111,12 @@ class PolicyMeasurements:
         crossed = [answer.after(other.prompt_ids) for answer in compared for other in compared]
         if not self._landmarks:
             self._landmarks = self._choose_landmarks(trajectories)
-        scored = self._log_probs([*crossed, *self._landmarks])
         metrics = {}
         if compared:
-            totals = [sum(values) for values in scored[: len(crossed)]]
+            totals = [sum(values) for values in self._log_probs(crossed)]
             metrics["prompt_information"] = prompt_information(torch.tensor(totals).view(len(compared), -1))
-        now = scored[len(crossed) :]
+        # Apart from the others: rounding depends on the rows of a forward pass.
+        now = self._log_probs(self._landmarks)
         if self._first:
             changes = [abs(x - y) for row, before in zip(now, self._first) for x, y in zip(row, before)]
             metrics["policy_change"] = sum(changes) / len(changes)
