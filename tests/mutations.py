@@ -42,6 +42,7 @@ TRIE = "tests/packing/test_trie.py"
 PACKED_ATTENTION = "tests/packing/test_attention.py"
 PACKED_FORWARD = "tests/packing/test_forward.py"
 PACKING = "tests/trainers/test_packing.py"
+VIEWER = "tests/viewer/test_page.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 GAP = "tests/trainers/test_gap.py"
@@ -772,6 +773,29 @@ MUTATIONS = [
         "MaxRL divides by the deviation", "objectives/advantages.py",
         "torch.where(signal, centred / mean, 0.0)", "torch.where(signal, centred / std, 0.0)",
         "tests/objectives/test_advantages.py -k mean_scale",
+    ),
+    Mutation(
+        "the viewer answers a foreign DNS name", "viewer/server.py",
+        'if self.headers.get("Host", "").lower() not in names:', "if False:", f"{VIEWER} -k secret_alone",
+    ),
+    Mutation(
+        "the viewer answers without its secret", "viewer/server.py",
+        "if not secrets.compare_digest(secret.encode(), self.server.secret.encode()):", "if False:",
+        f"{VIEWER} -k secret_alone",
+    ),
+    Mutation(
+        "a part of the viewer gets another number when a file is added", "viewer/server.py",
+        "self._numbers.setdefault(known, len(self._numbers))", "len(part_of)", f"{VIEWER} -k follows",
+    ),
+    Mutation(
+        "a long run loses its last step in the viewer", "viewer/parts.py",
+        "        yield count - 1\n", "        yield 1\n", f"{VIEWER} -k kept_are_even",
+    ),
+    Mutation(
+        "a turn's advantage in the viewer counts observations", "viewer/parts.py",
+        "return sum(known) / len(known) if known else None",
+        'return sum(known) / (turn["end"] - turn["start"]) if known else None',
+        f"{VIEWER} -k advantage_of_a_turn",
     ),
 ]  # fmt: skip
 

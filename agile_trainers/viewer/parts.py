@@ -28,7 +28,7 @@ STOP_REASONS = {
 """The page's sentence for each stop reason."""
 _COLUMNS = ("generation", "group", "member", "seed", "return", "success", "num_turns", "num_tokens")
 _TOKENS = ("turn_ids", "sampling_logprobs", "logprobs", "advantages", "ratios", "clipped", "kl")
-_AS_IT_IS = (int, bool, str, type(None))
+_AS_IT_IS = frozenset({int, bool, str, type(None)})
 _TURN = ("start", "end", "text", "observation", "reward", "return", "advantage", "value", "finish_reason", "info")
 
 
@@ -186,7 +186,14 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [item if type(item) in _AS_IT_IS else _finite(item) for item in value]
+        return [  # most are numbers of tokens, for which a call each would take most of the time
+            item
+            if (kind := type(item)) in _AS_IT_IS
+            else round(item, 5)
+            if kind is float and isfinite(item)
+            else _finite(item)
+            for item in value
+        ]
     return value
 
 

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -49,6 +50,7 @@ class LiveRuns:
         self._runs: list[RunRecords] = []
         self._numbers: dict[tuple[str, str, int], int] = {}
         """Run, key and time of an episode to its number, which it keeps when others are added."""
+        self._rows: dict[tuple[Path, int], list[dict[str, Any]]] = {}
         self._keys: list[dict[int, str]] = []
         self._outlines: dict[str, tuple[RunRecords, Section]] = {}
         self.vocabulary = lru_cache(8)(lambda folder: RunRecords(folder, [], "").vocabulary())
@@ -79,11 +81,21 @@ class LiveRuns:
             run = self._runs[int(number)]
         return detail_part(self.vocabulary(run.folder), [detail(run.episode(key))])
 
+    def _index_of(self, run: RunRecords) -> list[dict[str, Any]]:
+        """Return the index of a run; a file is read again only when it is another."""
+        rows = []
+        for path in run.files:
+            known = (path, path.stat().st_mtime_ns)
+            if known not in self._rows:
+                self._rows[known] = RunRecords(run.folder, [path], path.name).index()
+            rows += self._rows[known]
+        return rows
+
     def _take(self, runs: list[RunRecords], version: str) -> None:
         entries, keys = [], []
         outlines: dict[str, tuple[RunRecords, Section]] = {}
         for number, run in enumerate(runs):
-            found = sections(run.index())
+            found = sections(self._index_of(run))
             times = {path.name: path.stat().st_mtime_ns for path in run.files}
             part_of = {}
             for row in (row for section in found for row in section.rows):

@@ -7,10 +7,11 @@ const VIEW = {
   other(run) {
     return this.index.compared ? this.runs[this.runs.length - this.index.compared + (this.runs.indexOf(run) % this.index.compared)] : null;
   },
-  /** The section that one is compared with by default: of the other run the same step, else the run's first step. */
+  /** The section that one is compared with by default: the same step of the other run or evaluation, else the first step. */
   opposite(section) {
-    const other = this.other(section.run);
-    const from = other && other !== section.run ? other : section.run;
+    const alone = section.run.sections.length === 1;
+    const other = this.other(section.run) || (alone && this.runs.find((run) => run !== section.run && run.size && run.sections.length === 1));
+    const from = other && other !== section.run && other.size ? other : section.run;
     const alike = from.sections.filter(({ phase }) => phase === section.phase);
     if (from !== section.run) return nearest((alike.length ? alike : from.sections).map((one) => [one.step, one]), section.step)[1];
     return alike[0] === section ? alike[alike.length - 1] : alike[0];
