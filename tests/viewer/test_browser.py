@@ -327,7 +327,8 @@ def test_records_of_earlier_releases_open(tmp_path: Path, visit: Visit) -> None:
     turn = {"text": "hello", "finish_reason": "stop", "reward": 1.0, "observation": "bye", "info": {}, "advantage": 0.5}
     old = {
         "step": 3, "group": 0, "return": 1.0, "success": True, "stop_reason": "terminated", "error": None,
-        "environment": None, "seed": 7, "reset_info": {}, "prompt": [{"role": "user", "content": "hi"}], "turns": [turn], "prompt_ids": [1],
+        "environment": None, "seed": 7, "reset_info": {}, "prompt": [{"role": "user", "content": "hi"}], "turns": [turn],
+        "prompt_ids": [1],
         "completion_ids": ids, "turn_ids": [0] * 5, "sampling_logprobs": [-0.5] * 5,
     }  # fmt: skip
     path = tmp_path / "rollouts" / "step-000003-generation-000000-rank0.jsonl"
