@@ -168,6 +168,9 @@ def test_two_steps_are_compared(page_file: Path, visit: Visit) -> None:
     assert page.locator(".pairs tr").count() == 12
     assert "matched by start" in page.locator("h2 .note").inner_text()
     assert texts(page, ".pairs tbody th")[0] == '{"secret": 1}'
+    assert "Of 12 pairs, 0 succeed more often on the left, 12 on the right." in page.locator("#page").inner_text()
+    page.locator("input[type=checkbox]").check()
+    assert page.locator(".pairs tr").count() == 12
     page.locator(".pairs a.button").first.click()
     page.wait_for_selector("main[data-page=pair]")
     left, right = page.locator(".episode").nth(0).bounding_box(), page.locator(".episode").nth(1).bounding_box()

@@ -1,7 +1,7 @@
 // The state, the address after # (so that Back works and links can be kept), the filters and the keyboard.
 
 const VIEW = {
-  index: null, runs: [], mark: null, extra: [], sorted: false, pinned: null, page: null, onMark: null, onShown: null,
+  index: null, runs: [], mark: null, extra: [], sorted: false, differing: false, pinned: null, page: null, onMark: null, onShown: null,
   filters: { outcome: "", stop: "", environment: "" },
   /** The run that the timeline compares with: given by --against. */
   other(run) {

@@ -70,7 +70,7 @@ function runPage(run) {
     h("h1", {}, run.label),
     runFacts(run),
     h("section", { "aria-label": "Timeline" },
-      h("h2", {}, "Timeline", run.sections.length > 1 ? h("span.note", {}, "click a step to open it") : null), key, charts, others.length ? add : null),
+      h("h2", {}, run.sections.length > 1 ? "Timeline" : "Summary", run.sections.length > 1 ? h("span.note", {}, "click a step to open it") : null), key, charts, others.length ? add : null),
     stepTable(run),
   ];
 }
@@ -188,11 +188,11 @@ function groupCard(section, group, outlines, largest) {
 
 function memberLine(run, row, outline, largest) {
   const label = [`member ${run.get("member", row) ?? run.idOf(row)}`, `return ${number(run.get("return", row))}`, words(run.get("stop", row))].join(", ");
-  const first = outline?.turns[0]?.text ?? "";
+  const said = outline?.turns.map(({ text }) => text ?? "").join(" → ");
   return h("a.member", { href: `#episode/${run.id}/${run.idOf(row)}`, "aria-label": label, title: label },
     badge(run, row), h("span.figure", {}, number(run.get("return", row))),
     outline ? turnStrip(outline.turns, run.get("num_turns", row), largest) : h("span.note", {}, `${run.get("num_turns", row)} turns`),
-    outline && outline.turns.length === 1 ? h("span.snippet", {}, first) : null,
+    said ? h("span.snippet", { title: shortened(said, 1000) }, shortened(said, 300)) : null,
     h("span.stop", {}, words(run.get("stop", row))));
 }
 
@@ -288,7 +288,7 @@ async function panes(places) {
 function sectionChooser(section, change) {
   const option = (one) => h("option", { value: one.id, selected: one === section },
     `${one.phase === "train" ? "step" : "evaluation at"} ${one.step}${one.run.hasEpisodes(one) ? "" : " (numbers only)"}`);
-  return h("select", { "aria-label": "Run and step", onchange: (event) => change(event.target.value) },
+  return h("select", { "aria-label": `Run and step, now ${section.run.label}`, onchange: (event) => change(event.target.value) },
     VIEW.runs.map((run) => h("optgroup", { label: run.label }, run.sections.map(option))));
 }
 
@@ -299,6 +299,10 @@ async function comparePage(left, right) {
   const figures = sides.map((section) => summary(section.run, rowsOf(section).filter((row) => passes(section.run, row))));
   const largest = Math.max(0, ...outlines.flatMap((outline) => (outline || []).flatMap(({ turns }) => turns.map(({ advantage }) => Math.abs(finite(advantage) ?? 0)))));
   const pairs = matched(sides, outlines);
+  const rate = (k, rows) => summary(sides[k].run, rows).success;
+  const both = pairs.list.filter(({ rows }) => rows[0].length && rows[1].length);
+  const better = [both.filter(({ rows }) => rate(0, rows[0]) > rate(1, rows[1])), both.filter(({ rows }) => rate(1, rows[1]) > rate(0, rows[0]))];
+  if (VIEW.differing) pairs.list = [...better[1], ...better[0]];
   const line = (name, value, format) => {
     const [a, b] = figures.map(value);
     const change = typeof a === "number" && typeof b === "number" ? b - a : null;
@@ -321,12 +325,19 @@ async function comparePage(left, right) {
   return [
     h("h1", {}, "Comparison"),
     h("div.wide", {}, h("table.compared", {},
-      h("thead", {}, h("tr", {}, h("th"), sides.map((section, k) => h("th", { scope: "col" }, sectionChooser(section, choose(k)))), h("th", { scope: "col" }, "change"))),
+      h("thead", {}, h("tr", {}, h("th"), sides.map((section, k) => h("th", { scope: "col" }, VIEW.runs.length > 1 ? h("div", {}, section.run.label) : null, sectionChooser(section, choose(k)))), h("th", { scope: "col" }, "change"))),
       h("tbody", {}, line("episodes", (one) => one.size, number), line("return", (one) => one.return, number), line("success", (one) => one.success, percent),
         line("turns", (one) => one.turns, number), line("tokens", (one) => one.tokens, number),
         stops.map((name) => line(words(name), (one) => (one.stops[name] || 0) / (one.size || 1), percent))))),
     outlines.every(Boolean) ? null : numbersOnly(),
     h("h2", {}, "Episodes", h("span.note", {}, pairs.about)),
+    h("p.steps", {}, `Of ${both.length} pairs, ${better[0].length} succeed more often on the left, ${better[1].length} on the right.`,
+      h("label.inline", {}, h("input", {
+        type: "checkbox", checked: VIEW.differing, onchange: (event) => {
+          VIEW.differing = event.target.checked;
+          render({ keep: true });
+        },
+      }), " only these")),
     h("div.wide", {}, h("table.side.pairs", {}, body)),
     pairs.list.length > 100 ? h("button.more", {
       onclick: (event) => {
