@@ -580,6 +580,7 @@ def growth(model: Path) -> dict[str, Any]:
 PPO_SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO": ("GRPO", {}),
     "PPO": ("PPO", {}),
+    "PPO, critic_layers=1": ("PPO", {"critic_layers": 1}),
 }
 
 

@@ -261,6 +261,14 @@ MUTATIONS = [
         "tests/trainers/test_skip_zero_advantage.py -k whole_batch",
     ),
     Mutation(
+        "the critic's gradient reaches the policy below its layers", "adapters/top_layers.py",
+        "hidden = calls[0][0][0].detach()", "hidden = calls[0][0][0]", "tests/adapters/test_critic.py -k last_layer_reads",
+    ),
+    Mutation(
+        "the critic's layers run with the policy's adapter", "adapters/top_layers.py",
+        "stack.enter_context(router.route(adapter))", "pass", "tests/adapters/test_critic.py -k last_layer_alone",
+    ),
+    Mutation(
         "a pass divides by its own tokens", "train_batch.py",
         "return float(self.counted.sum().clamp(min=1) / whole.counted.sum().clamp(min=1))", "return 1.0",
         "tests/trainers/test_passes.py -k one_pass",

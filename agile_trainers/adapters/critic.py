@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -15,6 +16,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.roles import CRITIC, POLICY, AdapterRouter, belongs_to
+from agile_trainers.adapters.top_layers import TopLayers
 
 VALUE_HEAD = "value_head"
 """Name of the value head on the base model and in ``modules_to_save`` of the critic's configuration."""
@@ -43,7 +45,12 @@ def add_value_head(base: PreTrainedModel) -> None:
 
 
 def add_critic(
-    model: PeftModel, *, config: LoraConfig | None = None, seed: int = 0, autocast_adapter_dtype: bool = True
+    model: PeftModel,
+    *,
+    config: LoraConfig | None = None,
+    layers: int | None = None,
+    seed: int = 0,
+    autocast_adapter_dtype: bool = True,
 ) -> AdapterRouter:
     """Add the adapter ``critic`` with a value head to a policy, and make the base's ``forward`` return values.
 
@@ -54,6 +61,9 @@ def add_critic(
     Args:
         model: The policy, a LoRA adapter named ``default``. Do this after TRL has put its fused head on the base.
         config: The critic's LoRA configuration. Default: the policy's.
+        layers: Number of decoder layers, counted from the last, that the critic adapts. It reads the hidden states that
+            enter the policy's, without a gradient into the layers below. Default: all; the policy's adapter is then not
+            read.
         seed: Seed of the initial weights. The process's random state does not change.
         autocast_adapter_dtype: PEFT's option of that name.
 
@@ -62,7 +72,7 @@ def add_critic(
 
     Raises:
         ValueError: If the policy is not a LoRA adapter named ``default``, or trains biases of the base, which the critic
-            would share.
+            would share; or if the last ``layers`` cannot be run apart, or ``config`` adapts others.
     """
     policy = model.peft_config.get(POLICY)
     if not isinstance(policy, LoraConfig):
@@ -76,7 +86,13 @@ def add_critic(
         )
     base = model.get_base_model()
     weights = [p for name, p in model.named_parameters() if belongs_to(name, POLICY)]
+    top = None if layers is None else TopLayers(base, layers)
     critic = copy.deepcopy(config or policy)
+    if top is not None:
+        top.check(base)
+        critic.target_modules = top.targets(model, POLICY)
+        critic.layers_to_transform = critic.exclude_modules = None
+    _check_layers(config, layers, base.config.get_text_config().num_hidden_layers)
     critic.modules_to_save, critic.trainable_token_indices = [VALUE_HEAD], None
     critic.init_lora_weights = True  # any other initialization would change the base that the policy uses
     with torch.random.fork_rng():
@@ -88,11 +104,25 @@ def add_critic(
             parameter.data = parameter.data.to(weights[0].dtype)
     fuse(model)
     router = AdapterRouter(model)
-    _return_values(base, router)
+    _return_values(base, router, top)
     return router
 
 
-def _return_values(base: PreTrainedModel, router: AdapterRouter) -> None:
+def _check_layers(saved: LoraConfig | None, layers: int | None, total: int) -> None:
+    """Raise if a saved critic reads other layers' hidden states than this one."""
+    if saved is None:
+        return
+    names = saved.target_modules if isinstance(saved.target_modules, (set, list, tuple)) else ()
+    adapted = len({found[1] for name in names if (found := re.search(r"\.(\d+)\.", name))})
+    if (adapted or total) != (layers or total):
+        theirs = f"critic_layers={adapted}" if 0 < adapted < total else "all layers"
+        raise ValueError(
+            f"The saved critic was trained with {theirs}, and critic_layers is {layers}. "
+            f"{f'Set {theirs}' if 0 < adapted < total else 'Leave critic_layers unset'}, or set critic_start='new'."
+        )
+
+
+def _return_values(base: PreTrainedModel, router: AdapterRouter, top: TopLayers | None) -> None:
     """Add the keyword ``value_positions`` to the base's ``forward``; calls without it are unchanged."""
     original = base.forward
 
@@ -101,10 +131,20 @@ def _return_values(base: PreTrainedModel, router: AdapterRouter) -> None:
     def forward(self: PreTrainedModel, *args: Any, value_positions: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if value_positions is None:
             return original(*args, **kwargs)
-        outputs = original(*args, **kwargs) if kwargs.get("fused_lm_head") else {}
-        read = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
+        outputs: Any = {}
+        hidden: torch.Tensor | None = None
+        if kwargs.get("fused_lm_head") and top is not None:
+            with top.recording() as calls:
+                outputs = original(*args, **kwargs)
+            with router.route(CRITIC):
+                hidden = top.run(calls)
+        elif kwargs.get("fused_lm_head"):
+            outputs = original(*args, **kwargs)
+        if hidden is None:
+            read = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
+            with router.route(CRITIC) if top is None else top.routed(router, CRITIC):
+                hidden = self.base_model(**read, use_cache=False).last_hidden_state
         with router.route(CRITIC):
-            hidden = self.base_model(**read, use_cache=False).last_hidden_state
             values = read_values(hidden, value_positions, self.value_head)
         return ActorCriticOutput(**outputs, state_values=values)
 

@@ -218,6 +218,7 @@ def load_policy(
         saved: See :func:`find_adapters`.
         peft_config: The requested LoRA settings. Default: those of the adapter.
         merge_lora_configs: Extend the adapter to both settings, see :mod:`agile_trainers.adapters.merge`.
+        layers: Number of last layers that it adapts; see ``add_critic``.
         seed: Seed of new weights.
         autocast_adapter_dtype: PEFT's option of that name.
         **model_init_kwargs: Arguments of the base's ``from_pretrained``.
@@ -332,6 +333,7 @@ def start_critic(
     saved: SavedAdapters | None,
     start: str = "auto",
     *,
+    layers: int | None = None,
     seed: int = 0,
     autocast_adapter_dtype: bool = True,
 ) -> None:
@@ -355,11 +357,11 @@ def start_critic(
         start = "policy" if changes_base(model.peft_config[POLICY]) else "new"
     elif start == "auto":
         start = "saved"
-    options: dict[str, Any] = {"seed": seed, "autocast_adapter_dtype": autocast_adapter_dtype}
+    options: dict[str, Any] = {"layers": layers, "seed": seed, "autocast_adapter_dtype": autocast_adapter_dtype}
     if start != "saved":
         add_critic(model, **options)
         if start == "policy":
-            copy_adapter(model, POLICY, CRITIC)
+            copy_adapter(model, POLICY, CRITIC, partly=layers is not None)
         return
     if saved is None or folder is None:
         place = (

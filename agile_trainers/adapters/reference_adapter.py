@@ -23,14 +23,22 @@ def add_reference(model: PeftModel) -> None:
 
 
 @torch.no_grad()
-def copy_adapter(model: PeftModel, source: str, target: str) -> None:
+def copy_adapter(model: PeftModel, source: str, target: str, *, partly: bool = False) -> None:
     """Copy the weights of one adapter to another with the same configuration.
+
+    Args:
+        model: It has both.
+        source: Name of the adapter that is read.
+        target: Name of the adapter that is written.
+        partly: Leave out layers that only ``source`` adapts.
 
     Raises:
         ValueError: If a weight of ``source`` is missing in ``target`` or has another shape.
     """
     weights = dict(model.named_parameters())
     twins = {name: f".{target}".join(name.rsplit(f".{source}", 1)) for name in weights if belongs_to(name, source)}
+    if partly:
+        twins = {name: twin for name, twin in twins.items() if twin in weights}
     with whole(weights[name] for pair in twins.items() for name in pair if name in weights):
         for name, twin_name in twins.items():
             weight, twin = weights[name], weights.get(twin_name)

@@ -80,7 +80,14 @@ class Critic:
             )
         # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
         zero3 = is_zero3(args.deepspeed_plugin)
-        start_critic(trainer.model, saved, args.critic_start, seed=args.seed, autocast_adapter_dtype=not zero3)
+        start_critic(
+            trainer.model,
+            saved,
+            args.critic_start,
+            layers=args.critic_layers,
+            seed=args.seed,
+            autocast_adapter_dtype=not zero3,
+        )
         self._trainer, self._packer, self._args = trainer, packer, args
         self._totals = torch.zeros(4, device=trainer.accelerator.device)
         self._step_ends = 0  # the micro-step at which the optimizer step ends that is being accumulated

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather
 from peft import PeftModel
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -275,6 +276,11 @@ def _merged(name: str, values: Sequence[float], weights: Sequence[float]) -> flo
     if name.endswith("_max"):
         return max(value for value, _ in there)
     return sum(value * weight for value, weight in there) / sum(weight for _, weight in there)
+
+
+def gather_ragged(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
+    """Gather values (R,) of which each process has another number; NaN where a process has fewer than another."""
+    return gather(accelerator.pad_across_processes(values, dim=0, pad_index=float("nan")))
 
 
 def bytes_per_token(config: Any, *, checkpointing: bool) -> int:

@@ -62,6 +62,13 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         "in the folder `model`), or `auto`: saved if there is one, else new, or a copy of a policy whose initialization "
         "changed the base (PiSSA, OLoRA).",
     )
+    critic_layers: int | None = option(
+        None,
+        "Number of decoder layers, counted from the last, that the critic adapts. It reads the hidden states that enter the "
+        "policy's, the policy's adapter below included, in the policy's own forward pass; the policy's gradient stays the "
+        "same. This saves most of the critic's cost, and the critic moves with the policy. Default: an adapter on all "
+        "layers, with a pass of its own.",
+    )
     turn_value_position: str = option(
         "state",
         "Token that gives the value of a turn: `state`, `final` or `mean`. `state` is the token before its first action "
@@ -83,6 +90,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         positive("vf_coef"),
         positive("value_clip_range", "critic_learning_rate", optional=True),
         at_least(0, "critic_warmup_steps"),
+        at_least(1, "critic_layers", optional=True),
         Rule(
             ("weight_decay",),
             lambda args, value: not (value and args.critic_warmup_steps),

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from agile_trainers.adapters import CRITIC, POLICY, add_critic, add_value_head, thaw
+from agile_trainers.adapters.fused import fuse
 
 SCALE = 2.0  # lora_alpha / r
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -217,3 +218,100 @@ def test_only_an_adapter_that_leaves_the_base_alone_will_do(base):
         add_critic(get_peft_model(copy.deepcopy(base), LoraConfig(**LORA, bias="all")))
     with pytest.raises(ValueError, match=r"named 'default'"):
         add_critic(get_peft_model(copy.deepcopy(base), LoraConfig(**LORA), adapter_name="mine"))
+
+
+# ------------------------------------------------------------------------------------------- a critic on the last layers
+
+
+def top_model(base, layers=1, critic=True):
+    """As ``model``, with a critic on the last layers; without one the policy has the same weights."""
+    policy = get_peft_model(copy.deepcopy(base), LoraConfig(**LORA))
+    add_fused_lm_head(policy.get_base_model(), outputs=("log_probs", "entropy"))
+    randomize(policy)
+    if critic:
+        add_critic(policy, layers=layers)
+        generator = torch.Generator().manual_seed(2)
+        for name, parameter in policy.named_parameters():
+            if ".critic" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    fuse(policy)
+    policy.enable_input_require_grads()
+    return policy.train()
+
+
+def top_reference(base, model):
+    """Values (2, 3) by hand: the policy's adapter below the last layer, without gradient, and the critic's in it."""
+    ids, mask, _ = inputs(base)
+    last = f".layers.{base.config.num_hidden_layers - 1}."
+    weights = {n: p.detach().clone() for n, p in model.named_parameters() if ".default" in n or ".critic" in n}
+    leaves = {n: w.requires_grad_() for n, w in weights.items() if ".critic" in n}
+    below = {n: w for n, w in weights.items() if ".default" in n and last not in n}
+    parameters = merged(base, below, POLICY)
+    parameters |= {n: p for n, p in merged(base, leaves, CRITIC).items() if last in f".{n}"}
+    with torch.enable_grad():
+        hidden = functional_call(
+            base, parameters, kwargs={"input_ids": ids, "attention_mask": mask, "output_hidden_states": True}
+        ).hidden_states[-1]
+        rows = torch.stack([hidden[i, POSITIONS[i]] for i in range(2)])
+        head = {k: leaves[f"base_model.model.value_head.modules_to_save.critic.{k}"] for k in ("weight", "bias")}
+        values = (rows @ head["weight"].T)[..., 0] + head["bias"]
+    return values, leaves
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTING, ids=["stored", "non-reentrant", "reentrant"])
+def test_a_critic_on_the_last_layer_reads_the_policys_hidden_states(base, reentrant):
+    """Values and their gradient are those of weights merged by hand, and the policy's gradient is bitwise its own."""
+    model, alone = top_model(base), top_model(base, critic=False)
+    assert {n.split(".layers.")[1][0] for n, _ in model.named_parameters() if ".critic" in n and ".layers." in n} == {
+        str(base.config.num_hidden_layers - 1)
+    }
+    if reentrant is not None:
+        for each in (model, alone):
+            each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    values, leaves = top_reference(base, model)
+    loss_of(None, values, ("critic",)).backward()
+    expected = {name: leaf.grad for name, leaf in leaves.items()}
+
+    thaw(model, (POLICY, CRITIC))
+    outputs = call(model, base)
+    torch.testing.assert_close(outputs.state_values, values, rtol=1e-5, atol=1e-5)
+    loss_of(outputs.log_probs, outputs.state_values, ("policy", "critic")).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert relative_error({n: gradients[n] for n in expected}, expected) < 1e-5
+    loss_of(call(alone, base, values=False).log_probs, None, ("policy",)).backward()
+    for name, parameter in alone.named_parameters():
+        if parameter.grad is not None:
+            assert torch.equal(gradients[name], parameter.grad), name
+
+
+def test_values_of_the_last_layer_alone_are_the_same_numbers(base):
+    model = top_model(base)
+    together = call(model, base)
+    with torch.no_grad():
+        torch.testing.assert_close(call(model, base, log_probs=False).state_values, together.state_values)
+    assert torch.equal(call(model, base, values=False).log_probs, together.log_probs)
+
+
+def test_a_saved_critic_knows_its_layers(base, tmp_path):
+    model = top_model(base)
+    model.save_pretrained(tmp_path)
+    saved = LoraConfig.from_pretrained(tmp_path / "critic")
+    plain = LoraConfig.from_pretrained(tmp_path)
+
+    def policy():
+        return get_peft_model(copy.deepcopy(base), LoraConfig(**LORA))
+
+    add_critic(policy(), config=saved, layers=1)
+    with pytest.raises(ValueError, match="trained with critic_layers=1, and critic_layers is None"):
+        add_critic(policy(), config=saved)
+    with pytest.raises(ValueError, match="trained with all layers, and critic_layers is 1"):
+        add_critic(policy(), config=plain, layers=1)
+
+
+def test_layers_that_are_not_there_are_an_error(base):
+    policy = get_peft_model(copy.deepcopy(base), LoraConfig(**LORA))
+    with pytest.raises(ValueError, match=f"at most {base.config.num_hidden_layers}, .* got 9"):
+        add_critic(policy, layers=9)
+    below = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[0]))
+    with pytest.raises(ValueError, match="critic_layers=1: the policy's adapter has no weights in these layers"):
+        add_critic(below, layers=1)

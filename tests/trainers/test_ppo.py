@@ -370,12 +370,12 @@ def test_the_critic_has_a_learning_rate_of_its_own(embedded_model, tmp_path, lor
         torch.testing.assert_close(parameter.detach(), before[name] - rate * second[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(embedded_model, tmp_path, optim):
+@pytest.mark.parametrize("optim, layers", [("sgd", None), ("adamw_torch", 1)])
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(embedded_model, tmp_path, optim, layers):
     """Bitwise, both adapters and the head; and the folder holds what PEFT loads."""
     changes = {
         "optim": optim, "learning_rate": 1e-2, "critic_learning_rate": 2e-2, "max_steps": 4, "save_strategy": "steps",
-        "save_steps": 2, "beta": 0.1,
+        "save_steps": 2, "beta": 0.1, "critic_layers": layers,
     }  # fmt: skip
     whole = make_ppo(embedded_model, tmp_path / "whole", **changes)
     whole.train()
