@@ -6,7 +6,7 @@ places where the two forms meet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -180,7 +180,11 @@ def _lengths(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.
 
 
 def length_sorted_batches(
-    batch: TurnBatch, size: int, multiple: int | None, rows: torch.Tensor | None = None
+    batch: TurnBatch,
+    size: int,
+    multiple: int | None,
+    rows: torch.Tensor | None = None,
+    split: Callable[[Batch], list[torch.Tensor]] | None = None,
 ) -> Iterator[tuple[torch.Tensor, Batch]]:
     """Yield micro-batches of rows of similar length, for forward passes without gradient.
 
@@ -189,16 +193,21 @@ def length_sorted_batches(
         size: Rows of a micro-batch.
         multiple: See :meth:`TrainBatch.trimmed`.
         rows: (R,) int64, the rows to read. Default: all.
+        split: Deals the rows of a micro-batch to forward passes. An empty pass reads a row again. Default: one pass.
 
     Yields:
         The rows of a micro-batch, and the fields that a model reads, without columns that are padding in all rows.
     """
     lengths = _lengths(batch.prompt_mask, batch.completion_mask)
     ordered = lengths.argsort() if rows is None else rows[lengths[rows].argsort()]
-    for chosen in ordered.split(size) if len(ordered) else ():
-        part = {name: getattr(batch, name)[chosen] for name in _READ}
-        width, length = (_width(part[f"{name}_mask"], multiple) for name in ("prompt", "completion"))
-        yield chosen, {name: _cut(value, _SHAPES[name], width, length) for name, value in part.items()}
+    for together in ordered.split(size) if len(ordered) else ():
+        whole = {name: getattr(batch, name)[together] for name in _READ}
+        for places in [torch.arange(len(together))] if split is None else split(whole):
+            places = places if len(places) else torch.zeros(1, dtype=torch.long)
+            places = places.to(together.device)
+            part = {name: value[places] for name, value in whole.items()}
+            width, length = (_width(part[f"{name}_mask"], multiple) for name in ("prompt", "completion"))
+            yield together[places], {name: _cut(value, _SHAPES[name], width, length) for name, value in part.items()}
 
 
 def read_inputs(part: Batch) -> Batch:

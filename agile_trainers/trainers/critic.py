@@ -130,7 +130,7 @@ class Critic:
         read = torch.zeros(offsets.shape, device=offsets.device)
         with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
             size, multiple = args.per_device_train_batch_size, trainer.pad_to_multiple_of
-            for rows, part in length_sorted_batches(batch, size, multiple):
+            for rows, part in length_sorted_batches(batch, size, multiple, split=trainer.passes.split):
                 # No position that counts is past the last token of the longest row.
                 positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
                 with trainer.accelerator.autocast():

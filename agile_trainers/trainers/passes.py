@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from peft import PeftModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.train_batch import TrainBatch
+from agile_trainers.train_batch import Batch, TrainBatch
 
 logger = logging.get_logger(__name__)
 
@@ -125,10 +127,7 @@ class Passes:
             batch: The rows to read.
             whole: The micro-batch that they are from, whose averages the loss takes.
         """
-        if self._whole:
-            dealt = [torch.arange(len(batch.prompt_ids))]
-        else:
-            dealt = self._dealt(batch)
+        dealt = [torch.arange(len(batch.prompt_ids))] if self._whole else self.split(batch.to_trl())
         if len(dealt) == 1:
             parts = [batch]
         else:
@@ -147,18 +146,34 @@ class Passes:
             for part, rows, count in zip(parts, dealt, tokens.tolist(), strict=True)
         ]
 
-    def _dealt(self, batch: TrainBatch) -> list[torch.Tensor]:
-        accelerator = self._trainer.accelerator
+    def split(self, part: Batch) -> list[torch.Tensor]:
+        """Deal rows to passes; every process gets equally many, of which some may be empty.
+
+        Args:
+            part: See :func:`~agile_trainers.train_batch.read_inputs`.
+
+        Returns:
+            The rows of each pass.
+        """
+        trainer: Any = self._trainer
+        accelerator: Accelerator = trainer.accelerator
         if self.budget is None:
             self.budget = self._fitting()
-        lengths = batch.lengths
-        # The largest first: where it fits, the others do.
-        order = lengths.argsort(stable=True)
-        dealt = [order[places.to(order.device)] for places in reversed(deal(lengths[order], self.budget))]
+        packed = trainer.packer.order(part)
+        if packed is None:
+            lengths = part["prompt_mask"].sum(dim=1) + part["completion_mask"].sum(dim=1)
+            order = lengths.argsort(stable=True)
+            # The largest first: where it fits, the others do.
+            dealt = deal(lengths[order], self.budget)[::-1]
+        else:
+            order, lengths, shared = packed
+            dealt = deal(lengths, self.budget, shared)
+        order = order.to(part["prompt_ids"].device)
+        passes = [order[places.to(order.device)] for places in dealt]
         if accelerator.num_processes > 1:
-            number = torch.tensor([len(dealt)], device=accelerator.device)
-            dealt = in_number(dealt, int(accelerator.gather(number).max()))
-        return dealt
+            number = torch.tensor([len(passes)], device=accelerator.device)
+            passes = in_number(passes, int(accelerator.gather(number).max()))
+        return passes
 
     def _fitting(self) -> int:
         """Return the tokens of a pass that fit, the smallest number of all processes."""
@@ -278,9 +293,24 @@ def _merged(name: str, values: Sequence[float], weights: Sequence[float]) -> flo
     return sum(value * weight for value, weight in there) / sum(weight for _, weight in there)
 
 
-def gather_ragged(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
-    """Gather values (R,) of which each process has another number; NaN where a process has fewer than another."""
-    return gather(accelerator.pad_across_processes(values, dim=0, pad_index=float("nan")))
+@contextmanager
+def gathering_ragged(accelerator: Accelerator) -> Iterator[None]:
+    """Let ``accelerator.gather`` take another number of values from each process, inside the ``with`` block.
+
+    TRL's loss gathers a value of each row. A process with fewer rows than another adds NaN, which TRL leaves out.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+
+    def gather_padded(values: torch.Tensor) -> Any:
+        return gather(accelerator.pad_across_processes(values, dim=0, pad_index=nan))
+
+    accelerator.gather = gather_padded
+    try:
+        yield
+    finally:
+        del accelerator.gather
 
 
 def bytes_per_token(config: Any, *, checkpointing: bool) -> int:

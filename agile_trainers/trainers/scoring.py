@@ -98,7 +98,7 @@ class Scorer:
         trainer = self._trainer
         scores = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
         size, multiple = trainer.args.per_device_train_batch_size, trainer.pad_to_multiple_of
-        for chosen, part in length_sorted_batches(batch, size, multiple, rows):
+        for chosen, part in length_sorted_batches(batch, size, multiple, rows, trainer.passes.split):
             length = part["completion_ids"].size(1)
             scored = batch.valid_mask[chosen, :length]
             log_probs, _, _ = self._log_probs(model, **read_inputs(part), logits_to_keep=length, scored=scored)

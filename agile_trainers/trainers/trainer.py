@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -70,7 +69,7 @@ from agile_trainers.trainers.launch import check_engine
 from agile_trainers.trainers.mixture import with_names
 from agile_trainers.trainers.noise import switch_off_noise
 from agile_trainers.trainers.nonfinite import StepGuard, check_finite
-from agile_trainers.trainers.passes import Pass, Passes, gather_ragged
+from agile_trainers.trainers.passes import Pass, Passes, gathering_ragged
 from agile_trainers.trainers.recipe import decide_learning_rate, warn_of_idle_recipe
 from agile_trainers.trainers.reference import ReferencePolicy
 from agile_trainers.trainers.reward_functions import drained_metrics, reward_inputs, without_failed
@@ -723,13 +722,10 @@ class MultiTurnTrainer(GRPOTrainer):
             self.beta = 0.0  # the penalty is in the advantages already
         self.use_vllm = self._corrects_mismatch  # TRL's loss weighs tokens on this condition
         self._loss_pass = _LossPass(part.batch, part.batch.to_trl())
-        if self.accelerator.num_processes > 1:
-            # TRL gathers a value of each row, whose number differs between the processes.
-            vars(self.accelerator)["gather"] = partial(gather_ragged, self.accelerator)
         try:
-            yield self._loss_pass
+            with gathering_ragged(self.accelerator):
+                yield self._loss_pass
         finally:
-            vars(self.accelerator).pop("gather", None)
             self._loss_pass, self.beta, self.use_vllm = None, beta, use_vllm
             if self.entropy_coef != entropy_coef and not self.use_adaptive_entropy:
                 self.entropy_coef = entropy_coef
