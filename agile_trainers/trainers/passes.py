@@ -21,6 +21,8 @@ logger = logging.get_logger(__name__)
 
 CPU_TOKENS = 2000
 """Tokens of a forward pass on CPU: longer ones leave the cache, and the memory that they take is fresh each time."""
+_PACKED_GAIN = 0.9
+"""Part of the tokens of padded passes that packed ones may have, so that the rows that share a prefix stay together."""
 _GPU_SHARE = 0.6
 """Part of the free memory that activations may take."""
 
@@ -159,15 +161,18 @@ class Passes:
         accelerator: Accelerator = trainer.accelerator
         if self.budget is None:
             self.budget = self._fitting()
-        packed = trainer.packer.order(part)
-        if packed is None:
-            lengths = part["prompt_mask"].sum(dim=1) + part["completion_mask"].sum(dim=1)
-            order = lengths.argsort(stable=True)
-            # The largest first: where it fits, the others do.
-            dealt = deal(lengths[order], self.budget)[::-1]
-        else:
-            order, lengths, shared = packed
-            dealt = deal(lengths, self.budget, shared)
+        lengths = part["prompt_mask"].sum(dim=1) + part["completion_mask"].sum(dim=1)
+        order = lengths.argsort(stable=True)
+        # The largest first: where it fits, the others do.
+        dealt = deal(lengths[order], self.budget)[::-1]
+        packed = trainer.packer.sharing(part)
+        if packed is not None:
+            padded_tokens = sum(len(rows) * int(lengths[order][rows].max()) for rows in dealt)
+            new = deal(packed[1], self.budget, packed[2])
+            # The first row of a pass shares nothing with the pass before.
+            tokens = int(packed[1].sum()) - sum(int(packed[2][rows[1:]].sum()) for rows in new)
+            if tokens <= _PACKED_GAIN * padded_tokens:
+                order, dealt = packed[0], new
         order = order.to(part["prompt_ids"].device)
         passes = [order[places.to(order.device)] for places in dealt]
         if accelerator.num_processes > 1:
