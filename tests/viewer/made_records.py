@@ -112,7 +112,7 @@ def guessing_run(
                 rows.append(trained(row, noise) if advantage else row)
         writer.write_train(step, rows)
         success = (step + 1) / steps
-        writer.write_metrics(step, {
+        writer.write_metrics(step + 1, {
             "return/mean": success + noise.gauss(0, 0.02), "success": success, "entropy": 1.5 - success,
             "clip_ratio/region_mean": 0.01 * step, "frac_reward_zero_std": success / 2, "loss": 0.1,
         })  # fmt: skip

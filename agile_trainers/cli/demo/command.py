@@ -188,6 +188,9 @@ def _show(
     console.rule("Result")
     console.print(table)
     console.print(
+        f"agile-trainers view {base.parent} --open shows the episodes in a browser.", highlight=False, soft_wrap=True
+    )
+    console.print(
         f"{seconds:.0f} seconds. Learning curve: {picture}. The adapter is in {adapter} and loads with\n\n"
         f'    base = AutoModelForCausalLM.from_pretrained("{base}")\n'
         f'    model = PeftModel.from_pretrained(base, "{adapter}")\n'

@@ -45,7 +45,9 @@ function runPage(run) {
     const width = Math.floor((room - 16 * (columns - 1)) / columns) - 26;
     const pick = (step) => {
       const training = run.sections.filter(({ phase }) => phase === "train");
-      const found = nearest((training.length ? training : run.sections).map((one) => [one.step, one]), step);
+      // A log at step s is of the update that ended there; its episodes are of the policy before it.
+      const sampled = training.length && run.metrics.step ? step - 1 : step;
+      const found = nearest((training.length ? training : run.sections).map((one) => [one.step, one]), sampled);
       if (found) go(`step/${found[1].id}`);
     };
     const made = drawn.map((chart) => lineChart(chart, { width, range, pick }));
