@@ -746,6 +746,35 @@ MUTATIONS = [
         "tests/trainers/test_evaluate_policy.py -k of_the_trainer",
     ),
     Mutation(
+        "policies that are compared share their sampling noise", "evaluation/results.py",
+        "replace(spec, stream=(*spec.stream[:-1], attempt, *own))", "replace(spec, stream=(*spec.stream[:-1], attempt))",
+        "tests/evaluation/test_comparison.py -k share_all_but",
+    ),
+    Mutation(
+        "greedy repeats of a starting state counted as independent", "evaluation/comparison.py",
+        "greedy = first.greedy or second.greedy", "greedy = False",
+        "tests/evaluation/test_comparison.py -k repeats_of_a_starting_state",
+    ),
+    Mutation(
+        "a one-sided McNemar test", "evaluation/statistics.py",
+        "else 2 * below / (1 << total)", "else below / (1 << total)", "tests/evaluation/test_statistics.py -k mcnemar",
+    ),
+    Mutation(
+        "a bootstrap that breaks up the units", "evaluation/statistics.py",
+        "return np.bincount(index, numbers, len(places)), np.bincount(index, minlength=len(places)).astype(float)",
+        "return numbers, np.ones(len(numbers))", "tests/evaluation/test_statistics.py -k whole_units",
+    ),
+    Mutation(
+        "pass@k of the first k attempts alone", "evaluation/statistics.py",
+        "return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)",
+        "return 1.0 - (1 - successes / attempts) ** k", "tests/evaluation/test_statistics.py -k pass_at_k",
+    ),
+    Mutation(
+        "a second evaluation adds rows to the card", "checkpoints/card_results.py",
+        "if _key(*place, one[\"type\"], one.get(\"name\")) not in new]", "if True]",
+        "tests/test_cli_eval.py -k any_card",
+    ),
+    Mutation(
         "rows of an evaluation in order of the processes", "evaluation/results.py",
         "sorted(gather_object(list(zip(places, values, strict=True))), key=lambda one: one[0])",
         "gather_object(list(zip(places, values, strict=True)))", "tests/trainers/test_two_processes.py",

@@ -115,6 +115,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "weights of eval damaged": (["eval", "damaged", *GUESS, "--episodes", "1"], r"weights of damaged cannot be read.*copy or download"),
     "episodes of eval": (["eval", "model", *GUESS, "--episodes", "0"], r"--episodes.*at least 1, got 0"),
     "limit of eval": (["eval", "model", *GUESS, "--max_turns", "0"], r"max_turns must be at least 1, got 0"),
+    "option of eval": (["eval", "model", *GUESS, "--epizodes", "3"], r"--epizodes; did you mean --episodes"),
+    "eval on vLLM": (["eval", "model", *GUESS, "--use_vllm"], r"--use_vllm: .*sample with transformers"),
     "limits of eval by name": (["eval", "model", *GUESS, "--environment_limits", '{"gess": {"max_turns": 1}}'], r"--environment_limits.*agile:guess_number.*'gess'"),
     "arguments of eval": (["eval", "model", *GUESS, "--environment_args", "easy"], r"'easy' is not JSON"),
     "temperature of eval": (["eval", "model", *GUESS, "--temperature", "0"], r"temperature.*0.*greedy"),

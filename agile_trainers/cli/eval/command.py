@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.checkpoints.card_results import add_results
-from agile_trainers.cli.errors import message
+from agile_trainers.cli.errors import message, nearest
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
 from agile_trainers.cli.preflight import check_model, check_output
 from agile_trainers.envs.base import EnvironmentFactory
@@ -136,7 +136,9 @@ def main(argv: Sequence[str]) -> None:
         ImportError: If a library that one of them needs is missing.
     """
     parser = make_parser()
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(parser, unknown[0])
     tasks = _tasks(options)
     names = [one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings")]
     chosen = {name: getattr(options, name) for name in names}
@@ -161,6 +163,14 @@ def main(argv: Sequence[str]) -> None:
         _report(options, sampling, reports, run, console)
     if errors:
         raise errors[0]
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: str) -> None:
+    """End the command because of an argument that it does not know."""
+    if unknown.startswith(("--use_vllm", "--vllm")):
+        parser.error(f"{unknown}: evaluations sample with transformers; only training samples with vLLM. Leave it out.")
+    known = [name for action in parser._actions for name in action.option_strings]
+    parser.error(f"there is no option {unknown}{nearest(unknown.split('=')[0], known, count=1)}")
 
 
 def _report(

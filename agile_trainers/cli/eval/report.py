@@ -92,13 +92,13 @@ def table(report: EnvironmentReport) -> Table:
 def _percent(estimate: Estimate | None) -> str:
     if estimate is None:
         return ""
-    return f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}]".replace("[", "\\[")
+    return f"{estimate.value:.1%} \\[{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
 
 def _number(estimate: Estimate | None) -> str:
     if estimate is None:
         return ""
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]".replace("[", "\\[")
+    return f"{estimate.value:.3f} \\[{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def _value(value: Any) -> str:
