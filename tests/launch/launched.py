@@ -43,8 +43,11 @@ VLLM: dict[str, dict[str, Any]] = {
 
 
 def make(case: str, model: Path, output: Path) -> MultiTurnTrainer:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     changes = {
-        "per_device_train_batch_size": EPISODES // int(os.environ.get("WORLD_SIZE", "1")),
+        "per_device_train_batch_size": EPISODES // processes,
+        # What several processes compute in packed rows, one computes in padded ones.
+        "sequence_packing": "prefix" if processes > 1 else "none",
         "max_steps": STEPS,
         "save_strategy": "steps",
         "save_steps": 1,
