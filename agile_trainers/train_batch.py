@@ -218,29 +218,35 @@ def read_inputs(part: Batch) -> Batch:
     }
 
 
-def sort_by_length(micro_batches: list[Batch], window: int) -> list[Batch]:
-    """Exchange rows between the micro-batches of one accumulation window so that each holds rows of similar length.
+def exchange_rows(
+    micro_batches: list[Batch], window: int, order_of: Callable[[Batch], torch.Tensor] | None = None
+) -> list[Batch]:
+    """Exchange rows between the micro-batches of one accumulation window so that each holds rows that belong together.
 
-    The window's gradient is a sum over its rows, so only the padding changes. (``loss_type="bnpo"`` and the entropy bonus
-    normalize per micro-batch, whose rows are arbitrary anyway.)
+    The window's gradient is a sum over its rows, so only the padding changes, and what is shared. (``loss_type="bnpo"`` and
+    the entropy bonus normalize per micro-batch, whose rows are arbitrary anyway.)
 
     Args:
         micro_batches: In the order of the updates, in TRL's form.
         window: Micro-batches of one optimizer step.
+        order_of: Returns the order of the rows of a window. Default: by length.
     """
     ordered: list[Batch] = []
     for start in range(0, len(micro_batches), window):
         group = micro_batches[start : start + window]
-        lengths = [_lengths(batch["prompt_mask"], batch["completion_mask"]) for batch in group]
-        order = torch.cat(lengths).argsort(stable=True)
         # 0-d entries are the same in every micro-batch.
         joined = {
-            name: torch.cat([batch[name] for batch in group])[order] if value.ndim else value
+            name: torch.cat([batch[name] for batch in group]) if value.ndim else value
             for name, value in group[0].items()
         }
-        size = lengths[0].size(0)
+        order = (order_of or order_by_length)(joined)
         ordered += [
-            {name: value[i * size : (i + 1) * size] if value.ndim else value for name, value in joined.items()}
-            for i in range(len(group))
+            {name: value[rows] if value.ndim else value for name, value in joined.items()}
+            for rows in order.split(len(group[0]["prompt_ids"]))
         ]
     return ordered
+
+
+def order_by_length(part: Batch) -> torch.Tensor:
+    """Return the order (B,) of rows by their number of tokens, prompt and completion."""
+    return _lengths(part["prompt_mask"], part["completion_mask"]).argsort(stable=True)

@@ -61,6 +61,10 @@ class Cost:
         """Return whether packing rows with an attention mask (B, S) pays."""
         return self.packed(trie) < MARGIN * self.padded(*mask.shape)
 
+    def pays_to_share(self, mask: torch.Tensor, trie: Trie) -> bool:
+        """Return whether a trie costs less than its rows one by one, without any padding."""
+        return self.packed(trie) < MARGIN * sum(self.padded(1, length) for length in mask.sum(dim=1).tolist())
+
 
 def rounding_bound(base: PreTrainedModel, dtype: torch.dtype) -> float:
     """Return the largest mean difference of log-probabilities, in nats a token, that rounding explains.

@@ -16,7 +16,7 @@ from agile_trainers.packing.cost import Cost, rounding_bound
 from agile_trainers.packing.forward import Forward, PackedForward, ValueReading
 from agile_trainers.packing.support import adds_virtual_tokens, longest_packed, why_padded
 from agile_trainers.packing.trie import Trie, build_trie, shared_prefixes
-from agile_trainers.train_batch import Batch, read_inputs
+from agile_trainers.train_batch import Batch, order_by_length, read_inputs
 
 logger = logging.get_logger(__name__)
 
@@ -73,8 +73,9 @@ class Packer:
             id(base): PackedForward(base, selects=not adds_virtual_tokens(model), multiple=multiple)
             for model, base in zip(models, bases, strict=True)
         }
-        self._cost, self._longest = Cost(bases[0]), longest_packed(bases[0])
-        self._bound = rounding_bound(bases[0], dtype)
+        if self._packs:
+            self._cost, self._longest = Cost(bases[0]), longest_packed(bases[0])
+            self._bound = rounding_bound(bases[0], dtype)
         self.state = PackingState()
 
     # -------------------------------------------------------------------------------------------------- decisions
@@ -95,19 +96,28 @@ class Packer:
         return self._mode == "prefix" or self._cost.pays(mask, trie)
 
     def sharing(self, part: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Return the order of rows that share a prefix, their lengths, and what each shares with the row before it.
+        """Return an order of rows in which those that share a prefix are neighbours, if that pays.
 
         Args:
             part: See :func:`~agile_trainers.train_batch.read_inputs`.
 
         Returns:
-            The output of :func:`~agile_trainers.packing.trie.shared_prefixes`; None if packing all rows does not pay.
+            Order (B,), lengths and shared tokens of :func:`~agile_trainers.packing.trie.shared_prefixes`; None if rows of
+            similar length, whose padding is small, cost less.
         """
         if not self.packs:
             return None
         inputs = read_inputs(part)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        return shared_prefixes(ids, mask) if self._pays(mask, build_trie(ids, mask)) else None
+        if self._mode == "auto" and not self._cost.pays_to_share(mask, build_trie(ids, mask)):
+            return None
+        order, lengths, shared = shared_prefixes(ids, mask)
+        return order.to(ids.device), lengths, shared
+
+    def arranged(self, part: Batch) -> torch.Tensor:
+        """Return an order (B,) of rows in which those that a pass should read together are neighbours."""
+        sharing = self.sharing(part)
+        return order_by_length(part) if sharing is None else sharing[0]
 
     def prepare(self, model: Forward, part: Batch) -> None:
         """Compare packed with padded rows, once, before the first generation batch of any process that pays.

@@ -45,7 +45,7 @@ from agile_trainers.rollout.seeds import training_specs
 from agile_trainers.sampling.correction import mismatch_weights
 from agile_trainers.sampling.gap import GapMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
-from agile_trainers.train_batch import Batch, TrainBatch, sort_by_length
+from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.config_rules import skips_silent_episodes
 from agile_trainers.trainers.construction import (
@@ -516,7 +516,8 @@ class MultiTurnTrainer(GRPOTrainer):
         drawn = self._buffered_inputs is not before
         if drawn:
             if steps % accumulation == 0 or accumulation % steps == 0:
-                self._buffered_inputs = sort_by_length(self._buffered_inputs, min(steps, accumulation))
+                window = min(steps, accumulation)
+                self._buffered_inputs = exchange_rows(self._buffered_inputs, window, self.packer.arranged)
             inputs = self._buffered_inputs[self._step % steps]
         if self.critic is not None:
             self.critic.count_turns_of_step(

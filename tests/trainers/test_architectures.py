@@ -42,8 +42,9 @@ def test_padding_moves_no_position(tmp_path, name):
         with torch.no_grad():
             logits = alone(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
-        scored = batch["old_per_token_logps"][row, : len(completion)]
-        torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)
+        scored, actions = (batch[n][row, : len(completion)] for n in ("old_per_token_logps", "turn_ids"))
+        torch.testing.assert_close(scored[actions >= 0], expected[actions >= 0], rtol=0, atol=1e-5)
+        assert not scored[actions < 0].any(), "observations are not scored"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neo"])

@@ -243,7 +243,7 @@ def test_values_elsewhere_change_nothing(embedded_model, tmp_path, changes):
 
     def poisoned(*args, **kwargs):
         outputs = forward(*args, **kwargs)
-        outputs.state_values = outputs.state_values + 5 * outside
+        outputs.state_values = outputs.state_values + 5 * outside.view(outputs.state_values.shape)
         return outputs
 
     trainer.model.forward = poisoned
