@@ -50,9 +50,46 @@ CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_recipe.py"
 MEMORY = "tests/test_cli_memory.py"
+RECORDS = "tests/records/test_records.py"
+EPISODE_RECORDS = "tests/trainers/test_episode_records.py"
 TEMPLATES = "tests/rollout/test_chat_templates.py tests/rollout/test_chat.py"
 
 MUTATIONS = [
+    Mutation(
+        "the records' token columns stand at other episodes", "trainers/episode_records.py",
+        "row = self.unfinished[episode]", "row = self.unfinished[place]",
+        f"{EPISODE_RECORDS}::test_tokens_have_what_the_last_pass_computed",
+    ),
+    Mutation(
+        "records are written after the first pass", "trainers/trainer.py",
+        "if self._step % self.micro_steps_per_generation == 0:\n            self.records",
+        "if self._step % self.args.steps_per_generation == 0:\n            self.records",
+        f"{EPISODE_RECORDS}::test_tokens_have_what_the_last_pass_computed",
+    ),
+    Mutation(
+        "clipping whatever the sign of the advantage", "objectives/clipping.py",
+        "below = (ratios < 1 - epsilon_low) & (advantages < 0)", "below = ratios < 1 - epsilon_low",
+        "tests/objectives/test_clipping.py",
+    ),
+    Mutation(
+        "a checkpoint forgets the records of its generation batch", "checkpoints/record.py",
+        "episodes = read_rows(file.with_suffix(\".parquet\"))", "episodes = []",
+        "tests/trainers/test_checkpoint.py::test_killed_at_every_step",
+    ),
+    Mutation(
+        "records appear before they are complete", "records/writer.py",
+        "partial = path.with_name(path.name + _PARTIAL)", "partial = path",
+        f"{RECORDS}::test_a_run_killed_in_mid_write_leaves_readable_records",
+    ),
+    Mutation(
+        "the newest records are deleted first", "records/writer.py",
+        "if generation != newest]", "if generation >= 0]", f"{RECORDS}::test_thinning_keeps_the_first_the_newest_and_an_even_rest",
+    ),
+    Mutation(
+        "the gap between sampler and trainer is rounded twice", "records/schema.py",
+        "return _on_grid(sampled) + _on_grid(trained - sampled)", "return _on_grid(trained)",
+        f"{RECORDS}::test_numbers_keep_their_stated_precision",
+    ),
     Mutation(
         "sign of the advantage", "objectives/advantages.py",
         "centred = self.values - mean", "centred = mean - self.values", ADVANTAGES,

@@ -3,8 +3,9 @@
 
 Each setting is trained once undisturbed, and once while SIGKILL and SIGTERM hit it at random times, and at random file
 operations inside a save. After every signal the run is started again with ``resume_from_checkpoint="auto"``. Counted are the
-optimizer steps that were finished but not saved (at most one each), processes that outlive the run (none), and weights that
-differ at the end (none for environments stepped inline). The exit code is 1 if a count is too high.
+optimizer steps that were finished but not saved (at most one each), processes that outlive the run (none), files of episode
+records that cannot be read (none), and weights or episode records that differ at the end (none for environments stepped
+inline). The exit code is 1 if a count is too high.
 
 Resumable: finished settings are read from ``runs/faults/results.jsonl``. Everything is seeded, except when a signal arrives.
 """
@@ -42,6 +43,7 @@ from transformers.utils import logging
 
 from agile_trainers.adapters.folders import checkpoints, newest_complete
 from agile_trainers.embedded import make_embedded_model
+from agile_trainers.records.reader import RecordsError, open_records
 
 STEPS = 6
 LEAST_SIGNALS = 100
@@ -82,6 +84,7 @@ class Outcome:
     inside_saves: int = 0
     lost_steps: list[int] = field(default_factory=list)
     left_behind: int = 0
+    unreadable: int = 0
     equal: bool = False
     seconds: float = 0.0
 
@@ -227,6 +230,27 @@ def digest(run: Path) -> str:
     return sha.hexdigest()
 
 
+def unreadable(run: Path) -> int:
+    """Number of runs of which some record cannot be read."""
+    if not (run / "rollouts").is_dir() or not any((run / "rollouts").iterdir()):
+        return 0
+    failed = 0
+    for records in open_records(run):
+        try:
+            assert len(list(records.episodes())) == len(records.index())
+            records.metrics()
+        except (RecordsError, AssertionError) as error:
+            failed += 1
+            print(error, flush=True)
+    return failed
+
+
+def trained(run: Path) -> list[dict[str, Any]]:
+    """The training episodes of the last run in a folder; earlier ones died before their first checkpoint."""
+    runs = [records for records in open_records(run) if records.info.get("kind") == "training"]
+    return [episode for episode in runs[-1].episodes() if episode["phase"] == "train"]
+
+
 def disturb(setting: Setting, model: Path, folder: Path, signals: int, chance: random.Random) -> Outcome:
     """Train a setting undisturbed and disturbed, and compare."""
     outcome, started = Outcome(setting.name), time.monotonic()
@@ -256,6 +280,7 @@ def disturb(setting: Setting, model: Path, folder: Path, signals: int, chance: r
             outcome.kills += number == signal.SIGKILL
         _, left = end(processes, processes[0])
         outcome.left_behind += left
+        outcome.unreadable += unreadable(run)
         hit = not inside or (run.parent / "inside").is_file()
         outcome.signals += hit
         outcome.inside_saves += inside and hit
@@ -273,7 +298,7 @@ def disturb(setting: Setting, model: Path, folder: Path, signals: int, chance: r
         if (run / "final").is_dir() and outcome.signals < signals:
             shutil.rmtree(run)  # it got through: once more from the beginning
             run.mkdir()
-    outcome.equal = digest(run) == expected
+    outcome.equal = digest(run) == expected and trained(run) == trained(whole)
     outcome.seconds = time.monotonic() - started
     return outcome
 
@@ -312,7 +337,8 @@ def _row(outcome: Outcome) -> str:
     lost = max(outcome.lost_steps, default=0)
     return (
         f"{outcome.setting:44} {outcome.signals:3} signals ({outcome.kills} SIGKILL, {outcome.inside_saves} inside a save)  "
-        f"lost at most {lost}  left behind {outcome.left_behind}  {'equal' if outcome.equal else 'differs'}"
+        f"lost at most {lost}  left behind {outcome.left_behind}  unreadable {outcome.unreadable}  "
+        f"{'equal' if outcome.equal else 'differs'}"
     )
 
 
@@ -320,13 +346,15 @@ def _verdict(done: list[Outcome]) -> int:
     signals = sum(outcome.signals for outcome in done)
     lost = max((max(outcome.lost_steps, default=0) for outcome in done), default=0)
     left = sum(outcome.left_behind for outcome in done)
+    broken = sum(outcome.unreadable for outcome in done)
     unequal = [outcome.setting for outcome in done if not outcome.equal and "inline" in outcome.setting]
     kills, inside = (sum(getattr(outcome, name) for outcome in done) for name in ("kills", "inside_saves"))
     print(
         f"\n{len(done)} settings, {signals} signals ({kills} SIGKILL, {inside} inside a save): at most {lost} step(s) lost "
-        f"each, {left} processes left behind, {sum(outcome.equal for outcome in done)} of {len(done)} bit-equal at the end"
+        f"each, {left} processes left behind, {broken} runs with unreadable records, "
+        f"{sum(outcome.equal for outcome in done)} of {len(done)} bit-equal at the end"
     )
-    return int(lost > 1 or left > 0 or bool(unequal) or signals < LEAST_SIGNALS)
+    return int(lost > 1 or left > 0 or broken > 0 or bool(unequal) or signals < LEAST_SIGNALS)
 
 
 def _become_subreaper() -> None:
