@@ -83,7 +83,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the newest records are deleted first", "records/writer.py",
-        "if generation != newest]", "if generation >= 0]", f"{RECORDS}::test_thinning_keeps_the_first_the_newest_and_an_even_rest",
+        "if generation != newest]", "if generation >= 0]",
+        f"{RECORDS}::test_thinning_keeps_the_first_the_newest_and_an_even_rest",
     ),
     Mutation(
         "the gap between sampler and trainer is rounded twice", "records/schema.py",
