@@ -266,6 +266,27 @@ def table(results: Sequence[tuple[Case, Speed | str]]) -> str:
     return "\n".join(lines)
 
 
+def update_tables(shape: str, *options: str) -> str:
+    """Run the update workloads of `update_vs_trl.py` in a process of their own; return their tables."""
+    script = Path(__file__).with_name("update_vs_trl.py")
+    command = [
+        sys.executable,
+        str(script),
+        "--shape",
+        shape,
+        "--parts",
+        "whole",
+        "ragged",
+        "long",
+        "sure",
+        "silent",
+        *options,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|") or not line]
+    return "\n".join(lines).strip() or (done.stderr.strip().splitlines() or ["no output"])[-1]
+
+
 def page(results: Sequence[tuple[Case, Speed | str]], device: str) -> str:
     """The content of `results/gpu.md`."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("agile-trainers", "trl", "transformers", "torch"))
@@ -307,7 +328,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(table(results[-1:]).splitlines()[-1], flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(page(results, device), encoding="utf-8")
+    text = page(results, device)
+    if not options.tiny:
+        for shape in ("0.5B", "1.5B"):
+            tables = update_tables(shape)
+            print(f"\n{shape}\n{tables}", flush=True)
+            text += f"\n## Update, {shape}\n\nSee `update_vs_trl.py`; the bars are those of CPU.\n\n{tables}\n"
+    options.output.write_text(text, encoding="utf-8")
     return int(any(isinstance(speed, str) for _, speed in results))
 
 

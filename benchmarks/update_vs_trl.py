@@ -4,7 +4,8 @@ Five batches of episodes are trained on, without playing them: `trainer.update` 
 returns them on TRL's side. The sides alternate in one process with one thread, and a ratio is taken within each pair, of the
 CPU seconds of the process. The first pair warms up; in it, bytes of saved tensors and tokens of the LM head are counted. The
 physical limit is the bare model with its adapter: forward and backward over the distinct tokens of the episodes with a
-signal, the head on action tokens, in the fastest of several micro-batchings. The results are kept in
+signal, the head on action tokens, in the fastest of several micro-batchings. On a GPU (``--shape 0.5B``, run by `make
+bench-gpu`) times are seconds of the clock, in bf16. The results are kept in
 ``results/update_vs_trl.json``, a workload at a time, and the tables of ``docs/performance.md`` are written from them.
 """
 
@@ -26,6 +27,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from gpu import SHAPES
+from gpu import make_model as make_shape
 from peft import LoraConfig, get_peft_model
 from rollout_vs_trl import WORKLOADS as ROLLOUTS
 from rollout_vs_trl import Chatter, make_model, turn_counts
@@ -51,6 +54,8 @@ EPISODES, GROUP, TURNS = 16, 8, 8
 PROMPT, ACTION, OBSERVATION = 70, 32, 70
 """Tokens of a first prompt, of an answer, and of an observation with its frame."""
 LONG_PROMPT, LONG_ANSWER = 1024, 256
+DEVICE = "cpu"
+"""Of all sides; ``cuda`` with ``--shape``, if there is one."""
 LIMIT_BAR = 1.25
 """Largest ratio of an update to its physical limit."""
 PPO_BARS = {"PPO": 2.1, "PPO, critic_layers=1": 1.75}
@@ -257,6 +262,18 @@ def counting_head() -> Iterator[list[int]]:
 # ------------------------------------------------------------------------------------------------------- the sides
 
 
+def _cuda() -> bool:
+    return DEVICE == "cuda"
+
+
+def _clock() -> float:
+    """CPU seconds of the process; on a GPU seconds of the clock, when it has finished."""
+    if _cuda():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
 def _common(folder: str, steps: int) -> dict[str, Any]:
     return {
         "output_dir": folder,
@@ -266,8 +283,9 @@ def _common(folder: str, steps: int) -> dict[str, Any]:
         "num_generations": GROUP,
         "learning_rate": 1e-4,
         "logging_steps": 1,
-        "bf16": False,
-        "use_cpu": True,
+        "bf16": _cuda(),
+        "use_cpu": not _cuda(),
+        "model_init_kwargs": {"dtype": "bfloat16" if _cuda() else "float32"},
         "gradient_checkpointing": False,
         "save_strategy": "no",
         "report_to": "none",
@@ -315,7 +333,9 @@ class Limit:
     """The bare model with its adapter: forward and backward over distinct tokens, the head on action tokens."""
 
     def __init__(self, model: Path):
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if _cuda() else torch.float32).to(
+            DEVICE
+        )
         self.model = get_peft_model(base, _lora()).train()
         fuse(self.model)
         self._decoder, self._head = base.model, base.lm_head
@@ -332,7 +352,7 @@ class Limit:
             losses: list[torch.Tensor] = []
             prefix = None
             if common:
-                ids = torch.tensor([group[0].ids[:common]])
+                ids = torch.tensor([group[0].ids[:common]], device=DEVICE)
                 cache = DynamicCache()
                 hidden = self._decoder(input_ids=ids, use_cache=True, past_key_values=cache).last_hidden_state
                 losses.append(self._loss(hidden, group, 0, common))
@@ -340,7 +360,7 @@ class Limit:
             for first in range(0, GROUP, rows):
                 part = group[first : first + rows]
                 longest = len(part[-1].ids) - common
-                ids = torch.tensor([(e.ids[common:] + [0] * longest)[:longest] for e in part])
+                ids = torch.tensor([(e.ids[common:] + [0] * longest)[:longest] for e in part], device=DEVICE)
                 past = None
                 if prefix is not None:
                     past = DynamicCache()
@@ -361,7 +381,7 @@ class Limit:
     def read(self, episodes: Sequence[Episode]) -> None:
         """Run the decoder over each episode, without gradient."""
         for e in episodes:
-            self._decoder(input_ids=torch.tensor([e.ids]))
+            self._decoder(input_ids=torch.tensor([e.ids], device=DEVICE))
 
     def _loss(self, hidden: torch.Tensor, part: Sequence[Episode], begin: int, end: int) -> torch.Tensor:
         """Negative log-likelihood of the action tokens that positions [begin, end) predict, the head on distinct ones.
@@ -378,8 +398,8 @@ class Limit:
             return hidden.sum() * 0.0
         rows, positions, targets = map(list, zip(*places))
         logits = self._head(hidden[rows, positions])
-        losses = torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="none")
-        return (losses * torch.tensor(list(places.values()))).sum()
+        losses = torch.nn.functional.cross_entropy(logits, torch.tensor(targets, device=DEVICE), reduction="none")
+        return (losses * torch.tensor(list(places.values()), device=DEVICE)).sum()
 
 
 def _common_start(group: Sequence[Episode]) -> int:
@@ -410,10 +430,10 @@ class AtSteps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.pairs.append(self._others(state.global_step))
-        self._started = time.process_time()
+        self._started = _clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.pairs[-1]["TRL"] = time.process_time() - self._started
+        self.pairs[-1]["TRL"] = _clock() - self._started
 
 
 def alternate(
@@ -467,10 +487,10 @@ def alternate(
 
 
 def seconds(work: Callable[..., Any], *args: Any) -> float:
-    """CPU seconds that the process spends on a call."""
-    started = time.process_time()
+    """Seconds of a call."""
+    started = _clock()
     work(*args)
-    return time.process_time() - started
+    return _clock() - started
 
 
 @dataclass
@@ -526,10 +546,11 @@ def compare(workload: Workload, model: Path, pairs: int) -> dict[str, Any]:
     limit = Limit(model)
     best = min(workload.limits, key=lambda plan: seconds(limit.run, episodes, groups, *plan))
     with tempfile.TemporaryDirectory() as folder:
-        ours = OurSide(model, folder, pairs + 1)
+        ours = OurSide(model, folder, pairs + 2)
 
         def others(step: int) -> dict[str, Any]:
             if step == 0:
+                ours.update(episodes)  # compares packed with padded rows, once
                 with counted(ours.trainer.model, ours_counts):
                     ours.update(episodes)
                 return {}
@@ -756,14 +777,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=5, help="measured pairs of each workload")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; the rest is kept")
     parser.add_argument("--dry", action="store_true", help="write no file")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="measure a model of this shape, on a GPU if there is one; writes no file"
+    )
     options = parser.parse_args(argv)
+    if options.shape is not None:
+        options.dry = True
+        if torch.cuda.is_available():
+            globals()["DEVICE"] = "cuda"
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     logging.get_logger("agile_trainers.trainers.trainer").setLevel("ERROR")
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not options.dry else {}
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
+        make_model(Path(folder)) if options.shape is None else make_shape(options.shape, Path(folder))
         for part in options.parts:
             print(part, flush=True)
             if part == "growth":
