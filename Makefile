@@ -28,7 +28,7 @@ test-launch: $(VENV)/.installed-dev  ## accelerate launch with two processes: DD
 	$(RUN) -m pytest tests/launch -m "launch and not gpu"
 
 test-viewer: $(VENV)/.installed-dev  ## the viewer's page in a real Chromium; screenshots go to runs/viewer/
-	@command -v chromium chromium-browser > /dev/null || { echo "make test-viewer needs Chromium: apt-get install -y chromium" >&2; exit 1; }
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || { echo "make test-viewer needs Chromium: apt-get install -y chromium" >&2; exit 1; }
 	$(RUN) -m pytest tests/viewer -m browser -s
 
 check: $(VENV)/.installed-dev  ## style and types

@@ -183,6 +183,9 @@ def test_two_runs_are_compared(run: Path, tmp_path: Path, visit: Visit) -> None:
     page = visit(write_page(runs, tmp_path / "view.html", compared=1).path)
     assert page.locator(".chart").first.locator("path").count() == 2
     assert page.locator("path.series-1").first.evaluate("one => getComputedStyle(one).strokeDasharray") != "none"
+    assert texts(page, ".key span[class^=key]") == ["20260101-000000-abcd", "20260102-000000-beef"]
+    page = visit(tmp_path / "view.html", "#run/1")
+    assert texts(page, ".key span[class^=key]") == ["20260102-000000-beef", "20260101-000000-abcd"]
     page = visit(tmp_path / "view.html", "#compare/0/train/3/1/train/3")
     assert "start and seed" in page.locator("h2 .note").inner_text() and page.locator(".pairs tr").count() == 12
 
@@ -341,6 +344,21 @@ def test_records_of_earlier_releases_open(tmp_path: Path, visit: Visit) -> None:
     assert page.locator("#turn-0 > .text").inner_text() == "hello"
     assert texts(page, "#turn-0 .tokens:not(details *) .t")[0] == f"#{ord('h')}"
     assert "advantage +0.5" in page.locator("#turn-0 .numbers").inner_text()
+
+
+def test_a_run_without_episodes_shows_its_metrics(tmp_path: Path, visit: Visit) -> None:
+    writer = RecordWriter(tmp_path, {"run": "20260101-000000-0000", "kind": "training"})
+    path = tmp_path / "view.html"
+    page = visit(write_page(open_records(tmp_path), path).path)
+    assert page.locator(".chart").count() == 0 and page.locator("tbody tr").count() == 0
+    for step in (1, 2):
+        writer.write_metrics(step, {"success": step / 2, "entropy": float("nan")})
+    page = visit(write_page(open_records(tmp_path), path).path)
+    assert texts(page, ".chart figcaption") == ["Success\n100 %"]
+    page.mouse.click(300, 300)
+    for key in "jkhlnpurcft?":
+        page.keyboard.press(key)
+    page.keyboard.press("Escape")
 
 
 def test_five_thousand_episodes_open_at_once(tmp_path: Path, visit: Visit) -> None:

@@ -3,9 +3,12 @@
 const VIEW = {
   index: null, runs: [], mark: null, extra: [], sorted: false, differing: false, pinned: null, page: null, onMark: null, onShown: null,
   filters: { outcome: "", stop: "", environment: "" },
-  /** The run that the timeline compares with: given by --against. */
+  /** The counterpart of a run: with --against, the run at the same place of the other ones. */
   other(run) {
-    return this.index.compared ? this.runs[this.runs.length - this.index.compared + (this.runs.indexOf(run) % this.index.compared)] : null;
+    const own = this.runs.length - this.index.compared;
+    const place = this.runs.indexOf(run);
+    if (!this.index.compared) return null;
+    return place < own ? this.runs[own + (place % this.index.compared)] : this.runs[(place - own) % own];
   },
   /** The section that one is compared with by default: the same step of the other run or evaluation, else the first step. */
   opposite(section) {
