@@ -66,8 +66,9 @@ def _find(options: argparse.Namespace) -> tuple[list[RunRecords], int]:
 
 
 def _ordered(runs: list[RunRecords]) -> list[RunRecords]:
-    """Order runs: training before evaluation, the newest first."""
-    newest = sorted(runs, key=lambda run: str(run.info.get("started", "")), reverse=True)
+    """Order runs: training before evaluation, the newest first, and the policies of one evaluation as they were named."""
+    by_name = sorted(runs, key=lambda run: run.name)
+    newest = sorted(by_name, key=lambda run: run.name[: len("eval-YYYYmmdd-HHMMSS-abcd")], reverse=True)
     return sorted(newest, key=lambda run: run.info.get("kind") == "evaluation")
 
 

@@ -123,7 +123,7 @@ def guessing_run(
 
 def run_of(folder: Path, games: list[Trajectory], *, name: str = "20260101-000000-0001", **info: Any) -> Path:
     """A run of one evaluation with these episodes. Returns its folder."""
-    writer = RecordWriter(folder, {"run": name, "kind": "evaluation", **info})
+    writer = RecordWriter(folder, {"run": name, "kind": "evaluation"} | info)
     write_vocabulary(writer.folder)
     writer.write_eval(0, "eval", [episode_row(game, index=k) for k, game in enumerate(games)])
     return writer.folder

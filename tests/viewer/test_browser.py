@@ -190,6 +190,21 @@ def test_two_runs_are_compared(run: Path, tmp_path: Path, visit: Visit) -> None:
     assert "start and seed" in page.locator("h2 .note").inner_text() and page.locator(".pairs tr").count() == 12
 
 
+def test_evaluations_of_one_environment_are_compared(tmp_path: Path, visit: Visit) -> None:
+    wins = {"a": [True, True, False], "b": [True, False, False], "c": [False] * 3}
+    for place, (policy, won) in enumerate(wins.items()):
+        games = [play(["1"], ["x"], [float(win)], success=win, seed=seed) for seed, win in enumerate(won)]
+        environment = "hard" if policy == "b" else "easy"
+        run_of(tmp_path, games, name=f"eval-20260101-000000-abcd-{place}-0", policy=policy, environment=environment)
+    page = visit(write_page(open_records(tmp_path), tmp_path / "view.html").path)
+    page.locator("nav a", has_text="compare").click()
+    page.wait_for_function("() => document.body.dataset.ready === '#compare/2/eval/0/0/eval/0'")
+    assert "Of 3 pairs, 0 succeed more often on the left, 2 on the right." in page.locator("#page").inner_text()
+    page.locator("input[type=checkbox]").check()
+    assert page.locator(".pairs tr").count() == 2
+    assert [title.split(" · ")[0] for title in texts(page, ".compared thead div")] == ["c", "a"]
+
+
 def test_filters_choose_outcome_stop_reason_and_environment(page_file: Path, visit: Visit) -> None:
     page = visit(page_file, "#step/0/train/5")
     page.locator("#filter-outcome").select_option("failure")

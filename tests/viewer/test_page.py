@@ -288,6 +288,18 @@ def test_the_command_writes_beside_the_run(run: Path, tmp_path: Path, capsys: py
     assert index["compared"] == 1 and len(index["runs"]) == 2
 
 
+def test_the_newest_run_comes_first_and_policies_as_they_were_named(tmp_path: Path) -> None:
+    game = play(["1"], ["x"], [0.0])
+    names = ["eval-20260103-000000-aaaa-0-0", "eval-20260103-000000-aaaa-1-0", "eval-20260101-000000-bbbb-0-0"]
+    for name in reversed(names):
+        run_of(tmp_path, [game], name=name)
+    for name in ("20260101-000000-aaaa", "20260102-000000-aaaa"):
+        run_of(tmp_path, [game], name=name, kind="training")
+    assert main(["view", str(tmp_path)]) == 0
+    found = [run["name"] for run in Page(tmp_path / "view.html").part("index")["runs"]]
+    assert found == ["20260102-000000-aaaa", "20260101-000000-aaaa", *names]
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -12,12 +12,14 @@ const VIEW = {
   },
   /** The section that one is compared with by default: the same step of the other run or evaluation, else the first step. */
   opposite(section) {
-    const alone = section.run.sections.length === 1;
-    const other = this.other(section.run) || (alone && this.runs.find((run) => run !== section.run && run.size && run.sections.length === 1));
-    const from = other && other !== section.run && other.size ? other : section.run;
-    const alike = from.sections.filter(({ phase }) => phase === section.phase);
-    if (from !== section.run) return nearest((alike.length ? alike : from.sections).map((one) => [one.step, one]), section.step)[1];
-    return alike[0] === section ? alike[alike.length - 1] : alike[0];
+    const { run } = section;
+    const evaluations = run.sections.length === 1 ? this.runs.filter((one) => one !== run && one.sections.length === 1) : [];
+    const alike = evaluations.find(({ info }) => info.environment === run.info.environment);
+    const other = this.other(run) || alike || evaluations[0];
+    const from = other && other.size ? other : run;
+    const same = from.sections.filter(({ phase }) => phase === section.phase);
+    if (from !== run) return nearest((same.length ? same : from.sections).map((one) => [one.step, one]), section.step)[1];
+    return same[0] === section ? same[same.length - 1] : same[0];
   },
 };
 
