@@ -333,7 +333,7 @@ def _progress(console: Console, title: str, episodes: int) -> Iterator[Callable[
     """Show a bar of the episodes of this process."""
     state = PartialState()
     total = len(range(state.process_index, episodes, state.num_processes))
-    with Progress(*_COLUMNS, console=console, transient=True) as progress:
+    with Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total)
         yield lambda trajectory: progress.advance(task)
 
