@@ -113,6 +113,22 @@ def test_the_value_loss_is_that_of_one_pass(embedded_model, tmp_path):
     check_equal(trainer, batch)
 
 
+@pytest.mark.parametrize("layers", [None, 1])
+def test_a_critic_reads_the_same_values_packed_and_padded(embedded_model, tmp_path, layers):
+    found = {}
+    for mode in ("none", "prefix"):
+        trainer = make_ppo(embedded_model, tmp_path / mode, critic_layers=layers, sequence_packing=mode)
+        wake(trainer)
+        batch = drawn(trainer)
+        assert trainer.packer.packs == (mode == "prefix")
+        trainer.critic.count_turns([batch])
+        found[mode] = (batch, *loss_and_gradients(trainer, batch))
+    (padded, loss, gradients), (packed, loss_packed, gradients_packed) = found["none"], found["prefix"]
+    torch.testing.assert_close(packed["turns:old_values"], padded["turns:old_values"], rtol=1e-5, atol=1e-5)
+    assert loss_packed == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    assert relative_error(gradients_packed, gradients) < 1e-5
+
+
 def test_terms_that_compare_all_tokens_keep_one_pass(embedded_model, tmp_path):
     trainer = make_trainer(embedded_model, tmp_path, top_entropy_quantile=0.5)
     batch = drawn(trainer)
