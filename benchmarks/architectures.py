@@ -351,7 +351,7 @@ class Row:
 
     @property
     def accepted(self) -> bool:
-        """Whether the trainer took the model."""
+        """True if the trainer took the model."""
         return not self.refused
 
     @property
@@ -361,7 +361,7 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Whether the model was refused, or trained with a gap within the bound."""
+        """True if the model was refused, or trained with a gap within the bound."""
         return not self.accepted or (not self.failed and self.gap <= BOUND)
 
 

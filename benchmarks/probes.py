@@ -63,7 +63,7 @@ class Algorithm:
     """An algorithm of the table, with the options in which it differs from the others."""
 
     name: str
-    """What ``find_algorithm`` finds its trainer by."""
+    """Name by which ``find_algorithm`` finds its trainer."""
     options: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] | None = None
     """Keyword arguments of a ``LoraConfig``; None trains all weights."""
@@ -419,7 +419,7 @@ def main() -> int:
 
 
 def _meets_bar(result: Run) -> bool:
-    """Whether a run solved its probe, or scored at least as high as AgileRL on a probe that AgileRL did not solve."""
+    """Return True if a run solved its probe, or scored at least as high as AgileRL on a probe that AgileRL did not solve."""
     return result["solved"] or result["score"] >= PEER_SCORE.get(result["settings"]["probe"], math.inf)
 
 

@@ -495,7 +495,7 @@ def seconds(work: Callable[..., Any], *args: Any) -> float:
 
 @dataclass
 class Counts:
-    """What a side kept and computed in the first step."""
+    """Numbers of what a side kept and computed in the first step."""
 
     saved: int = 0
     """Most bytes that autograd kept at once."""
@@ -775,7 +775,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts and write them down. Return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="measured pairs of each workload")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; the rest is kept")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to measure; the rest is kept")
     parser.add_argument("--dry", action="store_true", help="write no file")
     parser.add_argument(
         "--shape", choices=SHAPES, help="measure a model of this shape, on a GPU if there is one; writes no file"

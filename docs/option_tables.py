@@ -15,7 +15,7 @@ DOCS = Path(__file__).resolve().parent
 _CLASSES: list[type] = [MultiTurnConfig]
 _CLASSES += (find_algorithm(name).config_class for name in ALGORITHMS)
 CONFIGS = {config.__name__: config for config in _CLASSES}
-"""What has a table on some page, by the name that the page gives it."""
+"""Configurations with a table on some page, by the name that the page gives them."""
 PACKAGE = DOCS.parent / "agile_trainers"
 _TABLE = re.compile(r"(<!-- begin: options of (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 _FILES = re.compile(r"(<!-- begin: files of agile_trainers -->\n).*?(<!-- end -->)", flags=re.DOTALL)

@@ -216,14 +216,20 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: found[path])
 
 
-def newest_complete(output_dir: Path) -> tuple[Path, list[str]]:
+def newest_complete(output_dir: Path, at_most: int | None = None) -> tuple[Path, list[str]]:
     """Return the complete checkpoint of the latest step, and the reason why each later one was skipped.
+
+    Args:
+        output_dir: Folder of the run.
+        at_most: Passes over checkpoints of later steps.
 
     Raises:
         CheckpointError: If no checkpoint is complete.
     """
     skipped: list[str] = []
     for folder in reversed(checkpoints(output_dir)):
+        if at_most is not None and step_of(folder) > at_most:
+            continue
         try:
             return check_complete(folder), skipped
         except CheckpointError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import gather_object
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import rotate_checkpoints
@@ -33,7 +33,8 @@ from agile_trainers.adapters.folders import (
     step_of,
     write_json,
 )
-from agile_trainers.checkpoints.output_lock import OutputDirInUseError, locked
+from agile_trainers.checkpoints.machines import agreed_step, check_storage, on_each_disk
+from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import compare_options, recorded_options
 from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.envs.registry import describe_environment
@@ -85,6 +86,7 @@ class RunCheckpoints:
     def __init__(self, trainer: GRPOTrainer, algorithm: str, environment: Any, saved: SavedAdapters | None) -> None:
         self._trainer, self._algorithm, self._environment, self._saved = trainer, algorithm, environment, saved
         self._args: Any = trainer.args
+        check_storage(trainer.accelerator, trainer.args)
         self._parent = parent_of(saved, self._base_config._name_or_path)
         self.run_id = ""
         """Id of the run, or of its branch if it was resumed from an older checkpoint."""
@@ -105,7 +107,10 @@ class RunCheckpoints:
     # ------------------------------------------------------------------------------------------------------ choose
 
     def choose(self, resume: str | bool | None, lock: ExitStack) -> str | None:
-        """Choose the checkpoint to resume from. The main process locks ``output_dir`` and chooses for all, or all raise.
+        """Choose the checkpoint to resume from, the same on all processes.
+
+        The main process locks ``output_dir`` and chooses for all, or all raise. With ``save_on_each_node``, one process of
+        each machine does so with its own folder; the newest checkpoint that all machines hold is taken.
 
         Args:
             resume: ``resume_from_checkpoint``.
@@ -115,49 +120,43 @@ class RunCheckpoints:
             CheckpointError: If there is no whole checkpoint there, or it is one of another run.
             OutputDirInUseError: If another process of this host trains into ``output_dir``.
         """
-        answer: list[Any] = [None, ""]
-        if self._trainer.accelerator.is_main_process:
-            try:
-                lock.enter_context(locked(Path(self._args.output_dir)))
-                answer = [self._choose_checkpoint(resume), self.run_id]
-            except (CheckpointError, OutputDirInUseError) as error:
-                answer = [error, ""]
-        broadcast_object_list(answer)
-        if isinstance(answer[0], Exception):
-            raise answer[0]
-        folder, self.run_id = answer
-        self.epochs_done = 0
+        output_dir, saves = Path(self._args.output_dir), self._args.should_save
+        on_each_disk(saves, lambda: lock.enter_context(locked(output_dir)))
+        newest = resume is True or resume == "auto"
+        step = agreed_step(saves, lambda at_most: self._find_step(resume, output_dir, at_most), older=newest)
+        folder = None if step is None else output_dir / f"checkpoint-{step}" if newest else Path(str(resume))
         if folder is not None:
-            self.epochs_done = int(read_json(Path(folder) / "trainer_state.json")["epoch"])
-            self._parent = read_json(Path(folder) / RECORD)["parent"]
-        return folder
+            self._check_own_states(folder)
+        self.run_id = on_each_disk(saves, lambda: self._begin(folder, output_dir))[0]
+        self.epochs_done = 0
+        if folder is None:
+            return None
+        self.epochs_done = int(read_json(folder / "trainer_state.json")["epoch"])
+        self._parent = read_json(folder / RECORD)["parent"]
+        return str(folder)
 
-    def _choose_checkpoint(self, resume: str | bool | None) -> str | None:
-        output_dir = Path(self._args.output_dir)
-        folder = self._named_checkpoint(resume, output_dir)
+    def _begin(self, folder: Path | None, output_dir: Path) -> str:
+        """Check the checkpoint, or the folder of a new run, and return the id of the run or its new branch."""
         if folder is None:
             self._check_output_dir(output_dir)
-            self._begin_branch(output_dir, after=-1)
-            return None
+            return self._begin_branch(output_dir, after=-1)
         self._check_fits(folder)
         record = read_json(folder / RECORD)
         own = folder.resolve().parent == output_dir.resolve()
         later = [path for path in checkpoints(output_dir) if step_of(path) > record["global_step"]]
         if own and not later and record.get("run_id"):
-            self.run_id = record["run_id"]
-        else:
-            self._begin_branch(output_dir, after=record["global_step"] if own else -1)
-        return str(folder)
+            return record["run_id"]
+        return self._begin_branch(output_dir, after=record["global_step"] if own else -1)
 
     @staticmethod
-    def _named_checkpoint(resume: str | bool | None, output_dir: Path) -> Path | None:
-        """Return the complete checkpoint that ``resume_from_checkpoint`` names; None to start a new run."""
+    def _find_step(resume: str | bool | None, output_dir: Path, at_most: int | None) -> int | None:
+        """Return the step of the complete checkpoint that ``resume_from_checkpoint`` names; None to start a new run."""
         if resume is None or resume is False or (resume == "auto" and not checkpoints(output_dir)):
             return None
         if resume is not True and resume != "auto":
-            return check_complete(Path(resume))
+            return read_json(check_complete(Path(resume)) / RECORD)["global_step"]
         try:
-            folder, skipped = newest_complete(output_dir)
+            folder, skipped = newest_complete(output_dir, at_most)
         except CheckpointError as error:
             if resume is True:
                 raise
@@ -165,16 +164,28 @@ class RunCheckpoints:
             return None
         for reason in skipped:
             logger.warning("Not resumed from: %s", reason)
-        return folder
+        return step_of(folder)
 
-    def _begin_branch(self, output_dir: Path, after: int) -> None:
-        """Give the run a new id, and set aside checkpoints that a later resume would take for its own.
+    def _check_own_states(self, folder: Path) -> None:
+        """Reject a checkpoint that other processes saved on this disk, as after machines were started in another order."""
+        processes = self._trainer.accelerator.num_processes
+        name = f"rng_state_{self._trainer.accelerator.process_index}.pth"
+        same = read_json(folder / _ROLLOUT / _POSITION)["geometry"]["processes"] == processes > 1
+        lost = gather_object([name] if same and not (folder / name).is_file() else [])
+        if lost:
+            raise CheckpointError(
+                f"{folder} lacks {', '.join(lost)} on the machines of these processes. Start the machines in the order in "
+                "which they saved it (--machine_rank), or start a new run with "
+                f"model={str(folder)!r}."
+            )
+
+    def _begin_branch(self, output_dir: Path, after: int) -> str:
+        """Set aside checkpoints that a later resume would take for those of a new branch, and return the branch's id.
 
         Args:
             output_dir: Folder of the run.
             after: The step it is resumed from; checkpoints of later steps belong to another branch.
         """
-        self.run_id = new_run_id()
         # The policy itself may come from one of them.
         source = Path(self._base_config._name_or_path if self._saved is None else self._saved.folder).resolve()
         others = [path for path in checkpoints(output_dir) if step_of(path) > after and path.resolve() != source]
@@ -185,6 +196,7 @@ class RunCheckpoints:
                 "are in %s now.",
                 output_dir, ", ".join(path.name for path in others), where,
             )  # fmt: skip
+        return new_run_id()
 
     def _check_output_dir(self, output_dir: Path) -> None:
         """Reject an ``output_dir`` with checkpoints of another program, which might be overwritten."""
@@ -278,8 +290,7 @@ class RunCheckpoints:
         accelerator, state, args = self._trainer.accelerator, self._trainer.state, self._args
         name = f"checkpoint-{state.global_step}"
         building, folder = run / _UNFINISHED / name, run / name
-        here = accelerator.is_local_main_process  # of each machine, which need not share a disk
-        if here:
+        if args.should_save:
             shutil.rmtree(building.parent, ignore_errors=True)  # left by a killed process
         accelerator.wait_for_everyone()
         self.building = building.parent
@@ -295,8 +306,8 @@ class RunCheckpoints:
         accelerator.wait_for_everyone()
         if args.should_save:
             mark_complete(building)
-        accelerator.wait_for_everyone()
-        if here:
+        accelerator.wait_for_everyone()  # all disks hold it before one shows it
+        if args.should_save:
             _move_into_place(building, folder)
         accelerator.wait_for_everyone()
 
@@ -366,8 +377,7 @@ def _move_into_place(building: Path, folder: Path) -> None:
         building.rename(folder)
         shutil.rmtree(doomed)
     else:
-        with suppress(FileNotFoundError):  # another machine with the same disk was first
-            building.rename(folder)
+        building.rename(folder)
     with suppress(OSError):
         building.parent.rmdir()
 

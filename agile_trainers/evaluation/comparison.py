@@ -34,7 +34,7 @@ class Comparison:
     """Two-sided: of the exact McNemar test if each episode is a unit of its own and the measure is success, otherwise of the
     paired randomization test over units."""
     adjusted_p_value: float
-    """After Holm's correction for ``comparisons``."""
+    """Value after Holm's correction for ``comparisons``."""
     episodes: int
     """Number of pairs."""
     units: int

@@ -32,7 +32,7 @@ class Rule:
     message: Message
     """The error text: option, value, expectation and solution."""
     when_set: bool = False
-    """If True, the option's default is always accepted."""
+    """True accepts the option's default always."""
 
 
 def check_rules(args: Any, rules: Iterable[Rule]) -> None:

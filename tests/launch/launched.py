@@ -42,7 +42,7 @@ VLLM: dict[str, dict[str, Any]] = {
 """For tests/on_vllm."""
 
 
-def make(case: str, model: Path, output: Path) -> MultiTurnTrainer:
+def make(case: str, model: Path, output: Path, **more: Any) -> MultiTurnTrainer:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     changes = {
         "per_device_train_batch_size": EPISODES // processes,
@@ -52,6 +52,7 @@ def make(case: str, model: Path, output: Path) -> MultiTurnTrainer:
         "save_strategy": "steps",
         "save_steps": 1,
         **(CASES | VLLM)[case],
+        **more,
     }
     if case != "ppo":
         return make_trainer(model, output, **changes)

@@ -41,9 +41,9 @@ _PLAYED = (
     "seed", "generation_chunk_size", "max_environments", "environment_workers", "environment_processes",
     "environment_timeout",
 )  # fmt: skip
-"""What else ``evaluation`` may say."""
+"""Further options that ``evaluation`` takes."""
 _SHARED = ("repetition_penalty", "log_rollouts", "use_cpu", "trust_remote_code", "model_init_kwargs")
-"""What else an evaluation takes over from the options of all stages."""
+"""Options of all stages that an evaluation takes over."""
 EVALUATION = dataclasses.make_dataclass(
     "EvaluationOptions",
     [
@@ -89,7 +89,7 @@ class Pipeline:
     """A factory, or several by name."""
     stages: list[Stage]
     evaluation: Any
-    """How every evaluation is played, as ``EVALUATION`` has it."""
+    """Settings of every evaluation, of the type ``EVALUATION``."""
     evaluation_options: dict[str, Any]
     """Options of the evaluation's configuration."""
     lora: LoraConfig | None

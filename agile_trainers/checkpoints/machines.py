@@ -1,0 +1,120 @@
+"""Keeps checkpoints of runs on several machines consistent, with a disk that the machines share or one for each."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+
+from agile_trainers.adapters.folders import CheckpointError
+from agile_trainers.checkpoints.output_lock import OutputDirInUseError
+
+Result = TypeVar("Result")
+_ONE_CHECKPOINT = (DistributedType.DEEPSPEED, DistributedType.FSDP)
+"""Engines whose processes write parts of one checkpoint, which each process reads again."""
+
+
+def check_storage(accelerator: Accelerator, args: Any) -> None:
+    """Reject a run on several machines if ``save_on_each_node`` does not fit their disks.
+
+    The main process writes a file into ``output_dir`` and every machine looks for it. All processes must call this.
+
+    Args:
+        accelerator: The trainer's.
+        args: The trainer's; reads ``output_dir`` and ``save_on_each_node``.
+
+    Raises:
+        ValueError: If machines do not share ``output_dir`` and only the first would save, so that the others could not
+            resume, or the engine is DeepSpeed or FSDP; if they share it and would overwrite each other's files; or
+            if only some share it.
+    """
+    first = accelerator.is_local_main_process
+    machines = sum(gather_object([first]))
+    if machines == 1:
+        return
+    folder = Path(args.output_dir)
+    name = [f".shared-{uuid.uuid4().hex}"]
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name[0]).touch()
+    broadcast_object_list(name)
+    seen = sum(gather_object([first and (folder / name[0]).exists()]))
+    if accelerator.is_main_process:
+        (folder / name[0]).unlink()
+    if seen == 1 and accelerator.distributed_type in _ONE_CHECKPOINT:
+        raise ValueError(
+            f"{accelerator.distributed_type.value} saves one checkpoint from all machines, but the {machines} machines do "
+            f"not share output_dir={args.output_dir!r}. Give one on a disk that all machines share, or launch with DDP "
+            "(accelerate_configs/ddp.yaml)."
+        )
+    if seen == 1 and not args.save_on_each_node:
+        raise ValueError(
+            f"The {machines} machines do not share output_dir={args.output_dir!r}, and only the first would save what a run "
+            "resumes from. Set save_on_each_node=True, or give an output_dir on a disk that all machines share."
+        )
+    if seen == machines and args.save_on_each_node:
+        raise ValueError(
+            f"save_on_each_node=True, but the {machines} machines share output_dir={args.output_dir!r} and would overwrite "
+            "each other's files. Set save_on_each_node=False, or give an output_dir on a disk of each machine's own."
+        )
+    if 1 < seen < machines:
+        raise ValueError(
+            f"{seen} of the {machines} machines share output_dir={args.output_dir!r}. Give one that all share, or one that "
+            "none share with save_on_each_node=True."
+        )
+
+
+def on_each_disk(saves: bool, function: Callable[[], Result]) -> list[Result]:
+    """Run a function on the process of each disk that saves there, and return the results to all processes.
+
+    Args:
+        saves: ``args.should_save``: True for the main process or, with ``save_on_each_node``, for one of each machine.
+        function: What to run.
+
+    Returns:
+        The results in the order of the machines.
+
+    Raises:
+        CheckpointError: On all processes, if it is raised on one. The same for ``OutputDirInUseError``.
+    """
+    answer: Any = None
+    if saves:
+        try:
+            answer = (function(),)
+        except (CheckpointError, OutputDirInUseError) as error:
+            answer = error
+    answers = [one for one in gather_object([answer]) if one is not None]
+    for one in answers:
+        if isinstance(one, Exception):
+            raise one
+    return [one[0] for one in answers]
+
+
+def agreed_step(saves: bool, find: Callable[[int | None], int | None], *, older: bool) -> int | None:
+    """Return the step of the newest checkpoint that every disk holds; None if none is to be resumed from.
+
+    A run that is killed while it saves may leave its last checkpoint on some of the machines.
+
+    Args:
+        saves: As in :func:`on_each_disk`.
+        find: Returns the step of the newest complete checkpoint up to a step (None: of any step) on this disk.
+        older: Whether an older checkpoint may be taken, if a disk lacks the newest.
+
+    Raises:
+        CheckpointError: If the disks hold no checkpoint of the same step.
+    """
+    steps = on_each_disk(saves, lambda: find(None))
+    while len(set(steps)) > 1:
+        if None in steps or not older:
+            held = ", ".join("none" if step is None else f"checkpoint-{step}" for step in steps)
+            raise CheckpointError(
+                f"The machines would resume from different checkpoints: {held}, in the order of the machines. Give each "
+                "machine its own folder of the same step, or remove the folders to start again."
+            )
+        limit = min(step for step in steps if step is not None)
+        steps = on_each_disk(saves, lambda limit=limit: find(limit))  # type: ignore[misc]
+    return steps[0]
