@@ -19,9 +19,9 @@ class _Device:
     """Cost of packing on a kind of device, in floating-point operations of its matrix products."""
 
     plan: float
-    """Of planning a pass."""
+    """The cost of planning a pass."""
     block: float
-    """Of a block of attention in a layer."""
+    """The cost of a block of attention in a layer."""
     pair: float
     """Factor of a pair of nodes in packed attention."""
 

@@ -28,7 +28,7 @@ class PackingState:
     checked: bool = False
     """True once packed and padded rows were compared."""
     refused: str | None = None
-    """Why they differ, if they do."""
+    """The reason if they differ."""
 
 
 class Packer:

@@ -27,7 +27,7 @@ class Played:
     summary: PolicySummary
     results: EpisodeResults
     metrics: dict[str, Any]
-    """Of modules of the package ``evaluate``."""
+    """Metrics of modules of the package ``evaluate``."""
     records: str | None
     """Folder of the episodes."""
 
