@@ -55,7 +55,7 @@ PROMPT, ACTION, OBSERVATION = 70, 32, 70
 """Tokens of a first prompt, of an answer, and of an observation with its frame."""
 LONG_PROMPT, LONG_ANSWER = 1024, 256
 DEVICE = "cpu"
-"""Of all sides; ``cuda`` with ``--shape``, if there is one."""
+"""Device of all sides; ``cuda`` with ``--shape``, if there is one."""
 LIMIT_BAR = 1.25
 """Largest ratio of an update to its physical limit."""
 PPO_BARS = {"PPO": 2.1, "PPO, critic_layers=1": 1.75}
