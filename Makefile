@@ -40,7 +40,7 @@ wheel: $(VENV)/.installed-dev  ## build the wheel, install it outside the clone 
 	$(RUN) -m pytest tests/test_wheel.py -s
 
 snippets: $(VENV)/.installed-dev  ## every code block of README and docs; the README's first one and AgileRL's on three seeds
-	$(RUN) -m pytest tests/test_docs.py tests/test_first_snippet.py tests/test_agilerl_scripts.py
+	$(RUN) -m pytest tests/test_docs.py tests/test_tutorial.py tests/test_recipes.py tests/test_first_snippet.py tests/test_agilerl_scripts.py
 
 docs: $(VENV)/.installed-dev  ## the documentation site, in site/; strict: a broken link or a page outside the navigation is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

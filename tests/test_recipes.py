@@ -1,0 +1,100 @@
+"""The recipes of ``examples/recipes/`` are read whole, and the memory plan says what ``docs/recipes.md`` says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import Qwen2Config
+from trl import ModelConfig
+
+from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory
+from agile_trainers.cli.train import MultiTurnScriptArguments
+from agile_trainers.trainers import MultiTurnGRPOConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted((ROOT / "examples/recipes").glob("*.yaml"))
+PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+PROMPT, OBSERVATION = 512, 256
+"""Tokens that the page assumes."""
+_ENDS: dict[str, Any] = {"tie_word_embeddings": False, "vocab_size": 152064, "num_key_value_heads": 8}
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5B": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 151936,
+    },
+    "7B": {
+        **_ENDS, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "14B": {
+        **_ENDS, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+    },
+}  # fmt: skip
+"""Shapes of Qwen2.5's public configurations."""
+
+
+def fields(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def planned(path: Path) -> float:
+    """Planned peak of one GPU, in GiB."""
+    options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    unknown = options.keys() - fields(ModelConfig) - fields(MultiTurnGRPOConfig) - fields(MultiTurnScriptArguments)
+    assert not unknown
+    model = ModelConfig(**{name: value for name, value in options.items() if name in fields(ModelConfig)})
+    own = {name: value for name, value in options.items() if name in fields(MultiTurnGRPOConfig)}
+    args = MultiTurnGRPOConfig(**{**own, "trust_remote_code": False}, use_cpu=True, bf16=False)
+    args.bf16 = True  # as on a GPU, which is not here
+    size = re.findall(r"-([\d.]+B)-", options["model_name_or_path"])[0]
+    config = Qwen2Config(**SHAPES[size], max_position_embeddings=32768, dtype="bfloat16")
+    plan = plan_memory(config, args, model, critic=False, prompt=PROMPT, observation=OBSERVATION)
+    return estimate_memory(config, plan)[-1].size / 2**30
+
+
+def test_every_recipe_is_on_the_page() -> None:
+    assert len(RECIPES) == 4 and all(f"examples/recipes/{path.name}" in PAGE for path in RECIPES)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if "1.5b" in path.name else pytest.mark.slow) for path in RECIPES],
+    ids=lambda path: path.stem,
+)
+def test_the_plan_fits_and_is_the_one_on_the_page(path: Path) -> None:
+    (said,) = re.findall(rf"{re.escape(path.name)}`?\S* \|.*\| ([\d.]+) GiB \|", PAGE)
+    memory = int(re.findall(r"(\d+)gb", path.name)[0])
+    peak = planned(path)
+    assert peak == pytest.approx(float(said), abs=0.06)
+    assert peak < 0.9 * memory, "a tenth is left for fragmentation and the libraries"
+
+
+def test_the_commands_of_the_page_run(
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``check`` with the first recipe, with a model that is here; the others differ in numbers only."""
+    from agile_trainers.cli import main
+
+    options = yaml.safe_load((ROOT / "examples/recipes/24gb_1.5b_lora.yaml").read_text(encoding="utf-8"))
+    here = {"model_name_or_path": str(embedded_model), "max_new_tokens": 8, "use_cpu": True, "bf16": False}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**options, **here}), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    command = [
+        "check",
+        "grpo",
+        "--config",
+        "recipe.yaml",
+        "--gpu_memory",
+        "24",
+        "--episodes",
+        "2",
+        "--player",
+        "expert",
+    ]
+    assert main.main(command) == 0
+    assert "24" in capsys.readouterr().out
