@@ -64,6 +64,11 @@ class Scorer:
                 scores.reference = self.score_reference(batch, rows)
         return scores
 
+    @property
+    def pad_to_multiple_of(self) -> int | None:
+        """Multiple of which the width of every padded forward pass is."""
+        return self._trainer.pad_to_multiple_of
+
     def prepare_packing(self, batch: TurnBatch) -> None:
         """Let the packer compare packed with padded rows, on as many rows of this process as a micro-batch has."""
         trainer = self._trainer

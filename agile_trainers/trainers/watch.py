@@ -140,7 +140,11 @@ class PolicyMeasurements:
         own = padded[self._accelerator.process_index * share :][:share]
         pad, end = self._token_ids
         batch = collate(
-            [_episode(answer) for answer in own], pad_token_id=pad, end_token_id=end, device=self._accelerator.device
+            [_episode(answer) for answer in own],
+            pad_token_id=pad,
+            end_token_id=end,
+            pad_to_multiple_of=self._scorer.pad_to_multiple_of,
+            device=self._accelerator.device,
         )
         scores = self._scorer.score(batch, old=True, reference=False).old
         assert scores is not None
