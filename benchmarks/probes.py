@@ -119,7 +119,8 @@ def run(algorithm: str, probe: str, seed: int) -> Run:
         ``score``, the last one (greedy success over all start states, or the mean length as a multiple of that before
         training); ``solved``;
         ``episodes_to_solve`` (the first evaluation from which the probe stayed solved, None if it did not);
-        ``length_before``, in tokens per answer; ``seconds`` of training and evaluation.
+        ``length_before``, in tokens per answer; ``findings``, the names of what the run's diagnosis said; ``seconds`` of
+        training and evaluation.
     """
     chosen, spec = settings(algorithm, probe, seed), PROBES[probe]
     torch.set_num_threads(1)
@@ -140,6 +141,7 @@ def run(algorithm: str, probe: str, seed: int) -> Run:
         "score": scores[-1],
         "episodes_to_solve": curve["episodes"][first_solved] if first_solved < len(scores) else None,
         "length_before": length_before,
+        "findings": [finding.name for finding in trainer.watch.findings],
         "seconds": round(seconds, 1),
         "curve": curve,
     }
@@ -254,8 +256,7 @@ def _place(key: tuple[str, str, int]) -> tuple[int, int, int]:
 def _start_worker() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # A solved probe gives batches without signal, of which the trainer warns.
-    logging.get_logger("agile_trainers.trainers.trainer").setLevel("ERROR")
+    logging.get_logger("agile_trainers.trainers.watch").setLevel("ERROR")  # a run's line names its findings
 
 
 def run_all(wanted: Sequence[tuple[str, str, int]], jobs: int, fresh: bool) -> list[Run]:
@@ -291,7 +292,8 @@ def _line(result: Run) -> str:
     chosen = result["settings"]
     after = f"after {result['episodes_to_solve']} episodes" if result["solved"] else "UNSOLVED"
     name = f"{chosen['algorithm']:<16} {chosen['probe']:<13} seed {chosen['seed']}"
-    return f"{name}  {_score_name(PROBES[chosen['probe']])} {result['score']:.2f}, {after}, {result['seconds']:.0f} s"
+    told = f", {' '.join(result.get('findings') or ['nothing'])} found"
+    return f"{name}  {_score_name(PROBES[chosen['probe']])} {result['score']:.2f}, {after}, {result['seconds']:.0f} s{told}"
 
 
 def _score_name(spec: ProbeSpec) -> str:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agile_trainers.records.schema import EPISODE, LIGHT, TRAINED
-from agile_trainers.records.writer import METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
+from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
 from agile_trainers.types import NO_TURN, StopReason
 
 _JSON = ("prompt", "reset_info", "row")
@@ -43,6 +43,11 @@ class RunRecords:
     def metrics(self) -> list[dict[str, Any]]:
         """Read the logs of the run: ``step`` and metrics by name, in order. A line of a killed run is left out."""
         path = self.folder / METRICS
+        return [] if not path.is_file() else list(_whole_lines(path))
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Read what the run's diagnosis reported: ``name``, ``step``, ``evidence`` and ``advice``, in order."""
+        path = self.folder / FINDINGS
         return [] if not path.is_file() else list(_whole_lines(path))
 
     def vocabulary(self) -> dict[int, tuple[bytes, bool]]:

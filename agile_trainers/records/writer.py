@@ -22,6 +22,7 @@ from agile_trainers.records.vocabulary import pieces
 from agile_trainers.types import NO_TURN, Trajectory
 
 ROLLOUTS, RUN, METRICS, VOCABULARY_FILE = "rollouts", "run.json", "metrics.jsonl", "vocabulary.parquet"
+FINDINGS = "findings.jsonl"
 _PARTIAL = ".partial"
 """Suffix of a file that is being written."""
 _ROW_GROUP_BYTES = 2**25
@@ -219,13 +220,16 @@ class RecordWriter:
             logs: Metrics by name. What is no number is left out; an infinite one or NaN is written as null.
         """
         line = {"step": step, **{name: _number(value) for name, value in logs.items() if _is_number(value)}}
-        path = self.folder / METRICS
-        with path.open("a+b") as file:
-            # A killed run may have left half a line.
-            file.seek(0, os.SEEK_END)
-            if file.tell() and _last_byte(path) != b"\n":
-                file.write(b"\n")
-            file.write((json.dumps(line) + "\n").encode())
+        _append(self.folder / METRICS, line)
+
+    def write_findings(self, findings: Iterable[dict[str, Any]]) -> None:
+        """Append findings of the run's diagnosis to ``findings.jsonl``. Call it on one process.
+
+        Args:
+            findings: Each with ``name``, ``step``, ``evidence`` and ``advice``.
+        """
+        for finding in findings:
+            _append(self.folder / FINDINGS, finding)
 
     def write_vocabulary(self, tokenizer: Any) -> None:
         """Write the bytes of every token, once. Call it on one process.
@@ -254,11 +258,11 @@ class RecordWriter:
         later += [path for path in self._files(_EVAL_FILE) if int(path.name.split("-")[1]) > step]
         for path in later:
             path.unlink()
-        metrics = self.folder / METRICS
-        if self._rank == 0 and metrics.is_file():
-            kept = [line for line in metrics.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
-            with _replacing(metrics) as partial:
-                partial.write_bytes(b"".join(kept))
+        for lines in (self.folder / METRICS, self.folder / FINDINGS):
+            if self._rank == 0 and lines.is_file():
+                kept = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
+                with _replacing(lines) as partial:
+                    partial.write_bytes(b"".join(kept))
         return len(later)
 
     def _path(self, name: str) -> Path:
@@ -339,6 +343,15 @@ def _is_number(value: Any) -> bool:
 
 def _number(value: float) -> float | None:
     return value if np.isfinite(value) else None
+
+
+def _append(path: Path, entry: dict[str, Any]) -> None:
+    """Append a line of JSON to a file, in which a killed run may have left half a line."""
+    with path.open("a+b") as file:
+        file.seek(0, os.SEEK_END)
+        if file.tell() and _last_byte(path) != b"\n":
+            file.write(b"\n")
+        file.write((json.dumps(entry) + "\n").encode())
 
 
 def _last_byte(path: Path) -> bytes:

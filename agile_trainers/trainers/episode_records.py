@@ -19,6 +19,7 @@ from agile_trainers.objectives.returns import discounted_returns
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.train_batch import TrainBatch
 from agile_trainers.trainers.evaluation_table import Evaluated
+from agile_trainers.trainers.watch import RunWatch
 from agile_trainers.types import Trajectory, TurnBatch
 
 logger = logging.get_logger(__name__)
@@ -35,10 +36,12 @@ class EpisodeRecords(TrainerCallback):
     Args:
         trainer: After TRL's own constructor.
         checkpoints: Knows the id of the run.
+        watch: Finds what is wrong with the run.
     """
 
-    def __init__(self, trainer: GRPOTrainer, checkpoints: RunCheckpoints) -> None:
+    def __init__(self, trainer: GRPOTrainer, checkpoints: RunCheckpoints, watch: RunWatch) -> None:
         self._trainer: Any = trainer
+        self._watch = watch
         self._checkpoints = checkpoints
         self._every = int(trainer.args.log_rollouts)
         self._writer: RecordWriter | None = None
@@ -163,8 +166,14 @@ class EpisodeRecords(TrainerCallback):
         self._write(lambda writer: writer.write_eval(step, prefix, rows))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Write a log of the trainer."""
-        self._write(lambda writer: writer.write_metrics(state.global_step, logs or {}), state.is_world_process_zero)
+        """Write a log of the trainer, and what the diagnosis found since the last."""
+        found = [finding.to_dict() for finding in self._watch.unwritten()]
+
+        def write(writer: RecordWriter) -> None:
+            writer.write_metrics(state.global_step, logs or {})
+            writer.write_findings(found)
+
+        self._write(write, state.is_world_process_zero)
 
     # ------------------------------------------------------------------------------------------------------- writing
 

@@ -280,8 +280,6 @@ class MultiTurnTrainer(GRPOTrainer):
             # With several processes accelerate says "cpu:0", which `Trainer` hands to `torch.load`, which knows none.
             vars(args)["_setup_devices"] = torch.device("cpu")
         self.checkpoints = RunCheckpoints(self, self._name, self.environment, inputs.saved)
-        self.records = EpisodeRecords(self, self.checkpoints)
-        self.add_callback(self.records)
         self.stop = GracefulStop(self.accelerator)
         self.add_callback(self.stop)
         self.guard = StepGuard()
@@ -296,10 +294,12 @@ class MultiTurnTrainer(GRPOTrainer):
         self.sampler = RolloutSampler(self, self.engine, self._tokenizer, self._dist)
         self.packer = make_packer(self)
         self.scorer = Scorer(self, self.packer, self._get_per_token_logps_and_entropies)
-        self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
         token_ids = (self._tokenizer.pad_token_id, self.eos_token_ids[0])
         measurements = PolicyMeasurements(self.scorer, self.accelerator, args.diagnosis_interval, token_ids)
         self.watch = RunWatch(args, measurements, speaks=self.accelerator.is_main_process)
+        self.records = EpisodeRecords(self, self.checkpoints, self.watch)
+        self.add_callback(self.records)
+        self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
         self.episode_log = EpisodeLog(self, self.environment, self.watch.note)
         self.evaluator = EpisodeEvaluator(self, self.engine, self.sampler, setup.mixture, self._reward)
         if args.has_critic:

@@ -181,6 +181,7 @@ class RunWatch:
     def __init__(self, options: Any, measurements: PolicyMeasurements, *, speaks: bool) -> None:
         self._diagnosis, self._measurements, self._speaks = Diagnosis(options), measurements, speaks
         self._taken: dict[str, int] = {}
+        self._written = 0
         self.findings: list[Finding] = []
         """Everything that was reported since the trainer was made, in order."""
 
@@ -208,6 +209,11 @@ class RunWatch:
                 logger.warning(str(finding))
         yield
         self._taken = {name: len(values) for name, values in metrics.items()}
+
+    def unwritten(self) -> list[Finding]:
+        """Return the findings since the last call."""
+        first, self._written = self._written, len(self.findings)
+        return self.findings[first:]
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON can hold it, for a checkpoint."""

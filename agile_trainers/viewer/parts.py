@@ -89,6 +89,7 @@ def run_index(run: RunRecords, found: Sequence[Section], part_of: dict[str, int]
         "environments": environments,
         "sections": [[section.phase, section.step, len(section.rows), section.name] for section in found],
         "episodes": columns,
+        "findings": run.findings(),
         "metrics": {
             name: [entry.get(name) for entry in metrics]
             for name in sorted({name for entry in metrics for name, value in entry.items() if _is_number(value)})

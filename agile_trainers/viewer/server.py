@@ -186,5 +186,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _files(run: RunRecords) -> list[Any]:
-    others = [run.folder / "metrics.jsonl", run.folder / "run.json"]
+    others = [run.folder / name for name in ("metrics.jsonl", "findings.jsonl", "run.json")]
     return [*run.files, *(path for path in others if path.is_file())]

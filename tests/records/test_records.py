@@ -298,6 +298,7 @@ def test_a_resumed_run_writes_again_what_came_after_its_checkpoint(tmp_path: Pat
         other.write_train(generation, [trained_row()])
         first.write_eval(2 * generation, "eval", [trained_row()])
         first.write_metrics(2 * generation, {"reward": generation})
+        first.write_findings([{"name": "solved", "step": 2 * generation}])
     resumed = RecordWriter(tmp_path, {"run": "a", "seed": 2})
     assert resumed.rewind(2, 4) == 3  # training 2 and 3, evaluation at step 6
     (run,) = open_records(tmp_path)
@@ -307,6 +308,7 @@ def test_a_resumed_run_writes_again_what_came_after_its_checkpoint(tmp_path: Pat
         "train-000001-rank1.parquet", "train-000002-rank1.parquet", "train-000003-rank1.parquet",
     ]  # fmt: skip
     assert [line["step"] for line in run.metrics()] == [0, 2, 4] and run.info["seed"] == 1
+    assert run.findings() == [{"name": "solved", "step": step} for step in (0, 2, 4)]
 
 
 def test_an_id_says_when_and_what() -> None:

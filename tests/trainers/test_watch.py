@@ -14,6 +14,7 @@ from games import OneTurn, make_trainer
 
 from agile_trainers.envs.probes import PROBES
 from agile_trainers.objectives.prompt_information import prompt_information
+from agile_trainers.records.reader import open_records
 from agile_trainers.trainers.watch import (
     ANSWER_TOKENS,
     LANDMARKS,
@@ -223,7 +224,9 @@ FAILURES: dict[str, tuple[set[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_planted_failure_is_named(embedded_model: Path, tmp_path: Path, case: str) -> None:
     expected, changes = FAILURES[case]
-    trainer = make_trainer(embedded_model, tmp_path, **{**SHORT, **changes, "log_rollouts": False})
+    trainer = make_trainer(embedded_model, tmp_path, **{**SHORT, **changes})
     trainer.train()
     found = [finding.name for finding in trainer.watch.findings]
     assert expected <= {*found}, found
+    (records,) = open_records(tmp_path)
+    assert records.findings() == [finding.to_dict() for finding in trainer.watch.findings]

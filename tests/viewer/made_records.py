@@ -116,6 +116,9 @@ def guessing_run(
             "return/mean": success + noise.gauss(0, 0.02), "success": success, "entropy": 1.5 - success,
             "clip_ratio/region_mean": 0.01 * step, "frac_reward_zero_std": success / 2, "loss": 0.1,
         })  # fmt: skip
+    writer.write_findings(
+        [{"name": "cut_answers", "step": 2, "evidence": "Half <b>are</b> cut.", "advice": "Raise it."}]
+    )
     final = [play(["7"], ["correct"], [1.0], success=True, seed=seed) for seed in range(5)]
     writer.write_eval(steps, "eval", [episode_row(game, step=steps, index=k) for k, game in enumerate(final)])
     return writer.folder

@@ -62,6 +62,7 @@ def test_the_timeline_shows_every_metric_and_opens_a_step(page_file: Path, visit
         "Clipped share",
         "Dead groups",
     ]
+    assert texts(page, ".findings li") == ["cut answers (step 2): Half <b>are</b> cut. Raise it."]
     line = page.locator(".chart").nth(1).locator("path").get_attribute("d")
     points = [tuple(map(float, point.split(","))) for point in re.split("[ML]", line)[1:]]
     assert len(points) == 12

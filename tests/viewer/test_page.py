@@ -134,6 +134,7 @@ def test_the_file_holds_every_episode_as_it_was_recorded(run: Path, tmp_path: Pa
     assert columns["return"] == [round(record["return"], 5) for record in records]
     assert columns["stop"] == [record["stop_reason"] for record in records]
     assert entry["metrics"]["success"] == [0.25, 0.5, 0.75, 1.0]
+    assert [finding["name"] for finding in entry["findings"]] == ["cut_answers"]
     shown = [one for part in sorted(set(columns["part"])) for one in page.part(f"episodes/0/{part}")["episodes"]]
     by_part = sorted(range(53), key=lambda row: (columns["part"][row], row))
     assert shown == [json.loads(encode(detail(records[row]))) for row in by_part]

@@ -49,6 +49,7 @@ class Run {
   constructor(id, data, live, parts) {
     Object.assign(this, { id, live, parts, name: data.name, info: data.info || {}, metrics: data.metrics });
     this.environments = data.environments;
+    this.findings = data.findings || [];
     this.columns = data.episodes;
     this.size = this.columns.stop.length;
     let first = 0;

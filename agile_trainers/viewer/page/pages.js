@@ -71,6 +71,7 @@ function runPage(run) {
   return [
     h("h1", {}, run.label),
     runFacts(run),
+    findingList(run),
     h("section", { "aria-label": "Timeline" },
       h("h2", {}, run.sections.length > 1 ? "Timeline" : "Summary", run.sections.length > 1 ? h("span.note", {}, "click a step to open it") : null), key, charts, others.length ? add : null),
     stepTable(run),
@@ -85,6 +86,14 @@ function runFacts(run) {
     hasContent(options) ? h("details", {}, h("summary", {}, "options"),
       h("dl.options", {}, Object.entries(options).map(([name, value]) => [h("dt", {}, name), h("dd", {}, asText(value))]))) : null,
   ];
+}
+
+/** What the run said of itself: see docs/troubleshooting.md. */
+function findingList(run) {
+  if (!run.findings.length) return null;
+  return h("section", { "aria-label": "Findings" }, h("h2", {}, "Findings"),
+    h("ul.findings", {}, run.findings.map(({ name, step, evidence, advice }) =>
+      h("li", {}, h("b", {}, words(name)), ` (step ${step}): ${asText(evidence)} `, h("span.note", {}, asText(advice))))));
 }
 
 function stepTable(run) {
