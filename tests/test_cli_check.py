@@ -181,7 +181,7 @@ def test_the_model_plays_if_it_is_named(embedded_model: Path) -> None:
     options = ["--model", str(embedded_model), "--episodes", "4", "--max_new_tokens", "3", "--max_turns", "2"]
     code, report = run("NeverEnds", *options, "--per_device_train_batch_size", "16", "--use_peft")
     assert code == 0 and "4 episodes by the model" in report and f"model {embedded_model}" in report
-    assert "warning: every episode was cut short" in report and "max_turns 100%" in report
+    assert "warning: [episodes_cut] A limit cut every episode short" in report and "max_turns 100%" in report
     assert "(max_new_tokens=3)" in report and "16 rows x" in report and "of adapters" in report
     assert "The weights are float32" in report
     assert "learning_rate" not in report and "An update sees" not in report
@@ -224,7 +224,10 @@ def test_async_environments_and_data_set_rows(tmp_path: Path) -> None:
         ("Hangs", "Hangs: step() of turn 1 after reset(seed=42) did not return within 0.2 s"),
         ("Raises", "Raises: reset(seed=42) raised ConnectionError: the server is away"),
         ("PaysNothing", "all 12 episodes returned 0: there is no learning signal"),
-        ("HangsOnYes", "4 episodes failed: EnvironmentTimeoutError: step took longer than environment_timeout=0.2 s"),
+        (
+            "HangsOnYes",
+            "[environment_failing] The environment failed in 100% of the episodes",
+        ),
         ("agile:guess_nmber", "Unknown environment 'agile:guess_nmber'. Nearest: agile:guess_number"),
     ],
 )
@@ -264,6 +267,7 @@ def test_the_models_own_episodes_decide(embedded_model: Path) -> None:
     options = ["--episodes", "4", "--max_new_tokens", "8", "--min_new_tokens", "8"]
     code, report = run("PaysTheRest", *options, "--model", str(embedded_model))
     assert code == 1 and "all 4 episodes of the model returned 0: there is no learning signal" in report
+    assert "[too_hard] Choose an easier level" in report
     assert re.search(r"expert +\+2.000", report) and "Ready to train." not in report
     code, report = run("PaysTheRest", *options, "--player", "model")
     assert code == 0 and "warning: every episode that the model played has the same return" in report
@@ -307,7 +311,7 @@ def test_the_plan_is_for_the_limits_and_not_for_what_was_played(embedded_model: 
 
 def test_starts_that_differ_are_a_warning() -> None:
     code, report = run("Counts", "--episodes", "3")
-    assert code == 0 and "warning: Counts: reset(seed=42) gave 'Question" in report
+    assert code == 0 and "warning: [environment_ignores_seed] Counts: reset(seed=42) gave 'Question" in report
     assert "a group would not start from the same state" in report
 
 

@@ -182,6 +182,8 @@ class Finding:
     level: Literal["error", "warning"]
     """``"error"``: training would fail or be wrong. ``"warning"``: possibly unintended."""
     message: str
+    name: str = ""
+    """Name by which a run's diagnosis reports it; empty if only the checker does."""
 
 
 @dataclass
@@ -372,6 +374,7 @@ def _compare(
                 "warning",
                 f"reset(seed={seed}) gave {_describe(start)} and then, on another instance, {_describe(other_start)}: "
                 "a group would not start from the same state; derive all randomness of reset from the seed",
+                "environment_ignores_seed",
             )
         )
     elif [step[:4] for step in first[1]] != [step[:4] for step in second[1]]:

@@ -214,7 +214,9 @@ def _episodes_cut(history: History, options: Any) -> Evidence | None:
     masked = options.mask_truncated_completions
     cut = turns + full + (own if masked else 0.0)
     success, spreads = history.mean("success"), history.last("return/std", BATCHES)
-    lost = masked or (success is not None and success <= UNSOLVED) or (success is None and not any(spreads))
+    # A run whose episodes earn on the way may be meant to be cut; before training, nothing tells.
+    unknown = success is None and (not history.patience or not any(spreads))
+    lost = masked or unknown or (success is not None and success <= UNSOLVED)
     if cut < 0.999 or not lost:
         return None
     fate = " and mask_truncated_completions=True leaves them out: nothing is trained on" if masked else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -25,6 +25,7 @@ from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.players import Player, known_players
 from agile_trainers.evaluation import evaluate_policy
+from agile_trainers.evaluation.diagnosis import Finding, findings_before
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
@@ -33,8 +34,11 @@ from agile_trainers.rollout.players import play_in_seat
 from agile_trainers.rollout.seeds import TRAINING, environment_seed, evaluation_specs
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.reporting import training_summary
 from agile_trainers.types import StopReason, Trajectory
 
+OF_POLICY = ("solved", "too_hard", "dead_groups", "too_easy")
+"""Findings about the policy that played, which tell of training only if that is the one to train."""
 REPLAYED = 4
 """Number of episodes that are replayed with the same answers."""
 
@@ -123,6 +127,11 @@ class Report:
         self.problems.append(f"{self.about}{text}")
         self.line(f"problem: {text}", style="bold red")
 
+    def diagnosis(self, findings: Iterable[Finding], serious: Collection[str] = ()) -> None:
+        """Print findings with the names and the advice of a run's own diagnosis; those named in ``serious`` as problems."""
+        for finding in findings:
+            (self.problem if finding.name in serious else self.warning)(str(finding))
+
     def show(self, what: RenderableType) -> None:
         """Print any object of rich."""
         self.console.print(what, soft_wrap=isinstance(what, Text))
@@ -174,10 +183,12 @@ def check_protocol(report: Report, run: Run) -> bool:
     found = check_environment(
         run.factory, seed=run.args.seed, episodes=2, max_turns=3, options=options, timeout=run.time_limit
     )
-    for message in found.warnings:
-        report.warning(f"{found.environment}: {message}")
-    for message in found.errors:
-        report.problem(f"{found.environment}: {message}")
+    for finding in found.findings:
+        text = f"{found.environment}: {finding.message}"
+        if finding.name:
+            report.diagnosis(findings_before({}, run.args, {finding.name: f"{text}."}))
+        else:
+            (report.problem if finding.level == "error" else report.warning)(text)
     if not found.findings:
         report.line(f"{found.environment} follows it: two episodes of up to 3 turns, each on two instances.")
     return not found.errors
@@ -239,8 +250,13 @@ def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
     args, rows = run.args, [episode_row(episode) for episode in played]
     summary = summarize(rows)
     failed = Counter(episode.error for episode in played if episode.stop_reason.failed)
-    for error, count in failed.items():
-        (report.problem if 2 * count > len(played) else report.warning)(f"{count} episodes failed: {error}")
+    errors = "; ".join(f"{error} ({count} episodes)" for error, count in failed.items())
+    found = findings_before(training_summary(rows, 0), args, {"environment_failing": errors})
+    serious = {
+        *(["environment_failing"] if 2 * failed.total() > len(played) else []),
+        *(["episodes_cut"] if args.mask_truncated_completions else []),
+    }
+    report.diagnosis((finding for finding in found if finding.name not in OF_POLICY), serious)
     turns = [turn for episode in played for turn in episode.turns if not episode.stop_reason.failed]
     if not turns:
         return
@@ -265,12 +281,6 @@ def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
     report.line(", ".join(f"{name} {share:.0%}" for name, share in ends.items() if share), "ended")
     cut = sum(share for name, share in ends.items() if StopReason(name).truncated)
     report.line(f"{cut:.0%} of the episodes", "cut short")
-    if cut == 1.0:
-        report.warning("every episode was cut short: raise max_turns or max_model_length, or end episodes sooner.")
-        if args.mask_truncated_completions:
-            report.problem("every episode was cut short and mask_truncated_completions=True: nothing is trained on.")
-    if summary["answers_cut"] > 0.5:
-        report.warning(f"{summary['answers_cut']:.0%} of the answers were cut at max_new_tokens={args.max_new_tokens}.")
     if summary["observations_cut"]:
         report.warning(f"observations were cut at max_observation_length={args.max_observation_length} characters.")
 
@@ -321,17 +331,20 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
     if "expert" in means and means["expert"] <= means.get("random", float("-inf")):
         report.warning("the expert is not better than the random player: check the limits and the rewards.")
     own = {episode.episode_return for episode in scores[run.player] if not episode.stop_reason.failed}
-    advice = (
-        "there is no learning signal. Choose an easier level, reward partial progress, or train on demonstrations first; "
-        "--episodes plays more."
-    )
-    if run.player == "model" and run.named and len(own) == 1:
+    of_model = run.player == "model" and run.named
+    found = findings_before(training_summary([episode_row(episode) for episode in scores[run.player]], 0), run.args)
+    policy = [finding for finding in found if finding.name in OF_POLICY]
+    told = "; ".join(f"[{finding.name}] {finding.advice}" for finding in policy)
+    told = f"there is no learning signal. {told} (docs/troubleshooting.md) --episodes plays more."
+    if of_model and len(own) == 1:
         # Scores of other players do not matter: advantages compare the model's own episodes.
-        report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {advice}")
+        report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {told}")
     elif len(set(returns)) == 1:
         # Equal returns are expected of an untrained model or a random player.
         tell = report.problem if run.named or "expert" in scores else report.warning
-        tell(f"all {len(returns)} episodes returned {returns[0]:g}: {advice}")
+        tell(f"all {len(returns)} episodes returned {returns[0]:g}: {told}")
+    elif of_model:
+        report.diagnosis(policy)
     elif len(own) == 1:
         report.warning(
             f"every episode that the {run.player} played has the same return; such a group gives no gradient."
