@@ -647,7 +647,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the players' returns speak for the model", "cli/check/sections.py",
-        'if run.player == "model" and run.named and len(own) == 1:', "if False:",
+        "if of_model and len(own) == 1:", "if False:",
         "tests/test_cli_check.py -k own_episodes",
     ),
     Mutation(
