@@ -3,7 +3,7 @@
 A run is one (algorithm, probe, seed). It trains an untrained model of the probe's words for the probe's budget of episodes,
 then plays greedily from every start state. Each finished run is a line of ``benchmarks/results/probes.jsonl``; a run whose
 line holds the same settings is not repeated. The table goes to ``docs/probes.md``. The exit code is 1 if a run left its
-probe unsolved and scored below AgileRL on the same budget.
+probe unsolved and scored below AgileRL on the same budget, or if a run's diagnosis found anything but ``solved``.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ def write_page(results: Sequence[Run]) -> None:
 
 
 def main() -> int:
-    """Run and report. Return 1 if a run left its probe unsolved and scored below AgileRL."""
+    """Run and report. Return 1 if a run left its probe unsolved and scored below AgileRL, or is said to have a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--probes", nargs="+", choices=PROBES, default=list(PROBES))
@@ -421,7 +421,12 @@ def main() -> int:
 
 
 def _meets_bar(result: Run) -> bool:
-    """Return True if a run solved its probe, or scored at least as high as AgileRL on a probe that AgileRL did not solve."""
+    """Return True if a run solved its probe, or scored at least as high as AgileRL on a probe that AgileRL did not solve.
+
+    Its diagnosis must not have found anything but ``solved``.
+    """
+    if {*result.get("findings", ())} - {"solved"}:
+        return False
     return result["solved"] or result["score"] >= PEER_SCORE.get(result["settings"]["probe"], math.inf)
 
 

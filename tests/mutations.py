@@ -50,6 +50,8 @@ CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_recipe.py"
 MEMORY = "tests/test_cli_memory.py"
+DIAGNOSIS = "tests/evaluation/test_diagnosis.py"
+WATCH = "tests/trainers/test_watch.py"
 RECORDS = "tests/records/test_records.py"
 EPISODE_RECORDS = "tests/trainers/test_episode_records.py"
 TEMPLATES = "tests/rollout/test_chat_templates.py tests/rollout/test_chat.py"
@@ -605,6 +607,44 @@ MUTATIONS = [
     Mutation(
         "GEM's code runner runs unprotected", "envs/libraries/gem_isolation.py",
         "sandbox.subprocess_run = functools.partial(_run, name)", "del sandbox", "tests/envs/test_gem.py",
+    ),
+    Mutation(
+        "a solved task is said to have dead groups", "evaluation/diagnosis.py",
+        "if symptom.name in held and not held.keys() & set(symptom.unless)", "if symptom.name in held", DIAGNOSIS,
+    ),
+    Mutation(
+        "a finding is repeated at every step", "evaluation/diagnosis.py",
+        "size >= 2 * said", "size >= said", DIAGNOSIS,
+    ),
+    Mutation(
+        "nine of ten successes are a solved task", "evaluation/diagnosis.py", "SOLVED = 0.95", "SOLVED = 0.9", DIAGNOSIS,
+    ),
+    Mutation(
+        "one batch without signal is reported", "evaluation/diagnosis.py", "BATCHES = 5", "BATCHES = 1", DIAGNOSIS,
+    ),
+    Mutation(
+        "a collapse of the entropy is seen only at zero", "evaluation/diagnosis.py",
+        "max(0.1 * first, 0.005)", "0.005", DIAGNOSIS,
+    ),
+    Mutation(
+        "answers that forget their prompt pass while they vary", "evaluation/diagnosis.py",
+        "entropy < 0.3 * first", "entropy > 0.3 * first", DIAGNOSIS,
+    ),
+    Mutation(
+        "a critic is compared with no error at all", "evaluation/diagnosis.py",
+        "error <= 1.25 * spread", "error <= 0", DIAGNOSIS,
+    ),
+    Mutation(
+        "prompts are taken for answers", "objectives/prompt_information.py",
+        "scores.logsumexp(dim=1)", "scores.logsumexp(dim=0)", f"{WATCH} -k prompt_information",
+    ),
+    Mutation(
+        "a value of a metric is taken at every step until the log", "trainers/watch.py",
+        "values[self._taken.get(name, 0) :]", "values", f"{WATCH} -k taken_once",
+    ),
+    Mutation(
+        "a resumed run forgets its diagnosis", "trainers/trainer.py",
+        "self.watch.restore(rollout.watch)", "pass", "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
     ),
     Mutation(
         "left padding counts as positions", "rollout/generators/architecture.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,13 @@ from agile_trainers.trainers.watch import (
     PAIRS,
     Answer,
     PolicyMeasurements,
+    RunWatch,
     answers_of_turn,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import probes
 
 # ------------------------------------------------------------------------------------------------- prompt information
 
@@ -57,6 +63,31 @@ def test_prompt_information_estimates_the_mutual_information() -> None:
 def test_prompt_information_needs_a_square(shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="log_probs"):
         prompt_information(torch.zeros(shape))
+
+
+# ------------------------------------------------------------------------------------------------------------- the watch
+
+
+def test_each_value_is_taken_once_whenever_the_log_is_cleared() -> None:
+    """Values of a step are averaged; those of earlier steps, which wait for a log, are not taken again."""
+    options = SimpleNamespace(has_critic=False, loss_type="grpo", importance_sampling_level="token")
+    watch = RunWatch(options, SimpleNamespace(state=dict), speaks=False)
+    pending: dict[str, list[float]] = {"entropy": [1.0, 3.0]}
+    with watch.looking(1, pending):
+        pass
+    pending["entropy"] += [5.0]
+    with watch.looking(2, pending):
+        pending.clear()
+    pending["entropy"] = [7.0]
+    with watch.looking(3, pending):
+        pass
+    assert watch.state()["diagnosis"]["history"]["latest"] == {"entropy": [2.0, 5.0, 7.0]}
+
+
+@pytest.mark.parametrize("algorithm", ["gspo", "reinforce"])
+def test_a_probe_is_reported_as_solved_and_nothing_else(algorithm: str) -> None:
+    """`make probes` does so for every algorithm and probe."""
+    assert probes.run(algorithm, "constant", 0)["findings"] == ["solved"]
 
 
 # ------------------------------------------------------------------------------------------------------- measurements
