@@ -624,7 +624,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a collapse of the entropy is seen only at zero", "evaluation/diagnosis.py",
-        "max(0.1 * first, 0.005)", "0.005", DIAGNOSIS,
+        "max(min(0.1 * first, 0.1), 0.005)", "0.005", DIAGNOSIS,
     ),
     Mutation(
         "answers that forget their prompt pass while they vary", "evaluation/diagnosis.py",

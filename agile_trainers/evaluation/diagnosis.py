@@ -165,8 +165,10 @@ def _too_easy(history: History, options: Any) -> Evidence | None:
 
 def _entropy_collapse(history: History, options: Any) -> Evidence | None:
     first, now = history.first("entropy"), history.mean("entropy", UPDATES)
-    if first is None or now is None or now > max(0.1 * first, 0.005) or history.rises("return/mean"):
+    if first is None or now is None or now > max(min(0.1 * first, 0.1), 0.005) or history.rises("return/mean"):
         return None
+    if (history.mean("success") or 0.0) >= EASY:
+        return None  # a task that is almost solved may be played without exploring
     return Evidence(f"The entropy is {now:.2g} nats a token; it began at {first:.2g}.")
 
 
@@ -334,7 +336,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
         unless=("solved",),
     ),
     Symptom(
-        "entropy_collapse", ("entropy", "return/mean"), _entropy_collapse,
+        "entropy_collapse", ("entropy", "return/mean", "success"), _entropy_collapse,
         "Set entropy_coef (0.01 to 0.05), lower learning_rate, or raise temperature or epsilon_high.",
         ("entropy_coef", "learning_rate", "temperature", "epsilon_high"), unless=("solved",),
     ),

@@ -78,6 +78,9 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
     ),
     "easy from the start": (["too_easy"], always({"success": 0.85}), Options()),
     "entropy falls": (["entropy_collapse"], falling("entropy", 0.05), Options()),
+    "entropy falls as the task is almost solved": (
+        [], lambda step: {"entropy": max(1 - step / 20, 0.05), "success": min(0.4 + step / 20, 0.85)}, Options(),
+    ),
     "no entropy from the start": (["entropy_collapse"], always({"entropy": 0.001}), Options()),
     "entropy falls while the return rises": (
         [], lambda step: {"entropy": max(1 - step / 20, 0.02), "return/mean": 0.01 * step + 0.002 * (step % 2)}, Options(),
