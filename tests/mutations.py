@@ -819,7 +819,7 @@ MUTATIONS = [
         "tests/trainers/test_evaluate_policy.py -k of_the_trainer",
     ),
     Mutation(
-        "evaluation of the base below an adapter", "evaluation/policy.py",
+        "evaluation of the base below an adapter", "evaluation/loading.py",
         "        policy = load_policy(saved, **init)\n", "        policy = load_policy(saved, **init).unload()\n",
         "tests/trainers/test_evaluate_policy.py -k of_the_trainer",
     ),

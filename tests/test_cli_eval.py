@@ -30,6 +30,7 @@ class Sums:
         return self.row["question"], {}
 
     def step(self, action: str) -> Any:
+        print("a word that is no JSON")
         return "", float(len(action)), True, False, {}
 
 

@@ -50,6 +50,7 @@ EXCHANGED = (
 NOT_RUN = {
     r"trainer\.push_to_hub\(\)": "pushes to the Hub; tests/trainers/test_hub.py pushes to a server of its own",
     r"vllm serve .*": "needs vLLM; tests/on_vllm/test_vllm_server.py starts it with these options",
+    r"with VllmSampler\(.*\n.*": "needs vLLM; tests/on_vllm/test_vllm_eval.py runs it",
     r"pip install .*": "installs; that the extras exist is checked here",
     r"make .*": "that the target exists is checked here",
 }

@@ -3,6 +3,7 @@
 from agile_trainers.evaluation.comparison import Comparison, compare_policies
 from agile_trainers.evaluation.policy import evaluate_policy
 from agile_trainers.evaluation.results import EpisodeResults
+from agile_trainers.evaluation.served import VllmSampler
 from agile_trainers.evaluation.summary import Estimate, PolicySummary, summarize_policy
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.base import SamplingSettings
@@ -14,6 +15,7 @@ __all__ = [
     "Estimate",
     "PolicySummary",
     "SamplingSettings",
+    "VllmSampler",
     "compare_policies",
     "evaluate_policy",
     "summarize_policy",

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedModel
-from trl.trainer.utils import create_model_from_path
+from transformers import PreTrainedModel
 
-from agile_trainers.adapters import find_adapters, load_policy
-from agile_trainers.adapters.fused import fuse
-from agile_trainers.adapters.loading import load_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.registry import environment_factories
+from agile_trainers.evaluation.loading import load_model, tokenizer_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
+from agile_trainers.evaluation.served import ServedModel
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine, end_token_ids
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
@@ -30,7 +28,7 @@ from agile_trainers.types import Trajectory
 
 
 def evaluate_policy(
-    model: str | PreTrainedModel | PeftModel,
+    model: str | PreTrainedModel | PeftModel | ServedModel,
     tokenizer: Any,
     environment: str | EnvironmentFactory | Mapping[str, str | EnvironmentFactory],
     episodes: int = 128,
@@ -55,7 +53,8 @@ def evaluate_policy(
 
     Args:
         model: A model, which keeps its device and mode; or the folder or Hub id of a model or of a LoRA adapter, which is
-            loaded as a trainer loads it.
+            loaded as a trainer loads it; or a saved policy in a vLLM engine, see
+            :class:`~agile_trainers.evaluation.served.VllmSampler`.
         tokenizer: The model's. None: the one that is saved with the model, adapter or base.
         environment: An id, a zero-argument factory, or several of these by name.
         episodes: Their number, over all processes.
@@ -68,7 +67,7 @@ def evaluate_policy(
         greedy: Take the likeliest token instead of sampling.
         options: Limits, conversation and where environments run. Default: those of the trainers' configuration.
         sampling: Temperature, filters and stop strings. Default: those of the trainers' configuration.
-        generation_chunk_size: Episodes that are decoded at once. Default: all.
+        generation_chunk_size: Episodes that are decoded at once. Default: all, with vLLM 256.
         append_final_observation: See :class:`~agile_trainers.rollout.engine.RolloutEngine`.
         device: Where to load a model to. Default: the process's GPU, if there is one.
         model_init_kwargs: How to load a model: ``dtype`` (float32 by default), ``revision``, ``trust_remote_code`` and
@@ -101,13 +100,14 @@ def evaluate_policy(
     else:
         policy = model
     if tokenizer is None:
-        tokenizer = _tokenizer_of(policy)
+        tokenizer = policy.tokenizer if isinstance(policy, ServedModel) else tokenizer_of(policy)
+    of_model = policy.model if isinstance(policy, ServedModel) else policy
     engine = build_engine(
         options,
         options.make_pool(factories),
         tokenizer,
-        eos_token_ids=end_token_ids(policy.generation_config.eos_token_id, tokenizer),
-        model_config=policy.config,
+        eos_token_ids=end_token_ids(of_model.generation_config.eos_token_id, tokenizer),
+        model_config=of_model.config,
         append_final_observation=append_final_observation,
     )
     state = PartialState()
@@ -118,7 +118,7 @@ def evaluate_policy(
                 check_first_prompt(engine, start, spec.environment)
             results = play_evaluation(
                 engine,
-                _generator(policy, tokenizer, engine.chat.eos_token_ids, settings, generation_chunk_size),
+                _generator(policy, tokenizer, engine, settings, generation_chunk_size),
                 specs,
                 rank=state.process_index,
                 world_size=state.num_processes,
@@ -129,8 +129,18 @@ def evaluate_policy(
         engine.pool.close()
 
 
-@contextmanager
 def _generator(
+    model: Any, tokenizer: Any, engine: RolloutEngine, settings: SamplingSettings, at_once: int | None
+) -> AbstractContextManager[Generator]:
+    """A generator of an engine's actions."""
+    ends = engine.chat.eos_token_ids
+    if isinstance(model, ServedModel):
+        return model.generator(tokenizer, ends, settings, engine.limits.max_model_length, at_once)
+    return _on_transformers(model, tokenizer, ends, settings, at_once)
+
+
+@contextmanager
+def _on_transformers(
     model: Any, tokenizer: Any, eos_token_ids: list[int], settings: SamplingSettings, at_once: int | None
 ) -> Iterator[Generator]:
     """A generator on a model, which is in eval mode meanwhile."""
@@ -149,55 +159,3 @@ def _generator(
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def load_model(
-    model: str, tokenizer: Any = None, *, device: torch.device | str | None = None, **init: Any
-) -> tuple[PreTrainedModel | PeftModel, Any]:
-    """Load a policy as a trainer loads it.
-
-    Args:
-        model: Folder or Hub id of a model or a LoRA adapter.
-        tokenizer: Its tokenizer. Default: the one that is saved with the model, adapter or base.
-        device: Where to load it to. Default: the process's GPU, if there is one.
-        init: Further arguments of ``from_pretrained``.
-
-    Returns:
-        The model and its tokenizer.
-
-    Raises:
-        ValueError: If the adapter cannot be used, or the weights are damaged.
-    """
-    init = {"device_map": None, **init}
-    revision, trust = init.pop("revision", None), bool(init.get("trust_remote_code"))
-    saved = find_adapters(model, revision)
-    policy: Any
-    if saved is None:
-        try:
-            policy = create_model_from_path(model, revision=revision, **init)
-        except SafetensorError as error:
-            raise ValueError(
-                f"The weights of {model} cannot be read: {error}. The file is damaged or incomplete; copy or download "
-                "it again."
-            ) from error
-        tokenizer = tokenizer or _tokenizer_of(policy, revision=revision, trust_remote_code=trust)
-    else:
-        policy = load_policy(saved, **init)
-        fuse(policy)
-        tokenizer = tokenizer or load_tokenizer(saved, trust)
-        tokenizer = tokenizer or _tokenizer_of(policy, revision=saved.config.revision, trust_remote_code=trust)
-    if init["device_map"] is None and getattr(policy.config, "quantization_config", None) is None:
-        policy = policy.to(PartialState().device if device is None else torch.device(device))
-    return policy, tokenizer
-
-
-def _tokenizer_of(model: Any, **init: Any) -> Any:
-    """The tokenizer in the folder or Hub repository that a model was loaded from.
-
-    Raises:
-        ValueError: If the model does not say where that is.
-    """
-    name = model.config._name_or_path
-    if not name:
-        raise ValueError("tokenizer=None: the model was made in memory and names no folder to load one from. Pass it.")
-    return AutoTokenizer.from_pretrained(name, **init)

@@ -21,6 +21,56 @@ from agile_trainers.sampling.served_policy import ServedPolicy
 from agile_trainers.sampling.vllm_checks import base_model, base_source, lora_rank, quantization
 
 
+def make_engine(
+    model: torch.nn.Module,
+    *,
+    dtype: torch.dtype,
+    max_model_length: int | None,
+    max_batch_size: int,
+    max_lora_rank: int | None,
+    process: tuple[int, int, int] = (0, 0, 1),
+    **options: Any,
+) -> VllmEngine:
+    """Start an engine in this process on the base of a policy, which it loads from where the policy was loaded from.
+
+    Args:
+        model: The policy. Its weights are not read.
+        dtype: See :class:`~agile_trainers.rollout.generators.vllm.engine.VllmEngine`, also for what follows.
+        max_model_length: Tokens of a conversation.
+        max_batch_size: Requests decoded at the same time.
+        max_lora_rank: Of the adapters. None: no adapter is served.
+        process: Rank, local rank and number of processes.
+        **options: Further fields of ``vllm.EngineArgs``.
+
+    Raises:
+        ValueError: If vLLM cannot serve the base.
+    """
+    return VllmEngine(
+        base_source(model),
+        dtype=dtype,
+        max_model_length=max_model_length,
+        max_batch_size=max_batch_size,
+        max_lora_rank=max_lora_rank,
+        process=process,
+        options={
+            "quantization": served_quantization(model),
+            "revision": getattr(base_model(model).config, "_commit_hash", None),
+            **options,
+        },
+    )
+
+
+def served_quantization(model: torch.nn.Module) -> str | None:
+    """Return the name of the quantization of a policy's base; None without any.
+
+    Raises:
+        ValueError: If the installed vLLM cannot serve it.
+    """
+    engine = f"vLLM {VERSION} on {'CPU' if current_platform.is_cpu() else 'this GPU'}"
+    served = [name for name in QUANTIZATION_METHODS if name in (current_platform.supported_quantization or [name])]
+    return quantization(model, served, engine)
+
+
 class VllmPolicy(ServedPolicy):
     """An engine in this process that serves the policy.
 
@@ -35,26 +85,19 @@ class VllmPolicy(ServedPolicy):
         return _group(self._accelerator, args.vllm_tensor_parallel_size)
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
-        model, accelerator, parallel = self._model, self._accelerator, args.vllm_tensor_parallel_size
-        config = base_model(model).config
-        engine = f"vLLM {VERSION} on {'CPU' if current_platform.is_cpu() else 'this GPU'}"
-        served = [name for name in QUANTIZATION_METHODS if name in (current_platform.supported_quantization or [name])]
-        self.engine = VllmEngine(
-            base_source(model),
+        accelerator, parallel = self._accelerator, args.vllm_tensor_parallel_size
+        self.engine = make_engine(
+            self._model,
             dtype=self.dtype,
             max_model_length=max_model_length,
             max_batch_size=rows * parallel,
             max_lora_rank=None if self._config is None else lora_rank(self._config),
             process=(accelerator.process_index, accelerator.local_process_index, accelerator.num_processes),
-            options={
-                "quantization": quantization(model, served, engine),
-                "revision": getattr(config, "_commit_hash", None),
-                "trust_remote_code": args.trust_remote_code,
-                "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-                "model_impl": args.vllm_model_impl,
-                "enable_sleep_mode": self._sleeps,
-                "tensor_parallel_size": parallel,
-            },
+            trust_remote_code=args.trust_remote_code,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            model_impl=args.vllm_model_impl,
+            enable_sleep_mode=self._sleeps,
+            tensor_parallel_size=parallel,
         )
 
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:

@@ -6,8 +6,8 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,13 @@ from agile_trainers.evaluation import (
     EpisodeOptions,
     EpisodeResults,
     SamplingSettings,
+    VllmSampler,
     evaluate_policy,
     summarize_policy,
 )
 from agile_trainers.evaluation.comparison import common_measure, compare_pairs, corrected
+from agile_trainers.evaluation.loading import load_model
 from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
-from agile_trainers.evaluation.policy import load_model
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.mixture import COLUMN
 from agile_trainers.trainers.config import MultiTurnConfig
@@ -100,7 +101,14 @@ def make_parser() -> argparse.ArgumentParser:
     loading.add_argument("--device", help="device of the model (default: the GPU, if there is one)")
     loading.add_argument("--trust_remote_code", action="store_true", help="run code of the model's repository")
     loading.add_argument("--generation_chunk_size", type=_positive, metavar="N", help="episodes that are decoded at once "
-                         "(default: all)")  # fmt: skip
+                         "(default: all, with vLLM 256)")  # fmt: skip
+    engine = parser.add_argument_group("sampling with vLLM instead of transformers")
+    engine.add_argument("--use_vllm", action="store_true", help="sample with vLLM, which loads the base model and serves "
+                        "adapters as LoRA")  # fmt: skip
+    engine.add_argument("--vllm_gpu_memory_utilization", type=float, metavar="N", help="share of the GPU's memory for "
+                        "weights and cache (default: 0.9)")  # fmt: skip
+    engine.add_argument("--vllm_model_impl", choices=("vllm", "transformers", "auto"), help="implementation of the model "
+                        "(default: vllm)")  # fmt: skip
     _add_fields(parser.add_argument_group("episodes"), EpisodeOptions)
     _add_fields(parser.add_argument_group("sampling"), SamplingSettings)
     return parser
@@ -145,6 +153,7 @@ def main(argv: Sequence[str]) -> None:
     sampling = SamplingSettings(do_sample=not options.greedy, stop_strings=tuple(options.stop_strings), **chosen)
     if options.greedy and options.attempts > 1:
         parser.error("--attempts has no effect with --greedy, which plays the same game each time.")
+    _check_engine(parser, options)
     models = [options.model, *options.against]
     for model, option in zip(models, ["MODEL", *["--against"] * len(options.against)]):
         check_model(model, option=option)
@@ -158,17 +167,30 @@ def main(argv: Sequence[str]) -> None:
     main_process = state.is_main_process
     console = Console(stderr=options.json, quiet=not main_process)
     errors: list[ValueError] = []
-    reports = _play_all(options, models, tasks, sampling, run, console, errors)
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():  # of environments and libraries
+        reports = _play_all(options, models, tasks, sampling, run, console, errors)
     if main_process:
         _report(options, sampling, reports, run, console)
     if errors:
         raise errors[0]
 
 
+_ENGINE = {"vllm_gpu_memory_utilization": "gpu_memory_utilization", "vllm_model_impl": "model_impl"}
+"""Options of the engine, and their names in :class:`VllmSampler`."""
+
+
+def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the command if an option has no effect on the chosen sampler."""
+    if options.use_vllm and options.device is not None:
+        parser.error("--device has no effect with --use_vllm: vLLM runs on the GPU that is visible, or on CPU as a build of "
+                     "its own.")  # fmt: skip
+    for name in _ENGINE:
+        if getattr(options, name) is not None and not options.use_vllm:
+            parser.error(f"--{name} has no effect without --use_vllm.")
+
+
 def _refuse(parser: argparse.ArgumentParser, unknown: str) -> None:
     """End the command because of an argument that it does not know."""
-    if unknown.startswith(("--use_vllm", "--vllm")):
-        parser.error(f"{unknown}: evaluations sample with transformers; only training samples with vLLM. Leave it out.")
     known = [name for action in parser._actions for name in action.option_strings]
     parser.error(f"there is no option {unknown}{nearest(unknown.split('=')[0], known, count=1)}")
 
@@ -281,10 +303,10 @@ def _play_all(
         name if models[:n].count(name) == 0 else f"{name} ({models[:n].count(name) + 1})"
         for n, name in enumerate(models)
     ]
-    init = {"trust_remote_code": options.trust_remote_code, **({"dtype": options.dtype} if options.dtype else {})}
     played: dict[str, list[Played]] = {task.environment: [] for task in tasks}
+    loaded = _loaded(options, models)
     for place, (model, name) in enumerate(zip(models, names)):
-        policy, tokenizer = load_model(model, device=options.device, **init)
+        policy, tokenizer = next(loaded)
         for number, task in enumerate(tasks):
             with _progress(console, f"{name} in {task.environment}", task.episodes * options.attempts) as ended:
                 results = evaluate_policy(
@@ -304,16 +326,34 @@ def _play_all(
                 errors.append(error)
             played[task.environment].append(Played(name, summarize_policy(results), results, _plain(metrics), records))
         del policy
-        if place + 1 < len(models):  # before the next one is loaded
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+    loaded.close()
     compared = []
     for one in played.values():
         measure = common_measure([each.results for each in one])
         compared += [compare_pairs(one[0].results, other.results, measure) for other in one[1:]]
     adjusted = iter(corrected(compared))
     return [EnvironmentReport(name, one, [next(adjusted) for _ in one[1:]]) for name, one in played.items()]
+
+
+def _loaded(options: argparse.Namespace, models: Sequence[str]) -> Generator[tuple[Any, Any]]:
+    """Yield the policies that are played with their tokenizers, one in memory at a time.
+
+    Raises:
+        ImportError: If vLLM is asked for and not installed.
+        ValueError: If a policy cannot be loaded or served.
+    """
+    init = {"trust_remote_code": options.trust_remote_code, **({"dtype": options.dtype} if options.dtype else {})}
+    if options.use_vllm:
+        given = {ours: getattr(options, name) for name, ours in _ENGINE.items() if getattr(options, name) is not None}
+        with VllmSampler(**given) as vllm:
+            for policy in [vllm.load(model, **init) for model in models]:  # all are checked before the first is played
+                yield policy, policy.tokenizer
+        return
+    for model in models:
+        yield load_model(model, device=options.device, **init)
+        gc.collect()  # before the next one is loaded
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _write_records(folder: Path, run: str, info: Mapping[str, Any], results: EpisodeResults, tokenizer: Any) -> str:

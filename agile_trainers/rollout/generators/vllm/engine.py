@@ -6,6 +6,7 @@ Importing this module imports vLLM, which takes seconds.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 import tempfile
@@ -110,10 +111,15 @@ class VllmEngine:
             moved = write_adapter(Path(folder), weights, config)
             adapter = LoRARequest(f"policy-{self._versions}", self._versions, folder)
             self.engine.add_lora(adapter)
-        if self.adapter is not None:
-            self.engine.remove_lora(self.adapter.lora_int_id)
+        self.remove_adapter()
         self.adapter = adapter
         return moved
+
+    def remove_adapter(self) -> None:
+        """Serve the base model alone."""
+        if self.adapter is not None:
+            self.engine.remove_lora(self.adapter.lora_int_id)
+        self.adapter = None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Replace the weights of the base model.
@@ -151,6 +157,19 @@ class VllmEngine:
     def wake(self, part: str) -> None:
         """Allocate memory again, for the ``"weights"`` or the ``"kv_cache"``."""
         self.engine.wake_up([part])
+
+    def close(self) -> None:
+        """Shut the engine down and free its memory, in a process without a process group of its own.
+
+        vLLM destroys the process's default group, and what other engines of this process need.
+        """
+        core = self.engine.engine_core
+        del self.engine
+        core.shutdown()
+        del core
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 @dataclass(eq=False)
