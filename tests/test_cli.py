@@ -144,10 +144,31 @@ def test_what_an_algorithm_needs_is_said_in_the_words_of_the_command_line(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_grpo_trains_and_saves_an_adapter(config: Path, embedded_model: Path, tmp_path: Path) -> None:
+def test_grpo_trains_and_saves_an_adapter(
+    config: Path, embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "run"
     arguments = ["grpo", "--model_name_or_path", str(embedded_model), "--config", str(config)]
-    assert main([*arguments, "--output_dir", str(output), "--save_strategy", "no", "--entropy_coef", "0.1"]) == 0
+    assert (
+        main(
+            [
+                *arguments,
+                "--output_dir",
+                str(output),
+                "--save_strategy",
+                "no",
+                "--entropy_coef",
+                "0.1",
+                "--logging_steps",
+                "1",
+            ]
+        )
+        == 0
+    )
+    printed = capsys.readouterr().out
+    header, *rows = [line.split() for line in printed.splitlines() if "entropy" in line or "/2 " in line]
+    assert header[:3] == ["step", "time", "success"] and header[-3:] == ["loss", "grad", "norm"]
+    assert [row[0] for row in rows] == ["1/2", "2/2"] and "grad_norm" not in printed
     base = AutoModelForCausalLM.from_pretrained(embedded_model)
     loaded = PeftModel.from_pretrained(base, output)
     trained = [weight for name, weight in loaded.named_parameters() if "lora_B" in name]
@@ -232,6 +253,11 @@ def test_missing_model_is_refused(config: Path, capsys: pytest.CaptureFixture[st
 def test_bad_environment_arguments_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train.MultiTurnScriptArguments(**options)
+
+
+def test_progress_is_a_table_or_that_of_transformers() -> None:
+    with pytest.raises(ValueError, match=r"progress.*'table' or 'dicts'.*'bar'"):
+        train.MultiTurnScriptArguments(progress="bar")
 
 
 def test_reward_functions_by_name_and_by_path() -> None:

@@ -45,13 +45,18 @@ def adapter(folder: Path) -> bytes:
 
 def test_a_chain_carries_the_adapter_on(pipeline: dict, embedded_model: Path, tmp_path: Path) -> None:
     path, output = tmp_path / "pipeline.yaml", tmp_path / "chain"
+    pipeline["options"]["logging_steps"] = 1
     path.write_text(yaml.safe_dump(pipeline))
     seen: dict[str, torch.Tensor] = {}
+    screen = StringIO()
     rows = chain.run_pipeline(
         read_pipeline(path),
-        QUIET,
+        Console(file=screen),
         after_stage=lambda stage, trainer: seen.update({stage.name: logits_of(trainer.model)}),
     )
+    headers = [line.split() for line in screen.getvalue().splitlines() if line.lstrip().startswith("step ")]
+    titles = (("accuracy", "loss"), ("accuracy", "margin", "loss"), ("return", "turns"), ("return", "turns"))
+    assert len(headers) == 4 and all(set(title) < set(header) for title, header in zip(titles, headers))
     names = ["sft", "dpo", "grpo", "ppo-after"]
     assert [row["name"] for row in rows] == ["start", *names] and all(row["trained"] for row in rows[1:])
     assert all(row["evaluation"]["episodes"] == 3 for row in rows)

@@ -9,10 +9,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 from trl import DatasetMixtureConfig, ModelConfig
@@ -21,6 +23,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from agile_trainers.cli.errors import Progress, guard, message, nearest, take_debug
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model, check_output
+from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import import_named
@@ -45,8 +48,15 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
         "Keyword arguments of the environment, by its name if there are several: a mapping in YAML, JSON on the command "
         "line.",
     )
+    progress: str = option(
+        "table",
+        "Output while training: `table` has one row per log and leaves out the other metrics; `dicts` is the output of "
+        "transformers, every metric of a log in one line.",
+    )
 
     def __post_init__(self) -> None:
+        if self.progress not in PROGRESS:
+            raise ValueError(f"progress must be 'table' or 'dicts', got {self.progress!r}.")
         if isinstance(self.environment, str) and self.environment.lstrip().startswith("{"):
             try:
                 self.environment = json.loads(self.environment)
@@ -148,7 +158,8 @@ def train(
         ) from error
     trainer.add_callback(Started())
     resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    with show_table(trainer, Console(), algorithm) if script.progress == "table" else nullcontext():
+        trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"Saved to {args.output_dir}.")
     if args.push_to_hub:

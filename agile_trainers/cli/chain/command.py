@@ -11,6 +11,7 @@ import argparse
 import gc
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from agile_trainers.adapters.loading import load_tokenizer
 from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline, stage_rows
 from agile_trainers.cli.errors import Progress
+from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.cli.train import Started
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import EpisodeResults, evaluate_policy
@@ -54,13 +56,16 @@ STATE = "stage.json"
 Hook = Callable[[Stage, Any], None]
 
 
-def run_pipeline(pipeline: Pipeline, console: Console, *, after_stage: Hook | None = None) -> list[dict[str, Any]]:
+def run_pipeline(
+    pipeline: Pipeline, console: Console, *, after_stage: Hook | None = None, table: bool = True
+) -> list[dict[str, Any]]:
     """Train the unfinished stages of a pipeline, and evaluate all.
 
     Args:
         pipeline: The stages.
         console: Console for the output.
         after_stage: Called with each newly trained stage and its trainer, after its model was saved.
+        table: Show the progress of a stage as a table instead of the output of transformers.
 
     Returns:
         One row for the start and one per stage: ``name``, ``algorithm``, ``folder``, ``evaluation``, ``trained`` (now).
@@ -82,7 +87,8 @@ def run_pipeline(pipeline: Pipeline, console: Console, *, after_stage: Hook | No
             _write(folder / STATE, state)
         if trained:
             console.rule(f"{stage.name}: {stage.algorithm} on {model}")
-            _train(pipeline, stage, model, folder, resume_point(folder, console), after_stage)
+            checkpoint = resume_point(folder, console)
+            _train(pipeline, stage, model, folder, checkpoint, after_stage, console if table else None)
             _write(folder / STATE, {**state, "finished": True})
         parent, model = state["id"], str(folder)
         evaluation = evaluate(pipeline, model, folder, {"id": parent})
@@ -165,7 +171,13 @@ def resume_point(folder: Path, console: Console) -> str | None:
 
 
 def _train(
-    pipeline: Pipeline, stage: Stage, model: str, folder: Path, checkpoint: str | None, after_stage: Hook | None
+    pipeline: Pipeline,
+    stage: Stage,
+    model: str,
+    folder: Path,
+    checkpoint: str | None,
+    after_stage: Hook | None,
+    console: Console | None,
 ) -> None:
     make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
     trainer = make(pipeline, stage, model)
@@ -173,7 +185,8 @@ def _train(
     if checkpoint is not None and stage.algorithm in SUPERVISED:
         trainer.add_callback(_Resumed(checkpoint))
     with naming_full_disk(folder):
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with show_table(trainer, console, stage.name) if console else nullcontext():
+            trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(str(folder))
     if stage.algorithm in SUPERVISED:
         _write(folder / RECORD, _record(stage, model, trainer.state.global_step))
@@ -369,6 +382,8 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("pipeline", type=Path, help="the YAML file")
     parser.add_argument("--dry-run", action="store_true", help="check the file and list the stages; train nothing")
+    parser.add_argument("--progress", choices=PROGRESS, default="table", help="output while training: a table with one "
+                        "row per log, or every metric of a log in one line, as transformers prints it")  # fmt: skip
     options = parser.parse_args(argv)
     try:
         pipeline = read_pipeline(options.pipeline)
@@ -379,7 +394,7 @@ def main(argv: Sequence[str]) -> None:
                 progress = "not begun" if state is None else "finished" if state["finished"] else "begun"
                 console.print(f"{stage.name}: {stage.algorithm}, {progress}, in {pipeline.output_dir / stage.name}")
             return
-        rows = run_pipeline(pipeline, console)
+        rows = run_pipeline(pipeline, console, table=options.progress == "table")
     except PipelineError as error:
         if Progress.debug:
             raise
