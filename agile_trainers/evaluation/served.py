@@ -93,14 +93,14 @@ class VllmSampler:
             raise ValueError(
                 f"gpu_memory_utilization={gpu_memory_utilization} is a share of the GPU's memory. Choose one in (0, 1]."
             )
-        if not is_vllm_available():
-            raise ImportError(
-                "Sampling with vLLM needs vLLM, which is not installed: pip install 'agile-trainers[vllm]'."
-            )
         if (processes := PartialState().num_processes) > 1:
             raise ValueError(
                 f"An evaluation with vLLM runs in one process, got {processes}. Start it without accelerate launch, or "
                 "sample with transformers."
+            )
+        if not is_vllm_available():
+            raise ImportError(
+                "Sampling with vLLM needs vLLM, which is not installed: pip install 'agile-trainers[vllm]'."
             )
         self._options: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization, "model_impl": model_impl}
         self._loaded: list[ServedModel] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 import torch
 from doc_blocks import of
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.cli.main import main
@@ -83,6 +86,22 @@ def test_sampled_episodes_repeat_themselves_and_have_noise_of_their_own(
     assert once == again != other
 
 
+def live_bytes() -> int:
+    """Bytes of the tensors that something refers to."""
+    gc.unfreeze()  # vLLM hides what an engine's start leaves
+    gc.collect()
+    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta]
+    return sum({one.data_ptr(): one.untyped_storage().nbytes() for one in found}.values())
+
+
+def test_a_closed_sampler_frees_the_engine_and_starts_another(saved: dict[str, str], sampler: VllmSampler) -> None:
+    model = sampler.load(saved["wider"])
+    once, before = tokens(play(model)), live_bytes()
+    sampler.close()
+    assert before - live_bytes() > 2**30, "the cache of 1 GiB, and the weights"
+    assert tokens(play(model)) == once
+
+
 def test_what_vllm_cannot_serve(
     saved: dict[str, str], sampler: VllmSampler, embedded_model: Path, tmp_path: Path
 ) -> None:
@@ -90,6 +109,21 @@ def test_what_vllm_cannot_serve(
     get_peft_model(base, LoraConfig(use_dora=True, target_modules="all-linear")).save_pretrained(tmp_path / "dora")
     with pytest.raises(ValueError, match="use_dora=True"):
         sampler.load(str(tmp_path / "dora"))
+    shutil.copytree(saved["adapter"], tmp_path / "damaged")
+    weights = load_file(tmp_path / "damaged/adapter_model.safetensors")
+    missing, *_ = weights
+    save_file(
+        {name: weight for name, weight in weights.items() if name != missing},
+        tmp_path / "damaged/adapter_model.safetensors",
+    )
+    with pytest.raises(ValueError, match="is missing"):
+        sampler.load(str(tmp_path / "damaged"))
+    shutil.copytree(embedded_model, tmp_path / "quantized")
+    config = json.loads((embedded_model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "quantized/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="'bitsandbytes'"):
+        sampler.load(str(tmp_path / "quantized"))
     model = sampler.load(saved["adapter"])
     with pytest.raises(ValueError, match=r"temperature=2\.5"):
         play(model, greedy=False, sampling=SamplingSettings(temperature=2.5))

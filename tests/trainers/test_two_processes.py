@@ -86,5 +86,6 @@ def test_two_processes_are_one(runs, case):
     for name in ("eval_return", "eval_return_sem", "eval_episodes", "eval_success", *judged, *parts):
         assert two["evaluation"][name] == pytest.approx(one["evaluation"][name], abs=1e-6), name
     assert one["rows"] == two["rows"] and len(one["rows"]) == 5, "evaluate_policy: each process its share, all the rows"
+    assert "one process, got 2" in two["refusal"] and "one process" not in str(one["refusal"])
     for result in (one, two):
         assert result["alone"] == {name: result["evaluation"][f"eval_{name}"] for name in result["alone"]}

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from games import Chatter, Gradients, end_process, make_trainer
 
-from agile_trainers.evaluation import EpisodeOptions, evaluate_policy
+from agile_trainers.evaluation import EpisodeOptions, VllmSampler, evaluate_policy
 from agile_trainers.sampling.sampler import sampling_settings
 
 
@@ -53,6 +53,11 @@ def play(model: str, output: Path, changes: dict) -> None:
         trainer.model, trainer.processing_class, trainer.environment, 5, seed=trainer.args.seed,
         options=EpisodeOptions.of_args(trainer.args), sampling=sampling_settings(trainer.args),
     )  # fmt: skip
+    try:
+        VllmSampler()
+        refusal = None
+    except (ImportError, ValueError) as error:
+        refusal = str(error)
     if trainer.accelerator.is_main_process:
         torch.save(
             {
@@ -64,6 +69,7 @@ def play(model: str, output: Path, changes: dict) -> None:
                 "evaluation": metrics,
                 "rows": alone.rows,
                 "alone": alone.metrics,
+                "refusal": refusal,
             },
             output / "result.pt",
         )

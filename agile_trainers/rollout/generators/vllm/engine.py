@@ -36,7 +36,7 @@ _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """A vLLM engine that lives as long as the trainer and serves one adapter. It works on token ids, without a tokenizer.
+    """A vLLM engine in this process that serves one adapter at a time. It works on token ids, without a tokenizer.
 
     Args:
         model: Folder or Hub id of the base model.
