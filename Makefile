@@ -13,13 +13,16 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-gpu docs clean
+.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-gpu docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
 
 test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
 	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch and not browser"
+
+test-slow: $(VENV)/.installed-dev  ## the tests that take minutes: learning on several seeds, every game of the libraries
+	$(RUN) -m pytest -m "slow and not gpu and not vllm and not launch and not browser"
 
 test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, on CPU, in an environment of their own
 	$(VLLM)/bin/python -m pytest tests/on_vllm -m "not gpu"

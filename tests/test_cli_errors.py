@@ -274,7 +274,7 @@ def test_help_shows_our_options_first_and_all_of_them_on_request(capsys: pytest.
     assert all(f"--{name} " in brief for name in train.MultiTurnConfig._own_fields() - {"max_completion_length"})
     options = train.make_parser("grpo")._option_string_actions
     assert all(name in whole for name in options if name.startswith("--") and "-" not in name[2:] and "no_" not in name)
-    assert len(brief.splitlines()) < 200 and max(map(len, brief.splitlines())) <= 110
+    assert len(brief.splitlines()) < 230 and max(map(len, brief.splitlines())) <= 110
 
 
 SMALL_DISK = "mount -t tmpfs -o size={size} tmpfs {disk} && exec {command}"
@@ -288,7 +288,9 @@ def _can_mount(folder: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("size", ["600k", "2m"], ids=["the model", "the optimizer"])
+@pytest.mark.parametrize(
+    "size", ["600k", pytest.param("2m", marks=pytest.mark.slow)], ids=["the model", "the optimizer"]
+)
 def test_a_full_disk_is_named_with_the_way_out(size: str, folder: Path, tmp_path: Path) -> None:
     """On a disk that holds so much, in a mount namespace of the process's own. What safetensors and PyTorch say differs."""
     if not _can_mount(tmp_path):

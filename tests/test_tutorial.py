@@ -45,6 +45,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, short: bool) -> dict[str,
     return namespaces
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = run(monkeypatch, tmp_path, short=True)
     assert names["sharing"]["policy"].peft_config and len(names["evaluation"]["results"].trajectories) == 64

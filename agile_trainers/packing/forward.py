@@ -38,39 +38,44 @@ class ValueReading:
     """Called with the values (B, U) float32."""
 
 
-class SelectiveHead:
-    """Adds the keyword ``read`` to a model's ``forward``: the hidden states that reach the LM head.
+_read: torch.Tensor | None = None  # of the forward pass that runs; None for all hidden states
+
+
+def select_before_head(base: PreTrainedModel) -> None:
+    """Add the keyword ``read`` to a model's ``forward``: the hidden states that reach the LM head.
+
+    A deep copy of the model computes with its own weights, since neither the method nor the hook holds the model.
 
     Args:
         base: The model below the adapters, with TRL's fused head.
     """
+    original = base.forward.__func__
 
-    def __init__(self, base: PreTrainedModel) -> None:
-        self._read: torch.Tensor | None = None
-        original = base.forward
+    # Keeps the original signature, which `generate` and the rollout generator inspect.
+    @functools.wraps(type(base).forward)
+    def forward(model: PreTrainedModel, *args: Any, read: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        with _reading(read):
+            return original(model, *args, **kwargs)
 
-        # Keeps the original signature, which `generate` and the rollout generator inspect.
-        @functools.wraps(type(base).forward)
-        def forward(model: PreTrainedModel, *args: Any, read: torch.Tensor | None = None, **kwargs: Any) -> Any:
-            with self._reading(read):
-                return original(*args, **kwargs)
+    base.forward = MethodType(forward, base)
+    base.base_model.register_forward_hook(_select)
 
-        base.forward = MethodType(forward, base)
-        base.base_model.register_forward_hook(self._select)
 
-    @contextmanager
-    def _reading(self, read: torch.Tensor | None) -> Iterator[None]:
-        self._read = read
-        try:
-            yield
-        finally:
-            self._read = None
+@contextmanager
+def _reading(read: torch.Tensor | None) -> Iterator[None]:
+    global _read
+    before, _read = _read, read
+    try:
+        yield
+    finally:
+        _read = before
 
-    def _select(self, decoder: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
-        if self._read is not None:
-            hidden = outputs.last_hidden_state.flatten(0, 1)
-            outputs.last_hidden_state = hidden.index_select(0, self._read.to(hidden.device))[None]
-        return outputs
+
+def _select(decoder: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+    if _read is not None:
+        hidden = outputs.last_hidden_state.flatten(0, 1)
+        outputs.last_hidden_state = hidden.index_select(0, _read.to(hidden.device))[None]
+    return outputs
 
 
 class PackedForward:
@@ -86,7 +91,7 @@ class PackedForward:
         self._attention, self._multiple, self._selects = TrieAttention(base), multiple, selects
         self._takes_positions = takes_position_ids(base)
         if selects:
-            SelectiveHead(base)
+            select_before_head(base)
 
     def reading(
         self,

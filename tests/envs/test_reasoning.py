@@ -35,9 +35,9 @@ def questions(environment: ReasoningEnvironment, split: str) -> list[str]:
 def test_one_episode_by_hand() -> None:
     environment = make([{"question": "2 + 2?", "answer": 4}], test_fraction=1e-9)
     assert environment.reset(seed=5) == ("2 + 2?", {"split": "train", "row": 0})
-    assert environment.step("4") == ("correct", 1.0, True, False, {"success": True, "answer": "4"})
+    assert environment.step("4") == ("correct", 1.0, True, False, {"success": True, "answer": 4})
     assert environment.step("<answer>4.0</answer>")[1] == 1.0
-    assert environment.step("5") == ("wrong, the answer is 4", 0.0, True, False, {"success": False, "answer": "4"})
+    assert environment.step("5") == ("wrong, the answer is 4", 0.0, True, False, {"success": False, "answer": 4})
 
 
 def test_template_system_prompt_and_worked_examples() -> None:
@@ -78,7 +78,7 @@ def test_a_reward_function_gets_completion_answer_and_question() -> None:
 
     environment = make(reward_fn=reward, success_reward=0.7)
     environment.reset(options=CAPITALS[3])
-    assert environment.step("hm")[1:] == (0.7, True, False, {"success": True})
+    assert environment.step("hm")[1:] == (0.7, True, False, {"success": True, "answer": "city 3"})
     assert seen == [("hm", "city 3", "Capital of country 3?")]
 
 

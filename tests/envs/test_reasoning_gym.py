@@ -80,7 +80,8 @@ def test_settings_reach_the_data_set_and_answers_its_scorer() -> None:
     assert info == {"split": "train", "row": 4} and observation == "Go: " + row["question"]
     assert sum(row["question"].count(sign) for sign in "+-") == 2
     assert environment.step(f"<think>hm</think> <answer> {row['answer']} </answer>")[1] == 1.0
-    assert environment.step("0.5") == (f"wrong, the answer is {row['answer']}", 0.0, True, False, {"success": False})
+    info = {"success": False, "answer": row["answer"]}
+    assert environment.step("0.5") == (f"wrong, the answer is {row['answer']}", 0.0, True, False, info)
 
 
 def test_a_wrong_answer_keeps_the_score_it_earns() -> None:

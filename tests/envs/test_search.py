@@ -172,7 +172,7 @@ def test_an_episode_by_hand() -> None:
     assert played.step("<search>snow</search>")[0] == "<information>\nNothing was found.\n</information>"
     observation, reward, terminated, truncated, info = played.step("So: <answer>A Dog!</answer>")
     assert (observation, reward, terminated, truncated) == ("correct", 1.1, True, False)
-    assert info == {"success": True, "searches": 2, "invalid": 0}
+    assert info == {"success": True, "answer": ["The cat", "dog"], "searches": 2, "invalid": 0}
 
 
 @pytest.mark.parametrize(

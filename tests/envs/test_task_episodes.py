@@ -13,13 +13,13 @@ from agile_trainers.envs.registry import make_environment_factory
 
 PLAYERS = ("random_player", "random_legal_player", "careless_player", "expert_player")
 EPISODES = {
-    "calculator": "9490cacce41e6d5c",
-    "countdown": "c536bc29ab902142",
+    "calculator": "e7f0d8045d093764",
+    "countdown": "80a4283cead7f703",
     "grid_navigation": "4bad66af99a3e3c2",
     "guess_number": "50286eadb21dec04",
     "mastermind": "ae83ecd5c6627cdc",
-    "math": "af0ca1d97c3392f0",
-    "search_qa": "853d6d1121d30ede",
+    "math": "ac1d6196112e680b",
+    "search_qa": "340aa191afc194ad",
     "wordle": "803156308e84d53f",
 }
 """Digest of every level, player and seed of a task, and of the rows that it makes for SFT and DPO."""

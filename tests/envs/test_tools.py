@@ -64,11 +64,12 @@ def test_an_episode_by_hand() -> None:
     assert played.step("Let me see. " + hermes("add", a=3, b=4)) == (
         observation, 0.0, False, False, {"success": False, **counts},
     )  # fmt: skip
-    assert played.step("7") == ("correct", 1.0, True, False, {"success": True, **counts})
+    assert played.step("7") == ("correct", 1.0, True, False, {"success": True, "answer": "7", **counts})
     played.reset(options={"question": "What is 3 + 4?", "answer": "7"})
     observation, reward, terminated, truncated, info = played.step("8")
     assert (reward, terminated, truncated) == (0.0, True, False) and info == {
         "success": False,
+        "answer": "7",
         "calls": 0,
         "failed_calls": 0,
     }

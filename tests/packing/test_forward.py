@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -207,3 +209,20 @@ def test_windows_bound_the_rows_that_are_packed():
         }
     found = {name: longest_packed(model) for name, model in models.items()}
     assert found == {"all windows": 40, "unused": None, "some": 40, "none": None}
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights() -> None:
+    """As callbacks that keep an average of the weights need it."""
+    model = make_model("qwen2")
+    PackedForward(model)
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        torch.nn.init.zeros_(parameter)
+    ids, read = rows()["input_ids"], torch.tensor([4, 5])
+    labels = ids[:1, :2]
+    for one, expected in ((copied, torch.full((1, 2), -math.log(60))), (model, None)):
+        found = one(input_ids=ids, shift_labels=labels, read=read, fused_lm_head=True).log_probs
+        if expected is None:
+            assert not torch.allclose(found, torch.full_like(found, -math.log(60)), atol=1e-3)
+        else:
+            torch.testing.assert_close(found, expected)

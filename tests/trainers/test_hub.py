@@ -122,7 +122,12 @@ def test_a_hub_that_fails_in_six_ways(embedded_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("token", "name"), [("hf_wrong", "tester/run"), ("hf_read_only", "tester/run"), ("hf_fine", "not//a name")]
+    ("token", "name"),
+    [
+        ("hf_wrong", "tester/run"),
+        pytest.param("hf_read_only", "tester/run", marks=pytest.mark.slow),
+        pytest.param("hf_fine", "not//a name", marks=pytest.mark.slow),
+    ],
 )
 def test_a_wrong_token_or_name_shows_at_construction(embedded_model, tmp_path, token, name):
     program = (

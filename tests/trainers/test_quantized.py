@@ -39,12 +39,16 @@ def adapters(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def unpacked(model: Any) -> Any:
-    """A copy in fp32 whose quantized layers are ordinary ones with the weights that the 4 or 8 bits stand for.
+    return unpack(copy.deepcopy(model))
+
+
+def unpack(plain: Any) -> Any:
+    """The model in fp32, in place, whose quantized layers are ordinary ones with the weights that the 4 or 8 bits stand for.
 
     Its results are the same on every processor up to fp32's rounding. A quantized layer rounds its input too (to 8 bits,
     or to the adapters' bf16), and a difference in the last digit, by which kernels differ, may become a whole step there.
     """
-    plain = copy.deepcopy(model).eval()
+    plain.eval()
     for module in plain.modules():
         layer = getattr(module, "base_layer", None)
         if isinstance(layer, (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)):
@@ -116,8 +120,7 @@ def test_gradients_flow_through_the_four_bit_base(embedded_model, tmp_path):
         if parameter.requires_grad:  # TRL's bf16 would round each kernel's result another way
             parameter.data = torch.randn(parameter.shape).mul(0.1)
     batch = draw_batch(trainer)
-    plain = unpacked(trainer.model)
     _, ours = loss_and_gradients(trainer, batch)
-    trainer.model = plain
+    unpack(trainer.model)
     _, theirs = loss_and_gradients(trainer, batch)
     assert relative_error(ours, theirs) < 1e-5

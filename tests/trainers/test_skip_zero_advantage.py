@@ -38,7 +38,9 @@ def rows_forwarded(trainer) -> list[int]:
 
 
 def make(model, folder, **changes):
-    changes = {"advantage_granularity": "trajectory", "num_iterations": 2, **changes}
+    # Every forward pass is counted: none compares packed with padded rows or measures the policy.
+    uncounted = {"sequence_packing": "none", "diagnosis_interval": 0}
+    changes = {"advantage_granularity": "trajectory", "num_iterations": 2, **uncounted, **changes}
     return make_trainer(model, folder, environment=PartlySilent, train_dataset=rows(), **changes)
 
 

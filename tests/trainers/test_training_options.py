@@ -72,6 +72,7 @@ def test_a_base_in_bf16(embedded_model, tmp_path, algorithm):
     assert any(not torch.equal(after[name], value) for name, value in before.items() if ".default." in name)
 
 
+@pytest.mark.slow
 def test_a_compiled_run_is_saved_as_any_other(embedded_model, tmp_path):
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "lora": False}
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
