@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from cards import cards_of
 from chain_files import lineage, pairs
 from peft import PeftModel
 from rich.console import Console
@@ -71,6 +72,20 @@ def test_a_chain_carries_the_adapter_on(pipeline: dict, embedded_model: Path, tm
         assert not list((output / stage).rglob("training_args.bin")), "a pickle of TRL's options, tokens included"
     assert lineage(output / "ppo-after") == ["Multi-turn PPO", "Multi-turn GRPO", "DPO", "SFT"]
     assert json.loads((output / "chain.json").read_text())["stages"] == rows
+
+    cards = cards_of(output)
+    assert {
+        "sft",
+        "sft/checkpoint-1",
+        "dpo/ref",
+        "dpo/checkpoint-2",
+        "grpo/checkpoint-1",
+        "ppo-after/critic",
+    } < cards.keys()
+    assert all("trained with" in card for name, card in cards.items() if not name.endswith(("/ref", "/critic")))
+    assert "trained with SFT on `games.jsonl`: 1 updates" in cards["sft/checkpoint-1"]
+    assert "| this model | DPO |" in cards["dpo"] and "| sft | SFT |" in cards["dpo"]
+    assert "share of pairs in the right order and loss" in cards["dpo"] and str(tmp_path) not in "".join(cards.values())
 
     # Again: nothing is done, and the table is the same.
     files = {file: file.stat().st_mtime_ns for file in output.rglob("*.safetensors")}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cards import cards_of
 from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM
@@ -41,6 +42,18 @@ def test_everything_promised_is_written(finished: tuple[Path, dict]) -> None:
     for expected in ("random play", "after SFT", "after RL", "optimal play", "PeftModel.from_pretrained", "2/2"):
         assert expected in screen
     assert (output / "games.txt").read_text().count("Guess the number between 1 and 12") == 3
+
+
+def test_the_adapters_card_compares_with_the_baselines(finished: tuple[Path, dict]) -> None:
+    output, summary = finished
+    (card,) = cards_of(output).values()
+    table = card.partition("## Evaluation")[2].partition("##")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
+    rows = {name: success for name, _, success, _ in cells}
+    expected = {"before training": "sft", "random play": "random", "optimal play": "optimal", "2": "rl"}
+    assert len(cells) == 4 and rows == {name: f"{summary[f'{key}_success']:.1%}" for name, key in expected.items()}
+    assert "mean of the 9 logs" in card and "Dashed lines" in card
+    assert (output / "adapter" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_adapter_loaded_anew_plays_as_reported(finished: tuple[Path, dict], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from agile_trainers.adapters.roles import CRITIC
 from agile_trainers.adapters.trust import OPTION as TRUST
 from agile_trainers.adapters.trust import is_trusted, pickles, sign
 
-_UNREAD = "training_args.bin"
+_UNREAD = ("training_args.bin", "learning_curve.png")
 RECORD, MARKER = "agile_trainers.json", "complete.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
 """File names of the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
@@ -122,11 +122,11 @@ def lora_settings(config: LoraConfig) -> dict[str, Any]:
 def mark_complete(folder: Path) -> None:
     """Write the marker that makes the folder a complete checkpoint.
 
-    The marker leaves out ``*.md`` files, which may be edited, and ``training_args.bin``, an unread pickle, which may be
-    deleted.
+    The marker leaves out ``*.md`` files, which may be edited, and what is never read and may be deleted:
+    ``training_args.bin``, a pickle, and the card's picture.
     """
     files = sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md" and path.name != _UNREAD
+        path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md" and path.name not in _UNREAD
     )
     listed = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in files if path.name != MARKER}
     signed = {"signature": sign(listed)} if pickles(folder) else {}

@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.adapters.folders import RECORD
 from agile_trainers.checkpoints.background_pushes import BackgroundPushes, limit_silence, remove_stages, stage
-from agile_trainers.checkpoints.model_card import CURVE, curve, hyperparameters, model_card, plot_curve
+from agile_trainers.checkpoints.model_card import CURVE
 
 _MODEL = (
     "adapter_config.json", "adapter_model*.safetensors", "adapter_model.safetensors.index.json", "config.json",
@@ -144,42 +144,6 @@ class HubPushes:
         extras = [pattern for name in self._args.hub_extras if name != "rollouts" for pattern in _EXTRAS[name]]
         patterns = {*_MODEL, *_TOKENIZER, *vocabulary, *extras}
         return sorted({path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)})
-
-    def write_card(
-        self,
-        record: dict[str, Any],
-        *,
-        model_name: str | None,
-        dataset_name: str | None,
-        tags: list[str],
-        paper: dict[str, str] | None,
-    ) -> None:
-        """Write ``README.md`` and the learning curve to ``output_dir``.
-
-        Args:
-            record: The run's record; see :meth:`~agile_trainers.checkpoints.record.RunCheckpoints.record`.
-            model_name: Title. Default: the last part of ``hub_model_id``, or of ``output_dir``.
-            dataset_name: Hub id of the rows, if there were any.
-            tags: Tags of the card.
-            paper: The algorithm's paper, in the form of TRL's ``_paper``.
-        """
-        trainer, output_dir = self._trainer, Path(self._args.output_dir)
-        model_id = trainer.hub_model_id or output_dir.name
-        output_dir.mkdir(parents=True, exist_ok=True)
-        text = model_card(
-            name=model_name or model_id.rpartition("/")[2],
-            model_id=model_id,
-            record=record,
-            log_history=trainer.state.log_history,
-            options=hyperparameters(self._args),
-            tags=sorted(set(tags)),
-            trainer=type(trainer).__name__,
-            dataset=dataset_name,
-            paper=paper,
-        )
-        (output_dir / "README.md").write_text(text, encoding="utf-8")
-        if curve(trainer.state.log_history):
-            plot_curve(trainer.state.log_history, output_dir / CURVE)
 
 
 def make_repository(name: str, token: str | None, make: Callable[[], str]) -> None:

@@ -1,16 +1,19 @@
-"""Writes the model card: base model, environment, evaluation, learning curve, options and lineage."""
+"""Writes model cards: base model, environment, evaluation, baselines, learning curve, options and lineage."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 from trl import GRPOConfig
 
+from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.checkpoints.secrets import blanked
 
 CURVE = "learning_curve.png"
@@ -23,6 +26,13 @@ _ALWAYS = ("learning_rate", "beta", "temperature", "seed", "max_turns", "max_new
 _WHERE = ("vllm_server", "vllm_group_port", "hub_", "log_", "model_init_kwargs", "ds3_")
 _EVALUATIONS = 10
 """Largest number of rows of the evaluation table; the last evaluation is always among them."""
+SMOOTHED = 9
+"""Number of logs whose mean is a point of a smoothed curve."""
+BEFORE = "before training"
+"""Name of the baseline that an evaluation at update 0 gives."""
+_ROLES = {CRITIC: "The critic", REFERENCE: "The reference policy"}
+Baselines = Mapping[str, Mapping[str, float]]
+"""Name to metrics as an evaluation logs them: ``eval_return``, ``eval_success``, ..."""
 
 
 def hyperparameters(args: Any) -> dict[str, Any]:
@@ -49,6 +59,8 @@ def model_card(
     trainer: str,
     dataset: str | None = None,
     paper: Mapping[str, str] | None = None,
+    rows: str | None = None,
+    baselines: Baselines | None = None,
 ) -> str:
     """Write the text of ``README.md``.
 
@@ -62,10 +74,12 @@ def model_card(
         trainer: Name of the trainer's class.
         dataset: Hub id of the rows, if there were any.
         paper: ``title``, ``id`` (arXiv) and optionally ``citation`` (BibTeX) of the algorithm.
+        rows: Name of the rows of a stage without an environment.
+        baselines: Results to compare with, by name.
     """
     base = record["base_model"]["name"]
     local = base is None or Path(base).is_dir()
-    evaluations = [entry for entry in log_history if "eval_return" in entry]
+    evaluations, baselines = _evaluations(log_history, baselines or {}), baselines or {}
     metadata = ModelCardData(
         base_model=None if local else base,
         datasets=dataset,
@@ -77,23 +91,27 @@ def model_card(
     )
     base_name = Path(base).name if local and base else base or "a model made in code"
     base_link = base_name if local else f"[{base}](https://huggingface.co/{base})"
-    rows = f", with rows of [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
+    source = f"the environment `{record['environment']}`" if record["environment"] else f"`{rows}`"
+    source += f", with rows of [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {name}",
-        f"{base_link}, trained with {record['algorithm']} on the environment `{record['environment']}`{rows}: "
-        f"{record['global_step']} updates.",
+        f"{base_link}, trained with {record['algorithm']} on {source}: {record['global_step']} updates.",
         _loading(base_name, model_id, record, trainer),
-        _evaluation_table(evaluations, measure(log_history)),
-        f"## Learning curve\n\n![Return of the training episodes at each update]({CURVE})"
-        if curve(log_history)
-        else "",
+        _evaluation_table(evaluations, measure(log_history), baselines),
+        _curve_section(panels(log_history, baselines)),
         _table("Hyperparameters", ("option", "value"), [(f"`{k}`", f"`{v!r}`") for k, v in options.items()]),
         _lineage(record),
         _table("Versions", ("", ""), list(record["versions"].items())),
         _citations(record["algorithm"], paper),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _evaluations(log_history: Sequence[Mapping[str, Any]], baselines: Baselines) -> list[Mapping[str, Any]]:
+    """Return the last evaluation of each update, without that of update 0 if it is among the baselines."""
+    found = {entry["step"]: entry for entry in log_history if "eval_return" in entry}
+    return [entry for step, entry in sorted(found.items()) if step or BEFORE not in baselines]
 
 
 def measure(log_history: Sequence[Mapping[str, Any]]) -> str:
@@ -137,9 +155,10 @@ def _loading(base: str, model_id: str, record: Mapping[str, Any], trainer: str) 
     return f"## How to load it\n\n```python\n{code}\n```\n\n{onward}"
 
 
-def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], measured: str) -> str:
+def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], measured: str, baselines: Baselines) -> str:
     stride = -(-len(evaluations) // _EVALUATIONS) or 1
     shown = list(reversed(list(reversed(evaluations))[::stride]))
+    shown = [{"step": name, **metrics} for name, metrics in baselines.items()] + shown
     # One column for each of several environments.
     names = sorted(
         {found[1] for entry in shown for key in entry if (found := re.fullmatch(r"eval_(.+)_return_sem", key))}
@@ -149,7 +168,7 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], measured: str) -
             str(entry["step"]),
             _with_error(entry, "eval", measured),
             f"{entry['eval_success']:.1%}" if "eval_success" in entry else "",
-            f"{entry['eval_episodes']:.0f}",
+            f"{entry['eval_episodes']:.0f}" if "eval_episodes" in entry else "",
             *(_with_error(entry, f"eval_{name}") for name in names),
         )
         for entry in shown
@@ -162,7 +181,8 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], measured: str) -
 
 def _with_error(entry: Mapping[str, Any], prefix: str, measured: str = "return") -> str:
     name = f"{prefix}_{measured}"
-    return f"{entry[name]:.3f} ± {entry[f'{name}_sem']:.3f}" if name in entry else ""
+    error = f" ± {entry[f'{name}_sem']:.3f}" if f"{name}_sem" in entry else ""
+    return f"{entry[name]:.3f}{error}" if name in entry else ""
 
 
 def _lineage(record: Mapping[str, Any]) -> str:
@@ -193,29 +213,105 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
-def curve(log_history: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Return pairs of update and mean return (or reward, see :func:`measure`) of its training episodes."""
-    name = "reward" if measure(log_history) == "reward" else "return/mean"
-    return [(entry["step"], entry[name]) for entry in log_history if name in entry]
+@dataclass(frozen=True)
+class Panel:
+    """A quantity of the learning curve."""
+
+    name: str
+    training: list[tuple[int, float]]
+    """Pairs of update and value, one for each log."""
+    evaluations: list[tuple[int, float, float]]
+    """Triples of update, value and standard error."""
+    baselines: dict[str, float]
+    is_share: bool
+    """True if the quantity is between 0 and 1, and so is the axis."""
 
 
-def plot_curve(log_history: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the learning curve as a PNG: training episodes, and evaluations where there were any."""
+def panels(log_history: Sequence[Mapping[str, Any]], baselines: Baselines | None = None) -> list[Panel]:
+    """Return what the learning curve shows: success and return (or reward, see :func:`measure`), or accuracy and loss.
+
+    Args:
+        log_history: ``trainer.state.log_history``.
+        baselines: Results to compare with, by name.
+    """
+    measured = measure(log_history)
+    own = "reward" if measured == "reward" else "return/mean"
+    has_episodes = any(own in entry for entry in log_history)
+    quantities = [
+        ("success", "success", "eval_success", True),
+        (f"mean {measured} of an episode", own, f"eval_{measured}", False),
+    ]
+    if not has_episodes:
+        quantities = [
+            ("share of right next tokens", "mean_token_accuracy", "eval_mean_token_accuracy", True),
+            ("share of pairs in the right order", "rewards/accuracies", "eval_rewards/accuracies", True),
+            ("loss", "loss", "eval_loss", False),
+        ]
+    evaluations, found = _evaluations(log_history, baselines or {}), []
+    if not has_episodes:
+        evaluations = [entry for entry in log_history if "eval_loss" in entry]
+    for name, trained, evaluated, is_share in quantities:
+        training = [(entry["step"], entry[trained]) for entry in log_history if entry.get(trained) is not None]
+        if training:
+            scores = [(e["step"], e[evaluated], e.get(f"{evaluated}_sem", 0.0)) for e in evaluations if evaluated in e]
+            compared = {key: value[evaluated] for key, value in (baselines or {}).items() if evaluated in value}
+            found.append(Panel(name, training, scores, compared, is_share))
+    return found
+
+
+def moving_average(values: Sequence[float], width: int) -> list[float]:
+    """Compute the mean over the ``width`` values around each value, fewer at the ends."""
+    half = width // 2
+    windows = (values[max(index - half, 0) : index + half + 1] for index in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _curve_section(shown: Sequence[Panel]) -> str:
+    if not shown:
+        return ""
+    lines = f"Pale lines show every log, bold lines the mean of the {SMOOTHED} logs around it."
+    compared = " Dashed lines are the baselines of the table above." if any(panel.baselines for panel in shown) else ""
+    title = f"{' and '.join(panel.name for panel in shown)} at each update"
+    return f"## Learning curve\n\n![{title}]({CURVE})\n\n{lines}{compared}"
+
+
+def draw_curve(shown: Sequence[Panel]) -> bytes:
+    """Draw the learning curve as a PNG, one plot for each quantity. A share has an axis from 0 to 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(*zip(*curve(log_history)), color="tab:blue", linewidth=1, label="training episodes")
-    measured = measure(log_history)
-    evaluations = [entry for entry in log_history if f"eval_{measured}" in entry]
-    if evaluations:
-        axes.errorbar(
-            [entry["step"] for entry in evaluations],
-            [entry[f"eval_{measured}"] for entry in evaluations],
-            [entry[f"eval_{measured}_sem"] for entry in evaluations],
-            color="tab:orange", marker="o", label="evaluation (± standard error)",
-        )  # fmt: skip
-    axes.set(xlabel="update", ylabel=f"mean {measured} of an episode")
-    axes.legend(fontsize="small")
-    FigureCanvasAgg(figure).print_png(path)
+    figure = Figure(figsize=(5.5 * len(shown), 4), layout="constrained")
+    for panel, axes in zip(shown, figure.subplots(1, len(shown), squeeze=False)[0]):
+        steps, values = zip(*panel.training)
+        axes.plot(steps, values, color="tab:blue", linewidth=1, alpha=0.35, label="training")
+        smoothed = f"training, mean of {SMOOTHED} logs"
+        axes.plot(steps, moving_average(values, SMOOTHED), color="tab:blue", linewidth=2, label=smoothed)
+        if panel.evaluations:
+            axes.errorbar(
+                *zip(*panel.evaluations), color="tab:orange", marker="o", label="evaluation (± standard error)"
+            )
+        for (name, value), color in zip(panel.baselines.items(), cycle(("tab:gray", "tab:green", "black", "tab:red"))):
+            axes.axhline(value, color=color, linestyle="--", linewidth=1, label=f"{name} {value:.2f}")
+        axes.set(xlabel="update", ylabel=panel.name, **({"ylim": (0, 1.02)} if panel.is_share else {}))
+        axes.legend(fontsize="small")
+    file = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(file)
+    return file.getvalue()
+
+
+def write_card(folder: Path, text: str, picture: bytes | None) -> None:
+    """Write a card and its picture into a folder, and a short one into the folders of its other adapters.
+
+    Args:
+        folder: Folder of the model, which is made if there is none.
+        text: See :func:`model_card`.
+        picture: See :func:`draw_curve`; None for a card without a curve.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    if picture is not None:
+        (folder / CURVE).write_bytes(picture)
+    for name, role in _ROLES.items():
+        if (folder / name / "adapter_config.json").is_file():
+            lines = f"# {name}\n\n{role} of the model in the folder above, whose card describes the run.\n"
+            (folder / name / "README.md").write_text(f"---\nlibrary_name: peft\n---\n\n{lines}", encoding="utf-8")

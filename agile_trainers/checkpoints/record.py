@@ -253,7 +253,6 @@ class RunCheckpoints:
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
         config = self._base_config
         text = config.get_text_config()
-        packages = ("agile-trainers", "trl", "transformers", "peft", "accelerate", "torch")
         record = {
             "algorithm": self._algorithm,
             **describe_environment(self._environment),
@@ -268,7 +267,7 @@ class RunCheckpoints:
             "global_step": self._trainer.state.global_step,
             "run_id": self.run_id,
             "options": recorded_options(self._args),
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+            "versions": package_versions(),
         }
         return blanked(record)  # an environment may take an API's key as an argument
 
@@ -366,6 +365,12 @@ class RunCheckpoints:
             for _ in range(self.epochs_done):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a run depends on."""
+    packages = ("agile-trainers", "trl", "transformers", "peft", "accelerate", "torch")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def _move_into_place(building: Path, folder: Path) -> None:

@@ -31,6 +31,7 @@ from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.checkpoints.hub import HubPushes, make_repository
 from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints
+from agile_trainers.checkpoints.run_cards import RunCards
 from agile_trainers.checkpoints.stopping import GracefulStop
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
@@ -155,6 +156,7 @@ class MultiTurnTrainer(GRPOTrainer):
     records: EpisodeRecords
     checkpoints: RunCheckpoints
     hub: HubPushes
+    cards: RunCards
     stop: GracefulStop
     guard: StepGuard
     passes: Passes
@@ -285,6 +287,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.guard = StepGuard()
         self.passes = Passes(self)
         self.hub = HubPushes(self)
+        self.cards = RunCards(self, self._tag_names, self._paper)
         self._offloading = activation_offloading(args, self.model)
         if args.skip_zero_advantage is True and self.aux_loss_enabled:
             raise ValueError(
@@ -831,6 +834,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.model.train(training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, played.metrics)
         self.records.write_evaluation(metric_key_prefix, played)
+        self.cards.note_evaluation(metric_key_prefix, played.metrics)
         return played.metrics
 
     def predict(
@@ -883,13 +887,16 @@ class MultiTurnTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as ``Trainer.save_model`` does, and a record of its origin (``agile_trainers.json``)."""
+        """Save the model as ``Trainer.save_model`` does, a record of its origin (``agile_trainers.json``) and a card."""
         folder = Path(output_dir or self.args.output_dir)
-        if self.engine is not None and self.args.should_save:
-            write_json(folder / RECORD, self.checkpoints.record())
+        record = self.checkpoints.record() if self.engine is not None and self.args.should_save else None
+        if record is not None:
+            write_json(folder / RECORD, record)
         sharded = is_zero3(self.accelerator.state.deepspeed_plugin) and isinstance(self.model, PeftModel)
         with naming_full_disk(folder), every_adapter_trainable(self.model) if sharded else nullcontext():
             super().save_model(output_dir, _internal_call)
+            if record is not None:
+                self.cards.write(folder, record)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.engine is None:
@@ -1044,10 +1051,10 @@ class MultiTurnTrainer(GRPOTrainer):
             return super().create_model_card(model_name, dataset_name, tags)
         if not self.is_world_process_zero():
             return
-        self.hub.write_card(
+        self.cards.write(
+            Path(self.args.output_dir),
             self.checkpoints.record(),
             model_name=model_name,
             dataset_name=dataset_name,
-            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or ())],
-            paper=self._paper,
+            tags=[tags] if isinstance(tags, str) else tags or (),
         )

@@ -9,15 +9,17 @@ from copy import copy
 import pytest
 import torch
 import yaml
+from cards import cards_of
 from games import make_trainer
 from hub_push import TOKEN
 from hub_runs import SCRIPT, environment, run
 from hub_server import running_hub
 from launching import run as run_to_end
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoTokenizer
 
 from agile_trainers.adapters.folders import check_complete
-from agile_trainers.checkpoints.model_card import curve, hyperparameters, model_card
+from agile_trainers.checkpoints.model_card import draw_curve, hyperparameters, model_card, panels
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 
@@ -147,7 +149,11 @@ def test_a_wrong_token_or_name_shows_at_construction(embedded_model, tmp_path, t
 def test_construction_works_offline(embedded_model, tmp_path):
     trainer = make_trainer(embedded_model, tmp_path, push_to_hub=True, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
-    assert (tmp_path / "checkpoint-1").is_dir()
+    checkpoint = tmp_path / "checkpoint-1"
+    assert "checkpoint-1" in cards_of(tmp_path)
+    for name in ("README.md", "learning_curve.png"):  # may be edited and deleted
+        (checkpoint / name).unlink()
+    assert check_complete(checkpoint)
 
 
 RECORD = {
@@ -188,6 +194,41 @@ def test_the_evaluation_table_is_short_and_has_the_last_row():
     assert len(rows) <= 10 and rows[-1] == "| 25 | 2.500 ± 0.010 | 50.0% | 128 |"
 
 
+def test_an_update_has_one_row_and_baselines_come_first():
+    log = [
+        {"step": step, "eval_return": value, "eval_return_sem": 0.01, "eval_episodes": 8.0}
+        for step, value in ((0, 0.1), (5, 0.2), (5, 0.3))
+    ]
+    baselines = {"before training": {"eval_return": 0.1, "eval_episodes": 8.0}, "random play": {"eval_return": 0.05}}
+    table = card(log_history=log, baselines=baselines).partition("## Evaluation")[2].partition("##")[0]
+    assert [line.split("|")[1:3] for line in table.strip().splitlines()[2:]] == [
+        [" before training ", " 0.100 "], [" random play ", " 0.050 "], [" 5 ", " 0.300 ± 0.010 "],
+    ]  # fmt: skip
+    kept = card(log_history=log).partition("## Evaluation")[2].partition("##")[0]
+    assert len(kept.strip().splitlines()) == 4, "without a baseline, update 0 is a row"
+
+
+def test_the_curve_has_an_axis_from_0_to_1_for_a_share_alone(monkeypatch):
+    log = [{"step": step, "return/mean": step - 3.0, "success": step / 10} for step in range(10)]
+    shown = panels(log, {"random play": {"eval_success": 0.2, "eval_return": -1.0}})
+    assert [(panel.name, panel.is_share) for panel in shown] == [
+        ("success", True),
+        ("mean return of an episode", False),
+    ]
+    assert [panel.baselines for panel in shown] == [{"random play": 0.2}, {"random play": -1.0}]
+    drawn = []
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", lambda self, file: drawn.append(self.figure))
+    draw_curve(shown)
+    success, episodes = drawn[0].axes
+    assert success.get_ylim() == (0, 1.02) and episodes.get_ylim()[0] < -3
+    raw, smoothed, baseline = success.lines
+    assert list(raw.get_ydata()) == [step / 10 for step in range(10)]
+    assert smoothed.get_ydata()[0] == pytest.approx(0.2) and smoothed.get_ydata()[5] == pytest.approx(0.5)
+    assert smoothed.get_label() == "training, mean of 9 logs" and baseline.get_label() == "random play 0.20"
+    sft, _ = panels([{"step": 1, "loss": 2.0, "mean_token_accuracy": 0.5}])
+    assert sft.is_share and sft.training == [(1, 0.5)]
+
+
 def test_a_run_with_reward_functions_is_judged_by_the_reward():
     log = [
         {"step": step, "eval_return": 0.0, "eval_return_sem": 0.0, "eval_reward": step / 10, "eval_reward_sem": 0.02,
@@ -197,7 +238,8 @@ def test_a_run_with_reward_functions_is_judged_by_the_reward():
     text = card(log_history=[*log, {"step": 2, "return/mean": 0.0, "reward": 0.2}])
     assert "| 2 | 0.200 ± 0.020 |  | 4 |" in text and "| update | reward (± standard error)" in text
     assert "value: 0.200 +/- 0.020" in text and "name: mean episode reward" in text
-    assert curve([*log, {"step": 2, "return/mean": 0.0, "reward": 0.2}]) == [(2, 0.2)]
+    (panel,) = panels([*log, {"step": 2, "return/mean": 0.0, "reward": 0.2}])
+    assert panel.training == [(2, 0.2)] and panel.evaluations == [(1, 0.1, 0.02), (2, 0.2, 0.02)]
 
 
 def test_a_whole_model_loads_as_one():

@@ -31,6 +31,7 @@ from agile_trainers.adapters.folders import (
     RECORD,
     CheckpointError,
     checkpoints,
+    lora_settings,
     mark_complete,
     naming_full_disk,
     newest_complete,
@@ -38,6 +39,8 @@ from agile_trainers.adapters.folders import (
     write_json,
 )
 from agile_trainers.adapters.loading import load_tokenizer
+from agile_trainers.checkpoints.model_card import draw_curve, hyperparameters, model_card, panels, write_card
+from agile_trainers.checkpoints.record import package_versions
 from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline, stage_rows
 from agile_trainers.cli.errors import Progress
@@ -189,7 +192,10 @@ def _train(
             trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(str(folder))
     if stage.algorithm in SUPERVISED:
-        _write(folder / RECORD, _record(stage, model, trainer.state.global_step))
+        record = _record(stage, model, trainer.state.global_step)
+        _write(folder / RECORD, record)
+        if trainer.args.should_save:
+            _write_card(folder, stage, trainer.model, trainer.args, trainer.state, record)
     if after_stage is not None:
         after_stage(stage, trainer)
     del trainer
@@ -200,6 +206,26 @@ def _record(stage: Stage, model: str, steps: int) -> dict[str, Any]:
     """Return the record of a stage with one of TRL's trainers; the multi-turn trainers write their own."""
     parent = parent_of(find_adapters(model), model)
     return {"algorithm": stage.algorithm.upper(), "environment": None, "global_step": steps, "parent": parent}
+
+
+def _write_card(folder: Path, stage: Stage, model: Any, args: Any, state: Any, record: dict[str, Any]) -> None:
+    """Write the model card of a stage with one of TRL's trainers, on the main process."""
+    config, shown = model.config, panels(state.log_history)
+    lora = lora_settings(model.peft_config[POLICY]) if isinstance(model, PeftModel) else None
+    base = {"name": config._name_or_path or None, "commit": getattr(config, "_commit_hash", None)}
+    rows = str(stage.dataset)
+    name = f"{stage.name}/{folder.name}" if folder.name != stage.name else stage.name
+    text = model_card(
+        name=name,
+        model_id=name,
+        record={**record, "base_model": base, "lora": lora, "versions": package_versions()},
+        log_history=state.log_history,
+        options=hyperparameters(args),
+        tags=["agile-trainers", stage.algorithm, "trl"],
+        trainer="MultiTurnGRPOTrainer",
+        rows=Path(rows).name if Path(rows).exists() else rows,
+    )
+    write_card(folder, text, draw_curve(shown) if shown else None)
 
 
 def make_multi_turn(pipeline: Pipeline, stage: Stage, model: str) -> Any:
@@ -232,7 +258,7 @@ def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
         train_dataset=stage_rows(str(stage.dataset), stage.dataset_args),
         processing_class=tokenizer,
         peft_config=lora,
-        callbacks=[_Whole()],
+        callbacks=[_Whole(stage, model)],
     )
     if isinstance(trainer.model, PeftModel) and REFERENCE in trainer.model.peft_config:
         copy_adapter(trainer.model, POLICY, REFERENCE)  # TRL's copy omits embeddings
@@ -276,13 +302,18 @@ class _Resumed(TrainerCallback):
 
 
 class _Whole(TrainerCallback):
-    """Marks the checkpoints of TRL's trainers as complete."""
+    """Completes the checkpoints of TRL's trainers: record, model card, and the mark that they are whole."""
+
+    def __init__(self, stage: Stage, model: str) -> None:
+        self._stage, self._model = stage, model
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         PartialState().wait_for_everyone()
         if args.should_save:
             write_json(folder / RECORD, {"global_step": state.global_step})
+            record = _record(self._stage, self._model, state.global_step)
+            _write_card(folder, self._stage, kwargs["model"], args, state, record)
             mark_complete(folder)
 
 

@@ -168,6 +168,10 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     scores["rl"] = model_score("after RL", trainer)
     scores["optimal"] = scripted_score("optimal play", halving_player, trainer, budget.eval_episodes)
 
+    for key in ("random", "optimal"):
+        of = scores[key]
+        measured = {"eval_success": of.success, "eval_return": of.episode_return, "eval_episodes": budget.eval_episodes}
+        trainer.cards.baselines[of.name] = measured
     adapter = output / "adapter"
     trainer.save_model(str(adapter))
     steps, successes = learning_curve(trainer.state.log_history)

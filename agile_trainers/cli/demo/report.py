@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from agile_trainers.checkpoints.model_card import SMOOTHED, moving_average
 from agile_trainers.records.reader import open_records, read_records
 
 LIBRARIES = ("agile-trainers", "trl", "transformers", "peft", "torch")
@@ -60,7 +61,7 @@ def plot(steps: Sequence[int], successes: Sequence[float], scores: Mapping[str, 
     axes = figure.subplots()
     axes.plot(steps, successes, color="tab:blue", linewidth=1, alpha=0.35)
     axes.plot(
-        steps, moving_average(successes, 9), color="tab:blue", linewidth=2, label="games of each update, smoothed"
+        steps, moving_average(successes, SMOOTHED), color="tab:blue", linewidth=2, label=f"mean of {SMOOTHED} updates"
     )
     for score, color in zip(scores.values(), ("tab:gray", "tab:orange", "tab:green", "black")):
         axes.axhline(score.success, color=color, linestyle="--", linewidth=1, label=f"{score.name} {score.success:.2f}")
@@ -68,13 +69,6 @@ def plot(steps: Sequence[int], successes: Sequence[float], scores: Mapping[str, 
     axes.legend(loc="lower right", fontsize="small")
     FigureCanvasAgg(figure).print_png(path)
     return path
-
-
-def moving_average(values: Sequence[float], width: int) -> list[float]:
-    """Compute the mean over the ``width`` values around each value, fewer at the ends."""
-    half = width // 2
-    windows = (values[max(index - half, 0) : index + half + 1] for index in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
 
 
 def some_games(rollouts: Path, count: int = 3) -> str:

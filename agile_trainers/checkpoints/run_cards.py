@@ -1,0 +1,76 @@
+"""Writes the model card of a run into every folder that it saves a model to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trl import GRPOTrainer
+
+from agile_trainers.checkpoints.model_card import BEFORE, draw_curve, hyperparameters, model_card, panels, write_card
+
+
+class RunCards:
+    """Writes model cards on the main process, and keeps what they compare the run with.
+
+    Args:
+        trainer: After TRL's own constructor.
+        tags: Tags of every card.
+        paper: The algorithm's paper, in the form of TRL's ``_paper``.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, tags: Sequence[str], paper: Mapping[str, str]) -> None:
+        self._trainer: Any = trainer
+        self._tags, self._paper = tags, paper
+        self._dataset: str | None = None
+        self._picture: tuple[Any, bytes | None] = None, None
+        self.baselines: dict[str, Mapping[str, float]] = {}
+        """Results to compare with, by name: ``eval_return``, ``eval_success`` and ``eval_episodes``, as far as known."""
+
+    def note_evaluation(self, prefix: str, metrics: Mapping[str, float]) -> None:
+        """Take an evaluation of the untrained policy as a baseline."""
+        if prefix == "eval" and self._trainer.state.global_step == 0:
+            self.baselines[BEFORE] = dict(metrics)
+
+    def write(
+        self,
+        folder: Path,
+        record: Mapping[str, Any],
+        *,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
+        """Write ``README.md`` and the learning curve into a folder that holds the model.
+
+        Args:
+            folder: Folder of the model.
+            record: The run's record; see :meth:`~agile_trainers.checkpoints.record.RunCheckpoints.record`.
+            model_name: Title. Default: the last part of ``hub_model_id`` for ``output_dir``, else the folder's name.
+            dataset_name: Hub id of the rows, if there were any; the cards written later name it too.
+            tags: More tags.
+        """
+        trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
+        name, log = folder.absolute().name, trainer.state.log_history
+        self._dataset = dataset_name or self._dataset
+        if folder.absolute() == output_dir.absolute():
+            model_id = trainer.hub_model_id or name
+        else:
+            model_id = f"{output_dir.absolute().name}/{name}" if name.startswith("checkpoint-") else name
+        shown = panels(log, self.baselines)
+        if self._picture[0] != shown:  # a checkpoint needs it twice
+            self._picture = shown, draw_curve(shown) if shown else None
+        text = model_card(
+            name=model_name or (model_id.rpartition("/")[2] if model_id == trainer.hub_model_id else model_id),
+            model_id=model_id,
+            record=record,
+            log_history=log,
+            options=hyperparameters(trainer.args),
+            tags=sorted({*self._tags, *tags}),
+            trainer=type(trainer).__name__,
+            dataset=self._dataset,
+            paper=self._paper,
+            baselines=self.baselines,
+        )
+        write_card(folder, text, self._picture[1])
