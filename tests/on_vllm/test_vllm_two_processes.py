@@ -42,7 +42,7 @@ def test_two_processes_are_one(
     for case in CASES:
         ours, theirs = (torch.load(run / case / "result.pt", weights_only=False) for run in (one, two))
         assert (ours["processes"], theirs["processes"]) == (1, 2)
-        for kind, count in (("generation", 16), ("eval", 5)):
+        for kind, count in (("train", 16), ("eval", 5)):
             played = [[record["completion_ids"] for record in episodes(run / case, kind)] for run in (one, two)]
             assert len(played[0]) == count and played[0] == played[1]
         for single, double in zip(ours["gradients"], theirs["gradients"], strict=True):
