@@ -75,6 +75,7 @@ from agile_trainers.trainers.recipe import decide_learning_rate, warn_of_idle_re
 from agile_trainers.trainers.reference import ReferencePolicy
 from agile_trainers.trainers.reward_functions import drained_metrics, reward_inputs, without_failed
 from agile_trainers.trainers.scoring import Scorer, Scores
+from agile_trainers.trainers.turn_metrics import TurnEntropies, credit_by_turn
 from agile_trainers.trainers.updates import Updates, rows_of_episodes
 from agile_trainers.trainers.watch import PolicyMeasurements, RunWatch
 from agile_trainers.types import Trajectory, TurnBatch
@@ -160,6 +161,7 @@ class MultiTurnTrainer(GRPOTrainer):
     stop: GracefulStop
     guard: StepGuard
     passes: Passes
+    turn_entropies: TurnEntropies
     updates: Updates
 
     _loss_pass: _LossPass | None = None
@@ -286,6 +288,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.add_callback(self.stop)
         self.guard = StepGuard()
         self.passes = Passes(self)
+        self.turn_entropies = TurnEntropies()
         self.hub = HubPushes(self)
         self.cards = RunCards(self, self._tag_names, self._paper)
         self._offloading = activation_offloading(args, self.model)
@@ -628,7 +631,7 @@ class MultiTurnTrainer(GRPOTrainer):
         turns = gather_turns(batch, self.accelerator, *values)
         per_sequence = self.importance_sampling_level == "sequence"
         credit = normalize(self.assign_credit(turns), turns.mask, self.args, per_sequence=per_sequence)
-        self._add_metrics(credit.metrics)
+        self._add_metrics(credit.metrics | credit_by_turn(turns.rewards, credit.advantages, turns.mask))
         size, num_turns = batch.turn_mask.shape
         return credit.local(self._local(size), num_turns)
 
@@ -751,6 +754,8 @@ class MultiTurnTrainer(GRPOTrainer):
         if handed is None:
             return log_probs, entropies, aux_loss
         batch = handed.batch
+        if entropies is not None:
+            self.turn_entropies.add(entropies, batch.turn_ids, batch.counted)
         if batch.old_per_token_logps is not None:
             # The ratio of a token that is not scored is 1.
             log_probs = torch.where(batch.counted, log_probs, batch.old_per_token_logps)
@@ -780,6 +785,7 @@ class MultiTurnTrainer(GRPOTrainer):
         with self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):
             if self.engine is None:
                 return super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+            self._add_metrics(self.turn_entropies.close(self.accelerator))
             with self.watch.looking(self.state.global_step, self._metrics["train"]):
                 super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
