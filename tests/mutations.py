@@ -853,6 +853,15 @@ MUTATIONS = [
         "tests/test_cli_eval.py -k any_card",
     ),
     Mutation(
+        "turn metrics over episodes that ended before", "trainers/turn_metrics.py",
+        "kept = values[mask].float()", "kept = values[mask].float() * mask.float().mean()",
+        "tests/trainers/test_turn_metrics.py -k reached",
+    ),
+    Mutation(
+        "an update has two rows in the card", "checkpoints/model_card.py",
+        "if step or BEFORE not in baselines]", "]", "tests/trainers/test_hub.py -k one_row",
+    ),
+    Mutation(
         "rows of an evaluation in order of the processes", "evaluation/results.py",
         "sorted(gather_object(list(zip(places, values, strict=True))), key=lambda one: one[0])",
         "gather_object(list(zip(places, values, strict=True)))", "tests/trainers/test_two_processes.py",
