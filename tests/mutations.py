@@ -502,7 +502,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a rollout on the compiled model", "sampling/sampler.py",
-        "keep_torch_compile=False", "keep_torch_compile=True", "tests/trainers/test_training_options.py",
+        "keep_torch_compile=False", "keep_torch_compile=True",
+        "tests/trainers/test_training_options.py -k not_compiled",
     ),
     Mutation(
         "another engine than the launch configuration names", "trainers/launch.py",

@@ -72,6 +72,14 @@ def test_a_base_in_bf16(embedded_model, tmp_path, algorithm):
     assert any(not torch.equal(after[name], value) for name, value in before.items() if ".default." in name)
 
 
+def test_a_rollout_uses_the_model_that_is_not_compiled(embedded_model, tmp_path):
+    """A compiled one would be compiled again for every length of the cache."""
+    trainer = make_trainer(embedded_model, tmp_path)
+    trainer.model_wrapped = torch.compile(trainer.model, backend="eager")
+    with trainer.sampler.generator() as generator:
+        assert generator.model is trainer.model
+
+
 @pytest.mark.slow
 def test_a_compiled_run_is_saved_as_any_other(embedded_model, tmp_path):
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "lora": False}
