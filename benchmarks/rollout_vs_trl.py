@@ -213,7 +213,7 @@ def _common(workload: Workload, folder: str) -> dict[str, Any]:
     }
 
 
-def _lora() -> LoraConfig:
+def make_lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
 
 
@@ -248,7 +248,7 @@ def time_ours(workload: Workload, model: Path) -> Times:
                 min_new_tokens=NEW_TOKENS,
                 log_rollouts=False,
             ),
-            peft_config=_lora(),
+            peft_config=make_lora(),
             environment=lambda: Chatter(lengths),
         )
         total = _train(trainer)
@@ -272,7 +272,7 @@ def time_trl(workload: Workload, model: Path) -> Times:
             reward_funcs=episode_return,
             args=GRPOConfig(**_common(workload, folder), disable_dropout=True),
             train_dataset=Dataset.from_dict({"prompt": [""] * EPISODES}),
-            peft_config=_lora(),
+            peft_config=make_lora(),
             rollout_func=rollout,
         )
         total = _train(trainer)

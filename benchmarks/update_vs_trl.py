@@ -29,9 +29,9 @@ import torch
 from datasets import Dataset
 from gpu import SHAPES
 from gpu import make_model as make_shape
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from rollout_vs_trl import WORKLOADS as ROLLOUTS
-from rollout_vs_trl import Chatter, make_model, turn_counts
+from rollout_vs_trl import Chatter, make_lora, make_model, turn_counts
 from transformers import AutoModelForCausalLM, DynamicCache, PrinterCallback, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
@@ -293,10 +293,6 @@ def _common(folder: str, steps: int) -> dict[str, Any]:
     }
 
 
-def _lora() -> LoraConfig:
-    return LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
-
-
 class OurSide:
     """One of our trainers, whose updates are called one by one."""
 
@@ -318,7 +314,7 @@ class OurSide:
         self.trainer = trainer(
             model=str(model),
             args=config(**common, **limits, **options),
-            peft_config=_lora(),
+            peft_config=make_lora(),
             environment=lambda: Chatter(lengths),
         )
         self.trainer.remove_callback(PrinterCallback)
@@ -336,7 +332,7 @@ class Limit:
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if _cuda() else torch.float32).to(
             DEVICE
         )
-        self.model = get_peft_model(base, _lora()).train()
+        self.model = get_peft_model(base, make_lora()).train()
         fuse(self.model)
         self._decoder, self._head = base.model, base.lm_head
 
@@ -476,7 +472,7 @@ def alternate(
             reward_funcs=episode_return,
             args=GRPOConfig(**_common(folder, len(batches)), disable_dropout=True),
             train_dataset=Dataset.from_dict({"prompt": [""] * EPISODES}),
-            peft_config=_lora(),
+            peft_config=make_lora(),
             rollout_func=rollout,
             callbacks=[steps],
         )

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agile_trainers.cli.layout import draw_layout
-from agile_trainers.cli.preflight import check_model
+from agile_trainers.cli.preflight import check_model, json_object
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory, Observation
 from agile_trainers.envs.registry import make_environment_factory
@@ -29,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of ``agile-trainers play``. Options that it shares with training have the same names."""
     parser = argparse.ArgumentParser(prog="agile-trainers play", description=_ABOUT)
     parser.add_argument("--environment", required=True, metavar="ID", help="id of the environment, or module.path:Name")
-    parser.add_argument("--environment_args", type=_mapping, default={}, metavar="JSON", help="its arguments")
+    parser.add_argument("--environment_args", type=json_object, default={}, metavar="JSON", help="its arguments")
     parser.add_argument("--model", help="model whose tokenizer and template are used (default: the embedded model)")
     parser.add_argument("--training_chat_template", action="store_true", help="use a training version of the template")
     parser.add_argument("--system_prompt", help="system message before the first observation")
@@ -98,16 +96,6 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
         if episode.stop_reason.failed:
             return 1
     return 0
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {text!r}')
-    return arguments
 
 
 def _show(console: Console, observation: Observation, reward: float | None) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import cached_file
 
@@ -64,3 +67,18 @@ def check_output(folder: str | Path) -> None:
             pass
     except OSError as error:
         raise ValueError(f"output_dir={str(folder)!r} cannot be written to: {message(error)}") from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read the value of an option that takes a JSON object; a ``type`` of ``argparse``.
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is anything else.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {text!r}')
+    return value

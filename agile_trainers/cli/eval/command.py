@@ -25,7 +25,7 @@ from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.checkpoints.card_results import add_results
 from agile_trainers.cli.errors import message, nearest
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
-from agile_trainers.cli.preflight import check_model, check_output
+from agile_trainers.cli.preflight import check_model, check_output, json_object
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import make_environment_factory
@@ -73,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("model", metavar="MODEL", help="folder or Hub id of the policy")
     add("--against", nargs="+", default=[], metavar="MODEL", help="policies that it is compared with")
     add("--environment", nargs="+", required=True, metavar="ID", help="ids of environments, or module.path:Name")
-    add("--environment_args", type=_mapping, default={}, metavar="JSON", help="arguments of the environment; of several, "
+    add("--environment_args", type=json_object, default={}, metavar="JSON", help="arguments of the environment; of several, "
         "those of each by its id")  # fmt: skip
     add("--episodes", type=_positive, metavar="N", help="episodes in each environment, with the same seeds for all "
         f"policies (default: one for each row of --dataset_name, else {_EPISODES})")  # fmt: skip
@@ -127,7 +127,7 @@ def _add_fields(group: Any, kind: type) -> None:
         if one.type == "bool":
             group.add_argument(name, action="store_true", help=about)
         elif one.name in _JSON:
-            group.add_argument(name, type=_mapping, metavar="JSON", help=about)
+            group.add_argument(name, type=json_object, metavar="JSON", help=about)
         elif one.name == "stop_strings":
             group.add_argument(name, nargs="+", default=(), metavar="TEXT", help=about)
         else:
@@ -388,16 +388,6 @@ def _settings(options: argparse.Namespace, sampling: SamplingSettings) -> dict[s
 def _plain(value: Any) -> Any:
     """Convert to JSON-ready data, NumPy's numbers and arrays included."""
     return json.loads(json.dumps(value, default=lambda it: it.tolist() if hasattr(it, "tolist") else str(it)))
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {text!r}')
-    return value
 
 
 def _positive(text: str) -> int:
