@@ -19,12 +19,13 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep what `datasets` and `evaluate` cache out of the home folder."""
+    """Keep what `datasets`, `evaluate` and `trackio` write out of the home folder."""
     folder = tempfile.TemporaryDirectory(prefix="datasets-")
     config.add_cleanup(folder.cleanup)
     os.environ["HF_DATASETS_CACHE"] = folder.name
     os.environ["HF_METRICS_CACHE"] = f"{folder.name}/metrics"
     os.environ["HF_MODULES_CACHE"] = f"{folder.name}/modules"
+    os.environ["TRACKIO_DIR"] = f"{folder.name}/trackio"
 
 
 class Clock:
