@@ -56,7 +56,19 @@ RECORDS = "tests/records/test_records.py"
 EPISODE_RECORDS = "tests/trainers/test_episode_records.py"
 TEMPLATES = "tests/rollout/test_chat_templates.py tests/rollout/test_chat.py"
 
+SEARCH = "tests/trainers/test_hyperparameter_search.py"
+
 MUTATIONS = [
+    Mutation(
+        "a trial changes the options of the trials after it", "trainers/hyperparameter_search.py",
+        "copied = copy.copy(args)", "copied = args",
+        f"{SEARCH}::test_numbers_become_what_the_option_is",
+    ),
+    Mutation(
+        "a trial counts without an evaluation of its final policy", "trainers/hyperparameter_search.py",
+        "value = reports.value if current else", "value = reports.value if True else",
+        f"{SEARCH}::test_the_best_run_has_the_best_objective_and_its_policy_is_in_its_folder",
+    ),
     Mutation(
         "the records' token columns stand at other episodes", "trainers/episode_records.py",
         "row = self.unfinished[episode]", "row = self.unfinished[place]",

@@ -37,6 +37,7 @@ EXCHANGED = (
     (r'dataset="gsm8k"', 'dataset="gsm8k", path="gsm8k"'),
     (r"max_steps=(200|32)\b", "max_steps=1"),
     (r"max_new_tokens=\d+", "max_new_tokens=2"),
+    (r"n_trials=20", "n_trials=2"),
     (r"gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
     (r"critic_warmup_steps=10", "critic_warmup_steps=0"),
     (r"(\w+)\(1[02]00\)", r"\1(20)"),

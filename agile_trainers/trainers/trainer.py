@@ -8,8 +8,9 @@ overrides a method of TRL's ``GRPOTrainer`` or of ``Trainer``.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ from agile_trainers.trainers.episode_records import EpisodeRecords
 from agile_trainers.trainers.evaluation import EpisodeEvaluator
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
 from agile_trainers.trainers.evaluation_table import Evaluated, completions_table
+from agile_trainers.trainers.hyperparameter_search import TrainerRecipe, initial_model, search
 from agile_trainers.trainers.inputs import TrainerInputs, resolve_inputs
 from agile_trainers.trainers.launch import check_engine
 from agile_trainers.trainers.mixture import with_names
@@ -105,6 +107,8 @@ class MultiTurnTrainer(GRPOTrainer):
 
     Args:
         model: Also a folder or Hub id of a LoRA adapter, which is then continued; see ``docs/chaining.md``.
+        model_init: Instead of ``model``: a function that makes it, of nothing or of the trial, for
+            :meth:`hyperparameter_search`.
         environment: An environment id (``"gem:game:GuessTheNumber-v0-easy"``, ``"agile:guess_number"``, ...) or any
             zero-argument factory of environments; or several of these by name, chosen by the column ``environment`` of the
             rows, or by ``environment_weights`` without rows. None: this is TRL's ``GRPOTrainer``.
@@ -176,7 +180,7 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         reward_funcs: Any = None,
         args: MultiTurnConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
@@ -192,9 +196,13 @@ class MultiTurnTrainer(GRPOTrainer):
         environment_factory: Any = None,
         *,
         environment: str | EnvironmentFactory | Mapping[str, str | EnvironmentFactory] | None = None,
+        model_init: Callable[..., Any] | None = None,
     ):
         if args is None:
             args = self.config_class(output_dir=self._name.replace(" ", "-"))
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self._recipe = TrainerRecipe(self, {**given, "args": copy.copy(args)})
+        model = initial_model(model, model_init, args)
         self.environment = environment
         self.updates = Updates(self)
         setup: RunSetup | None = None
@@ -471,6 +479,57 @@ class MultiTurnTrainer(GRPOTrainer):
             RunOverError: If the run is over.
         """
         self.updates.finish()
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] | None = None,
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train a trainer per trial, each from the same start, and return the best; this trainer is not trained.
+
+        A trial's checkpoints and its final policy are in ``output_dir/run-<number>`` (no policy with
+        ``save_strategy="no"``). A trial whose training becomes NaN fails, and the search goes on. ``model`` must be a name
+        or folder, or ``model_init`` given. Several processes run a trial together.
+
+        Args:
+            hp_space: Function of optuna's trial that returns values of options, but for those of the batch's size.
+                Default: a ``learning_rate`` from a tenth to ten times the trainer's own, log-uniform.
+            compute_objective: Function of the evaluation's metrics. Default: ``metric_for_best_model``; if that is unset,
+                the reward with reward functions, else the return.
+            n_trials: Number of trials.
+            direction: ``"maximize"`` or ``"minimize"``, required with a ``compute_objective``; a list for several
+                objectives. Default: that of the default objective.
+            backend: ``"optuna"``, which is also the default.
+            hp_name: Function of the trial that names its folder. Default: ``run-<number>``.
+            **kwargs: Arguments of ``optuna.create_study`` (``sampler``, ``pruner``, ``storage``, ...), and ``timeout``,
+                ``catch``, ``callbacks`` and ``gc_after_trial`` of ``Study.optimize``. The pruner sees each evaluation.
+
+        Returns:
+            ``transformers.trainer_utils.BestRun`` with the study as ``run_summary``, a list of these for several
+            objectives; None on all processes but the main one.
+
+        Raises:
+            ImportError: If optuna is not installed.
+            ValueError: For another backend, a space that names an unknown option, or a trainer that cannot be made again.
+            RuntimeError: If no trial was completed.
+        """
+        self._recipe.check(MultiTurnTrainer)
+        return search(
+            self,
+            self._recipe,
+            hp_space=hp_space,
+            compute_objective=compute_objective,
+            n_trials=n_trials,
+            direction=direction,
+            backend=backend,
+            hp_name=hp_name,
+            options=kwargs,
+        )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.critic is None:

@@ -42,6 +42,7 @@ from agile_trainers.rollout.generators import (
     ScriptedGenerator,
     TransformersGenerator,
 )
+from agile_trainers.rollout.generators.base import LogitsError
 from agile_trainers.rollout.generators.transformers import generator as generator_module
 
 GREEDY = SamplingSettings(do_sample=False)
@@ -441,7 +442,7 @@ def test_nan_logits_are_an_error() -> None:
     model.lm_head.weight.data[3, 0] = torch.nan
     generator = make(model)
     generator.submit(GenerationRequest(6, [5], 2, uniforms(0)))
-    with pytest.raises(ValueError, match="episode 6 are not numbers"):
+    with pytest.raises(LogitsError, match="episode 6 are not numbers"):
         generator.step()
 
 

@@ -9,6 +9,10 @@ from typing import Literal, Protocol
 FinishReason = Literal["stop", "length"]
 
 
+class LogitsError(FloatingPointError, ValueError):
+    """A model's logits are not numbers, so that nothing can be sampled."""
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """Sampling options of an action, as in transformers' ``GenerationConfig``.

@@ -20,7 +20,13 @@ from agile_trainers.rollout.generators.architecture import (
     takes_logits_to_keep,
     takes_position_ids,
 )
-from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
+from agile_trainers.rollout.generators.base import (
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    LogitsError,
+    SamplingSettings,
+)
 from agile_trainers.rollout.generators.checks import check_request, check_token_ids
 from agile_trainers.rollout.generators.transformers.decoding import (
     NO_TOKEN,
@@ -125,7 +131,7 @@ class TransformersGenerator:
 
         Raises:
             RuntimeError: If the model is in training mode.
-            ValueError: If the model's logits are not numbers.
+            LogitsError: If the model's logits are not numbers.
         """
         self._repack_if_due()
         if self._batch is None:
@@ -255,7 +261,7 @@ class TransformersGenerator:
     def _append(self, answer: Answer, token: int, logprob: float, stop: bool) -> FinishReason | None:
         """Append a token to an answer. Return the finish reason, or None if the answer goes on."""
         if math.isnan(logprob):
-            raise ValueError(f"The model's logits for episode {answer.request.episode} are not numbers (NaN).")
+            raise LogitsError(f"The model's logits for episode {answer.request.episode} are not numbers (NaN).")
         episode = answer.episode
         episode.cached = len(episode.ids) if self._keeps_cache else 0
         episode.ids.append(token)
