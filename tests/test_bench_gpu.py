@@ -44,6 +44,7 @@ def test_the_table_says_what_failed():
     assert rows[3] == "| 1.5B | 16384 | 1 | vLLM | TRL | 1234 | 56 | 7.9 |"
 
 
+@pytest.mark.slow
 def test_a_measurement_that_dies_leaves_its_reason(tmp_path):
     assert "Error" in str(gpu.measure_apart(gpu.Case("tiny", 64, 1, "ours", vllm=False), tmp_path / "nowhere"))
 

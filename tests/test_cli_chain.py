@@ -95,7 +95,10 @@ def test_a_chain_carries_the_adapter_on(pipeline: dict, embedded_model: Path, tm
     assert files == {file: file.stat().st_mtime_ns for file in output.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param("sft", marks=SLOW), "dpo", pytest.param("grpo", marks=SLOW)])
 def test_a_stage_that_was_interrupted_ends_where_it_would_have(pipeline: dict, tmp_path: Path, name: str) -> None:
     """Killed after its first checkpoint, and taken up again: the same adapter, bit for bit."""
     stages = pipeline["stages"]

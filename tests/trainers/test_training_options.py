@@ -53,7 +53,6 @@ def test_a_step_in_bf16(embedded_model, tmp_path, algorithm):
         trainer.train()
     assert len(batches) == 2
     error = relative_error(*reversed(kept.steps))
-    print("ERR", error)
     assert 1e-4 < error < 0.05
 
 
