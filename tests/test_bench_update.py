@@ -88,11 +88,11 @@ def results():
 
 def test_the_page_gets_the_tables(results):
     page = "a\n<!-- begin: benchmark update -->\nold\n<!-- end -->\nb\n<!-- begin: benchmark ppo -->\n<!-- end -->\nc"
-    written = bench.with_tables(page, results)
+    written = bench.with_tables(page, bench.sections(results))
     row = "| whole | 11 | 10 | 4.00 s | 4.00 s | 3.00 s | 0.90 (0.75 to 1.00) | 0.75 | 1.33 (1.00 to 3.00) | 1.25 |"
     assert row in written and "old" not in written and written.startswith("a\n") and written.endswith("c")
     assert "| PPO, critic_layers=1 | 2.00 | 2.00 (2.00 to 2.00) | 1.75 | 1.58 |" in written
-    assert bench.with_tables(written, results) == written
+    assert bench.with_tables(written, bench.sections(results)) == written
 
 
 def test_what_is_missed_is_said(results):
