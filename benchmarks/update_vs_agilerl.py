@@ -50,7 +50,7 @@ class Part:
     theirs: dict[str, Any] = field(default_factory=dict)
     """Arguments of AgileRL's constructor."""
     same_gradient: bool = True
-    """Whether both sides compute the same gradient, up to rounding."""
+    """Both sides compute the same gradient, up to rounding."""
 
 
 GRPO_OURS = {"scale_rewards": "none", "advantage_granularity": "trajectory"}
