@@ -56,6 +56,7 @@ RECORDS = "tests/records/test_records.py"
 EPISODE_RECORDS = "tests/trainers/test_episode_records.py"
 TEMPLATES = "tests/rollout/test_chat_templates.py tests/rollout/test_chat.py"
 
+TASKS = "tests/trainers/test_task_sampling.py"
 SEARCH = "tests/trainers/test_hyperparameter_search.py"
 
 MUTATIONS = [
@@ -299,7 +300,8 @@ MUTATIONS = [
     ),
     Mutation(
         "members of a group start differently", "rollout/seeds.py",
-        "environment_seed(seed, TRAINING, generation, group)", "environment_seed(seed, TRAINING, generation, index)",
+        "environment_seed(seed, TRAINING, generation, group + offset)",
+        "environment_seed(seed, TRAINING, generation, place)",
         "tests/trainers/test_invariances.py -k group_shares",
     ),
     Mutation(
@@ -807,16 +809,17 @@ MUTATIONS = [
     ),
     Mutation(
         "the members of a group play different environments", "rollout/seeds.py",
-        "name, row = (drawn[group], None)", "name, row = (drawn[index % len(drawn)], None)", f"{MIXTURE} -k depends_on",
+        "name, row = (environments[group], None)", "name, row = (environments[place % len(environments)], None)",
+        f"{MIXTURE} -k depends_on",
     ),
     Mutation(
         "the first groups of a batch play the first environment", "rollout/mixture.py",
-        'chosen = random.permutation(np.searchsorted(ends[:-1], points, side="right"))',
-        'chosen = np.searchsorted(ends[:-1], points, side="right")', f"{MIXTURE} -k every_share",
+        'drawn[random.permutation(np.searchsorted(ends[:-1], points, side="right"))]',
+        'drawn[np.searchsorted(ends[:-1], points, side="right")]', f"{MIXTURE} -k every_share",
     ),
     Mutation(
         "an environment's share of a batch is never rounded up", "rollout/mixture.py",
-        "(np.arange(self.groups) + random.random())", "np.arange(self.groups)", f"{MIXTURE} -k every_share",
+        "(np.arange(count) + random.random())", "np.arange(count)", f"{MIXTURE} -k every_share",
     ),
     Mutation(
         "returns are normalized over all environments together", "objectives/advantages.py",
@@ -933,6 +936,47 @@ MUTATIONS = [
         "return sum(known) / len(known) if known else None",
         'return sum(known) / (turn["end"] - turn["start"]) if known else None',
         f"{VIEWER} -k advantage_of_a_turn",
+    ),
+    Mutation(
+        "a task's counts never age", "trainers/task_sampling.py",
+        "self._observed[task] * _DECAY + 1", "self._observed[task] + 1", f"{TASKS}::test_weights_by_hand",
+    ),
+    Mutation(
+        "tasks without signal are drawn more", "trainers/task_sampling.py",
+        "return (self._informative + 1) / (self._observed + 2)",
+        "return (self._observed - self._informative + 1) / (self._observed + 2)", f"{TASKS}::test_adaptive_rows",
+    ),
+    Mutation(
+        "a group that replaces another has its seed and noise", "trainers/group_rollouts.py",
+        "offset=attempt * self._groups,", "offset=0,", f"{TASKS}::test_silent_groups_are_replaced",
+    ),
+    Mutation(
+        "a group that replaces another keeps its reward", "trainers/group_rollouts.py",
+        "batch.rewards[places] = part[: len(places)]", "pass", f"{TASKS}::test_silent_groups_are_replaced",
+    ),
+    Mutation(
+        "groups with a signal are replaced", "trainers/group_rollouts.py",
+        "for group, signal in enumerate(signals) if not signal]", "for group, signal in enumerate(signals) if signal]",
+        f"{TASKS}::test_silent_groups_are_replaced",
+    ),
+    Mutation(
+        "rewards of replaced groups go to another process", "trainers/group_rollouts.py",
+        "zip(parts, by_rank, strict=True)", "zip(parts.flip(0), by_rank, strict=True)",
+        "tests/trainers/test_two_processes.py -k tasks",
+    ),
+    Mutation(
+        "a checkpoint forgets the counts of tasks", "checkpoints/record.py",
+        'state.get("packing", {}), state.get("tasks", {})', 'state.get("packing", {}), {}',
+        "tests/trainers/test_checkpoint.py::test_killed_at_every_step -k tasks",
+    ),
+    Mutation(
+        "filtered groups are trained on the penalty", "trainers/trainer.py",
+        "trained &= credit.kept[:, None]", "pass", f"{TASKS}::test_filtered_groups_have_no_part_in_the_loss",
+    ),
+    Mutation(
+        "the filter keeps a share of the groups", "objectives/group_filter.py",
+        "before < share * ordered.sum() * (1 - 1e-9)", "torch.arange(len(ordered)) < share * len(ordered)",
+        "tests/objectives/test_group_filter.py",
     ),
 ]  # fmt: skip
 

@@ -225,6 +225,7 @@ EARNED = {
     "docs/reinforce.md": [GUESS],
     "docs/chaining.md": [GUESS],
     "docs/launch.md": [GUESS],
+    "docs/task_sampling.md": [GUESS],
     "docs/reasoning.md": [ideal_answers],
     "docs/trl.md": [tool_calls],
     "docs/verifiers.md": [twelve_numbers],

@@ -71,6 +71,8 @@ class RolloutState:
     """Records of the current generation batch, rows of :data:`agile_trainers.records.schema.EPISODE`."""
     packing: dict[str, Any] = field(default_factory=dict)
     """The run's :class:`~agile_trainers.packing.packer.PackingState`."""
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """State of a :class:`~agile_trainers.trainers.group_rollouts.GroupRollouts`."""
 
 
 class RunCheckpoints:
@@ -339,6 +341,7 @@ class RunCheckpoints:
                 "skipped_steps": rollout.skipped_steps,
                 "pass_tokens": rollout.pass_tokens,
                 "packing": rollout.packing,
+                "tasks": rollout.tasks,
                 "geometry": self._geometry(),
             }
             write_json(folder / _ROLLOUT / _POSITION, state)
@@ -357,7 +360,7 @@ class RunCheckpoints:
                 episodes = read_rows(file.with_suffix(".parquet"))
         steps = state["generation"] * self._every + state["position"]
         others = state.get("watch", {}), state.get("skipped_steps", {}), state.get("pass_tokens")
-        return RolloutState(steps, micro_batches, *others, episodes, state.get("packing", {}))
+        return RolloutState(steps, micro_batches, *others, episodes, state.get("packing", {}), state.get("tasks", {}))
 
     def at_epoch(self, sampler: Any) -> Any:
         """Draw the orders of the epochs that are over, so that the next is the one it would have been."""

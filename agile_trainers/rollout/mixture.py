@@ -14,6 +14,23 @@ STREAM = 2
 """First key of the random stream that environments are drawn from; see :mod:`agile_trainers.rollout.seeds`."""
 
 
+def systematic_sample(weights: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
+    """Draw indices such that each gets its share of the draws, rounded up or down at random (systematic sampling).
+
+    Args:
+        weights: (n,) non-negative, not all 0.
+        count: Number of draws.
+        random: Random generator; it is used for one number and one permutation.
+
+    Returns:
+        (count,) int64, in random order. An index is drawn ``count * weight / sum of weights`` times on average, exactly.
+    """
+    drawn = np.flatnonzero(weights)
+    ends = np.cumsum(weights[drawn])
+    points = (np.arange(count) + random.random()) / count * ends[-1]
+    return drawn[random.permutation(np.searchsorted(ends[:-1], points, side="right"))]
+
+
 @dataclass(frozen=True)
 class Mixture:
     """Chooses the environment of each group.
@@ -38,12 +55,8 @@ class Mixture:
             seed: The run's seed.
             generation: Index of the generation batch in the run.
         """
-        drawn = [(name, weight) for name, weight in zip(self.names, self.weights) if weight > 0]
-        ends = np.cumsum([weight for _, weight in drawn])
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, STREAM, generation))))
-        points = (np.arange(self.groups) + random.random()) / self.groups * ends[-1]
-        chosen = random.permutation(np.searchsorted(ends[:-1], points, side="right"))
-        return [drawn[index][0] for index in chosen]
+        return [self.names[index] for index in systematic_sample(np.array(self.weights), self.groups, random)]
 
     def evaluated(self, count: int) -> list[tuple[str, int]]:
         """Return the environment of every evaluation episode without rows, and the episode's index in that environment.

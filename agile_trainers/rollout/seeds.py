@@ -14,7 +14,8 @@ from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.mixture import Mixture
 
 TRAINING, EVALUATION = 0, 1
-"""First key of every random stream; training, evaluation and the choice of environments (2) have separate streams."""
+"""First key of every random stream. The choice of environments (2), the choice of tasks (3) and the seeds of a pool (4) have
+separate streams."""
 
 
 def environment_seed(seed: int, domain: int, generation: int, group: int) -> int:
@@ -26,9 +27,13 @@ def training_specs(
     seed: int,
     generation: int,
     rows: Sequence[dict[str, Any] | None],
-    first: int,
+    places: Sequence[int],
     group_size: int,
     mixture: Mixture | None = None,
+    *,
+    environments: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    offset: int = 0,
 ) -> list[EpisodeSpec]:
     """Return the episodes of one rank's part of a generation batch.
 
@@ -36,18 +41,23 @@ def training_specs(
         seed: The run's seed.
         generation: Index of the generation batch in the run.
         rows: The dataset row of each episode, or None.
-        first: Index of the first row in the whole batch, over all ranks.
+        places: Index of each row in the whole batch, over all ranks.
         group_size: Members of a group.
         mixture: Chooses the environments in a run of several: named by the row, or drawn for the whole group.
+        environments: Name of each group's environment in a run of several without rows. Default: ``mixture`` draws them.
+        seeds: The environment's seed of each group of the whole batch. Default: a seed of its own for each group.
+        offset: Added to the indices of groups, so that groups that replace others have seeds and noise of their own.
     """
-    specs, drawn = [], mixture.draw(seed, generation) if mixture is not None else []
-    for index, row in enumerate(rows, start=first):
-        group, member = divmod(index, group_size)
-        start = environment_seed(seed, TRAINING, generation, group)
+    specs = []
+    if environments is None:
+        environments = mixture.draw(seed, generation) if mixture is not None else []
+    for place, row in zip(places, rows, strict=True):
+        group, member = divmod(place, group_size)
+        start = environment_seed(seed, TRAINING, generation, group + offset) if seeds is None else seeds[group]
         name: str | None = None
         if mixture is not None:
-            name, row = (drawn[group], None) if row is None else mixture.of_row(row)
-        specs.append(EpisodeSpec(start, (seed, TRAINING, generation, group, member), row, name))
+            name, row = (environments[group], None) if row is None else mixture.of_row(row)
+        specs.append(EpisodeSpec(start, (seed, TRAINING, generation, group + offset, member), row, name))
     return specs
 
 

@@ -135,7 +135,8 @@ class RolloutSampler:
     def _on_vllm(self, policy: ServedPolicy, settings: SamplingSettings) -> Iterator[Generator]:
         started = time.perf_counter()
         with policy.serving() as moved:
-            self._synced = moved, time.perf_counter() - started
+            bytes_before, seconds = self._synced
+            self._synced = bytes_before + moved, seconds + time.perf_counter() - started
             with self._on_engine(policy, settings) as made:
                 yield made
 
@@ -143,10 +144,10 @@ class RolloutSampler:
         return policy.generator(settings, self._engine.chat.eos_token_ids, self._tokenizer)
 
     def sync_metrics(self) -> dict[str, float]:
-        """Return bytes and seconds of moving the policy to vLLM for the last rollout; empty without vLLM."""
+        """Return bytes and seconds of moving the policy to vLLM since the last call; empty without vLLM."""
         if self.vllm is None:
             return {}
-        moved, seconds = self._synced
+        (moved, seconds), self._synced = self._synced, (0, 0.0)
         return {"vllm/sync_bytes": float(moved), "time/sync": seconds}
 
     def conditions(self) -> Conditions:

@@ -136,6 +136,37 @@ class MultiTurnConfig(GRPOConfig):
         'Relative frequency of each of several environments, by name: {"guess": 2, "sums": 1}. For runs without a data set; '
         "whole groups are drawn. An environment of weight 0 is only evaluated. Default: all equally often.",
     )
+    task_sampling: str = option(
+        "uniform",
+        "Choice of the tasks that groups start from: `uniform` (rows in TRL's order, environments by their weights), or "
+        "`adaptive`, by how often the groups of a task still carry a signal. `adaptive` changes the objective, see "
+        "[task sampling](task_sampling.md).",
+    )
+    task_column: str | None = option(
+        None,
+        "Column of `train_dataset` that names the task of a row, such as its difficulty. Its values are logged with their "
+        "share of the groups; with `adaptive` sampling, rows of one value are one task. Default: every row is a task.",
+    )
+    task_seeds: int | None = option(
+        None,
+        "Number of seeds that a run without a data set plays again and again; each is a task. Default: every group has a "
+        "seed of its own.",
+    )
+    resample_silent_groups: int = option(
+        0,
+        "Replace groups without signal by fresh ones before the update, up to this many times for each generation batch "
+        "(dynamic sampling, DAPO). Groups that are silent then stay.",
+    )
+    group_filter: str = option(
+        "none",
+        "Groups that an update leaves out: `none`, or by `variance` those below the top share of the variance of rewards "
+        "(RAGEN-2). Episodes of these groups have no part in the loss.",
+    )
+    group_filter_share: float = option(
+        0.9,
+        "Share of the sum of all groups' reward variances that the kept groups hold, with `group_filter=variance`: the "
+        "fewest that do, from the largest variance down.",
+    )
     generation_chunk_size: int | None = option(
         None,
         "Number of episodes that are decoded at once; with a vLLM server, concurrent requests of a process. Default: all; "

@@ -190,6 +190,12 @@ VALUES: tuple[Rule, ...] = (
     one_of("sequence_packing", "auto", "prefix", "none"),
     one_of("entropy_coef_schedule", "constant", "linear"),
     one_of("vllm_importance_sampling_mode", *MODES, optional=True),
+    one_of("task_sampling", "uniform", "adaptive"),
+    one_of("group_filter", "none", "variance"),
+    at_least(0, "resample_silent_groups"),
+    positive("group_filter_share"),
+    in_unit_interval("group_filter_share"),
+    at_least(2, "task_seeds", optional=True),
     at_least(1, "max_turns", "max_new_tokens", "num_eval_episodes", "max_observation_length"),
     at_least(
         1,
@@ -414,6 +420,19 @@ _SKIPPING = (
     ),
 )
 
+_GROUPS = (
+    Rule(
+        (
+            "task_sampling", "task_column", "task_seeds", "resample_silent_groups", "group_filter", "group_filter_share",
+        ),
+        lambda args, _: not args.groupless,
+        "{name}={value!r} acts on groups of episodes from the same start, and {args.__class__.__name__} has none. Leave "
+        "{name} unset, or train with GRPO, GSPO or CISPO.",
+        when_set=True,
+    ),
+    acts_with("group_filter='variance'", lambda args: args.group_filter == "variance", "group_filter_share"),
+)  # fmt: skip
+
 _PASSES = (
     Rule(
         ("use_adaptive_entropy", "top_entropy_quantile"),
@@ -455,7 +474,7 @@ _TURN_RATIOS = (
 )
 
 EPISODES: tuple[Rule, ...] = (
-    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_HUB, *_RECORDS, *_SKIPPING, *_PASSES, *_TURN_RATIOS,
+    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_HUB, *_RECORDS, *_GROUPS, *_SKIPPING, *_PASSES, *_TURN_RATIOS,
 )  # fmt: skip
 """Rules for a run with an environment."""
 
@@ -483,3 +502,14 @@ MACHINE: tuple[Rule, ...] = (
     ),
 )
 """Rules for options that need a GPU, checked before the model is loaded; ``args.device`` starts accelerate."""
+
+BY_HAND: tuple[Rule, ...] = (
+    Rule(
+        ("task_sampling", "task_column", "task_seeds", "resample_silent_groups"),
+        lambda args, _: False,
+        "{name}={value!r} chooses the groups that train() plays; with rollout() and update() the caller chooses them. Leave "
+        "{name} unset, or call train().",
+        when_set=True,
+    ),
+)
+"""Rules for a run of ``rollout()`` and ``update()``."""

@@ -33,6 +33,7 @@ from agile_trainers.trainers.launch import check_parallelism
 from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, with_column
 from agile_trainers.trainers.noise import is_noisy
 from agile_trainers.trainers.reward_functions import add_return_reward
+from agile_trainers.trainers.task_sampling import TaskPool, task_pool
 
 logger = logging.get_logger(__name__)
 
@@ -55,6 +56,8 @@ class RunSetup:
     eval_rows: Any
     mixture: Mixture | None
     """The environments that are drawn; None for a single one."""
+    tasks: TaskPool | None
+    """The items that groups are drawn from; None if TRL's order of the rows, or a seed for each group, decides."""
     pool: EnvironmentPool
     first_states: dict[str | None, ResetResult]
     """The first observation of each environment."""
@@ -99,6 +102,7 @@ def prepare_run(
     mixture = mixture_of(args, environment)
     rows = training_rows(args, train_dataset)
     probed = first_rows(mixture, args, train_dataset, eval_rows)
+    tasks = task_pool(args, train_dataset, mixture)
     columns = with_column(mixture, played_columns(args, train_dataset, eval_rows))
     pool = EpisodeOptions.of_args(args).make_pool(factories)
     start = environment_seed(args.seed, TRAINING, 0, 0)
@@ -118,6 +122,7 @@ def prepare_run(
         rows_are_options=train_dataset is not None,
         eval_rows=eval_rows,
         mixture=mixture,
+        tasks=tasks,
         pool=pool,
         first_states=first_states,
     )

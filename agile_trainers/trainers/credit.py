@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from agile_trainers.objectives.advantages import pool_over_turns, whiten
+from agile_trainers.objectives.group_filter import group_variances, top_share
 from agile_trainers.objectives.segments import turn_lengths
 from agile_trainers.types import TurnBatch
 
@@ -44,6 +45,8 @@ class Credit:
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     """(B, K) each, of all processes: further columns that the loss reads, by name."""
+    kept: torch.Tensor | None = None
+    """(B,) bool, of all processes: episodes that :func:`filter_groups` keeps. None: all."""
 
     def local(self, rows: slice, turns: int) -> Credit:
         """Select the rows of one process.
@@ -53,7 +56,8 @@ class Credit:
             turns: Turns of its longest episode.
         """
         columns = {name: column[rows, :turns] for name, column in self.columns.items()}
-        return replace(self, advantages=self.advantages[rows, :turns], columns=columns)
+        kept = None if self.kept is None else self.kept[rows]
+        return replace(self, advantages=self.advantages[rows, :turns], columns=columns, kept=kept)
 
 
 def gather_turns(
@@ -85,6 +89,41 @@ def gather_turns(
 
 _NONE = 1e-6
 """Largest absolute advantage that counts as none in the metric ``advantage/silent``."""
+
+
+def live_groups(credit: Credit, mask: torch.Tensor, group_size: int) -> list[bool]:
+    """Return for each group whether any of its turns has an advantage.
+
+    Args:
+        credit: The output of a credit rule.
+        mask: (B, K) bool, turns that count.
+        group_size: Members of a group.
+    """
+    live = ((credit.advantages.abs() > _NONE) & mask).any(dim=1)
+    return live.view(-1, group_size).any(dim=1).tolist()
+
+
+def filter_groups(
+    credit: Credit, mask: torch.Tensor, rewards: torch.Tensor, group_size: int, share: float
+) -> tuple[Credit, torch.Tensor]:
+    """Keep the groups with the largest variance of rewards; the advantages of the others become 0.
+
+    Args:
+        credit: The output of a credit rule.
+        mask: (B, K) bool, turns that count.
+        rewards: (B,), of all processes, rows of a group side by side; NaN for episodes that failed.
+        group_size: Members of a group.
+        share: Share of the sum of all groups' variances that the kept groups hold at least, in (0, 1].
+
+    Returns:
+        The credit with :attr:`Credit.kept` and the metric ``group_filter/kept``, the share of groups that are kept; and the
+        turns that still count.
+    """
+    groups = top_share(group_variances(rewards.view(-1, group_size)), share)
+    kept = groups.repeat_interleave(group_size)
+    metrics = credit.metrics | {"group_filter/kept": groups.double().mean().item()}
+    credit = replace(credit, advantages=credit.advantages * kept[:, None], metrics=metrics, kept=kept)
+    return credit, mask & kept[:, None]
 
 
 def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bool) -> Credit:

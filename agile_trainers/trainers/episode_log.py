@@ -33,18 +33,26 @@ class EpisodeLog:
         self._note = note
         self._name = environment if isinstance(environment, str) else getattr(environment, "__name__", "given")
 
-    def summarize(self, trajectories: Sequence[Trajectory], rewards: torch.Tensor, seconds: float) -> dict[str, float]:
+    def summarize(
+        self,
+        trajectories: Sequence[Trajectory],
+        rewards: torch.Tensor,
+        seconds: float,
+        discarded: Sequence[tuple[int, Trajectory]] = (),
+    ) -> dict[str, float]:
         """Compute the metrics of a generation batch, and note what speaks against its environment.
 
         Args:
             trajectories: The episodes of this process.
             rewards: (B, F) of all processes, NaN where a function gave none.
             seconds: Wall time of the rollout on this process.
+            discarded: Index and episode of this process's groups that were replaced. Only their tokens count.
         """
         trainer = self._trainer
         rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
         per_episode = totals(rewards, trainer.reward_weights)
-        summary = training_summary(rows, max(gather_object([seconds])))
+        unused = gather_object([episode_row(trajectory) for _, trajectory in discarded])
+        summary = training_summary(rows, max(gather_object([seconds])), unused)
         summary |= reward_summary(rewards, trainer.reward_weights, trainer.reward_func_names)
         summary |= environment_summaries(rows, per_episode.tolist())
         grouped = trainer.num_generations > 1 and trainer.scale_rewards != "batch"
@@ -52,7 +60,7 @@ class EpisodeLog:
         summary["frac_reward_zero_std"] = share_without_spread(per_episode, group_size)
         if trainer.num_generations > 1:
             summary["groups_with_different_starts"] = self._compare_starts(trajectories)
-        trainer.state.num_input_tokens_seen += sum(row["tokens"] for row in rows)
+        trainer.state.num_input_tokens_seen += sum(row["tokens"] for row in [*rows, *unused])
         failed = next((trajectory for trajectory in trajectories if trajectory.error is not None), None)
         error = None if failed is None else ": ".join(filter(None, (failed.environment_name, failed.error)))
         error = next(filter(None, gather_object([error])), None)

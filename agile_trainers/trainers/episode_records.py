@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from agile_trainers.objectives.returns import discounted_returns
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.train_batch import TrainBatch
 from agile_trainers.trainers.evaluation_table import Evaluated
+from agile_trainers.trainers.group_rollouts import PlayedGroups
 from agile_trainers.trainers.watch import RunWatch
 from agile_trainers.types import Trajectory, TurnBatch
 
@@ -81,34 +82,40 @@ class EpisodeRecords(TrainerCallback):
     def begin(
         self,
         generation: int,
-        trajectories: Sequence[Trajectory],
+        played: PlayedGroups,
         batch: TurnBatch,
         advantages: torch.Tensor,
         values: torch.Tensor | None,
-        first: int,
     ) -> None:
         """Take the episodes of a generation batch.
 
         Args:
             generation: Its index in the run.
-            trajectories: The episodes of this process.
-            batch: The same as tensors, with the rewards that credit was computed from.
+            played: The episodes of this process. Those of groups that were replaced are written too, without advantages.
+            batch: The others as tensors, with the rewards that credit was computed from.
             advantages: (B, K), of their turns.
             values: (B, K), of the critic; None without one.
-            first: Index of the first of them among the episodes of all processes.
         """
         self.unfinished, self._generation = [], generation
         if not self._every or generation % self._every:
             return
         returns = discounted_returns(batch.turn_rewards, batch.turn_mask, self._trainer.args.gamma).tolist()
         by_turn = advantages.tolist(), returns, [None] * len(returns) if values is None else values.tolist()
-        for index, (trajectory, of_turns, to_go, valued) in enumerate(zip(trajectories, *by_turn), start=first):
-            group, member = divmod(index, self._trainer.num_generations)
-            row = episode_row(
-                trajectory, step=self._trainer.state.global_step, phase="train", index=index, generation=generation,
-                group=group, member=member, advantages=of_turns, returns=to_go, values=valued,
-            )  # fmt: skip
-            self.unfinished.append(row)
+        for index, trajectory, of_turns, to_go, valued in zip(
+            played.indices, played.trajectories, *by_turn, strict=True
+        ):
+            self._add(generation, index, trajectory, advantages=of_turns, returns=to_go, values=valued)
+        # After the others, whose places `observe` knows.
+        for index, trajectory in played.discarded:
+            self._add(generation, index, trajectory)
+
+    def _add(self, generation: int, index: int, trajectory: Trajectory, **of_turns: Any) -> None:
+        group, member = divmod(index, self._trainer.num_generations)
+        row = episode_row(
+            trajectory, step=self._trainer.state.global_step, phase="train", index=index, generation=generation,
+            group=group, member=member, **of_turns,
+        )  # fmt: skip
+        self.unfinished.append(row)
 
     def observe(self, batch: TrainBatch, log_probs: torch.Tensor, log_ratio: torch.Tensor) -> None:
         """Take the token columns of a micro-batch from the loss. Those of a later pass replace them.

@@ -14,18 +14,21 @@ from agile_trainers.rollout.metrics import summarize
 from agile_trainers.types import StopReason
 
 
-def training_summary(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, float]:
+def training_summary(
+    rows: Sequence[dict[str, Any]], seconds: float, discarded: Sequence[dict[str, Any]] = ()
+) -> dict[str, float]:
     """Compute the metrics of one generation batch.
 
     Args:
         rows: One row per episode, of all ranks.
         seconds: Wall time of the rollout on the slowest rank; 0 for episodes that were played before.
+        discarded: Rows of episodes that were played in this time and are not part of the batch.
 
     Returns:
         The metrics of :func:`~agile_trainers.rollout.metrics.summarize` and of :func:`length_summary`, ``time/rollout``,
         ``rollout_tokens_per_second``, and ``return/answers_cut``, the mean return of episodes with a cut answer.
     """
-    tokens = sum(row["action_tokens"] for row in rows)
+    tokens = sum(row["action_tokens"] for row in [*rows, *discarded])
     speed = {"time/rollout": seconds, "rollout_tokens_per_second": tokens / seconds} if seconds else {}
     return {
         **summarize(rows),

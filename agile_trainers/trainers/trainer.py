@@ -40,10 +40,9 @@ from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.packing.packer import Packer, PackingState
 from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.seeds import training_specs
 from agile_trainers.sampling.correction import mismatch_weights
 from agile_trainers.sampling.gap import GapMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
@@ -59,23 +58,23 @@ from agile_trainers.trainers.construction import (
     prepare_run,
     reject_argument,
 )
-from agile_trainers.trainers.credit import Credit, CreditInputs, gather_turns, normalize
+from agile_trainers.trainers.credit import Credit, CreditInputs, filter_groups, gather_turns, live_groups, normalize
 from agile_trainers.trainers.critic import TARGETS, Critic, CriticValues
 from agile_trainers.trainers.episode_log import EpisodeLog
 from agile_trainers.trainers.episode_records import EpisodeRecords
 from agile_trainers.trainers.evaluation import EpisodeEvaluator
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
 from agile_trainers.trainers.evaluation_table import Evaluated, completions_table
+from agile_trainers.trainers.group_rollouts import GroupRollouts, PlayedGroups
 from agile_trainers.trainers.hyperparameter_search import TrainerRecipe, initial_model, search
 from agile_trainers.trainers.inputs import TrainerInputs, resolve_inputs
 from agile_trainers.trainers.launch import check_engine
-from agile_trainers.trainers.mixture import with_names
 from agile_trainers.trainers.noise import switch_off_noise
 from agile_trainers.trainers.nonfinite import StepGuard, check_finite
 from agile_trainers.trainers.passes import Pass, Passes, gathering_ragged
 from agile_trainers.trainers.recipe import decide_learning_rate, warn_of_idle_recipe
 from agile_trainers.trainers.reference import ReferencePolicy
-from agile_trainers.trainers.reward_functions import drained_metrics, reward_inputs, without_failed
+from agile_trainers.trainers.reward_functions import drained_metrics, reward_inputs, totals, without_failed
 from agile_trainers.trainers.scoring import Scorer, Scores
 from agile_trainers.trainers.turn_metrics import TurnEntropies, credit_by_turn
 from agile_trainers.trainers.updates import Updates, rows_of_episodes
@@ -155,6 +154,7 @@ class MultiTurnTrainer(GRPOTrainer):
     reference: ReferencePolicy
     critic: Critic | None = None
     evaluator: EpisodeEvaluator
+    rollouts: GroupRollouts
     watch: RunWatch
     """Says why the run does not learn."""
     episode_log: EpisodeLog
@@ -315,6 +315,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.add_callback(self.records)
         self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
         self.episode_log = EpisodeLog(self, self.environment, self.watch.note)
+        self.rollouts = GroupRollouts(self, setup, self._play, self._reward, self._groups_with_signal)
         self.evaluator = EpisodeEvaluator(self, self.engine, self.sampler, setup.mixture, self._reward)
         if args.has_critic:
             self.critic = Critic(self, self.packer, inputs.saved)
@@ -601,63 +602,72 @@ class MultiTurnTrainer(GRPOTrainer):
         generation, first = self._step // self.micro_steps_per_generation, self._local(len(inputs)).start
         if isinstance(inputs[0], Trajectory):  # of `update`
             trajectories: list[Trajectory] = inputs  # type: ignore[assignment]
-            inputs = rows_of_episodes(trajectories)
+            rows, indices = rows_of_episodes(trajectories), list(range(first, first + len(inputs)))
+            played = PlayedGroups(trajectories, rows, indices, self._reward(rows, trajectories))
         else:
-            trajectories, inputs = self._play(inputs, generation, first)
-        batch = collate(
-            trajectories,
-            pad_token_id=self._tokenizer.pad_token_id,
-            end_token_id=self.eos_token_ids[0],
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            device=self.accelerator.device,
-        )
-        rewards = self._add_rewards(inputs, trajectories, batch)
+            played = self.rollouts.play(inputs, generation, self._pending_extra_logs)
+        trajectories, rewards = played.trajectories, played.rewards
+        batch = self._collate(trajectories)
+        self._add_rewards(rewards, batch)
         self.scorer.prepare_packing(batch)
         # With a reference every row is scored, and before credit, since the penalty may enter it.
         scores = self._score(batch) if self.beta != 0.0 else None
         if scores is not None and self.args.kl_placement != "loss":
             self._penalize(batch, scores)
         read = None if self.critic is None else self.critic.read(batch)
-        credit = self._credit(batch, read)
+        credit = self._credit(batch, read, rewards)
         scores = scores or self._score(batch, credit.advantages)
         output = self._train_batch(batch, credit, scores, read)
         self._open_gap(batch, scores, output.tool_mask > 0)
         self._add_metrics(self.watch.measure(generation, trajectories))
-        metrics = self.episode_log.summarize(trajectories, rewards, self._rollout_seconds)
-        metrics |= self.sampler.sync_metrics() | drained_metrics(self._pending_metrics, self.accelerator)
+        metrics = self.episode_log.summarize(trajectories, rewards, self._rollout_seconds, played.discarded)
+        metrics |= (
+            played.metrics | self.sampler.sync_metrics() | drained_metrics(self._pending_metrics, self.accelerator)
+        )
         self._add_metrics(metrics)
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
         self.episode_log.fill_tables(
             self._logs, self._pending_extra_logs, trajectories, rewards, credit.advantages, batch.turn_mask
         )
         values = None if read is None else read.turn_values
-        self.records.begin(generation, trajectories, batch, credit.advantages, values, first)
+        self.records.begin(generation, played, batch, credit.advantages, values)
         return output.to_trl()
 
-    def _play(
-        self, inputs: list[dict[str, Any]], generation: int, first: int
-    ) -> tuple[list[Trajectory], list[dict[str, Any]]]:
-        """Play the episodes of some rows; return them, and the rows for reward functions."""
+    def _play(self, specs: list[EpisodeSpec]) -> list[Trajectory]:
+        """Play episodes with the current policy."""
         assert self.engine is not None
         started = time.perf_counter()
-        rows = [dict(row) if self.setup.rows_are_options else None for row in inputs]
-        specs = training_specs(self.args.seed, generation, rows, first, self.num_generations, self.setup.mixture)
         with self.sampler.generator() as generator:
             trajectories = self.engine.run(specs, generator)
-        self._rollout_seconds = time.perf_counter() - started
-        return trajectories, with_names(inputs, specs)
+        self._rollout_seconds += time.perf_counter() - started
+        return trajectories
 
-    def _add_rewards(
-        self, inputs: list[dict[str, Any]], trajectories: list[Trajectory], batch: TurnBatch
-    ) -> torch.Tensor:
-        """Score with TRL's reward functions, add them to each episode's last turn; return (B, functions) of all ranks."""
-        per_function = self._reward(inputs, trajectories)
+    def _collate(self, trajectories: list[Trajectory]) -> TurnBatch:
+        return collate(
+            trajectories,
+            pad_token_id=self._tokenizer.pad_token_id,
+            end_token_id=self.eos_token_ids[0],
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            device=self.accelerator.device,
+        )
+
+    def _add_rewards(self, per_function: torch.Tensor, batch: TurnBatch) -> None:
+        """Add the rewards (B, functions) of all ranks but the first function's, the return, to each episode's last turn."""
         weighted = per_function * self.reward_weights.to(per_function.device)
-        extra = weighted[self._local(len(inputs)), 1:].nansum(dim=1)
-        rows = torch.arange(len(inputs), device=extra.device)
+        extra = weighted[self._local(len(batch.turn_rewards)), 1:].nansum(dim=1)
+        rows = torch.arange(len(extra), device=extra.device)
         last = (batch.turn_mask.sum(dim=1) - 1).clamp(min=0)
         batch.turn_rewards[rows, last] += extra * batch.turn_mask.any(dim=1)
-        return per_function
+
+    def _groups_with_signal(self, trajectories: list[Trajectory], rewards: torch.Tensor) -> list[bool]:
+        """Return for each group of all ranks whether the credit rule gives any of its turns an advantage.
+
+        A penalty for leaving the reference is not part of it.
+        """
+        batch = self._collate(trajectories)
+        self._add_rewards(rewards, batch)
+        turns = gather_turns(batch, self.accelerator)
+        return live_groups(self.assign_credit(turns), turns.mask, self.num_generations)
 
     def _reward(self, rows: list[dict[str, Any]], trajectories: list[Trajectory]) -> torch.Tensor:
         """Compute rewards (B, functions) of all ranks, NaN for failed episodes. Every rank must pass equally many rows."""
@@ -684,12 +694,15 @@ class MultiTurnTrainer(GRPOTrainer):
             turns = turn_log_ratio(scores.old, scores.reference, batch.turn_ids, batch.turn_mask.size(1))
             batch.turn_rewards -= self.beta * turns * batch.turn_mask
 
-    def _credit(self, batch: TurnBatch, read: CriticValues | None) -> Credit:
+    def _credit(self, batch: TurnBatch, read: CriticValues | None, rewards: torch.Tensor) -> Credit:
         """Compute the credit of the local rows, with statistics over all ranks, before TRL shuffles rows."""
         values = (None, None) if read is None else (read.turn_values, read.final_values)
         turns = gather_turns(batch, self.accelerator, *values)
-        per_sequence = self.importance_sampling_level == "sequence"
-        credit = normalize(self.assign_credit(turns), turns.mask, self.args, per_sequence=per_sequence)
+        credit, mask = self.assign_credit(turns), turns.mask
+        if self.args.group_filter == "variance":
+            returns = totals(rewards, self.reward_weights)
+            credit, mask = filter_groups(credit, mask, returns, self.num_generations, self.args.group_filter_share)
+        credit = normalize(credit, mask, self.args, per_sequence=self.importance_sampling_level == "sequence")
         self._add_metrics(credit.metrics | credit_by_turn(turns.rewards, credit.advantages, turns.mask))
         size, num_turns = batch.turn_mask.shape
         return credit.local(self._local(size), num_turns)
@@ -709,6 +722,8 @@ class MultiTurnTrainer(GRPOTrainer):
             lengths = turn_lengths(batch.turn_ids, num_turns).clamp(min=1)
             spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
         trained = batch.valid_mask
+        if credit.kept is not None:
+            trained &= credit.kept[:, None]
         if self.mask_truncated_completions:
             trained &= ~batch.truncated[:, None]
         output = TrainBatch(
@@ -970,7 +985,7 @@ class MultiTurnTrainer(GRPOTrainer):
         run = Path(self._get_output_dir(trial))
         rollout = RolloutState(self._step, self._buffered_inputs, self.watch.state(), dict(vars(self.guard)))
         rollout.pass_tokens, rollout.episodes = self.passes.budget, self.records.unfinished
-        rollout.packing = dict(vars(self.packer.state))
+        rollout.packing, rollout.tasks = dict(vars(self.packer.state)), self.rollouts.state()
         with self.checkpoints.saving(run, rollout) as building:
             super()._save_checkpoint(model, trial)
             self.reference.save(building)
@@ -1014,6 +1029,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.guard = StepGuard(**rollout.skipped_steps)
         self.passes.restore(rollout.pass_tokens)
         self.packer.state = PackingState(**rollout.packing)
+        self.rollouts.restore(rollout.tasks)
         self._restore_rollout(rollout.steps, rollout.micro_batches)
         self.records.resume(
             rollout.episodes, rollout.steps // self.micro_steps_per_generation, step_of(Path(checkpoint))

@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from agile_trainers.adapters.folders import naming_full_disk
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.seeds import training_specs
+from agile_trainers.trainers.config_rules import BY_HAND, check_rules
 from agile_trainers.trainers.mixture import COLUMN
 from agile_trainers.types import Trajectory
 
@@ -145,6 +146,7 @@ class Updates:
     def _check_environment(self) -> RolloutEngine:
         if self._trainer.engine is None:
             raise ValueError("rollout() and update() play an environment: pass `environment=...` to the trainer.")
+        check_rules(self._trainer.args, BY_HAND)
         return self._trainer.engine
 
     # ------------------------------------------------------------------------------------------------------- rollout
@@ -167,8 +169,9 @@ class Updates:
         for index, batch in enumerate(batches):
             options = [None if row is None else dict(row) for row in batch]
             begin = trainer.accelerator.process_index * len(batch)
+            places = range(begin, begin + len(batch))
             specs = training_specs(
-                trainer.args.seed, first + index, options, begin, trainer.num_generations, trainer.setup.mixture
+                trainer.args.seed, first + index, options, places, trainer.num_generations, trainer.setup.mixture
             )
             with trainer.sampler.generator() as generator:
                 played += engine.run(specs, generator)

@@ -29,11 +29,11 @@ class GuessNumber(GameTask):
         ValueError: If the level is unknown or a number is not positive.
     """
 
-    name, levels, options = "agile:guess_number", LEVELS, ("secret",)
+    name, levels, options = "agile:guess_number", LEVELS, ("secret", "high")
 
     def __init__(self, level: str = "normal", high: int | None = None, max_turns: int | None = None):
         super().__init__(level, max_turns)
-        self.high = LEVELS[level][0] if high is None else high
+        self.high = self._high = LEVELS[level][0] if high is None else high
         if self.high < 1:
             raise ValueError(f"high must be at least 1, got {high}.")
 
@@ -43,11 +43,15 @@ class GuessNumber(GameTask):
         Args:
             seed: The secret is ``seed % high + 1``, so that ``high`` consecutive seeds give every secret once. None draws
                 one.
-            options: ``{"secret": int}`` sets the secret instead of the seed.
+            options: ``{"secret": int}`` sets the secret instead of the seed, and ``{"high": int}`` the highest number of
+                this game, so that games of a data set differ in difficulty.
 
         Raises:
-            ValueError: If the secret is out of range.
+            ValueError: If the secret is out of range, or the highest number is not positive.
         """
+        self.high = options.get("high", self._high)
+        if not isinstance(self.high, int) or self.high < 1:
+            raise ValueError(f"high must be an integer of at least 1, got {self.high!r}.")
         self.secret = options.get("secret", draw(seed, self.high) + 1)
         if self.secret not in range(1, self.high + 1):
             raise ValueError(f"secret must be an integer from 1 to {self.high}, got {self.secret!r}.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from games import Chatter, make_trainer
+from games import Chatter, Uneven, make_trainer
 from ppo_games import make_ppo
 from transformers import TrainerCallback
 
@@ -44,6 +44,12 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 3,
         "critic_learning_rate": 2e-2, "beta": 0.1, "optim": "adamw_torch", "learning_rate": 1e-2,
+    },
+    # What is drawn depends on the signals so far; a generation batch serves two steps.
+    "tasks": {
+        "num_generations": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3,
+        "environment": Uneven, "train_dataset": Dataset.from_dict({"number": list(range(6))}), "task_column": "number",
+        "task_sampling": "adaptive", "resample_silent_groups": 1, "group_filter": "variance",
     },
     "whole-model": {
         "lora": False, "per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3, "beta": 0.1,

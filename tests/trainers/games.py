@@ -54,6 +54,18 @@ class OneTurn(Chatter):
         return observation
 
 
+class Uneven(Chatter):
+    """Pays nothing where the row's number, or the seed, is even: such a group has no signal."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.pays = (options["number"] if options else seed or 0) % 2
+        return super().reset(seed, options)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, *rest = super().step(action)
+        return observation, reward * self.pays, *rest
+
+
 def settings(output_dir: Path | str, **changes: Any) -> dict[str, Any]:
     """Arguments of a quick, exact run: fp32 on CPU, plain SGD without decay, one step."""
     return {

@@ -59,14 +59,14 @@ def test_every_batch_holds_every_share():
 def test_the_choice_depends_on_seed_and_generation_alone():
     mixture = Mixture(("low", "high"), (1.0, 1.0), 4)
     rows: list[Any] = [None] * 16
-    whole = training_specs(5, 7, rows, 0, 4, mixture)
-    assert training_specs(5, 7, rows[:8], 0, 4, mixture) + training_specs(5, 7, rows[8:], 8, 4, mixture) == whole
-    # A group that two ranks share.
-    assert training_specs(5, 7, rows[:6], 0, 4, mixture) + training_specs(5, 7, rows[6:], 6, 4, mixture) == whole
+    whole = training_specs(5, 7, rows, range(16), 4, mixture)
+    for cut in (8, 6):  # 6: a group that two ranks share
+        parts = [training_specs(5, 7, rows[p.start : p.stop], p, 4, mixture) for p in (range(cut), range(cut, 16))]
+        assert parts[0] + parts[1] == whole
     names = [spec.environment for spec in whole]
     assert all(len(set(names[group : group + 4])) == 1 for group in range(0, 16, 4)) and set(names) == {"low", "high"}
     assert len({tuple(mixture.draw(seed, n)) for seed in (5, 6) for n in range(8)}) > 1
-    alone = training_specs(5, 7, rows, 0, 4)
+    alone = training_specs(5, 7, rows, range(16), 4)
     assert [(s.seed, s.stream) for s in whole] == [(s.seed, s.stream) for s in alone]
 
 

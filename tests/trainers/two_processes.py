@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from games import Chatter, Gradients, end_process, make_trainer
 
 from agile_trainers.evaluation import EpisodeOptions, VllmSampler, evaluate_policy
@@ -38,7 +39,9 @@ def play(model: str, output: Path, changes: dict) -> None:
     processes, by_hand = int(os.environ.get("WORLD_SIZE", "1")), changes.pop("by_hand", False)
     rows = changes.pop("per_device_train_batch_size") // processes
     if changes.pop("judged", False):
-        changes |= {"environment": Fragile, "reward_funcs": judge}
+        changes = {"environment": Fragile, **changes, "reward_funcs": judge}
+    if numbers := changes.pop("numbers", None):
+        changes["train_dataset"] = Dataset.from_dict({"number": numbers})
     gradients = Gradients()
     trainer = make_trainer(
         model, output, callbacks=[gradients], num_eval_episodes=5, per_device_train_batch_size=rows, **changes

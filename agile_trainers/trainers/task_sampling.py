@@ -1,0 +1,257 @@
+"""Draws the tasks of groups: uniformly, or by how often the groups of a task still carry signal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datasets import IterableDataset
+from transformers.utils import logging
+
+from agile_trainers.rollout.mixture import Mixture, systematic_sample
+from agile_trainers.rollout.seeds import environment_seed
+from agile_trainers.trainers.config import MultiTurnConfig
+
+logger = logging.get_logger(__name__)
+
+HALF_LIFE = 8
+"""Groups of a task after which an earlier group of it counts half, as in AgileRL's ``TaskAssigner``."""
+_DECAY = 0.5 ** (1 / HALF_LIFE)
+_STREAM, _POOL = 3, 4
+"""First keys of the random streams that tasks are drawn from and that the seeds of a pool come from."""
+_LOGGED = 32
+"""Largest number of tasks whose shares are logged one by one."""
+
+
+@dataclass(frozen=True)
+class TaskPool:
+    """The items that groups can start from: rows, environments or seeds; and the task that each belongs to."""
+
+    kind: str
+    """``"rows"``, ``"environments"`` or ``"seeds"``."""
+    base: np.ndarray
+    """(n,) float64, weights of the items without adaptation."""
+    task_of: np.ndarray
+    """(n,) int64, the task of each item."""
+    names: tuple[str, ...] = ()
+    """Names of the tasks; empty where each item is a task, which its index names."""
+
+    @property
+    def size(self) -> int:
+        """Number of tasks."""
+        return int(self.task_of.max()) + 1
+
+    def name(self, task: int) -> str:
+        """Return the name of a task."""
+        return self.names[task] if self.names else str(task)
+
+
+@dataclass
+class Draw:
+    """The items drawn for the groups of a generation batch. Each list has one entry per group, or is None."""
+
+    tasks: list[int] | None = None
+    rows: list[int] | None = None
+    """Indices of dataset rows."""
+    environments: list[str] | None = None
+    seeds: list[int] | None = None
+    """Seeds of the environments."""
+
+
+@dataclass
+class _Seen:
+    """Groups that a generation batch played: name of each one's task, and whether it had a signal."""
+
+    names: list[str | None] = field(default_factory=list)
+    signals: list[bool] = field(default_factory=list)
+
+
+def task_pool(args: MultiTurnConfig, dataset: Any, mixture: Mixture | None) -> TaskPool | None:
+    """Make the pool that tasks are drawn from, where the options need one.
+
+    Args:
+        args: The trainer's.
+        dataset: Its ``train_dataset``; None without rows.
+        mixture: The environments of a run of several; None for one.
+
+    Returns:
+        The pool; None if every group has a seed of its own, or TRL's order of the rows decides.
+
+    Raises:
+        ValueError: For options that have no effect on these rows, or that need others.
+    """
+    adaptive = args.task_sampling == "adaptive"
+    if args.task_seeds is not None and (dataset is not None or mixture is not None):
+        there = "a train_dataset, whose rows are the tasks" if dataset is not None else "several environments"
+        raise ValueError(f"task_seeds={args.task_seeds} has no effect with {there}. Leave task_seeds unset.")
+    if args.task_column is not None and dataset is None:
+        raise ValueError(
+            f"task_column={args.task_column!r} names a column of train_dataset, and there is none. Pass train_dataset, or "
+            "leave task_column unset."
+        )
+    if dataset is not None:
+        return _rows(args, dataset, adaptive)
+    if mixture is not None:
+        number = len(mixture.names)
+        return TaskPool("environments", np.array(mixture.weights, dtype=float), np.arange(number), mixture.names)
+    if args.task_seeds is not None:
+        return TaskPool("seeds", np.ones(args.task_seeds), np.arange(args.task_seeds))
+    if adaptive:
+        raise ValueError(
+            "task_sampling='adaptive' needs tasks that are played again and again, and without a train_dataset every group "
+            "has a seed of its own. Pass train_dataset, several environments, or task_seeds (a number of seeds)."
+        )
+    return None
+
+
+def _rows(args: MultiTurnConfig, dataset: Any, adaptive: bool) -> TaskPool | None:
+    options = {"task_sampling": adaptive, "resample_silent_groups": args.resample_silent_groups > 0}
+    used = [f"{name}={getattr(args, name)!r}" for name, on in options.items() if on]
+    if used and isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"{used[0]} draws rows of train_dataset by their index, and a stream has none. Pass a Dataset (for example "
+            "Dataset.from_list(list(stream.take(n)))), or leave the option unset."
+        )
+    if adaptive and not args.shuffle_dataset:
+        raise ValueError(
+            "shuffle_dataset=False has no effect with task_sampling='adaptive', which draws the rows. Leave it unset."
+        )
+    column = args.task_column
+    if column is not None and column not in (dataset.column_names or ()):
+        raise ValueError(
+            f"task_column={column!r} is no column of train_dataset; it has {', '.join(dataset.column_names or ())}."
+        )
+    if not used:
+        return None
+    number = len(dataset)
+    if column is None:
+        return TaskPool("rows", np.ones(number), np.arange(number))
+    names, task_of = np.unique([str(value) for value in dataset.with_format(None)[column][:]], return_inverse=True)
+    return TaskPool("rows", np.ones(number), task_of, tuple(names.tolist()))
+
+
+class TaskSampling:
+    """Draws the tasks of a run, and counts how often their groups carried a signal.
+
+    With ``task_sampling="adaptive"`` an item's weight is multiplied by ``(informative + 1) / (observed + 2)`` of its task
+    (AgileRL's rule). ``informative`` and ``observed`` count the task's groups with a signal and all its groups; before each
+    new group of the task both are multiplied by ``0.5 ** (1 / 8)``. A task that was not played yet has weight 1/2.
+
+    The draw depends on the run's seed, the generation batch and these counts alone, which are the same on all processes.
+
+    Args:
+        args: The trainer's.
+        pool: Of :func:`task_pool`.
+        groups: Number of groups of one generation batch, over all processes.
+    """
+
+    def __init__(self, args: MultiTurnConfig, pool: TaskPool | None, groups: int) -> None:
+        self._pool, self._groups, self._seed = pool, groups, args.seed
+        self.adaptive = args.task_sampling == "adaptive"
+        size = pool.size if pool is not None and self.adaptive else 0
+        self._informative, self._observed = np.zeros(size), np.zeros(size)
+        self._seen = _Seen()
+
+    @property
+    def weights(self) -> np.ndarray:
+        """(tasks,) float64, the factor of each task's weight."""
+        return (self._informative + 1) / (self._observed + 2)
+
+    def draw(self, generation: int, attempt: int = 0) -> Draw:
+        """Draw an item for each group of a generation batch, by systematic sampling.
+
+        Args:
+            generation: Index of the generation batch in the run.
+            attempt: 0 for the batch itself, n for the groups that replace others for the n-th time.
+
+        Returns:
+            The items; nothing where the batch takes TRL's order of the rows, or every group has a seed of its own.
+        """
+        pool = self._pool
+        if pool is None or not (self.adaptive or attempt or pool.kind == "seeds"):
+            return Draw()
+        weights = pool.base * self.weights[pool.task_of] if self.adaptive else pool.base
+        entropy = np.random.SeedSequence((self._seed, _STREAM, generation, attempt))
+        items = systematic_sample(weights, self._groups, np.random.Generator(np.random.Philox(entropy)))
+        draw = Draw(pool.task_of[items].tolist())
+        if pool.kind == "rows":
+            draw.rows = items.tolist()
+        elif pool.kind == "environments":
+            draw.environments = [pool.names[item] for item in items]
+        else:
+            draw.seeds = [environment_seed(self._seed, _POOL, 0, int(item)) for item in items]
+        return draw
+
+    def observe(self, tasks: Sequence[int] | None, names: Sequence[str | None], signals: Sequence[bool]) -> None:
+        """Count groups that were played.
+
+        Args:
+            tasks: The task of each, as drawn; None where they were not drawn.
+            names: The name of each one's task; None without a name.
+            signals: Whether its advantages are not all 0.
+        """
+        self._seen.names += names
+        self._seen.signals += signals
+        if self.adaptive and tasks is not None:
+            for task, signal in zip(tasks, signals, strict=True):
+                self._informative[task] = self._informative[task] * _DECAY + signal
+                self._observed[task] = self._observed[task] * _DECAY + 1
+
+    def names_of(self, draw: Draw) -> list[str | None]:
+        """Return the name of each drawn group's task; None where tasks have none."""
+        pool = self._pool
+        if pool is None or draw.tasks is None or not pool.names:
+            return [None] * self._groups
+        return [pool.names[task] for task in draw.tasks]
+
+    def metrics(self) -> dict[str, float]:
+        """Compute the metrics of the generation batch, and forget its groups.
+
+        Returns:
+            ``tasks/<name>/share`` of the groups that were played, replaced ones included, and ``tasks/<name>/signal``, the
+            share of these with a signal, for up to 32 tasks with names; with adaptive sampling ``tasks/seen``, the share of
+            tasks that were ever played, and ``tasks/effective``, the number of equally likely tasks that would be drawn as
+            unevenly (the inverse of the sum of squared probabilities) over the number of tasks.
+        """
+        seen, self._seen = self._seen, _Seen()
+        played = Counter(seen.names)
+        metrics: dict[str, float] = {}
+        if None not in played and len(played) <= _LOGGED:
+            heard = Counter(name for name, signal in zip(seen.names, seen.signals) if signal)
+            for name in sorted(name for name in played if name is not None):
+                metrics[f"tasks/{name}/share"] = played[name] / len(seen.names)
+                metrics[f"tasks/{name}/signal"] = heard[name] / played[name]
+        if self.adaptive and self._pool is not None:
+            weights = np.bincount(self._pool.task_of, self._pool.base) * self.weights
+            metrics["tasks/seen"] = float((self._observed > 0).mean())
+            metrics["tasks/effective"] = float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+        return metrics
+
+    # ---------------------------------------------------------------------------------------------------- checkpoint
+
+    def state(self) -> dict[str, list[float]]:
+        """Return the counts as JSON: name of each task that was played to its ``[informative, observed]``."""
+        if self._pool is None:
+            return {}
+        return {
+            self._pool.name(task): [float(self._informative[task]), float(self._observed[task])]
+            for task in np.flatnonzero(self._observed).tolist()
+        }
+
+    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Restore the counts of :meth:`state`. Tasks that the run no longer has are left out, with a warning."""
+        if not self.adaptive or self._pool is None:
+            return
+        self._informative[:], self._observed[:] = 0, 0
+        tasks = {self._pool.name(task): task for task in range(self._pool.size)}
+        for name, (informative, observed) in state.items():
+            if name in tasks:
+                self._informative[tasks[name]], self._observed[tasks[name]] = informative, observed
+        if gone := [name for name in state if name not in tasks]:
+            logger.warning(
+                "The checkpoint counted groups of %d tasks that this run does not have (%s, ...); they are forgotten.",
+                len(gone), gone[0],
+            )  # fmt: skip

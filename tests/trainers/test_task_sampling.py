@@ -1,0 +1,339 @@
+"""The tasks of groups are drawn by how often they carry a signal, and groups without signal are replaced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from games import Chatter, Uneven, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
+from mixtures import BOTH
+from recorded import recorded
+
+from agile_trainers.rollout.mixture import Mixture, systematic_sample
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnREINFORCEConfig
+from agile_trainers.trainers.task_sampling import TaskPool, TaskSampling, task_pool
+
+ROWS = Dataset.from_dict({"number": [0, 1, 2, 3], "level": ["dull", "live", "dull", "live"]})
+
+
+def sampling(pool: TaskPool, groups: int = 4, seed: int = 3, how: str = "adaptive") -> TaskSampling:
+    args: Any = SimpleNamespace(task_sampling=how, seed=seed)
+    return TaskSampling(args, pool, groups)
+
+
+def observe(tasks: TaskSampling, task: int, *signals: bool) -> None:
+    for signal in signals:
+        tasks.observe([task], [None], [signal])
+
+
+# --------------------------------------------------------------------------------------------------------------- weights
+
+
+def test_weights_by_hand():
+    tasks = sampling(TaskPool("seeds", np.ones(4), np.arange(4)))
+    assert tasks.weights.tolist() == [0.5] * 4, "a task that was not played"
+    observe(tasks, 0, True)
+    assert tasks.weights[0] == pytest.approx(2 / 3)
+    observe(tasks, 0, False)
+    kept = 0.5**0.125
+    assert tasks.weights[0] == pytest.approx((kept + 1) / (kept + 3))
+    # Eight groups later a signal counts half: (.5 + 1) / (sum of 9 powers + 2).
+    observe(tasks, 1, True, *[False] * 8)
+    assert tasks.weights[1] == pytest.approx(1.5 / (sum(kept**n for n in range(9)) + 2))
+    assert tasks.state()["1"][0] == pytest.approx(0.5, abs=1e-12)
+    assert tasks.weights[2:].tolist() == [0.5, 0.5], "a task's groups age with its own groups alone"
+
+
+def test_shares_are_exact_on_average():
+    """The first task alone has a signal: weights .5 * (many), so that 3.43 of 4 groups are of it."""
+    tasks = sampling(TaskPool("seeds", np.ones(2), np.arange(2)))
+    observe(tasks, 0, *[True] * 100)
+    observe(tasks, 1, *[False] * 100)
+    share = tasks.weights[0] / tasks.weights.sum()
+    drawn = [Counter(tasks.draw(generation).tasks or ())[0] for generation in range(2000)]
+    assert set(drawn) == {int(4 * share), int(4 * share) + 1}
+    assert np.mean(drawn) / 4 == pytest.approx(share, abs=0.015)
+
+
+def test_rows_of_a_label_share_their_counts():
+    """Three rows of one label and one of the other: without counts each row has its quarter."""
+    pool = TaskPool("rows", np.ones(4), np.array([0, 0, 0, 1]), ("a", "b"))
+    tasks = sampling(pool)
+    assert sorted(tasks.draw(0).rows or ()) == [0, 1, 2, 3]
+    observe(tasks, 0, *[True] * 200)
+    observe(tasks, 1, *[False] * 200)
+    rows = Counter(row for generation in range(500) for row in tasks.draw(generation).rows or ())
+    high, low = tasks.weights
+    assert rows[3] / 2000 == pytest.approx(low / (3 * high + low), abs=0.01)
+    assert max(rows[row] for row in range(3)) - min(rows[row] for row in range(3)) < 120
+    assert tasks.state().keys() == {"a", "b"}
+
+
+def test_a_draw_depends_on_seed_batch_attempt_and_counts():
+    pool = TaskPool("seeds", np.ones(50), np.arange(50))
+    one, other = sampling(pool, 8), sampling(pool, 8)
+    assert one.draw(2, 1) == other.draw(2, 1)
+    different = [one.draw(2, 1), one.draw(2, 2), one.draw(3, 1), sampling(pool, 8, seed=4).draw(2, 1)]
+    assert len({tuple(draw.tasks or ()) for draw in different}) == 4
+    observe(one, 0, *[True] * 8)
+    other.restore(one.state())
+    assert one.draw(2).tasks == other.draw(2).tasks and one.state() == other.state()
+    seeds = one.draw(0).seeds or ()
+    assert len({*seeds}) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_uniform_sampling_draws_only_what_nothing_else_decides():
+    rows = sampling(TaskPool("rows", np.ones(4), np.arange(4)), how="uniform")
+    assert rows.draw(0).tasks is None and sorted(rows.draw(0, 1).rows or ()) == [0, 1, 2, 3]
+    assert sampling(TaskPool("seeds", np.ones(4), np.arange(4)), how="uniform").draw(0).seeds is not None
+    never = sampling(TaskPool("environments", np.array([1.0, 0.0, 3.0]), np.arange(3), ("a", "no", "b")), how="uniform")
+    assert Counter(never.draw(0, 1).environments) == {"a": 1, "b": 3}
+    assert sampling(None, how="uniform").draw(0, 5).tasks is None  # type: ignore[arg-type]
+
+
+def test_systematic_sampling():
+    random = np.random.Generator(np.random.Philox(1))
+    drawn = [Counter(systematic_sample(np.array([0.0, 1.0, 0.0, 2.0, 0.2]), 8, random).tolist()) for _ in range(1000)]
+    assert {index for counts in drawn for index in counts} == {1, 3, 4}
+    for index, expected in ((1, 2.5), (3, 5.0), (4, 0.5)):
+        assert {counts[index] for counts in drawn} == {int(np.floor(expected)), int(np.ceil(expected))}
+        assert np.mean([counts[index] for counts in drawn]) == pytest.approx(expected, abs=0.08)
+
+
+def test_the_names_of_tasks_outlive_a_change_of_the_data(caplog):
+    tasks = sampling(TaskPool("rows", np.ones(2), np.arange(2), ("a", "b")))
+    tasks.restore({"b": [1.0, 3.0], "gone": [1.0, 1.0]})
+    assert tasks.weights.tolist() == [0.5, 0.4] and "gone" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------------------------ runs
+
+
+def run(model: Path, folder: Path, **changes: Any) -> tuple[Any, list[dict[str, Any]], list[dict[str, float]]]:
+    """A short run with 4 groups of 2 a batch; its records and its logs."""
+    changes = {"num_generations": 2, "environment": Uneven, "max_steps": 3, **changes}
+    trainer = make_trainer(model, folder, **changes)
+    trainer.train()
+    return trainer, recorded(folder), [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def signals(records: list[dict[str, Any]]) -> dict[int, bool]:
+    """Group to whether its episodes differ in what they were paid in some turn."""
+    groups: dict[int, list[Any]] = {}
+    for record in records:
+        groups.setdefault(record["group"], []).append([turn["reward"] for turn in record["turns"]])
+    return {group: any(rewards != members[0] for rewards in members) for group, members in groups.items()}
+
+
+def test_adaptive_rows(embedded_model, tmp_path):
+    """Even rows never pay. The counts are those of the records, and the weights with which rows were drawn follow."""
+    options = {"train_dataset": ROWS, "task_column": "level", "task_sampling": "adaptive", "max_steps": 6}
+    trainer, records, logs = run(embedded_model, tmp_path, **options)
+    by_hand = sampling(TaskPool("rows", np.ones(4), np.array([0, 1, 0, 1]), ("dull", "live")))
+    numbers = [0, 1, 2, 3]
+    for generation, log in enumerate(logs):
+        played = sorted((r for r in records if r["generation"] == generation), key=lambda r: r["index"])
+        drawn = by_hand.draw(generation)
+        assert [record["row"]["number"] for record in played[::2]] == [numbers[row] for row in drawn.rows or ()]
+        heard = signals(played)
+        assert not any(heard[record["group"]] for record in played if record["row"]["level"] == "dull")
+        by_hand.observe(drawn.tasks, by_hand.names_of(drawn), [heard[group] for group in range(4)])
+        live = [group for group, task in enumerate(drawn.tasks or ()) if task == 1]
+        assert log["tasks/live/share"] == len(live) / 4 and log["tasks/seen"] > 0
+        assert log["tasks/live/signal"] == sum(heard[group] for group in live) / len(live)
+        assert log["groups_without_signal"] == pytest.approx(1 - sum(heard.values()) / 4)
+    assert trainer.rollouts.state() == {"counts": by_hand.state(), "discarded": 0}
+    weights = by_hand.weights
+    assert logs[-1]["tasks/effective"] == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / 2)
+    assert (
+        logs[0]["tasks/live/share"] == 0.5 and logs[-1]["tasks/live/share"] > 0.5 and "resampling/groups" not in logs[0]
+    )
+
+
+def test_a_pool_of_seeds(embedded_model, tmp_path):
+    options = {"task_seeds": 5, "max_steps": 4, "diagnosis_interval": 0}
+    _, records, _ = run(embedded_model, tmp_path / "uniform", **options)
+    played = Counter(record["seed"] for record in records)
+    assert len(played) == 5 and max(played.values()) <= 8, "16 groups: 3 or 4 of each seed, in any 4 of 5 at once"
+    _, adaptive, logs = run(embedded_model, tmp_path / "adaptive", task_sampling="adaptive", **options)
+    assert {record["seed"] for record in adaptive} <= {*played} and logs[-1]["tasks/seen"] == 1.0
+    assert not any(name.endswith("/share") and name.startswith("tasks/") for name in logs[0]), "seeds have no names"
+
+
+def test_adaptive_environments(embedded_model, tmp_path):
+    """Environments are drawn by their weight times that of their signals; one of weight 0 never."""
+    both = {"dull": Silent, "live": Chatter, "never": Chatter}
+    options = {"environment": both, "environment_weights": {"dull": 2, "live": 1, "never": 0}, "max_steps": 8}
+    _, records, logs = run(embedded_model, tmp_path, task_sampling="adaptive", diagnosis_interval=0, **options)
+    shares = [[r["environment"] for r in records if r["generation"] == n].count("dull") / 8 for n in range(8)]
+    assert shares[0] >= 0.5 > shares[-1] and "never" not in {record["environment"] for record in records}
+    assert [log["tasks/dull/share"] for log in logs] == shares and logs[0]["tasks/dull/signal"] == 0.0
+
+
+class Silent(Chatter):
+    """Pays the same whatever it hears."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return super().step(action)[0], 0.5, True, False, {}
+
+
+def test_silent_groups_are_replaced(embedded_model, tmp_path):
+    """The batch holds what a replay of the records leaves: each silent group is replaced, twice at most, by a new one."""
+    limit, scored = 2, []
+
+    def judge(trajectories: list[Any], log_extra: Any, environments: Any, **_: Any) -> list[float]:
+        scored.extend(trajectories)
+        log_extra("text", [trajectory.turns[0].text for trajectory in trajectories])
+        assert all(environment is not None for environment in environments), "they are scored before they play again"
+        return [0.0] * len(trajectories)
+
+    trainer, records, logs = run(
+        embedded_model, tmp_path, resample_silent_groups=limit, reward_funcs=judge, log_completions=True
+    )
+    total = 0
+    for generation, log in enumerate(logs):
+        played = [record for record in records if record["generation"] == generation]
+        heard, groups = signals(played), {record["group"]: record for record in played}
+        kept = {n for n, r in groups.items() if r["turns"][0]["advantage"] is not None}
+        expected, discarded = set(), set()
+        for place in range(4):
+            tries = [place + 4 * attempt for attempt in range(limit + 1)]
+            used = next((n for n, group in enumerate(tries) if heard.get(group)), limit)
+            expected.add(tries[used])
+            discarded |= {*tries[:used]}
+        assert kept == expected and groups.keys() == expected | discarded
+        total += 2 * len(discarded)
+        assert log["resampling/groups"] == len(discarded) and log["episodes_played"] == 8 * (generation + 1) + total
+        assert log["resampling/first_signal"] == sum(heard[group] for group in range(4)) / 4
+        assert log["resampling/signal"] == sum(heard[group] for group in kept) / 4 == 1 - log["groups_without_signal"]
+        returns = [record["return"] for record in played if record["group"] < 4]
+        assert log["resampling/first_reward"] == pytest.approx(np.mean(returns))
+        trained = [record["return"] for record in played if record["group"] in kept]
+        assert log["reward"] == pytest.approx(np.mean(trained), abs=1e-6)
+    assert 0 < total == trainer.rollouts.discarded and len(scored) == len(records) == 24 + total
+    assert len({(record["seed"], record["generation"]) for record in records}) == len(records) / 2, "seeds are new"
+    tokens = sum(len(record["prompt_ids"]) + len(record["completion_ids"]) for record in records)
+    assert logs[-1]["num_tokens"] == tokens
+    assert all(log["resampling/signal"] >= log["resampling/first_signal"] for log in logs)
+    table = trainer._logs["extra"]["text"]
+    last = sorted((r for r in records if r["generation"] == 2 and r["turns"][0]["advantage"] is not None), key=_place)
+    assert list(table)[-8:] == [record["turns"][0]["text"] for record in last]
+
+
+def _place(record: dict[str, Any]) -> int:
+    return record["index"] % 8
+
+
+def test_of_several_environments(embedded_model, tmp_path):
+    """Fresh groups are drawn from all of them."""
+    both = {"dull": Silent, "live": Chatter}
+    _, records, logs = run(embedded_model, tmp_path, environment=both, resample_silent_groups=3, diagnosis_interval=0)
+    for generation in range(3):
+        played = [record for record in records if record["generation"] == generation]
+        assert Counter(record["environment"] for record in played if record["index"] < 8) == {"dull": 4, "live": 4}
+        kept = [record["environment"] for record in played if record["turns"][0]["advantage"] is not None]
+        assert kept.count("live") > 4 and logs[generation]["environments/live/share"] == kept.count("live") / 8
+
+
+def test_what_has_no_signal_stays(embedded_model, tmp_path):
+    options = {"environment": Silent, "resample_silent_groups": 2, "max_steps": 1, "task_seeds": 3}
+    _, records, (log,) = run(embedded_model, tmp_path, **options)
+    assert len(records) == 24 and log["resampling/groups"] == 8 and log["groups_without_signal"] == 1.0
+    assert {record["group"] for record in records if record["turns"][0]["advantage"] is not None} == {8, 9, 10, 11}
+
+
+# ---------------------------------------------------------------------------------------------------------------- filter
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_filtered_groups_have_no_part_in_the_loss(embedded_model, tmp_path, beta):
+    """Loss and gradient are those of a batch of the kept groups alone, whose tokens are averaged, reference included."""
+    options = {"num_generations": 2, "environment": Chatter, "beta": beta, "group_filter_share": 0.5}
+    trainer = make_trainer(embedded_model, tmp_path / "filtered", group_filter="variance", **options)
+    batch = draw_batch(trainer)
+    records = sorted(recorded(tmp_path / "filtered"), key=lambda record: record["index"])
+    returns = torch.tensor([record["return"] for record in records]).view(4, 2)
+    order = returns.var(dim=1).sort(descending=True)
+    number = int((order.values.cumsum(0) < 0.5 * order.values.sum()).sum()) + 1
+    kept = sorted(order.indices[:number].tolist())
+    assert 0 < number < 4, "some are left out"
+    assert trainer._metrics["train"]["group_filter/kept"] == [number / 4]
+    rows = torch.tensor([2 * group + member for group in kept for member in (0, 1)])
+    assert set(batch["tool_mask"].any(dim=1).nonzero().flatten().tolist()) == set(rows.tolist())
+    loss, gradient = loss_and_gradients(trainer, batch)
+    del options["group_filter_share"]
+    plain = make_trainer(embedded_model, tmp_path / "plain", **options)
+    whole = draw_batch(plain)
+    some = {name: value[rows] if value.ndim else value for name, value in whole.items()}
+    some["num_items_in_batch"] = some["tool_mask"].sum()
+    alone, expected = loss_and_gradients(plain, some)
+    torch.testing.assert_close(loss, alone)
+    assert relative_error(gradient, expected) < 1e-5
+
+
+# --------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("task_sampling", "sometimes"), ("group_filter", "entropy"), ("resample_silent_groups", -1), ("task_seeds", 1),
+        ("group_filter_share", 0.0), ("group_filter_share", 1.5),
+    ],
+)  # fmt: skip
+def test_values(tmp_path, option, value):
+    with pytest.raises(ValueError, match=option):
+        MultiTurnGRPOConfig(**settings(tmp_path, **{option: value}))
+
+
+@pytest.mark.parametrize("config", [MultiTurnPPOConfig, MultiTurnREINFORCEConfig])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("task_sampling", "adaptive"), ("task_column", "level"), ("task_seeds", 4), ("resample_silent_groups", 1),
+        ("group_filter", "variance"),
+    ],
+)  # fmt: skip
+def test_without_groups(tmp_path, config, option, value):
+    args = config(**settings(tmp_path, num_generations=1, **{option: value}))
+    with pytest.raises(ValueError, match=f"{option}=.*{config.__name__}"):
+        args.with_environment()
+
+
+def test_a_share_without_a_filter(tmp_path):
+    with pytest.raises(ValueError, match=r"group_filter_share=.* has no effect"):
+        MultiTurnGRPOConfig(**settings(tmp_path, group_filter_share=0.5)).with_environment()
+
+
+STREAM = ROWS.to_iterable_dataset()
+MIX = Mixture(("low", "high"), (1.0, 1.0), 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mixture", "changes", "named"),
+    [
+        (None, None, {"task_sampling": "adaptive"}, "needs tasks"),
+        (None, None, {"task_column": "level"}, "there is none"),
+        (ROWS, None, {"task_seeds": 4}, "task_seeds=4 has no effect"),
+        (None, MIX, {"task_seeds": 4}, "task_seeds=4 has no effect"),
+        (ROWS, None, {"task_column": "difficulty"}, "it has number, level"),
+        (STREAM, None, {"task_sampling": "adaptive"}, "task_sampling='adaptive' draws rows"),
+        (STREAM, None, {"resample_silent_groups": 2}, "resample_silent_groups=2 draws rows"),
+        (ROWS, None, {"task_sampling": "adaptive", "shuffle_dataset": False}, "shuffle_dataset=False has no effect"),
+    ],
+)
+def test_what_does_not_fit_the_rows(tmp_path, rows, mixture, changes, named):
+    with pytest.raises(ValueError, match=named):
+        task_pool(MultiTurnGRPOConfig(**settings(tmp_path, **changes)), rows, mixture)
+
+
+def test_by_hand_the_caller_chooses(embedded_model, tmp_path):
+    trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, resample_silent_groups=1)
+    with pytest.raises(ValueError, match="resample_silent_groups=1 chooses the groups"):
+        trainer.rollout()
