@@ -6,7 +6,7 @@ positions are *completion coordinates*: index 0 is the first token after the pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -166,6 +166,14 @@ class TurnBatch:
     """(B, K) int64, a hash of the environment's name for the state each turn started from; 0 if it has none."""
     environments: torch.Tensor
     """(B,) int64, a hash of the environment's name; 0 in a run of one."""
+
+    def rows(self, chosen: torch.Tensor) -> TurnBatch:
+        """Select rows.
+
+        Args:
+            chosen: (R,) int64.
+        """
+        return TurnBatch(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
 
     @property
     def action_mask(self) -> torch.Tensor:

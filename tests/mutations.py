@@ -264,8 +264,8 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks not reduced", "trainers/credit.py",
-        "accelerator.gather(accelerator.pad_across_processes(value, dim=1))\n        for value in (batch.turn",
-        "value\n        for value in (batch.turn", "tests/trainers/test_two_processes.py",
+        "accelerator.gather(accelerator.pad_across_processes(value, dim=1))\n        for value in (own.rew",
+        "value\n        for value in (own.rew", "tests/trainers/test_two_processes.py",
     ),
     Mutation(
         "value loss not counted over ranks", "trainers/critic.py",
@@ -340,6 +340,25 @@ MUTATIONS = [
         "reference follows the policy at once", "trainers/reference.py",
         "state.global_step % args.reference_update_steps == 0", "True",
         "tests/trainers/test_reference.py -k so_many_steps",
+    ),
+    Mutation(
+        "the critic learns twice, in the update too", "trainers/critic.py",
+        "        if self.learned:\n            return None\n", "", "tests/trainers/test_ppo_learned.py -k second_pass",
+    ),
+    Mutation(
+        "the critic learns from truncated episodes that are masked", "trainers/critic.py",
+        "self._weigh(lesson.trained[rows], ", "self._weigh(own.valid_mask, ",
+        "tests/trainers/test_ppo_learned.py -k second_pass",
+    ),
+    Mutation(
+        "the critic learns while it is read in the first of two epochs alone", "trainers/critic.py",
+        "            and trainer.num_iterations == 1\n", "", "tests/trainers/test_ppo_learned.py -k used_up",
+    ),
+    Mutation(
+        "a critic's pass that ran out of memory counts twice", "trainers/passes.py",
+        "alone=self.budget < longest)\n                for parameter, gradient in gradients:",
+        "alone=self.budget < longest)\n                for parameter, gradient in []:",
+        "tests/trainers/test_ppo_learned.py -k do_not_fit",
     ),
     Mutation(
         "warm-up trains the policy", "trainers/critic.py",

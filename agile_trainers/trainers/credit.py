@@ -60,6 +60,23 @@ class Credit:
         return replace(self, advantages=self.advantages[rows, :turns], columns=columns, kept=kept)
 
 
+def own_turns(
+    batch: TurnBatch, values: torch.Tensor | None = None, final_values: torch.Tensor | None = None
+) -> CreditInputs:
+    """Make the input of a credit rule from the turns of this process alone.
+
+    Args:
+        batch: Its episodes.
+        values: (B, K), of a critic.
+        final_values: (B,), of a critic.
+    """
+    lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
+    mask = batch.turn_mask & ~batch.failed[:, None]
+    return CreditInputs(
+        batch.turn_rewards, mask, batch.failed, lengths, batch.anchors, batch.environments, values, final_values
+    )
+
+
 def gather_turns(
     batch: TurnBatch,
     accelerator: Accelerator,
@@ -74,13 +91,13 @@ def gather_turns(
         values: (B, K), of a critic.
         final_values: (B,), of a critic.
     """
-    lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
+    own = own_turns(batch)
     rewards, mask, lengths, anchors = (
         accelerator.gather(accelerator.pad_across_processes(value, dim=1))
-        for value in (batch.turn_rewards, batch.turn_mask.long(), lengths, batch.anchors)
+        for value in (own.rewards, own.mask.long(), own.lengths, own.anchors)
     )
-    failed, environments = accelerator.gather((batch.failed, batch.environments))
-    inputs = CreditInputs(rewards, mask.bool() & ~failed[:, None], failed, lengths, anchors, environments)
+    failed, environments = accelerator.gather((own.failed, own.environments))
+    inputs = CreditInputs(rewards, mask.bool(), failed, lengths, anchors, environments)
     if values is not None:
         inputs.values = accelerator.gather(accelerator.pad_across_processes(values, dim=1))
         inputs.final_values = accelerator.gather(final_values)

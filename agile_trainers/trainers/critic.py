@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from peft import PeftModel
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -30,12 +31,16 @@ from agile_trainers.objectives.value_loss import value_errors
 from agile_trainers.packing.forward import ValueReading
 from agile_trainers.packing.packer import Packer
 from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches
+from agile_trainers.trainers.credit import CreditInputs, own_turns
+from agile_trainers.trainers.noise import is_noisy
 from agile_trainers.types import TurnBatch
 
 logger = logging.get_logger(__name__)
 
 TARGETS = "value_targets"
 """Name of the column that a credit rule with a critic returns: (B, K), the targets of V(s_k)."""
+TargetsOf = Callable[[CreditInputs], torch.Tensor]
+"""The targets (R, K) of some rows, from their values before the update."""
 
 
 @dataclass
@@ -52,6 +57,17 @@ class CriticValues:
     """(B,), V of the final state of an episode cut short, 0 of the others."""
     by_token: bool
     """True if tokens have values and advantages of their own."""
+
+
+@dataclass
+class _Lesson:
+    """What the critic is trained on while it is read."""
+
+    trained: torch.Tensor
+    """(B, T) bool, the tokens that enter the loss."""
+    targets_of: TargetsOf
+    turns: torch.Tensor
+    """Turns of the optimizer step."""
 
 
 class Critic:
@@ -91,6 +107,8 @@ class Critic:
         self._trainer, self._packer, self._args = trainer, packer, args
         self._totals = torch.zeros(4, device=trainer.accelerator.device)
         self._step_ends = 0  # the micro-step at which the optimizer step ends that is being accumulated
+        self.learned = False
+        """True if the gradient of this generation batch was accumulated when its values were read."""
         if args.turn_value_position != "state":
             logger.warning(
                 "turn_value_position=%r reads the value after the action it is to be a baseline for: advantages are biased.",
@@ -121,20 +139,66 @@ class Critic:
 
     # ------------------------------------------------------------------------------------------------------ credit
 
-    def read(self, batch: TurnBatch) -> CriticValues:
-        """Compute the values of a generation batch, in micro-batches of similar length, like log-probabilities."""
+    def read(self, batch: TurnBatch, trained: torch.Tensor, step: int, targets_of: TargetsOf | None) -> CriticValues:
+        """Compute the values of a generation batch, in micro-batches of similar length, like log-probabilities.
+
+        If the update would compute the same values again, their gradient is accumulated right away, and the update is the
+        policy's alone. See :attr:`learned`.
+
+        Args:
+            batch: The episodes of this process.
+            trained: (B, T) bool, the tokens that enter the loss.
+            step: Number of micro-steps before.
+            targets_of: Computes the targets; None if those of a row depend on other rows.
+        """
         trainer, args = self._trainer, self._args
         by_token = self._by_token(batch)
+        self.learned = targets_of is not None and self._learns_from(step)
+        if targets_of is not None and self.learned:
+            lengths = turn_lengths(torch.where(trained, batch.turn_ids, -1), batch.turn_mask.size(1))
+            lesson = _Lesson(trained, targets_of, (lengths > 0).sum())
+            self.thaw()
+            longest = int((batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1)).max())
+            return trainer.passes.fitting(lambda: self._read(batch, by_token, lesson), longest)
+        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
+            return self._read(batch, by_token, None)
+
+    def _learns_from(self, step: int) -> bool:
+        """Return True if a generation batch is one optimizer step, before which the critic does not change.
+
+        Several processes, and engines, average gradients in the backward pass of the wrapped model.
+        """
+        trainer: Any = self._trainer
+        return (
+            trainer.is_in_train
+            and trainer.accelerator.distributed_type == DistributedType.NO
+            and self._args.n_gpu <= 1
+            and self._args.critic_layers is None
+            and trainer.num_iterations == 1
+            and step >= self._step_ends
+            and trainer.current_gradient_accumulation_steps == self._args.steps_per_generation
+            and not trainer.passes.steps_in_backward
+            and not is_noisy(trainer.model)
+        )
+
+    def _read(self, batch: TurnBatch, by_token: bool, lesson: _Lesson | None) -> CriticValues:
+        trainer = self._trainer
         final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
         offsets = torch.cat([self._offsets(batch, by_token), final], dim=1)
         read = torch.zeros(offsets.shape, device=offsets.device)
-        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
-            size, multiple = args.per_device_train_batch_size, trainer.pad_to_multiple_of
-            for rows, part in length_sorted_batches(batch, size, multiple, split=trainer.passes.split):
-                # No position that counts is past the last token of the longest row.
-                positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
-                with trainer.accelerator.autocast():
-                    read[rows] = self._packer.values(trainer.model, part, positions)
+        size, multiple = self._args.per_device_train_batch_size, trainer.pad_to_multiple_of
+        for rows, part in length_sorted_batches(batch, size, multiple, split=trainer.passes.split):
+            # No position that counts is past the last token of the longest row.
+            positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
+            with trainer.accelerator.autocast():
+                values = self._packer.values(trainer.model, part, positions)
+            read[rows] = values.detach()
+            if lesson is not None:
+                self._learn(self._values(values, offsets[rows], batch.rows(rows), by_token), batch, rows, lesson)
+        return self._values(read, offsets, batch, by_token)
+
+    def _values(self, read: torch.Tensor, offsets: torch.Tensor, batch: TurnBatch, by_token: bool) -> CriticValues:
+        """Make the values of episodes from those read at their positions (B, U + 1), the final state's last."""
         values = self._pooled(read[:, :-1], batch.turn_ids, batch.turn_mask.size(1))
         turn_values = values
         if by_token:
@@ -142,6 +206,15 @@ class Critic:
             turn_values = values.gather(1, starts)
         final_values = torch.where(batch.truncated, read[:, -1], 0.0)
         return CriticValues(offsets[:, :-1], values, turn_values, final_values, by_token)
+
+    def _learn(self, found: CriticValues, batch: TurnBatch, rows: torch.Tensor, lesson: _Lesson) -> None:
+        """Accumulate the gradient of the value loss of some rows, as their micro-batch would in the update."""
+        own = batch.rows(rows)
+        targets = lesson.targets_of(own_turns(own, found.turn_values.detach(), found.final_values.detach()))
+        weights, targets = self._weigh(lesson.trained[rows], targets, own, found.by_token)
+        errors, _ = value_errors(found.values, found.values.detach(), targets, self._args.value_clip_range)
+        total = torch.where(weights > 0, errors * weights, 0.0).sum()
+        self._trainer.accelerator.backward(self._args.vf_coef * total / lesson.turns.clamp(min=1.0))
 
     def _by_token(self, batch: TurnBatch) -> bool:
         """Return True, on all ranks alike, if this generation batch has advantages per token."""
@@ -188,9 +261,7 @@ class Critic:
             advantages = advantages.clamp(-self._args.advantage_clip_range, self._args.advantage_clip_range)
         return advantages
 
-    def add_columns(
-        self, output: TrainBatch, read: CriticValues, targets: torch.Tensor, batch: TurnBatch, num_turns: int
-    ) -> None:
+    def add_columns(self, output: TrainBatch, read: CriticValues, targets: torch.Tensor, batch: TurnBatch) -> None:
         """Add what the value loss reads to a generation batch.
 
         Args:
@@ -198,19 +269,25 @@ class Critic:
             read: Of :meth:`read`.
             targets: (B, K), of this process.
             batch: Its episodes.
-            num_turns: K.
         """
-        trained = turn_lengths(torch.where(output.tool_mask > 0, batch.turn_ids, -1), num_turns)
-        weights = (trained > 0).float()
-        if read.by_token:
-            # A turn counts once at any length.
-            lengths = spread_to_tokens(trained, batch.turn_ids).clamp(min=1)
-            weights, targets = (spread_to_tokens(x, batch.turn_ids) for x in (weights, targets))
-            weights = weights / lengths
+        weights, targets = self._weigh(output.tool_mask > 0, targets, batch, read.by_token)
         units = output.token_columns if read.by_token else output.turn_columns
         units |= {"old_values": read.values, TARGETS: targets, "value_weights": weights}
         every_token = read.by_token or self._args.turn_value_position == "mean"
         (output.token_columns if every_token else output.turn_columns)["value_offsets"] = read.offsets
+
+    @staticmethod
+    def _weigh(
+        trained: torch.Tensor, targets: torch.Tensor, batch: TurnBatch, by_token: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and targets of values (B, U), of targets (B, K) of turns and tokens (B, T) that are trained on."""
+        lengths = turn_lengths(torch.where(trained, batch.turn_ids, -1), batch.turn_mask.size(1))
+        weights = (lengths > 0).float()
+        if not by_token:
+            return weights, targets
+        # A turn counts once at any length.
+        lengths, weights, targets = (spread_to_tokens(x, batch.turn_ids) for x in (lengths, weights, targets))
+        return weights / lengths.clamp(min=1), targets
 
     # -------------------------------------------------------------------------------------------------------- loss
 
@@ -253,29 +330,33 @@ class Critic:
         for batch in micro_batches:
             batch["turns_in_step"] = turns * (in_step or len(micro_batches)) / len(micro_batches)
 
-    def reading(self, batch: TrainBatch, heard: Callable[[torch.Tensor], None]) -> ValueReading:
+    def reading(self, batch: TrainBatch, heard: Callable[[torch.Tensor], None]) -> ValueReading | None:
         """Return what the forward pass of the loss reads for the value loss, since DDP and DeepSpeed require a single call.
+
+        None if the critic has learned already.
 
         Args:
             batch: The micro-batch.
             heard: Called with the values (B, U).
         """
+        if self.learned:
+            return None
         return ValueReading(batch.column("value_offsets") + batch.prompt_ids.size(1), heard)
 
     def add_loss(
-        self, policy_loss: torch.Tensor, values: torch.Tensor, batch: TrainBatch
+        self, policy_loss: torch.Tensor, values: torch.Tensor | None, batch: TrainBatch
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Add the value loss to the policy loss; return it, and the metrics with the last micro-batch of a step.
 
         Args:
             policy_loss: TRL's, divided by the accumulation steps.
-            values: (B, U), of the same forward pass.
+            values: (B, U), of the same forward pass; None if the critic has learned, and only the number is missing.
             batch: The micro-batch.
         """
         trainer, args = self._trainer, self._args
-        targets, weights = batch.column(TARGETS), batch.column("value_weights")
-        values = self._pooled(values, batch.turn_ids, targets.size(1))
-        errors, clipped = value_errors(values, batch.column("old_values"), targets, args.value_clip_range)
+        targets, weights, old = (batch.column(name) for name in (TARGETS, "value_weights", "old_values"))
+        values = old if values is None else self._pooled(values, batch.turn_ids, targets.size(1))
+        errors, clipped = value_errors(values, old, targets, args.value_clip_range)
         # A padded entry has weight 0, but its value is arbitrary.
         total = torch.where(weights > 0, errors * weights, 0.0).sum()
         metrics = self._metrics(policy_loss.detach(), total.detach(), (clipped * weights).sum(), weights.sum())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -41,6 +41,7 @@ class Pass:
 
 
 LossOf = Callable[[Pass], torch.Tensor]
+_T = TypeVar("_T")
 
 
 def deal(lengths: torch.Tensor, budget: int, shared: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -114,8 +115,13 @@ class Passes:
             trainer.aux_loss_enabled
             or self._args.use_adaptive_entropy
             or self._args.top_entropy_quantile < 1.0
-            or str(self._args.optim).split(".")[-1].lower() in ("lomo", "adalomo")  # steps in the backward pass
+            or self.steps_in_backward
         )
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """True if the optimizer moves weights in the backward pass, so that no gradient can be accumulated."""
+        return str(self._args.optim).split(".")[-1].lower() in ("lomo", "adalomo")
 
     def restore(self, budget: int | None) -> None:
         """Take the budget of a checkpoint, unless the option says another."""
@@ -218,7 +224,7 @@ class Passes:
                 if gradients is None:
                     error.add_note("Lower max_tokens_per_micro_batch or per_device_train_batch_size.")
                     raise
-                self._halve(len(part.batch.prompt_ids))
+                self._halve(alone=len(part.batch.prompt_ids) == 1)
                 for name, values in metrics.items():
                     del values[lengths.get(name, 0) :]
                 for parameter, gradient in gradients:
@@ -231,6 +237,24 @@ class Passes:
             total = total + loss
         self._merge(done, metrics, before)
         return loss if len(done) == 1 else loss + total
+
+    def fitting(self, run: Callable[[], _T], longest: int) -> _T:
+        """Call a function that accumulates gradients, again from its start with smaller passes if memory runs out.
+
+        Args:
+            run: Runs forward and backward passes of the rows that :meth:`split` deals.
+            longest: Tokens of the longest row.
+        """
+        while True:
+            gradients = self._gradients() if self._recovers else None
+            try:
+                return run()
+            except torch.OutOfMemoryError:
+                if gradients is None or self.budget is None:
+                    raise
+                self._halve(alone=self.budget < longest)
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
 
     def _backward(self, model: Any, part: Pass, loss_of: LossOf) -> torch.Tensor:
         """Run a pass whose gradient is accumulated, as in an earlier micro-batch of the optimizer step."""
@@ -257,13 +281,13 @@ class Passes:
         trained = (p for p in self._trainer.model.parameters() if p.requires_grad)
         return [(p, None if p.grad is None else p.grad.clone()) for p in trained]
 
-    def _halve(self, rows: int) -> None:
+    def _halve(self, *, alone: bool) -> None:
         """Halve the budget after a pass that did not fit into memory.
 
         Raises:
             RuntimeError: If the pass had a single row.
         """
-        if rows == 1:
+        if alone:
             raise RuntimeError(
                 "An episode does not fit into memory with its gradient. Lower max_model_length, or set "
                 "gradient_checkpointing=True."
@@ -271,9 +295,9 @@ class Passes:
         assert self.budget is not None
         self.budget = max(1, self.budget // 2)
         logger.warning(
-            "A forward pass of %d episodes did not fit into memory. From now on a pass has at most %d tokens; set "
+            "A forward pass did not fit into memory. From now on a pass has at most %d tokens; set "
             "max_tokens_per_micro_batch=%d to start with that.",
-            rows, self.budget, self.budget,
+            self.budget, self.budget,
         )  # fmt: skip
 
     @staticmethod

@@ -131,6 +131,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "ppo", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
     config_class = MultiTurnPPOConfig
+    targets_by_row = True
 
     def assign_credit(self, turns: CreditInputs) -> Credit:
         """Compute generalized advantage estimates over turns, and the targets of the critic."""

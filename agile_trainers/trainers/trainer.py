@@ -141,6 +141,8 @@ class MultiTurnTrainer(GRPOTrainer):
     """The class of ``args``: the options on the command line. It says whether there are groups and a critic."""
     needs_environment: ClassVar[bool] = True
     """True for an algorithm that trains on episodes only; others are TRL's GRPO without an environment."""
+    targets_by_row: ClassVar[bool] = False
+    """True if the critic's targets of a row depend on that row alone; declared beside ``assign_credit``."""
     _tag_names: ClassVar[list[str]] = ["trl", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {}
 
@@ -173,6 +175,8 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "assign_credit" in vars(cls) and "targets_by_row" not in vars(cls):
+            cls.targets_by_row = False
         if cls._name == GRPOTrainer._name:  # TRL's own; records and model cards name the algorithm by it
             cls._name = cls.__name__
 
@@ -614,7 +618,10 @@ class MultiTurnTrainer(GRPOTrainer):
         scores = self._score(batch) if self.beta != 0.0 else None
         if scores is not None and self.args.kl_placement != "loss":
             self._penalize(batch, scores)
-        read = None if self.critic is None else self.critic.read(batch)
+        read = None
+        if self.critic is not None:
+            targets_of = (lambda turns: self.assign_credit(turns).columns[TARGETS]) if self.targets_by_row else None
+            read = self.critic.read(batch, self._trained(batch), self._step, targets_of)
         credit = self._credit(batch, read, rewards)
         scores = scores or self._score(batch, credit.advantages)
         output = self._train_batch(batch, credit, scores, read)
@@ -707,6 +714,10 @@ class MultiTurnTrainer(GRPOTrainer):
         size, num_turns = batch.turn_mask.shape
         return credit.local(self._local(size), num_turns)
 
+    def _trained(self, batch: TurnBatch) -> torch.Tensor:
+        """Return (B, T) bool, True on the tokens that enter the loss."""
+        return batch.valid_mask & ~batch.truncated[:, None] if self.mask_truncated_completions else batch.valid_mask
+
     def _train_batch(self, batch: TurnBatch, credit: Credit, scores: Scores, read: CriticValues | None) -> TrainBatch:
         """Make the generation batch of the loss, with TRL's columns and those of the credit rule."""
         num_turns = batch.turn_mask.size(1)
@@ -721,11 +732,9 @@ class MultiTurnTrainer(GRPOTrainer):
         if self._turn_ratios and self.args.turn_ratio_pooling == "sum":
             lengths = turn_lengths(batch.turn_ids, num_turns).clamp(min=1)
             spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
-        trained = batch.valid_mask
+        trained = self._trained(batch)
         if credit.kept is not None:
             trained &= credit.kept[:, None]
-        if self.mask_truncated_completions:
-            trained &= ~batch.truncated[:, None]
         output = TrainBatch(
             prompt_ids=batch.prompt_ids,
             prompt_mask=batch.prompt_mask,
@@ -750,7 +759,7 @@ class MultiTurnTrainer(GRPOTrainer):
             )
             self._add_metrics(metrics)
         if self.critic is not None and read is not None:
-            self.critic.add_columns(output, read, credit.columns[TARGETS], batch, num_turns)
+            self.critic.add_columns(output, read, credit.columns[TARGETS], batch)
         return output
 
     def _open_gap(self, batch: TurnBatch, scores: Scores, trained: torch.Tensor) -> None:
@@ -788,7 +797,6 @@ class MultiTurnTrainer(GRPOTrainer):
         assert handed.log_probs is not None and handed.log_ratio is not None
         self.records.observe(handed.batch, handed.log_probs, handed.log_ratio)
         if self.critic is not None:
-            assert handed.values is not None
             loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch)
             self._add_metrics(metrics)
         return loss
