@@ -356,8 +356,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a critic's pass that ran out of memory counts twice", "trainers/passes.py",
-        "alone=self.budget < longest)\n                for parameter, gradient in gradients:",
-        "alone=self.budget < longest)\n                for parameter, gradient in []:",
+        "alone=self.budget < longest)\n                _put_back(gradients)", "alone=self.budget < longest)",
         "tests/trainers/test_ppo_learned.py -k do_not_fit",
     ),
     Mutation(

@@ -42,6 +42,7 @@ class Pass:
 
 LossOf = Callable[[Pass], torch.Tensor]
 _T = TypeVar("_T")
+_Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
 
 
 def deal(lengths: torch.Tensor, budget: int, shared: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -227,8 +228,7 @@ class Passes:
                 self._halve(alone=len(part.batch.prompt_ids) == 1)
                 for name, values in metrics.items():
                     del values[lengths.get(name, 0) :]
-                for parameter, gradient in gradients:
-                    parameter.grad = gradient
+                _put_back(gradients)
                 pending = [again for old in (part, *pending) for again in self.of(old.batch, whole)]
                 continue
             done.append(part)
@@ -253,8 +253,7 @@ class Passes:
                 if gradients is None or self.budget is None:
                     raise
                 self._halve(alone=self.budget < longest)
-                for parameter, gradient in gradients:
-                    parameter.grad = gradient
+                _put_back(gradients)
 
     def _backward(self, model: Any, part: Pass, loss_of: LossOf) -> torch.Tensor:
         """Run a pass whose gradient is accumulated, as in an earlier micro-batch of the optimizer step."""
@@ -277,7 +276,7 @@ class Passes:
         """True if a pass that runs out of memory can be undone: on one process, with gradients small enough to copy."""
         return self._trainer.accelerator.num_processes == 1 and isinstance(self._trainer.model, PeftModel)
 
-    def _gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
+    def _gradients(self) -> _Gradients:
         trained = (p for p in self._trainer.model.parameters() if p.requires_grad)
         return [(p, None if p.grad is None else p.grad.clone()) for p in trained]
 
@@ -309,6 +308,11 @@ class Passes:
             if len(new) == len(passes) > 1:
                 summed = sum(value * part.share for value, part in zip(new, passes, strict=True))
                 values[before.get(name, 0) :] = [summed if name == "policy_loss" else _merged(name, new, weights)]
+
+
+def _put_back(gradients: _Gradients) -> None:
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 def _merged(name: str, values: Sequence[float], weights: Sequence[float]) -> float:
