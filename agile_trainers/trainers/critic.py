@@ -61,7 +61,7 @@ class CriticValues:
 
 @dataclass
 class _Lesson:
-    """What the critic is trained on while it is read."""
+    """Holds what a reading of the critic needs to train it too."""
 
     trained: torch.Tensor
     """(B, T) bool, the tokens that enter the loss."""
