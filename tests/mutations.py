@@ -58,8 +58,55 @@ TEMPLATES = "tests/rollout/test_chat_templates.py tests/rollout/test_chat.py"
 
 TASKS = "tests/trainers/test_task_sampling.py"
 SEARCH = "tests/trainers/test_hyperparameter_search.py"
+POPULATION = "tests/populations/test_population.py"
+SELECTION = "tests/populations/test_selection.py"
 
 MUTATIONS = [
+    Mutation(
+        "a member's trainer gets a copy of the base", "populations/base.py",
+        "nn.Parameter(parameter.detach(), ", "nn.Parameter(parameter.detach().clone(), ",
+        f"{POPULATION}::test_the_base_is_there_once_and_never_changes",
+    ),
+    Mutation(
+        "a mutated learning rate reaches the schedule only", "checkpoints/resumed_options.py",
+        'group["lr"] = group["lr"] * after / before if before else after', "pass",
+        f"{POPULATION}::test_a_mutated_learning_rate_reaches_the_optimizer",
+    ),
+    Mutation(
+        "a copy with other iterations stays at its place in the schedule", "checkpoints/adoption.py",
+        'schedule["last_epoch"] = int(step)', "pass",
+        f"{POPULATION}::test_a_mutated_number_of_iterations_changes_training",
+    ),
+    Mutation(
+        "a member that was killed after its round trains a step more", "populations/members.py",
+        "control.should_training_stop = state.global_step >= self._step", "pass",
+        f"{POPULATION}::test_a_killed_population_is_the_same_bit_for_bit",
+    ),
+    Mutation(
+        "a member's failure ends the population", "populations/members.py",
+        "except Exception as error:", "except StopIteration as error:",
+        f"{POPULATION}::test_a_member_that_crashes_or_turns_nan_loses_only_itself",
+    ),
+    Mutation(
+        "whole numbers do not move", "populations/hyperparameters.py",
+        "moved = max(round(moved), value + 1) if factor > 1 else min(round(moved), value - 1)", "moved = value",
+        f"{SELECTION}::test_whole_numbers_move_both_ways_by_at_least_one_and_stay_inside",
+    ),
+    Mutation(
+        "halving keeps the worse half", "populations/fitness.py",
+        "(-score.mean, score.member)", "(score.mean, score.member)",
+        f"{SELECTION}::test_halving_keeps_the_better_half_unchanged",
+    ),
+    Mutation(
+        "a tie is a win", "populations/fitness.py",
+        "return not abs(self.mean) > TIE * self.standard_error", "return False",
+        SELECTION,
+    ),
+    Mutation(
+        "copies of one parent are the same run twice", "populations/selection.py",
+        "(made.parent, made.hyperparameters) != (one.parent, one.hyperparameters)", "True",
+        f"{SELECTION}::test_tournaments_keep_the_best_and_mutate_the_winners",
+    ),
     Mutation(
         "a trial changes the options of the trials after it", "trainers/hyperparameter_search.py",
         "copied = copy.copy(args)", "copied = args",

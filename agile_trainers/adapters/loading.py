@@ -59,6 +59,14 @@ class SavedAdapters:
     """The commit on the Hub; None for a local folder."""
 
 
+@dataclass(frozen=True)
+class OnBase:
+    """A saved adapter, and the loaded base model to put it on instead of loading another."""
+
+    adapters: SavedAdapters
+    base: PreTrainedModel
+
+
 def parent_of(saved: SavedAdapters | None, model: str) -> dict[str, Any] | None:
     """Return the record of the folder or Hub repository that a policy started from, its own parents included.
 
@@ -206,6 +214,7 @@ def load_weights(model: PeftModel, adapter: str, weights: dict[str, torch.Tensor
 def load_policy(
     saved: SavedAdapters,
     *,
+    base: PreTrainedModel | None = None,
     peft_config: PeftConfig | None = None,
     merge_lora_configs: bool = False,
     seed: int = 0,
@@ -216,6 +225,7 @@ def load_policy(
 
     Args:
         saved: See :func:`find_adapters`.
+        base: The adapter's base model. Default: it is loaded.
         peft_config: The requested LoRA settings. Default: those of the adapter.
         merge_lora_configs: Extend the adapter to both settings, see :mod:`agile_trainers.adapters.merge`.
         layers: Number of last layers that it adapts; see ``add_critic``.
@@ -226,7 +236,7 @@ def load_policy(
     Raises:
         ValueError: If the base cannot be found, the adapter does not fit it, or the settings differ.
     """
-    base = _load_base(saved, **model_init_kwargs)
+    base = load_base(saved, **model_init_kwargs) if base is None else base
     config, weights = copy.deepcopy(saved.config), read_weights(saved.folders[POLICY])
     different = {} if peft_config is None else _differences(base, saved, peft_config)
     if different and not merge_lora_configs:
@@ -269,7 +279,12 @@ def load_tokenizer(saved: SavedAdapters, trust_remote_code: bool = False) -> Any
     )
 
 
-def _load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedModel:
+def load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedModel:
+    """Load the base model that an adapter names.
+
+    Raises:
+        ValueError: If it names none, or that cannot be loaded.
+    """
     name = saved.config.base_model_name_or_path
     if not name:
         raise ValueError(

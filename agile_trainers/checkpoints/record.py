@@ -229,7 +229,8 @@ class RunCheckpoints:
         if position["position"]:
             pairs |= {name: (position["geometry"].get(name), value) for name, value in self._geometry().items()}
         different = [f"{name} is {a!r} there and {b!r} here" for name, (a, b) in pairs.items() if a != b]
-        options = compare_options(theirs.get("options", {}), ours["options"])
+        deepspeed = bool(getattr(self._trainer, "is_deepspeed_enabled", False))
+        options = compare_options(theirs.get("options", {}), ours["options"], deepspeed=deepspeed)
         different += [f"{change} does not fit the saved states" for change in options.refused]
         if different:
             raise CheckpointError(
@@ -238,7 +239,7 @@ class RunCheckpoints:
             )
         if options.idle:
             logger.warning(
-                "These options differ from the checkpoint's and have NO effect, since the optimizer's state holds them: %s. "
+                "These options differ from the checkpoint's and have NO effect, since DeepSpeed's state holds them: %s. "
                 "To change them, start a new run with model=%r.",
                 "; ".join(options.idle), str(folder),
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compares the options of a resumed run with those its checkpoint was saved under."""
+"""Compares the options of a resumed run with those its checkpoint was saved under, and applies the optimizer's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 _BOOKKEEPING = (
@@ -21,7 +22,9 @@ _BOOKKEEPING = (
 _IN_THE_OPTIMIZER = (
     "learning_rate", "critic_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
 )  # fmt: skip
-"""Options that are restored with the optimizer's state, so that another value has no effect."""
+"""Options that DeepSpeed restores with its optimizer's state, so that another value has no effect."""
+_OF_GROUPS = ("weight_decay", "betas", "eps")
+"""The optimizer's entries of these options, besides the rate."""
 _FIXED = ("optim", "optim_args", "optim_target_modules", "reference_adapter")
 """Options whose value must fit the states in the checkpoint."""
 
@@ -44,12 +47,13 @@ def recorded_options(args: TrainingArguments) -> dict[str, Any]:
     return json.loads(json.dumps(chosen, default=str))
 
 
-def compare_options(then: dict[str, Any], now: dict[str, Any]) -> OptionChanges:
+def compare_options(then: dict[str, Any], now: dict[str, Any], *, deepspeed: bool = False) -> OptionChanges:
     """Sort the differences by their effect on a resumed run.
 
     Args:
         then: :func:`recorded_options` when the checkpoint was saved. Options it does not name are not compared.
         now: Those of the trainer that resumes.
+        deepspeed: True if DeepSpeed restores the optimizer, its options included.
     """
     changes = OptionChanges()
     for name in then.keys() & now.keys():
@@ -59,7 +63,7 @@ def compare_options(then: dict[str, Any], now: dict[str, Any]) -> OptionChanges:
         regrouped = name == "critic_learning_rate" and None in (then[name], now[name])
         if name in _FIXED or regrouped:
             kind = changes.refused
-        elif name in _IN_THE_OPTIMIZER:
+        elif deepspeed and name in _IN_THE_OPTIMIZER:
             kind = changes.idle
         else:
             kind = changes.active
@@ -67,3 +71,33 @@ def compare_options(then: dict[str, Any], now: dict[str, Any]) -> OptionChanges:
     for kind in (changes.refused, changes.idle, changes.active):
         kind.sort()
     return changes
+
+
+def optimizer_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each parameter group of a new optimizer, to be applied after its state was loaded."""
+    return [
+        {name: group[name] for name in ("initial_lr", *_OF_GROUPS) if name in group} for group in optimizer.param_groups
+    ]
+
+
+def apply_options(optimizer: torch.optim.Optimizer, scheduler: Any, options: list[dict[str, Any]]) -> None:
+    """Give an optimizer with a loaded state the options of this run: rate, weight decay, betas and epsilon.
+
+    PyTorch loads them with the state. The rate keeps its place in the schedule: it is scaled as its initial value is. Equal
+    options change nothing, to the last bit.
+
+    Args:
+        optimizer: Its state and that of ``scheduler`` are loaded.
+        scheduler: The learning rate's.
+        options: Of :func:`optimizer_options`, before the state was loaded.
+    """
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # inside accelerate's
+    for index, (group, own) in enumerate(zip(optimizer.param_groups, options, strict=True)):
+        group.update({name: own[name] for name in _OF_GROUPS if name in own})
+        before, after = group.get("initial_lr"), own.get("initial_lr")
+        if before == after or before is None or after is None:
+            continue
+        group["initial_lr"] = after
+        group["lr"] = group["lr"] * after / before if before else after
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs[index], scheduler._last_lr[index] = after, group["lr"]

@@ -81,6 +81,24 @@ def effective_trials(
     return total if between == 0.0 else max(1.0, min(total, shrunk * variance / between))
 
 
+def standard_error(values: Sequence[float], units: Sequence[Hashable] | None = None) -> float:
+    """The standard error of a mean over units; of a mean of differences of paired episodes, the paired one.
+
+    Args:
+        values: One per episode.
+        units: The unit of each. Default: each episode is its own.
+
+    Returns:
+        The error; NaN with fewer than two units.
+    """
+    sums, counts = _unit_sums(values, units)
+    number, total = len(sums), float(counts.sum())
+    if number < 2:
+        return math.nan
+    spread = sums - float(sums.sum()) / total * counts
+    return math.sqrt(number / (number - 1) * float(np.sum(spread**2))) / total
+
+
 def bootstrap_interval(
     values: Sequence[float],
     units: Sequence[Hashable] | None = None,

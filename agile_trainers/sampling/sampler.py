@@ -91,13 +91,14 @@ class RolloutSampler:
             pass
 
     @contextmanager
-    def generator(self, do_sample: bool = True) -> Iterator[Generator]:
+    def generator(self, do_sample: bool = True, settings: SamplingSettings | None = None) -> Iterator[Generator]:
         """Make the generator of one rollout.
 
         Args:
             do_sample: False takes the likeliest token.
+            settings: Sampling settings. Default: those of the trainer, with ``do_sample``.
         """
-        settings = sampling_settings(self._trainer.args, do_sample)
+        settings = settings or sampling_settings(self._trainer.args, do_sample)
         with self._on_transformers(settings) if self.vllm is None else self._on_vllm(self.vllm, settings) as made:
             yield made
 

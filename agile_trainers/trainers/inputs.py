@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import logging
 
 from agile_trainers.adapters import REFERENCE, SavedAdapters, find_adapters, load_policy
-from agile_trainers.adapters.loading import load_tokenizer
+from agile_trainers.adapters.loading import OnBase, load_tokenizer
 from agile_trainers.adapters.sharding import is_zero3
 
 logger = logging.get_logger(__name__)
@@ -39,6 +39,9 @@ def resolve_inputs(inputs: TrainerInputs) -> TrainerInputs:
     # TRL's own configuration, without an environment, has none of these options.
     merge, keep = (getattr(args, name, False) for name in ("merge_lora_configs", "keep_reference"))
     saved = find_adapters(inputs.model, init.pop("revision", None)) if isinstance(inputs.model, str) else None
+    base = None
+    if isinstance(inputs.model, OnBase):
+        saved, base = inputs.model.adapters, inputs.model.base
     if merge and (saved is None or inputs.peft_config is None):
         raise ValueError(
             "merge_lora_configs=True merges `peft_config` with the adapter that `model` is a folder or Hub id of; got "
@@ -59,6 +62,7 @@ def resolve_inputs(inputs: TrainerInputs) -> TrainerInputs:
     zero3 = is_zero3(args.deepspeed_plugin) and inputs.quantization_config is None
     model = load_policy(
         saved,
+        base=base,
         peft_config=inputs.peft_config,
         merge_lora_configs=merge,
         seed=args.seed,

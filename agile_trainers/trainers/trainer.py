@@ -32,6 +32,7 @@ from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.checkpoints.hub import HubPushes, make_repository
 from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints
+from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options
 from agile_trainers.checkpoints.run_cards import RunCards
 from agile_trainers.checkpoints.stopping import GracefulStop
 from agile_trainers.envs.base import EnvironmentFactory
@@ -551,6 +552,8 @@ class MultiTurnTrainer(GRPOTrainer):
         return sampler if self.engine is None else self.checkpoints.at_epoch(sampler)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.engine is not None and self.control.should_training_stop:
+            return  # a callback stopped the run before its first step, and `Trainer` would take it
         if self.engine is not None and self.state.global_step >= self.state.max_steps:
             # `Trainer` checks this only after a step, and would train one too many.
             logger.warning(
@@ -1027,11 +1030,14 @@ class MultiTurnTrainer(GRPOTrainer):
             self.critic.thaw()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
         if self.engine is None or checkpoint is None:
-            return
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        options = [] if self.is_deepspeed_enabled else optimizer_options(self.optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)
         if self.is_deepspeed_enabled:
             self.reference.restore_after_deepspeed(Path(checkpoint))
+        else:
+            apply_options(self.optimizer, self.lr_scheduler, options)
         rollout = self.checkpoints.load_rollout(checkpoint)
         self.watch.restore(rollout.watch)
         self.guard = StepGuard(**rollout.skipped_steps)

@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 SCRIPT = Path(__file__).with_name("launched.py")
+HELPERS = ("", "trainers", "populations")
+"""Folders of tests whose modules the launched scripts import."""
 
 
 def launch(config: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -25,7 +27,7 @@ def launch(config: str, *arguments: str | Path) -> subprocess.CompletedProcess[s
         [*command, "--main_process_port", "0", *map(str, arguments)],
         timeout=900,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("tests", "tests/trainers"))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / "tests" / name) for name in HELPERS)},
     )
 
 

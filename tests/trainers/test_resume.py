@@ -61,26 +61,28 @@ def test_options_that_changed_are_told_apart():
         "seed": 1,
         "new": 2,
     }
-    changes = compare_options(then, now)
+    changes, deepspeed = compare_options(then, now), compare_options(then, now, deepspeed=True)
     assert changes.refused == ["critic_learning_rate: None -> 0.001", "optim: 'sgd' -> 'adamw_torch'"]
-    assert changes.idle == ["learning_rate: 0.001 -> 0.0001"]
-    assert changes.active == ["gamma: 1.0 -> 0.9"]
+    assert changes.idle == [] and deepspeed.idle == ["learning_rate: 0.001 -> 0.0001"]
+    assert changes.active == ["gamma: 1.0 -> 0.9", "learning_rate: 0.001 -> 0.0001"]
+    assert deepspeed.active == ["gamma: 1.0 -> 0.9"]
 
 
 def test_a_resumed_run_says_which_options_take_effect(embedded_model, tmp_path, warned):
-    """And it is so: the rate comes from the checkpoint, the number of turns from the options."""
+    """And it is so: the next step is taken with the new rate, weight decay and number of turns."""
     run_until(4, "grpo", embedded_model, tmp_path / "run", max_steps=5)  # the next step begins a generation batch
     shutil.copytree(tmp_path / "run", tmp_path / "same")
     same = make("grpo", embedded_model, tmp_path / "same", max_steps=5)
     same.train(resume_from_checkpoint=True)
     assert warned == []
-    resumed = make("grpo", embedded_model, tmp_path / "run", max_steps=5, learning_rate=5.0, max_turns=1)
+    changes = {"learning_rate": 0.02, "weight_decay": 0.5, "max_turns": 1}
+    resumed = make("grpo", embedded_model, tmp_path / "run", max_steps=5, **changes)
     resumed.train(resume_from_checkpoint=True)
-    idle, active = warned
-    assert "learning_rate: 0.01 -> 5.0" in idle and "NO effect" in idle
-    assert "max_turns: 4 -> 1" in active and "take effect" in active
+    (active,) = warned
+    assert "learning_rate: 0.01 -> 0.02" in active and "max_turns: 4 -> 1" in active and "take effect" in active
     rates = [[e["learning_rate"] for e in t.state.log_history if "learning_rate" in e] for t in (same, resumed)]
-    assert rates[0] == rates[1]
+    assert rates[1] == [*rates[0][:4], 2 * rates[0][4]] and rates[0][4] == pytest.approx(0.01 / 5)
+    assert {group["weight_decay"] for group in resumed.optimizer.param_groups} == {0.0, 0.5}
     assert [e["turns/max"] for e in resumed.state.log_history if "turns/max" in e][-1] == 1
 
 

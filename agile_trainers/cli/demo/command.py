@@ -75,40 +75,54 @@ def sft_trainer(model: Path, output: Path, seed: int, budget: Budget) -> SFTTrai
 def make_trainer(
     model: str | PeftModel, output: Path, seed: int, budget: Budget, peft_config: LoraConfig | None = None
 ) -> MultiTurnGRPOTrainer:
-    """Make the multi-turn GRPO trainer of the demo, which plays each secret ``GROUP`` times in every update."""
-    secrets = Dataset.from_dict({"secret": list(range(1, HIGH + 1))})
+    """Make the multi-turn GRPO trainer of the demo."""
     trainer = MultiTurnGRPOTrainer(
         model=model,
         environment=ENVIRONMENT,
-        args=MultiTurnGRPOConfig(
-            output_dir=str(output),
-            max_turns=GUESSES,
-            max_new_tokens=2,
-            advantage_granularity="trajectory",
-            num_generations=GROUP,
-            per_device_train_batch_size=GROUP * HIGH,
-            max_steps=budget.rl_steps,
-            num_eval_episodes=budget.eval_episodes,
-            learning_rate=3e-3,
-            lr_scheduler_type="constant",
-            entropy_coef=0.08,  # without it, the policy becomes deterministic early and misses one or two secrets
-            entropy_coef_schedule="linear",
-            beta=0.0,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            seed=seed,
-            save_strategy="no",
-            report_to="none",
-            logging_steps=1,
-            disable_tqdm=True,
-        ),
-        train_dataset=secrets,
-        eval_dataset=secrets,
+        args=make_arguments(output, seed, budget),
+        train_dataset=secrets(),
+        eval_dataset=secrets(),
         peft_config=peft_config,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def secrets() -> Dataset:
+    """Return the rows of the game: each secret once."""
+    return Dataset.from_dict({"secret": list(range(1, HIGH + 1))})
+
+
+def make_arguments(output: Path, seed: int, budget: Budget) -> MultiTurnGRPOConfig:
+    """Make the configuration of the demo's trainer, which plays each secret ``GROUP`` times in every update."""
+    return MultiTurnGRPOConfig(
+        output_dir=str(output),
+        max_turns=GUESSES,
+        max_new_tokens=2,
+        advantage_granularity="trajectory",
+        num_generations=GROUP,
+        per_device_train_batch_size=GROUP * HIGH,
+        max_steps=budget.rl_steps,
+        num_eval_episodes=budget.eval_episodes,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        entropy_coef=0.08,  # without it, the policy becomes deterministic early and misses one or two secrets
+        entropy_coef_schedule="linear",
+        beta=0.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        seed=seed,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+
+
+def lora() -> LoraConfig:
+    """Return the adapter of the demo."""
+    return LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def scripted_score(name: str, player: Player, trainer: MultiTurnGRPOTrainer, episodes: int) -> Score:
@@ -156,8 +170,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
         supervised.train()
     supervised.save_model()
 
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = make_trainer(str(base), output / "rl", seed, budget, lora)
+    trainer = make_trainer(str(base), output / "rl", seed, budget, lora())
     scores = {
         "random": scripted_score("random play", random_player, trainer, budget.eval_episodes),
         "sft": model_score("after SFT", trainer),

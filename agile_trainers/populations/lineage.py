@@ -1,0 +1,122 @@
+"""The lineage of a population: what happened to which member, as ``lineage.json`` keeps it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from agile_trainers.adapters.folders import read_json, write_json
+from agile_trainers.populations.hyperparameters import Changes, Values
+
+FILE = "lineage.json"
+EventKind = Literal["born", "trained", "failed", "kept", "mutated", "stopped"]
+
+
+@dataclass(frozen=True)
+class LineageEvent:
+    """One event in the life of a member."""
+
+    round: int
+    """The round that it ended; 0 before the first."""
+    member: int
+    """Its number, which no other member ever gets. A copy is a member of its own."""
+    event: EventKind
+    hyperparameters: Values
+    """The values it trains under from now on; with ``trained``, ``failed`` and ``stopped``, until now."""
+    parent: int | None = None
+    """The member whose weights and optimizer it copied, with ``born``; None for one that starts anew."""
+    changes: Changes = field(default_factory=dict)
+    """Option name to the values before and after, with ``born`` and ``mutated``."""
+    steps: int = 0
+    """Optimizer steps of its weights, its parent's included."""
+    episodes: int = 0
+    """Training episodes of its weights, its parent's included."""
+    fitness: float | None = None
+    """The mean over the evaluation episodes, which are the same for all members, with ``trained``."""
+    standard_error: float | None = None
+    """The standard error of the fitness; None with fewer than two independent episodes."""
+    seconds: float = 0.0
+    """Seconds of training and evaluation, with ``trained`` and ``failed``."""
+    reason: str = ""
+    """The error of a failure, or the paired difference that selection went by."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round: all members were trained and evaluated, and selection followed."""
+
+    number: int
+    """1 for the first."""
+    trained: list[LineageEvent]
+    """``trained`` and ``failed`` of its members, the best first, failed ones last."""
+    decided: list[LineageEvent]
+    """``kept``, ``mutated``, ``stopped`` and ``born``, by selection; empty after the last round."""
+    episodes: int
+    """Training episodes of all members, all rounds until now."""
+    seconds: float
+    """Seconds of all members, all rounds until now."""
+    replayed: bool
+    """True if its results were read from disk, not trained in this call."""
+    rounds: int
+    """Planned number of rounds."""
+
+
+@dataclass
+class Lineage:
+    """The events of a population, in order, and its settings."""
+
+    settings: dict[str, Any]
+    """Algorithm, environment, strategy, ranges, rounds and others."""
+    events: list[LineageEvent] = field(default_factory=list)
+    base_bytes: int = 0
+    """Bytes of the base model, which is there once."""
+    member_bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes of each member: adapters, value head and optimizer state."""
+    finished: bool = False
+    """True if the search is over."""
+    best: int | None = None
+    """The best member; while the search goes on, of the last round."""
+
+    @property
+    def members(self) -> list[int]:
+        """The numbers of all members, stopped and failed ones included."""
+        return sorted({event.member for event in self.events})
+
+    @property
+    def parents(self) -> dict[int, int | None]:
+        """Member to the member that it was copied from; None for one that started anew."""
+        return {event.member: event.parent for event in self.events if event.event == "born"}
+
+    def course(self, member: int) -> list[LineageEvent]:
+        """The ``trained`` events of a member's weights, in order: its ancestors' until it was copied, then its own."""
+        (born,) = (event for event in self.events if event.event == "born" and event.member == member)
+        own = [event for event in self.events if event.event == "trained" and event.member == member]
+        if born.parent is None:
+            return own
+        return [event for event in self.course(born.parent) if event.round <= born.round] + own
+
+    def write(self, folder: Path) -> None:
+        """Write ``lineage.json`` atomically."""
+        write_json(folder / FILE, asdict(self))
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Lineage:
+        """Read ``lineage.json`` of a population's folder.
+
+        Raises:
+            CheckpointError: If it cannot be read.
+        """
+        content = read_json(Path(folder) / FILE)
+        events = [
+            LineageEvent(**{**one, "changes": {name: (a, b) for name, (a, b) in one["changes"].items()}})
+            for one in content.pop("events")
+        ]
+        content["member_bytes"] = {int(member): size for member, size in content["member_bytes"].items()}
+        return cls(events=events, **content)
+
+
+def finite(value: float) -> float | None:
+    """Return the number, or None for NaN, which JSON has not."""
+    return None if math.isnan(value) else value

@@ -1,0 +1,228 @@
+"""Trains one member for one round: an ordinary trainer on the shared base, resumed, trained, evaluated and let go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from agile_trainers.adapters.folders import checkpoints, step_of
+from agile_trainers.checkpoints.adoption import adopt
+from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
+from agile_trainers.populations.base import SharedBase
+from agile_trainers.rollout.seeds import preserved_random_state
+from agile_trainers.sampling.sampler import sampling_settings
+from agile_trainers.trainers.evaluation_data import rows_of
+from agile_trainers.trainers.trainer import MultiTurnTrainer
+from agile_trainers.types import StopReason, Trajectory
+
+logger = logging.get_logger(__name__)
+
+Fitness = str | Callable[[Trajectory], float]
+"""``return``, ``success``, or a function of an evaluation episode."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a member's round, a JSON file of its own."""
+
+    member: int
+    round: int
+    steps: int
+    """Optimizer steps of its weights."""
+    episodes: int
+    """Training episodes that the round played."""
+    values: list[float | None]
+    """Fitness of each evaluation episode; None where the environment failed."""
+    units: list[int]
+    """The unit of each evaluation episode."""
+    seconds: float
+    bytes: int
+    """Bytes that the member adds to the base."""
+    failed: str = ""
+    """The error that ended the round."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-ready data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The round of a member."""
+
+    member: int
+    round: int
+    args: Any
+    """Its configuration, with a folder of its own."""
+    end: int
+    """The optimizer step that ends the round."""
+    episodes: int
+    """Training episodes of the round."""
+    source: Path | None = None
+    """The checkpoint that a copy starts from; None for a member that goes on or starts anew."""
+
+    @property
+    def folder(self) -> Path:
+        """The member's folder, an ordinary policy's."""
+        return Path(self.args.output_dir)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint at the end of the round."""
+        return self.folder / f"checkpoint-{self.end}"
+
+
+class Rounds:
+    """Trains members by assignments, one after another, with what all of them share.
+
+    Args:
+        base: The shared base.
+        trainer: The algorithm.
+        arguments: Further arguments of each trainer: environment, data sets, adapter, reward functions.
+        fitness: See :data:`Fitness`.
+        on_trainer: Called with each trainer and its member's number before it trains.
+    """
+
+    def __init__(
+        self,
+        base: SharedBase,
+        trainer: type[MultiTurnTrainer],
+        arguments: dict[str, Any],
+        fitness: Fitness,
+        on_trainer: Callable[[MultiTurnTrainer, int], None] | None = None,
+    ) -> None:
+        self._base, self._trainer, self._arguments = base, trainer, arguments
+        self._fitness, self._on_trainer = fitness, on_trainer
+
+    def make_trainer(self, args: Any) -> MultiTurnTrainer:
+        """Make the ordinary trainer of a member on the shared base."""
+        arguments = dict(self._arguments)
+        for name in ("processing_class", "peft_config"):
+            arguments[name] = copy.deepcopy(arguments.get(name))  # a trainer changes them
+        return self._trainer(model=self._base.lend(), args=copy.copy(args), **arguments)
+
+    def run(self, assignment: Assignment, evaluation: Any) -> Result:
+        """Train and evaluate a member. An error of its own ends its round, not the population.
+
+        Args:
+            assignment: The member's round.
+            evaluation: Configuration of the evaluation, the same for all members.
+        """
+        started = time.perf_counter()
+        try:
+            steps, size, results = self._train(assignment, evaluation)
+            values, failed = fitness_values(results, self._fitness), ""
+            units = _numbered(results.units)
+        except Exception as error:  # of whatever kind: the others go on
+            logger.warning("Member %d failed: %s", assignment.member, error, exc_info=True)
+            steps = size = 0
+            values, units, failed = [], [], f"{type(error).__name__}: {error}"
+        finally:
+            _let_go()
+        sound = [value for value in values if value is not None]
+        if not failed and not (sound and all(map(math.isfinite, sound))):
+            failed = "The fitness is not a finite number."
+        seconds = time.perf_counter() - started
+        played = assignment.episodes
+        return Result(assignment.member, assignment.round, steps, played, values, units, seconds, size, failed)
+
+    def _train(self, assignment: Assignment, evaluation: Any) -> tuple[int, int, EpisodeResults]:
+        if assignment.source is not None and not checkpoints(assignment.folder):
+            adopt(assignment.source, assignment.folder, assignment.args.num_iterations)
+        trainer = self.make_trainer(assignment.args)
+        trainer.add_callback(_EndOfRound(assignment.end))
+        if self._on_trainer is not None:
+            self._on_trainer(trainer, assignment.member)
+        trainer.train(resume_from_checkpoint=True if checkpoints(assignment.folder) else None)
+        size = self._base.own_bytes(trainer.model, trainer.optimizer)
+        results = evaluate_trainer(trainer, evaluation)
+        trainer.save_model()
+        return trainer.state.global_step, size, results
+
+
+class _EndOfRound(TrainerCallback):
+    """Saves a checkpoint and stops at the last step of a round."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Killed between the round's last checkpoint and its result.
+        control.should_training_stop = state.global_step >= self._step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self._step:
+            control.should_save = control.should_training_stop = True
+
+
+def evaluate_trainer(trainer: MultiTurnTrainer, evaluation: Any) -> EpisodeResults:
+    """Play the evaluation episodes of a population with a member's policy, through its trainer's own sampler.
+
+    Args:
+        trainer: The member's.
+        evaluation: Configuration with the seed, number and sampling of the episodes, the same for all members.
+    """
+    assert trainer.engine is not None
+    rows = rows_of(trainer.setup.eval_rows, None)
+    specs = evaluation_episodes(evaluation.seed, evaluation.num_eval_episodes, rows, trainer.setup.mixture)
+    generator = trainer.sampler.generator(settings=sampling_settings(evaluation, not evaluation.eval_greedy))
+    try:
+        with preserved_random_state():
+            return play_evaluation(trainer.engine, generator, specs, rank=0, world_size=1)
+    finally:
+        trainer.engine.pool.close()
+
+
+def fitness_values(results: EpisodeResults, fitness: Fitness) -> list[float | None]:
+    """Return the fitness of each episode; None where the environment failed.
+
+    Args:
+        results: Of an evaluation in one process.
+        fitness: See :data:`Fitness`.
+
+    Raises:
+        ValueError: With ``success``, if the environment does not report it.
+    """
+    values: list[float | None] = []
+    for row, trajectory in zip(results.rows, results.trajectories, strict=True):
+        if StopReason(row["stop_reason"]).failed:
+            values.append(None)
+            continue
+        value = row[fitness] if isinstance(fitness, str) else fitness(trajectory)
+        if value is None:
+            raise ValueError(
+                f"fitness={fitness!r}: the environment reports no {fitness} (in the information of the last step). "
+                "Use fitness='return', or a function of the episode."
+            )
+        values.append(float(value))
+    return values
+
+
+def forget_checkpoints(folder: Path, before: int | None) -> None:
+    """Delete a member's checkpoints of steps before this one, or all, from which nobody goes on any more."""
+    for checkpoint in checkpoints(folder):
+        if before is None or step_of(checkpoint) < before:
+            shutil.rmtree(checkpoint)
+
+
+def _numbered(units: Sequence[Any]) -> list[int]:
+    places: dict[Any, int] = {}
+    return [places.setdefault(unit, len(places)) for unit in units]
+
+
+def _let_go() -> None:
+    """Free a trainer, which is part of cycles, and its memory on a GPU; on CPU the next one's start does so."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,500 @@
+"""A population: members that differ in hyperparameters, trained in turn on one base, selected and copied round by round."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers.utils import logging
+
+from agile_trainers.adapters import find_adapters
+from agile_trainers.adapters.folders import lora_settings, read_json, write_json
+from agile_trainers.adapters.initialization import changes_base
+from agile_trainers.checkpoints.output_lock import LOCK, locked
+from agile_trainers.checkpoints.resumed_options import recorded_options
+from agile_trainers.envs.registry import describe_environment
+from agile_trainers.populations.base import SharedBase
+from agile_trainers.populations.fitness import Score, ranked
+from agile_trainers.populations.hyperparameters import (
+    HyperparameterConfig,
+    Values,
+    changes_between,
+    search_space,
+    with_values,
+)
+from agile_trainers.populations.lineage import EventKind, Lineage, LineageEvent, Round, finite
+from agile_trainers.populations.members import Assignment, Fitness, Result, Rounds, forget_checkpoints
+from agile_trainers.populations.processes import Processes, check_alone
+from agile_trainers.populations.schedule import Schedule
+from agile_trainers.populations.selection import Strategy, Successor, strategy_of
+from agile_trainers.trainers.algorithms import find_algorithm
+from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.trainers.config_rules import SIZES, VALUES, check_rules
+from agile_trainers.trainers.mixture import names_of
+from agile_trainers.trainers.trainer import MultiTurnTrainer
+
+logger = logging.get_logger(__name__)
+
+_SETTINGS = "population.json"
+_OWN_LOGS = ("none", "tensorboard")
+"""Reporters that log each member into its own folder."""
+
+
+class PopulationError(RuntimeError):
+    """Raised when no member is left, or a folder holds another population."""
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A member that trains in the next round."""
+
+    number: int
+    hyperparameters: Values
+    source: Path | None = None
+    """The checkpoint that a copy starts from."""
+
+
+class Population:
+    """Trains members that differ in hyperparameters, on one frozen base, and selects among them after each round.
+
+    A member is a policy's folder, ``output_dir/member-00`` and so on, with checkpoints. In a round, each member's ordinary
+    trainer is made on the shared base, resumes from the member's checkpoint, trains to the round's last step and is
+    evaluated; then the base is free for the next. So a device holds the base and one member. All members play the same
+    evaluation episodes, with the sampling settings of ``args``.
+
+    Args:
+        algorithm: Name of an algorithm (``"grpo"``, ``"module.path:Class"``) or a trainer class.
+        model: Folder or Hub id of the model, or of a saved adapter that all members start from. It is loaded once.
+        args: The configuration that the members share. ``output_dir`` is the population's folder; ``max_steps`` is the
+            length of one member's whole run, which schedules refer to; ``num_eval_episodes`` are played after each round.
+        environment: As for a trainer.
+        hyperparameters: The options in which members differ, and their ranges.
+        members: Number of members.
+        rounds: Number of rounds of equal length in ``max_steps``, or the steps at which rounds end (of a member with the
+            ``num_iterations`` of ``args``).
+        strategy: ``"halving"`` (default up to 16 members), ``"tournament"``, ``"pbt"`` (default above), or an object such
+            as ``Tournament(size=3)``.
+        fitness: ``"return"``, ``"success"``, or a function of an evaluation episode.
+        max_episodes: Training episodes of all members together, after which the search ends. Default: no limit.
+        max_hours: Hours of training and evaluation, summed over members, after which no round begins. Default: no limit.
+        seed: Of the hyperparameters' first values, of selection and of mutation. All members train with ``args.seed``.
+        train_dataset: As for a trainer, also the arguments that follow.
+        eval_dataset: One data set, or None.
+        reward_funcs: Called for all members.
+        processing_class: Copied for each member.
+        quantization_config: Of the base.
+        peft_config: Of each member. Leave it out where ``model`` is an adapter.
+        on_trainer: Called with each trainer and its member's number before it trains, for callbacks and progress.
+        processes: Of :func:`~agile_trainers.populations.processes.split_processes`, with several processes.
+
+    Raises:
+        ValueError: For options in which members cannot differ, or that a population cannot use.
+        RuntimeError: In a process that trains together with others.
+    """
+
+    def __init__(
+        self,
+        algorithm: str | type[MultiTurnTrainer],
+        model: str,
+        args: MultiTurnConfig,
+        environment: Any,
+        hyperparameters: HyperparameterConfig,
+        *,
+        members: int = 8,
+        rounds: int | Sequence[int] = 10,
+        strategy: str | Strategy | None = None,
+        fitness: Fitness = "return",
+        max_episodes: int | None = None,
+        max_hours: float | None = None,
+        seed: int = 0,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        reward_funcs: Any = None,
+        processing_class: Any = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        on_trainer: Callable[[MultiTurnTrainer, int], None] | None = None,
+        processes: Processes | None = None,
+    ) -> None:
+        check_alone()
+        trainer = find_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
+        _check(trainer, model, args, members, fitness, max_episodes, max_hours, eval_dataset, peft_config)
+        self._space = search_space(type(args), hyperparameters)
+        _check_values(args, hyperparameters, names_of(environment))
+        self.output_dir = Path(args.output_dir)
+        """The population's folder."""
+        self._args, self._members, self._seed = args, members, seed
+        self._strategy = strategy_of(strategy, members)
+        self._schedule = Schedule.of(args, rounds, iterations_differ="num_iterations" in hyperparameters)
+        self._max_episodes, self._max_hours = max_episodes, max_hours
+        self._fitness, self._processes = fitness, processes or Processes()
+        self._model, self._quantization_config, self._on_trainer = model, quantization_config, on_trainer
+        self._trainer = trainer
+        self._arguments = {
+            "environment": environment, "train_dataset": train_dataset, "eval_dataset": eval_dataset,
+            "reward_funcs": reward_funcs, "processing_class": processing_class, "peft_config": peft_config,
+        }  # fmt: skip
+        self._loaded: SharedBase | None = None
+        self.lineage = Lineage(self._settings(hyperparameters))
+        """The events so far; :meth:`run` fills it."""
+
+    # ---------------------------------------------------------------------------------------------------------- run
+
+    def run(self, on_round: Callable[[Round], None] | None = None) -> Lineage:
+        """Train and select until one member has trained ``max_steps`` or the budget is spent.
+
+        It goes on where an earlier call with the same settings was left, also one that was killed: finished rounds of
+        members are read from disk, and the others are trained, to the same result bit for bit.
+
+        Args:
+            on_round: Called after each round, in the main process; for rounds that are read from disk too.
+
+        Returns:
+            The lineage, which ``lineage.json`` holds.
+
+        Raises:
+            PopulationError: If all members failed in the first round, or the folder holds another population.
+        """
+        with ExitStack() as lock:
+            self._open(lock)
+            lineage = self.lineage = Lineage(self.lineage.settings, base_bytes=self.base.bytes)
+            drawn = self._space.draw(self._members, np.random.default_rng([self._seed, 0]))
+            living = [_Member(number, values) for number, values in enumerate(drawn)]
+            lineage.events += [LineageEvent(0, one.number, "born", one.hyperparameters) for one in living]
+            self._write()
+            start = episodes = number = 0
+            seconds = 0.0
+            while living:
+                end = self._schedule.end(
+                    start, len(living), None if self._max_episodes is None else self._max_episodes - episodes
+                )
+                if end is None or (self._max_hours is not None and seconds >= 3600 * self._max_hours):
+                    break
+                number += 1
+                assignments = [self._assignment(one, number, start, end) for one in living]
+                results, replayed = self._play(assignments)
+                episodes += sum(one.episodes for one in results)
+                seconds += sum(one.seconds for one in results)
+                scores = [
+                    Score(one.number, tuple(result.values), tuple(result.units), one.hyperparameters)
+                    for one, result in zip(living, results) if not result.failed
+                ]  # fmt: skip
+                trained = self._trained(living, results, scores, end)
+                lineage.events += trained
+                lineage.member_bytes |= {result.member: result.bytes for result in results if not result.failed}
+                if scores:
+                    lineage.best = ranked(scores)[0].member
+                elif number == 1:
+                    self._write()
+                    raise PopulationError(f"All members failed in the first round, member 0 with: {results[0].failed}")
+                else:
+                    logger.warning("All members failed in round %d. The best is that of the round before.", number)
+                decided: list[LineageEvent] = []
+                if scores and end in self._schedule.ends[:-1]:
+                    living, decided = self._select(number, living, scores, end)
+                else:
+                    living = []
+                lineage.events += decided
+                self._write()
+                if not replayed:
+                    self._forget(assignments)
+                if on_round is not None and self._processes.is_main:
+                    planned = len(self._schedule.ends)
+                    on_round(Round(number, trained, decided, episodes, seconds, replayed, planned))
+                start = end
+            lineage.finished = True
+            self._write()
+        return lineage
+
+    @property
+    def base(self) -> SharedBase:
+        """The base model, loaded when first used."""
+        if self._loaded is None:
+            self._loaded = SharedBase(self._model, self._args, self._quantization_config)
+        return self._loaded
+
+    def _open(self, lock: ExitStack) -> None:
+        """Lock the folder, and check that it holds this population or none."""
+        file, settings = self.output_dir / _SETTINGS, self.lineage.settings
+        if self._processes.is_main:
+            lock.enter_context(locked(self.output_dir))
+            if not file.is_file():
+                write_json(file, settings)
+        self._processes.wait_for([file])
+        there, here = _flat(read_json(file)), _flat(settings)
+        names = sorted({*there, *here} - {"max_hours"})
+        pairs = {name: (there.get(name), here.get(name)) for name in names}
+        different = [f"{name} is {a!r} there and {b!r} here" for name, (a, b) in pairs.items() if a != b]
+        if different:
+            raise PopulationError(
+                f"{self.output_dir} holds another population: {'; '.join(different)}. Use its settings to go on with it, or "
+                "another output_dir."
+            )
+
+    def _write(self) -> None:
+        if self._processes.is_main:
+            self.lineage.write(self.output_dir)
+
+    def _assignment(self, one: _Member, number: int, start: int, end: int) -> Assignment:
+        args = self._configured(one.number, one.hyperparameters)
+        last = self._schedule.steps(end, args.num_iterations)
+        return Assignment(one.number, number, args, last, self._schedule.episodes(start, end), one.source)
+
+    def _configured(self, member: int, values: Values) -> MultiTurnConfig:
+        """Return the configuration of a member."""
+        args = with_values(self._args, values)
+        args.max_steps = self._schedule.steps(self._args.max_steps, args.num_iterations)
+        args.output_dir = str(self.folder(member))
+        args.run_name = f"{self._args.run_name or self.output_dir.name}-{self.folder(member).name}"
+        args.model_init_kwargs = None  # the base is loaded
+        return args
+
+    def _play(self, assignments: list[Assignment]) -> tuple[list[Result], bool]:
+        """Train this process's members without a result; read the results of all, and whether all were there."""
+        folder = self.output_dir / "rounds" / f"{assignments[0].round:04d}"
+        files = [folder / f"{self.folder(one.member).name}.json" for one in assignments]
+        replayed = all(file.is_file() for file in files)
+        rounds = Rounds(self.base, self._trainer, self._arguments, self._fitness, self._on_trainer)
+        for index, (one, file) in enumerate(zip(assignments, files)):
+            if index % self._processes.count == self._processes.rank and not file.is_file():
+                write_json(file, rounds.run(one, self._args).to_dict())
+        self._processes.wait_for(files)
+        return [Result(**read_json(file)) for file in files], replayed
+
+    def _trained(
+        self, living: list[_Member], results: list[Result], scores: list[Score], end: int
+    ) -> list[LineageEvent]:
+        """Return the events of a round's results, the best first."""
+        played = self._schedule.episodes(0, end)
+        by_member = {one.number: (one, result) for one, result in zip(living, results)}
+        events = []
+        for score in ranked(scores):
+            one, result = by_member[score.member]
+            fitness = {"fitness": score.mean, "standard_error": finite(score.standard_error)}
+            events.append(_of(result, one, "trained", steps=result.steps, episodes=played, **fitness))
+        failed = [(one, result) for one, result in by_member.values() if result.failed]
+        return events + [_of(result, one, "failed", reason=result.failed) for one, result in failed]
+
+    def _select(
+        self, number: int, living: list[_Member], scores: list[Score], end: int
+    ) -> tuple[list[_Member], list[LineageEvent]]:
+        """Return the members of the next round, and the events that led there."""
+        rng = np.random.default_rng([self._seed, number])
+        selection = self._strategy.select(scores, len(living), self._space, rng)
+        before = {one.member: one.hyperparameters for one in scores}
+        going_on = _going_on(selection.successors, before)
+        following, events, fresh = [], [], 1 + max(self.lineage.members)
+        played = self._schedule.episodes(0, end)
+        for successor in selection.successors:
+            parent, values = successor.parent, successor.hyperparameters
+            changes = changes_between(before[parent], values)
+            before_steps, steps = (self._steps(end, each) for each in (before[parent], values))
+            done: dict[str, Any] = {"episodes": played, "steps": steps, "reason": successor.reason}
+            if going_on.get(parent) is successor:
+                following.append(_Member(parent, values))
+                kind: EventKind = "mutated" if changes else "kept"
+                events.append(LineageEvent(number, parent, kind, values, changes=changes, **done))
+                continue
+            source = self.folder(parent) / f"checkpoint-{before_steps}"
+            following.append(_Member(fresh, values, source))
+            events.append(LineageEvent(number, fresh, "born", values, parent=parent, changes=changes, **done))
+            fresh += 1
+        for member, values in before.items():
+            if member not in going_on:
+                reason = selection.reasons.get(member, "its copies go on")
+                events.append(LineageEvent(number, member, "stopped", values, episodes=played, reason=reason))
+        return sorted(following, key=lambda one: one.number), sorted(events, key=lambda one: one.member)
+
+    def _steps(self, end: int, values: Values) -> int:
+        """Return the steps of a member with these hyperparameters at the end of a round."""
+        return self._schedule.steps(end, with_values(self._args, values).num_iterations)
+
+    def _forget(self, assignments: list[Assignment]) -> None:
+        """Delete the checkpoints that the round began from; copies were made."""
+        if not self._processes.is_main:
+            return
+        ends = {one.member: one.end for one in assignments}
+        for member in self.lineage.members:
+            forget_checkpoints(self.folder(member), ends.get(member))
+
+    # ----------------------------------------------------------------------------------------------------- members
+
+    @property
+    def best(self) -> int:
+        """The number of the best member of the last round.
+
+        Raises:
+            PopulationError: Before the first round.
+        """
+        if self.lineage.best is None:
+            raise PopulationError("There is no best member before the first round is over. Call run().")
+        return self.lineage.best
+
+    def folder(self, member: int) -> Path:
+        """Return the folder of a member, an ordinary policy's after its first round."""
+        return self.output_dir / f"member-{member:02d}"
+
+    def arguments(self, member: int) -> MultiTurnConfig:
+        """Return the configuration of a member, with which an ordinary trainer goes on from :meth:`checkpoint`.
+
+        Raises:
+            ValueError: If there is no such member.
+        """
+        return self._configured(member, self._last(member).hyperparameters)
+
+    def checkpoint(self, member: int) -> Path:
+        """Return the last checkpoint of a member that was in the last round.
+
+        Raises:
+            ValueError: If there is no such member, or its checkpoints are deleted.
+        """
+        folder = self.folder(member) / f"checkpoint-{self._last(member).steps}"
+        if not folder.is_dir():
+            raise ValueError(f"Member {member} has no checkpoint any more, since it stopped before the last round.")
+        return folder
+
+    def export(self, folder: str | Path, member: int | None = None) -> Path:
+        """Copy a member's policy, tokenizer and card to a folder, which any later run takes as ``model``.
+
+        Args:
+            folder: A new or empty folder.
+            member: Its number. Default: the best.
+
+        Raises:
+            ValueError: If the folder holds something.
+        """
+        folder, source = Path(folder), self.folder(self.best if member is None else member)
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty. Choose a new folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in source.iterdir():
+            if path.is_dir() and (path / "adapter_config.json").is_file() and not path.name.startswith("checkpoint-"):
+                shutil.copytree(path, folder / path.name)
+            elif path.is_file() and path.name not in (LOCK, "training_args.bin"):
+                shutil.copy2(path, folder / path.name)
+        return folder
+
+    def _last(self, member: int) -> LineageEvent:
+        trained = [one for one in self.lineage.events if one.member == member and one.event == "trained"]
+        if not trained:
+            raise ValueError(f"There is no member {member} that trained; there are {self.lineage.members}.")
+        return trained[-1]
+
+    def _settings(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the result depends on, as JSON types."""
+        peft_config, fitness = self._arguments["peft_config"], self._fitness
+        strategy = asdict(self._strategy) if is_dataclass(self._strategy) else {"name": self._strategy.name}
+        return {
+            "algorithm": f"{self._trainer.__module__}:{self._trainer.__qualname__}",
+            "model": str(self._model),
+            **describe_environment(self._arguments["environment"]),
+            "members": self._members,
+            "rounds": list(self._schedule.ends),
+            "strategy": strategy,
+            "hyperparameters": {name: asdict(one) for name, one in hyperparameters.items()},
+            "fitness": fitness if isinstance(fitness, str) else getattr(fitness, "__qualname__", repr(fitness)),
+            "num_eval_episodes": self._args.num_eval_episodes,
+            "max_episodes": self._max_episodes,
+            "max_hours": self._max_hours,
+            "seed": self._seed,
+            "lora": None if peft_config is None else lora_settings(peft_config),
+            "options": recorded_options(self._args),
+        }
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _of(result: Result, one: _Member, kind: EventKind, **entries: Any) -> LineageEvent:
+    return LineageEvent(result.round, result.member, kind, one.hyperparameters, seconds=result.seconds, **entries)
+
+
+def _going_on(successors: Sequence[Successor], before: Mapping[int, Values]) -> dict[int, Successor]:
+    """Choose, for each parent, the successor that goes on in its folder: an unchanged one if there is one.
+
+    With another ``num_iterations`` the steps of a checkpoint are others, so that such a successor is always a copy.
+    """
+    chosen: dict[int, Successor] = {}
+    for successor in sorted(successors, key=lambda one: one.hyperparameters != before[one.parent]):
+        ours, theirs = (
+            values.get("num_iterations") for values in (successor.hyperparameters, before[successor.parent])
+        )
+        if ours == theirs:
+            chosen.setdefault(successor.parent, successor)
+    return chosen
+
+
+def _check(
+    trainer: type[MultiTurnTrainer],
+    model: Any,
+    args: Any,
+    members: int,
+    fitness: Any,
+    max_episodes: int | None,
+    max_hours: float | None,
+    eval_dataset: Any,
+    peft_config: Any,
+) -> None:
+    """Reject arguments that a population cannot use."""
+    if not isinstance(args, trainer.config_class):
+        raise TypeError(
+            f"{trainer.__name__} takes a {trainer.config_class.__name__} as `args`, got {type(args).__name__}."
+        )
+    if members < 2:
+        raise ValueError(f"members must be at least 2, got {members}.")
+    if not callable(fitness) and fitness not in ("return", "success"):
+        raise ValueError(f"fitness must be 'return', 'success' or a function of an episode, got {fitness!r}.")
+    for name, budget in (("max_episodes", max_episodes), ("max_hours", max_hours)):
+        if budget is not None and budget <= 0:
+            raise ValueError(f"{name} must be above 0, got {budget}.")
+    if not isinstance(model, (str, Path)):
+        raise TypeError(
+            f"model must be a folder or Hub id, from which the base is loaded once, got {type(model).__name__}."
+        )
+    if peft_config is None and find_adapters(str(model)) is None:
+        raise ValueError(
+            "Members share one frozen base and differ in their adapters: pass `peft_config=LoraConfig(...)`, or a saved "
+            "adapter as `model`."
+        )
+    if getattr(peft_config, "bias", "none") != "none":
+        raise ValueError(f"LoraConfig(bias={peft_config.bias!r}) trains biases of the base, which members share.")
+    if peft_config is not None and changes_base(peft_config):
+        raise ValueError(
+            f"init_lora_weights={peft_config.init_lora_weights!r} changes the base, which members share. Use the default."
+        )
+    if isinstance(eval_dataset, dict):
+        raise ValueError("eval_dataset must be one data set, since a member has one fitness.")
+    refused = {
+        "max_steps": (args.max_steps <= 0, "must be the length of one member's run"),
+        "save_total_limit": (args.save_total_limit is not None, "would delete checkpoints that copies start from"),
+        "push_to_hub": (args.push_to_hub, "would push every member; push the winner's folder, see export()"),
+        "load_best_model_at_end": (args.load_best_model_at_end, "would replace the weights between rounds"),
+        "use_vllm": (args.use_vllm and args.vllm_mode == "colocate", "would start an engine for each member's round"),
+        "report_to": (
+            any(one not in _OWN_LOGS for one in args.report_to), f"can log members apart with {' or '.join(_OWN_LOGS)} only"
+        ),
+    }  # fmt: skip
+    for name, (is_refused, reason) in refused.items():
+        if is_refused:
+            raise ValueError(f"{name}={getattr(args, name)!r}: in a population it {reason}.")
+
+
+def _check_values(args: MultiTurnConfig, hyperparameters: Mapping[str, Any], environments: list[str] | None) -> None:
+    """Check both ends of all ranges by the rules of the options.
+
+    Raises:
+        ValueError: For the first option that breaks a rule.
+    """
+    for end in ("low", "high"):
+        made = with_values(args, {name: getattr(one, end) for name, one in hyperparameters.items()})
+        check_rules(made, (*SIZES, *VALUES, *made.value_rules))
+        made.with_environment(environments)

@@ -1,0 +1,216 @@
+"""Selection: which members go on, which are copied, and with which hyperparameters. Pure functions of scores and a seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from agile_trainers.populations.fitness import Score, ranked
+from agile_trainers.populations.hyperparameters import SearchSpace, Values
+
+_ATTEMPTS = 100
+"""Mutations that are tried to make a copy differ; a range of few whole numbers may have no further value."""
+
+
+@dataclass(frozen=True)
+class Successor:
+    """A member of the next round: a member that goes on, or a copy of one."""
+
+    parent: int
+    """The member whose weights and optimizer it takes."""
+    hyperparameters: Values
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The outcome of a selection."""
+
+    successors: list[Successor]
+    """The members of the next round. Of several with one parent, one goes on in its folder, and the others are copies."""
+    reasons: dict[int, str]
+    """The reasons of members without a successor."""
+
+
+class Strategy(Protocol):
+    """Selects the members of the next round."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the lineage."""
+        ...
+
+    def select(self, scores: Sequence[Score], started: int, space: SearchSpace, rng: np.random.Generator) -> Selection:
+        """Select the members of the next round.
+
+        Args:
+            scores: Of the members that finished the round, in order of their numbers; at least one.
+            started: Number of members that started the round, failed ones included.
+            space: Ranges of the hyperparameters.
+            rng: Source of random numbers, seeded by population and round.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Successive halving: after each round the worse half of the members stops, and the others go on unchanged.
+
+    The number of members that stop does not depend on the differences, so that the cost is known before. The reason of a
+    stop says when its difference is a tie.
+
+    Source: Jamieson and Talwalkar (2016), "Non-stochastic Best Arm Identification and Hyperparameter Optimization".
+    """
+
+    name: str = "halving"
+
+    def select(self, scores: Sequence[Score], started: int, space: SearchSpace, rng: np.random.Generator) -> Selection:
+        """See :class:`Strategy`."""
+        order = ranked(scores)
+        kept = order[: math.ceil(started / 2)]
+        last = kept[-1]
+        reasons = {one.member: _against(one, last) for one in order[len(kept) :]}
+        return Selection([Successor(one.member, one.hyperparameters) for one in kept], reasons)
+
+
+@dataclass(frozen=True)
+class Tournament:
+    """Tournament selection with mutation, as in AgileRL: each place of the next round goes to the winner of a tournament.
+
+    Members that tie with the best of a tournament share its chances.
+
+    Args:
+        size: Members of a tournament, drawn with replacement.
+        elitism: The best member goes on unchanged.
+        mutation_probability: Probability that a successor, the elite apart, has one hyperparameter moved. One that would
+            equal another always has.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    size: int = 2
+    elitism: bool = True
+    mutation_probability: float = 0.5
+    name: str = "tournament"
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.mutation_probability <= 1:
+            raise ValueError(
+                "Tournament needs size of at least 1 and mutation_probability in [0, 1], got "
+                f"size={self.size}, mutation_probability={self.mutation_probability}."
+            )
+
+    def select(self, scores: Sequence[Score], started: int, space: SearchSpace, rng: np.random.Generator) -> Selection:
+        """See :class:`Strategy`."""
+        best = ranked(scores)[0]
+        successors = [Successor(best.member, best.hyperparameters, "elite")] if self.elitism else []
+        while len(successors) < started:
+            drawn = [scores[int(index)] for index in rng.integers(len(scores), size=self.size)]
+            first = ranked(drawn)[0]
+            tied = [one for one in {one.member: one for one in drawn}.values() if first.minus(one).tied]
+            winner = first if len(tied) < 2 else tied[int(rng.integers(len(tied)))]
+            others = ", ".join(str(one.member) for one in drawn)
+            reason = f"won the tournament of {others}{' by lot among ties' if len(tied) > 1 else ''}"
+            values = winner.hyperparameters
+            if rng.random() < self.mutation_probability:
+                values = space.mutate(values, rng)
+            successors.append(_distinct(Successor(winner.member, values, reason), successors, space, rng))
+        parents = {one.parent for one in successors}
+        return Selection(
+            successors,
+            {one.member: f"no tournament won; {_against(one, best)}" for one in scores if one.member not in parents},
+        )
+
+
+@dataclass(frozen=True)
+class PBT:
+    """Population-based training: the worst members are replaced by copies of the best with other hyperparameters.
+
+    A member that ties with the one it would copy goes on as it is. A failed member is always replaced.
+
+    Args:
+        share: Share of the members at either end; at least one member.
+        resample: Probability that a copy's hyperparameter is drawn anew, instead of moved by its range's factor.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Source: Jaderberg et al. (2017), "Population Based Training of Neural Networks".
+    """
+
+    share: float = 0.25
+    resample: float = 0.25
+    name: str = "pbt"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 0.5 or not 0 <= self.resample <= 1:
+            raise ValueError(
+                f"PBT needs share in (0, .5] and resample in [0, 1], got share={self.share}, resample={self.resample}."
+            )
+
+    def select(self, scores: Sequence[Score], started: int, space: SearchSpace, rng: np.random.Generator) -> Selection:
+        """See :class:`Strategy`."""
+        order = ranked(scores)
+        count = max(1, int(self.share * started))
+        best = order[:count]
+        replaced = max(0, count - (started - len(order)))  # failed members are the worst
+        worst = order[max(count, len(order) - replaced) :]
+        successors, reasons, copied = [], {}, []
+        for one in scores:
+            source = best[int(rng.integers(len(best)))]
+            if one in worst and not source.minus(one).tied:
+                reasons[one.member] = _against(one, source)
+                copied.append((source, f"replaces {one.member}: {reasons[one.member]}"))
+            else:
+                reason = _against(one, source) if one in worst else ""
+                successors.append(Successor(one.member, one.hyperparameters, reason))
+        for _ in range(started - len(scores)):
+            copied.append((best[int(rng.integers(len(best)))], "replaces a failed member"))
+        for source, reason in copied:
+            explored = space.explore(source.hyperparameters, rng, self.resample)
+            successors.append(_distinct(Successor(source.member, explored, reason), successors, space, rng))
+        return Selection(successors, reasons)
+
+
+STRATEGIES: dict[str, type[Halving] | type[Tournament] | type[PBT]] = {
+    "halving": Halving, "tournament": Tournament, "pbt": PBT,
+}  # fmt: skip
+LARGEST_HALVING = 16
+"""Number of members up to which the default is successive halving."""
+
+
+def strategy_of(name: str | Strategy | None, members: int) -> Strategy:
+    """Find a strategy.
+
+    Args:
+        name: A name, a strategy, or None for the default of this number of members.
+        members: Number of members.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    if name is None:
+        return Halving() if members <= LARGEST_HALVING else PBT()
+    if not isinstance(name, str):
+        return name
+    if name not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, or a Strategy, got {name!r}.")
+    return STRATEGIES[name]()
+
+
+def _distinct(made: Successor, others: Sequence[Successor], space: SearchSpace, rng: np.random.Generator) -> Successor:
+    """Mutate a successor until it equals none of the others: members share their seeds, so it would be the same run."""
+    for _ in range(_ATTEMPTS):
+        if all((made.parent, made.hyperparameters) != (one.parent, one.hyperparameters) for one in others):
+            break
+        made = replace(made, hyperparameters=space.mutate(made.hyperparameters, rng))
+    return made
+
+
+def _against(one: Score, other: Score) -> str:
+    return f"{one.minus(other)} against member {other.member}"

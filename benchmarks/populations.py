@@ -1,0 +1,156 @@
+"""Compares a population with a single tuned run on the demo's game, from the demo's SFT model (``make bench-populations``).
+
+For each seed: the demo's own run (learning rate 3e-3), cut to ``--steps`` updates; a population of 8 members whose learning
+rates are drawn over a factor of 100, by successive halving, with twice the run's episodes, evaluations included; and the
+member with the lowest learning rate as a run of its own. The result goes to ``benchmarks/results/populations.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from datasets import disable_progress_bars
+from transformers import PrinterCallback
+
+from agile_environments.guess_number import demonstrations
+from agile_trainers.cli.demo.command import (
+    ENVIRONMENT,
+    GROUP,
+    HIGH,
+    Budget,
+    lora,
+    make_arguments,
+    make_trainer,
+    secrets,
+    sft_trainer,
+)
+from agile_trainers.embedded import make_embedded_model, words_of
+from agile_trainers.evaluation import EpisodeOptions, evaluate_policy
+from agile_trainers.populations import HyperparameterConfig, Population, Range, Round
+
+RESULTS = Path(__file__).resolve().parent / "results" / "populations.json"
+MEMBERS, LOW, HIGH_RATE = 8, 1e-4, 1e-2
+BATCH = GROUP * HIGH
+FINAL_EPISODES = 1200
+
+
+def base_model(output: Path) -> Path:
+    """Make the demo's SFT model, once."""
+    folder = output / "sft"
+    if not (folder / "done").is_file():
+        words = words_of(demonstrations(100), "invalid", "correct")
+        untrained = make_embedded_model(output / "untrained", words=words, seed=0)
+        trainer = sft_trainer(untrained, folder, 0, Budget())
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        trainer.save_model()
+        (folder / "done").touch()
+    return folder
+
+
+def success_of(policy: Path, options: EpisodeOptions) -> float:
+    """Return the success of a saved policy over the same games for all."""
+    results = evaluate_policy(
+        str(policy), None, ENVIRONMENT, FINAL_EPISODES, rows=secrets(), seed=1234, options=options, device="cpu"
+    )
+    return results.metrics["success"]
+
+
+def single_run(base: Path, folder: Path, seed: int, steps: int, rate: float | None) -> dict[str, float]:
+    """Train the demo's run, with another learning rate if one is given."""
+    started = time.perf_counter()
+    trainer = make_trainer(str(base), folder, seed, Budget(rl_steps=steps), lora())
+    if rate is not None:
+        trainer.args.learning_rate = rate
+    trainer.train()
+    trainer.save_model(str(folder / "policy"))
+    success = success_of(folder / "policy", EpisodeOptions.of_args(trainer.args))
+    rate = trainer.args.learning_rate
+    return {
+        "success": success,
+        "learning_rate": rate,
+        "episodes": steps * BATCH,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def search(base: Path, folder: Path, seed: int, steps: int) -> dict[str, Any]:
+    """Run a population with twice the episodes of a single run, evaluations included."""
+    ends = [round(steps * share) for share in (1 / 15, 2 / 15, 4 / 15)]
+    trained = (
+        MEMBERS * ends[0] + MEMBERS // 2 * (ends[1] - ends[0]) + MEMBERS // 4 * (ends[2] - ends[1]) + steps - ends[2]
+    )
+    evaluations = MEMBERS + MEMBERS // 2 + MEMBERS // 4 + 1
+    args = make_arguments(folder, seed, Budget(rl_steps=steps))
+    args.num_eval_episodes = (2 * steps - trained) * BATCH // evaluations // HIGH * HIGH
+    rates = HyperparameterConfig(learning_rate=Range(LOW, HIGH_RATE, log=True))
+    population = Population(
+        "grpo", str(base), args, ENVIRONMENT, rates, members=MEMBERS, rounds=ends, strategy="halving", seed=seed,
+        train_dataset=secrets(), eval_dataset=secrets(), peft_config=lora(),
+        on_trainer=lambda trainer, _: trainer.remove_callback(PrinterCallback),
+    )  # fmt: skip
+    digest = population.base.digest()
+
+    def show(done: Round) -> None:
+        best = done.trained[0]
+        print(f"  round {done.number}: member {best.member} {best.hyperparameters} {best.fitness:.3f}", flush=True)
+
+    lineage = population.run(show)
+    best = lineage.course(population.best)[-1]
+    played = evaluations * args.num_eval_episodes
+    return {
+        "success": success_of(population.folder(population.best), EpisodeOptions.of_args(args)),
+        "learning_rate": best.hyperparameters["learning_rate"],
+        "drawn": [event.hyperparameters["learning_rate"] for event in lineage.events if event.event == "born"],
+        "training_episodes": trained * BATCH,
+        "evaluation_episodes": played,
+        "base_is_identical": population.base.digest() == digest,
+        "base_bytes": lineage.base_bytes,
+        "member_bytes": lineage.member_bytes,
+        "seconds": sum(event.seconds for event in lineage.events),
+        "events": [{**asdict(event), "seconds": round(event.seconds, 1)} for event in lineage.events if event.round],
+    }
+
+
+def main() -> None:
+    """Parse the options and run what is missing."""
+    parser = argparse.ArgumentParser(description="Compares a population with a single tuned run on the demo's game.")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/populations"), help="folder to write")
+    parser.add_argument("--steps", type=int, default=150, help="updates of the single run (default: 150)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default: 0 1 2)")
+    options = parser.parse_args()
+    disable_progress_bars()
+    logging.disable(logging.WARNING)
+    base = base_model(options.output_dir)
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for seed in options.seeds:
+        if str(seed) in results:
+            continue
+        folder = options.output_dir / f"seed-{seed}"
+        tuned = single_run(base, folder / "tuned", seed, options.steps, None)
+        print(f"seed {seed}: tuned run {tuned['success']:.3f} ({tuned['seconds']:.0f} s)", flush=True)
+        found = search(base, folder / "population", seed, options.steps)
+        worst = single_run(base, folder / "worst", seed, options.steps, min(found["drawn"]))
+        results[str(seed)] = {"steps": options.steps, "tuned": tuned, "population": found, "worst": worst}
+        share = found["success"] / tuned["success"]
+        print(
+            f"seed {seed}: population {found['success']:.3f} ({share:.2f} of the tuned run) at "
+            f"{found['learning_rate']:.2g}, worst member alone {worst['success']:.3f}; base {found['base_bytes']} bytes, "
+            f"identical: {found['base_is_identical']}, members {found['member_bytes']}",
+            flush=True,
+        )
+        RESULTS.write_text(json.dumps(results) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""Members on one base: each is the run it would be alone, and the population is the same however often it was killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from populated import Talk, arguments, different, lora, population, quiet, states
+from transformers import TrainerCallback
+
+from agile_trainers.adapters.folders import RECORD, read_json
+from agile_trainers.checkpoints.adoption import adopt
+from agile_trainers.populations import HyperparameterConfig, Lineage, PopulationError, Range, Selection, Successor
+from agile_trainers.populations import population as module
+from agile_trainers.populations.base import SharedBase
+from agile_trainers.populations.members import Assignment, Rounds
+from agile_trainers.trainers.algorithms import find_algorithm
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grpo": {"beta": 0.1, "reference_adapter": True, "lr_scheduler_type": "linear"},
+    "ppo": {"beta": 0.1, "gradient_checkpointing": True, "critic_learning_rate": 3e-2},
+}
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def trained(request, embedded_model, tmp_path_factory) -> Any:
+    """A population after successive halving: two members for a step, the better one for another. Read only."""
+    made = population(embedded_model, tmp_path_factory.mktemp("halved"), request.param, **OPTIONS[request.param])
+    made.digest = made.base.digest()
+    made.rounds = []
+    made.run(made.rounds.append)
+    return made
+
+
+def algorithm_of(trained: Any) -> str:
+    return "ppo" if "PPO" in trained.lineage.settings["algorithm"] else "grpo"
+
+
+def test_a_member_is_the_run_that_it_would_be_alone(trained, embedded_model, tmp_path):
+    """Weights, moments and value head to the last bit: what other trainers did on the base before left no trace."""
+    name = algorithm_of(trained)
+    values = trained.arguments(trained.best).learning_rate
+    args = arguments(
+        name, tmp_path, **{**OPTIONS[name], "learning_rate": values, "save_strategy": "steps", "save_steps": 2}
+    )
+    alone = find_algorithm(name)(model=str(embedded_model), environment=Talk, args=args, peft_config=lora())
+    quiet(alone, 0)
+    alone.train()
+    assert different(trained.checkpoint(trained.best), tmp_path / "checkpoint-2") == []
+    moved = states(trained.checkpoint(trained.best))
+    assert any(value.abs().max() > 1e-3 for name, value in moved.items() if "lora_B" in name and "ref" not in name)
+
+
+def test_the_base_is_there_once_and_never_changes(trained):
+    lineage = trained.lineage
+    assert trained.base.digest() == trained.digest
+    assert lineage.base_bytes == trained.base.bytes > 3 * lineage.member_bytes[0] > 0
+    adapters = [value for key, value in states(trained.checkpoint(trained.best)).items() if not key.endswith("/step")]
+    reference = sum(v.numel() * 4 for k, v in states(trained.checkpoint(trained.best)).items() if k.startswith("ref/"))
+    steps = lineage.member_bytes[trained.best] - sum(value.numel() * 4 for value in adapters)
+    assert 0 <= steps < 4096 and reference >= 0
+
+
+def test_the_lineage_is_complete(trained):
+    """Two are born, both train, one stops, the other goes on and wins; the file holds the same."""
+    lineage = Lineage.read(trained.output_dir)
+    assert lineage == trained.lineage and lineage.finished and lineage.best == trained.best
+    best, other = lineage.best, 1 - lineage.best
+    told = [(event.round, event.event, event.member) for event in lineage.events]
+    assert told[:2] == [(0, "born", 0), (0, "born", 1)] and told[2:4] == [(1, "trained", best), (1, "trained", other)]
+    assert sorted(told[4:6]) == [(1, "kept", best), (1, "stopped", other)] and told[6:] == [(2, "trained", best)]
+    assert lineage.parents == {0: None, 1: None} and lineage.members == [0, 1]
+    course = lineage.course(best)
+    assert [(event.steps, event.episodes) for event in course] == [(1, 8), (2, 16)]
+    assert all(event.fitness is not None and event.standard_error > 0 for event in course)
+    assert [(one.number, one.episodes, one.replayed, one.rounds) for one in trained.rounds] == [
+        (1, 16, False, 2),
+        (2, 24, False, 2),
+    ]
+    again: list[Any] = []
+    assert population_again(trained).run(again.append) == lineage
+    assert [one.replayed for one in again] == [True, True] and again[1].trained == trained.rounds[1].trained
+
+
+def population_again(trained: Any) -> Any:
+    """The same population, as another process would make it."""
+    name = algorithm_of(trained)
+    return population(trained.lineage.settings["model"], trained.output_dir, name, **OPTIONS[name])
+
+
+def test_the_winner_goes_on_alone(trained, tmp_path):
+    """As a policy folder for any later run, and exactly, with its optimizer, from its checkpoint."""
+    folder = trained.export(tmp_path / "winner")
+    names = {path.name for path in folder.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", RECORD, "README.md"} <= names
+    assert not any(name.startswith("checkpoint-") or name in ("run.lock", "rollouts") for name in names)
+    with pytest.raises(ValueError, match="not empty"):
+        trained.export(folder)
+    name = algorithm_of(trained)
+    start = SharedBase(str(folder), arguments(name, tmp_path / "a"))
+    options = {"environment": Talk, "args": arguments(name, tmp_path / "b", beta=0.1)}
+    ours = find_algorithm(name)(model=start.lend(), **options)
+    theirs = find_algorithm(name)(model=str(folder), **options)
+    left, right = (dict(one.model.named_parameters()) for one in (ours, theirs))
+    assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+    assert ours.checkpoints.record() == theirs.checkpoints.record()
+    assert ours.checkpoints.record()["parent"]["source"] == str(folder)
+
+
+# -------------------------------------------------------------------------------------------------- killed and resumed
+
+
+class Killed(BaseException):
+    """What nothing in the library expects."""
+
+
+class Killer(TrainerCallback):
+    """Kills the process at every third step or result that it sees."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def see(self) -> None:
+        self.seen += 1
+        if self.seen == 3:
+            raise Killed
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.see()
+
+
+class CopyBest:
+    """A strategy of a user: the best member goes on, and a copy of it trains with the other number of iterations."""
+
+    name = "copy-best"
+
+    def select(self, scores: Any, started: int, space: Any, rng: Any) -> Selection:
+        best = max(scores, key=lambda score: score.mean)
+        moved = {**best.hyperparameters, "num_iterations": 3 - best.hyperparameters["num_iterations"]}
+        kept = Successor(best.member, best.hyperparameters)
+        return Selection([kept, Successor(best.member, moved, "copied")], {})
+
+
+SEARCH: dict[str, Any] = {
+    "hyperparameters": HyperparameterConfig(learning_rate=Range(1e-3, 1e-1, log=True), num_iterations=Range(1, 2)),
+    "strategy": CopyBest(),
+}
+
+
+def told(lineage: Lineage) -> list[Any]:
+    return [replace(event, seconds=0.0) for event in lineage.events]
+
+
+def test_a_killed_population_is_the_same_bit_for_bit(embedded_model, tmp_path, monkeypatch):
+    """Killed inside members, between them, and between a member's last checkpoint and its result."""
+    whole = population(embedded_model, tmp_path / "whole", **SEARCH)
+    whole.run()
+    write, killer = module.write_json, Killer()
+
+    def killing(path: Path, content: dict[str, Any]) -> None:
+        if path.parent.parent.name == "rounds":
+            killer.see()
+        write(path, content)
+
+    def attach(trainer: Any, member: int) -> None:
+        quiet(trainer, member)
+        trainer.add_callback(killer)
+
+    monkeypatch.setattr(module, "write_json", killing)
+    kills = 0
+    while True:
+        killer.seen = 0
+        killed = population(embedded_model, tmp_path / "killed", on_trainer=attach, **SEARCH)
+        try:
+            killed.run()
+            break
+        except Killed:
+            kills += 1
+    assert kills >= 3
+    assert told(killed.lineage) == told(whole.lineage) and killed.best == whole.best
+    last = [event for event in whole.lineage.events if event.event == "trained" and event.round == 2]
+    assert sorted(event.steps for event in last) == [2, 4]
+    for event in last:
+        assert different(whole.checkpoint(event.member), killed.checkpoint(event.member)) == []
+    copies = [event for event in whole.lineage.events if event.event == "born" and event.parent is not None]
+    assert copies and all(event.changes for event in copies)
+    assert {path.name for path in whole.folder(0).glob("checkpoint-*")} <= {f"checkpoint-{one.steps}" for one in last}
+
+
+def test_a_folder_of_another_population_is_refused(embedded_model, trained):
+    name = algorithm_of(trained)
+    with pytest.raises(PopulationError, match="seed is 0 there and 1 here"):
+        population(embedded_model, trained.output_dir, name, search_seed=1, **OPTIONS[name]).run()
+
+
+# ----------------------------------------------------------------------------------------------------------- mutations
+
+PARENT: dict[str, Any] = {
+    "beta": 0.1, "entropy_coef": 0.05, "gamma": 0.9, "temperature": 1.0, "max_steps": 4, "lr_scheduler_type": "linear",
+    "weight_decay": 0.0,
+}  # fmt: skip
+
+
+class Continued:
+    """Continuations of one parent's checkpoint for a step, under other options."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.folder, self.base = folder, SharedBase(str(model), arguments("grpo", folder))
+        self.rounds = Rounds(
+            self.base, find_algorithm("grpo"), {"environment": Talk, "peft_config": lora()}, "return", self._keep
+        )
+        self.parent = self.run("parent", None, 1, {})
+        self.same = self.run("same", self.parent, 2, {})
+
+    def _keep(self, trainer: Any, member: int) -> None:
+        quiet(trainer, member)
+        self.trainer = trainer
+
+    def run(self, name: str, source: Path | None, end: int, changes: dict[str, Any]) -> Path:
+        args = arguments("grpo", self.folder / name, **{**PARENT, **changes})
+        assignment = Assignment(0, 1, args, end, 8, source)
+        result = self.rounds.run(assignment, args)
+        assert not result.failed
+        return assignment.checkpoint
+
+
+@pytest.fixture(scope="module")
+def continued(embedded_model, tmp_path_factory) -> Continued:
+    return Continued(embedded_model, tmp_path_factory.mktemp("continued"))
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in states(checkpoint).items() if "lora_" in name}
+
+
+def test_a_mutated_learning_rate_reaches_the_optimizer(continued):
+    """Twice the rate makes twice the step, from the same moments: Adam's step is proportional to the rate."""
+    start, same, twice = (
+        weights(one)
+        for one in (
+            continued.parent,
+            continued.same,
+            continued.run("rate", continued.parent, 2, {"learning_rate": 2e-2}),
+        )
+    )
+    steps = [torch.cat([(end[name] - start[name]).flatten() for name in start]) for end in (same, twice)]
+    assert steps[0].abs().max() > 1e-3
+    assert torch.allclose(steps[1], 2 * steps[0], rtol=1e-4, atol=1e-7)
+    assert continued.trainer.state.log_history[1]["learning_rate"] == pytest.approx(2e-2 * 3 / 4)
+
+
+@pytest.mark.parametrize("option, value", [("beta", 0.5), ("entropy_coef", 0.5), ("gamma", 0.1), ("temperature", 0.7)])
+def test_a_mutated_option_changes_training(continued, option, value):
+    changed = continued.run(option, continued.parent, 2, {option: value})
+    assert getattr(continued.trainer, option, getattr(continued.trainer.args, option)) == value
+    assert any(
+        not torch.equal(one, other) for one, other in zip(weights(changed).values(), weights(continued.same).values())
+    )
+
+
+def test_a_mutated_number_of_iterations_changes_training(continued):
+    """A second pass over the same episodes, which are those of the generation batch that would have come next."""
+    changed = continued.run("num_iterations", continued.parent, 4, {"num_iterations": 2, "max_steps": 8})
+    steps = [entry for entry in continued.trainer.state.log_history if "loss" in entry]
+    rates = [entry["learning_rate"] for entry in steps]
+    assert rates == pytest.approx([1e-2, 1e-2 * 6 / 8, 1e-2 * 5 / 8])
+    assert "return/mean" in steps[1] and "return/mean" not in steps[2]
+    same = read_json(continued.same / "trainer_state.json")["log_history"][1]
+    assert steps[1]["return/mean"] == same["return/mean"] and steps[1]["kl"] == pytest.approx(same["kl"], rel=1e-5)
+    assert read_json(changed / RECORD)["global_step"] == 4
+
+
+def test_a_copy_has_weights_and_moments_and_is_a_branch(continued, tmp_path):
+    copied = adopt(continued.parent, tmp_path, 3)
+    assert copied.name == "checkpoint-3" and different(copied, continued.parent) == []
+    record, before = read_json(copied / RECORD), read_json(continued.parent / RECORD)
+    assert (record["global_step"], record["run_id"]) == (3, "") and before["run_id"]
+    with pytest.raises(ValueError, match="num_iterations=1"):
+        adopt(copied_with(copied, 2), tmp_path / "other", 1)
+
+
+def copied_with(checkpoint: Path, iterations: int) -> Path:
+    """Say that a checkpoint was saved with this number of iterations."""
+    from agile_trainers.adapters.folders import mark_complete, write_json
+
+    record = read_json(checkpoint / RECORD)
+    write_json(checkpoint / RECORD, {**record, "options": {**record["options"], "num_iterations": iterations}})
+    mark_complete(checkpoint)
+    return checkpoint
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def test_a_member_that_crashes_or_turns_nan_loses_only_itself(embedded_model, tmp_path):
+    def harm(trainer: Any, member: int) -> None:
+        quiet(trainer, member)
+        if member == 1:
+            raise OSError("the simulator is gone")
+        if member == 2:
+            for name, parameter in trainer.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.data.fill_(float("nan"))
+
+    made = population(embedded_model, tmp_path, members=3, rounds=1, max_steps=1, on_trainer=harm)
+    lineage = made.run()
+    events = {event.member: event for event in lineage.events if event.round == 1}
+    assert [events[n].event for n in range(3)] == ["trained", "failed", "failed"] and made.best == 0
+    assert events[1].reason == "OSError: the simulator is gone" and events[2].reason
+    assert json.loads((tmp_path / "rounds/0001/member-01.json").read_text())["failed"] == events[1].reason
+
+
+def test_a_population_without_a_survivor_says_why(embedded_model, tmp_path):
+    def harm(trainer: Any, member: int) -> None:
+        raise OSError("the simulator is gone")
+
+    with pytest.raises(PopulationError, match="OSError: the simulator is gone"):
+        population(embedded_model, tmp_path, on_trainer=harm).run()
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("members must be at least 2", {"members": 1}),
+    ("max_steps=-1", {"max_steps": -1}),
+    ("rounds must be between 1 and 2", {"rounds": 3}),
+    ("fitness must be", {"fitness": "reward"}),
+    ("max_episodes must be above 0", {"max_episodes": 0}),
+    ("max_hours must be above 0", {"max_hours": 0}),
+    ("strategy must be one of", {"strategy": "evolution"}),
+    ("peft_config=LoraConfig", {"peft_config": None}),
+    ("bias='all'", {"peft_config": LoraConfig(bias="all")}),
+    ("init_lora_weights='pissa'", {"peft_config": LoraConfig(init_lora_weights="pissa")}),
+    ("push_to_hub=True", {"push_to_hub": True}),
+    ("report_to=.'wandb'.", {"report_to": ["wandb"]}),
+    ("save_total_limit=1", {"save_total_limit": 1}),
+    ("gamma.*got 2", {"hyperparameters": HyperparameterConfig(gamma=Range(0.5, 2.0))}),
+    ("eval_dataset must be one data set", {"eval_dataset": {"a": [{"x": 1}]}}),
+]
+
+
+@pytest.mark.parametrize("message, changes", BAD, ids=[message for message, _ in BAD])
+def test_bad_input_is_refused_before_anything_is_loaded(embedded_model, tmp_path, message, changes):
+    with pytest.raises(ValueError, match=message):
+        population(embedded_model, tmp_path, **changes)
+
+
+def test_other_kinds_of_input_are_refused(embedded_model, tmp_path, monkeypatch):
+    ask: Callable[..., Any] = population
+    with pytest.raises(TypeError, match="model must be a folder"):
+        module.Population(
+            "grpo", object(), arguments("grpo", tmp_path), Talk, SEARCH["hyperparameters"], peft_config=lora()
+        )  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes a MultiTurnPPOConfig"):
+        module.Population("ppo", "x", arguments("grpo", tmp_path), Talk, SEARCH["hyperparameters"], peft_config=lora())
+    with pytest.raises(PopulationError, match=r"run\(\)"):
+        _ = ask(embedded_model, tmp_path).best
+    args = arguments("grpo", tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="split_processes"):
+        module.Population("grpo", "x", args, Talk, SEARCH["hyperparameters"], peft_config=lora())
