@@ -128,11 +128,12 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/populations"), help="folder to write")
     parser.add_argument("--steps", type=int, default=150, help="updates of the single run (default: 150)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default: 0 1 2)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file to write, seed by seed")
     options = parser.parse_args()
     disable_progress_bars()
     logging.disable(logging.WARNING)
     base = base_model(options.output_dir)
-    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    results = json.loads(options.results.read_text()) if options.results.is_file() else {}
     for seed in options.seeds:
         if str(seed) in results:
             continue
@@ -149,7 +150,7 @@ def main() -> None:
             f"identical: {found['base_is_identical']}, members {found['member_bytes']}",
             flush=True,
         )
-        RESULTS.write_text(json.dumps(results) + "\n")
+        options.results.write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":
