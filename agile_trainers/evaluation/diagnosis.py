@@ -23,6 +23,8 @@ QUIET = 100
 
 SOLVED = 0.95
 """Share of successful episodes from which a task is solved."""
+NEARLY_SOLVED = 0.9
+"""Share of successful episodes from which few tasks are left; that no group differs for a while is then no fault."""
 UNSOLVED = 0.02
 """Share of successful episodes up to which a task is too hard."""
 EASY = 0.8
@@ -141,7 +143,7 @@ def _solved(history: History, options: Any) -> Evidence | None:
 
 def _dead_groups(history: History, options: Any) -> Evidence | None:
     silent, success = _without_signal(history, options), history.mean("success")
-    if silent is None or (success is not None and success <= UNSOLVED):
+    if silent is None or (success is not None and not UNSOLVED < success < NEARLY_SOLVED):
         return None
     known = "" if success is None else f" (success {success:.0%})"
     return Evidence(

@@ -73,6 +73,9 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
     "no success and no learning": (["too_hard"], always({**SILENT, "success": 0.0, "policy_change": 0.0}), Options()),
     "a constant reward, success unknown": (["dead_groups"], always({**SILENT, "success": math.nan}), Options()),
     "no signal at half success": (["dead_groups"], always({"advantage/silent": 0.97}), Options()),
+    "no signal, and two states of fifty are left": (
+        [], lambda step: {"advantage/silent": 0.97, "success": min(0.4 + step / 20, 0.93)}, Options(),
+    ),
     "a constant reward with a critic": (
         ["dead_groups"], always({**SILENT, "advantage/silent": 0.0, "value/spread": 0.5}), Options(has_critic=True),
     ),
@@ -167,6 +170,7 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
         ("solved", {"success": 0.949}, {}),
         ("too_hard", {**SILENT, "success": 0.03}, {}),
         ("dead_groups", {"advantage/silent": 0.94}, {}),
+        ("dead_groups", {"advantage/silent": 0.97, "success": 0.91}, {}),
         ("too_easy", {"success": 0.79}, {}),
         ("entropy_collapse", {"entropy": 0.0051}, {}),
         ("cut_answers", {"answers_cut": 0.24}, {}),
