@@ -74,7 +74,7 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
     "a constant reward, success unknown": (["dead_groups"], always({**SILENT, "success": math.nan}), Options()),
     "no signal at half success": (["dead_groups"], always({"advantage/silent": 0.97}), Options()),
     "no signal, and two states of fifty are left": (
-        [], lambda step: {"advantage/silent": 0.97, "success": min(0.4 + step / 20, 0.93)}, Options(),
+        [], lambda step: {"advantage/silent": min(step / 20, 0.97), "success": min(0.4 + step / 20, 0.93)}, Options(),
     ),
     "a constant reward with a critic": (
         ["dead_groups"], always({**SILENT, "advantage/silent": 0.0, "value/spread": 0.5}), Options(has_critic=True),
