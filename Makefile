@@ -81,8 +81,9 @@ bench-gpu: $(VENV)/.installed  ## rollout and update speed and memory on a GPU, 
 bench-populations: $(VENV)/.installed  ## a population beside a single tuned run, on the demo's game
 	$(RUN) benchmarks/populations.py
 
-bench-agilerl: $(VENV)/.installed $(AGILERL)/.installed  ## the update beside AgileRL's learn(), in an environment of its own
+bench-agilerl: $(VENV)/.installed $(AGILERL)/.installed  ## the update beside AgileRL's learn(), a population beside its evolution; in an environment of its own
 	$(RUN) benchmarks/update_vs_agilerl.py
+	$(RUN) benchmarks/evolution_vs_agilerl.py
 
 clean:  ## forget the environment and the caches, not the runs
 	rm -rf $(VENV) $(VLLM) $(AGILERL) .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -3,8 +3,8 @@
 AgileRL lives in a virtual environment of its own, so its side is a process of its own, ``agilerl_side.py``. Both sides start
 from the same weights and adapter and train on the five batches of ``update_vs_trl.py``, without playing them. They take
 turns, with one thread each, and a ratio is taken within each pair, of the CPU seconds of each process around its update. The
-first update of each side warms up. In the second one, bytes of saved tensors are counted, and the gradients are compared:
-advantages and weights of the tokens are the same on both sides. The results are kept in
+first update of each side warms up; in it, bytes of saved tensors are counted, and the gradients are compared: advantages and
+weights of the tokens are the same on both sides. The results are kept in
 ``results/update_vs_agilerl.json``, a workload at a time, and the table of ``docs/performance.md`` is written from them.
 """
 
@@ -36,6 +36,8 @@ AGILERL = ROOT / ".venv-agilerl/bin/python"
 SCRIPT = ROOT / "benchmarks/agilerl_side.py"
 CLIP = 0.1
 """``max_grad_norm`` of both sides, AgileRL's default."""
+OTHER_PAIRS = 3
+"""Most pairs of REINFORCE and PPO."""
 
 
 @dataclass(frozen=True)
@@ -205,27 +207,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--parts", nargs="+", choices=choices, default=choices, help="parts to measure; the rest is kept"
     )
+    parser.add_argument("--resume", action="store_true", help="leave out the parts that have results")
     parser.add_argument("--dry", action="store_true", help="write no file")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    logging.get_logger("agile_trainers.trainers.trainer").setLevel("ERROR")
+    for name in ("trainer", "watch"):
+        logging.get_logger(f"agile_trainers.trainers.{name}").setLevel("ERROR")
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not options.dry else {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        for name in options.parts:
+        for name in [name for name in options.parts if not (options.resume and name in results)]:
             print(name, flush=True)
             if name == "packing":
                 results[name] = try_packing(Path(folder))
                 print(f"  {results[name]}")
             else:
-                results[name] = compare(PARTS[name], Path(folder), options.pairs)
+                part = PARTS[name]
+                pairs = options.pairs if part.algorithm == "GRPO" else min(options.pairs, OTHER_PAIRS)
+                results[name] = compare(part, Path(folder), pairs)
             if not options.dry:
                 RESULTS.write_text(compact({name: results[name] for name in choices if name in results}))
+                PAGE.write_text(with_tables(PAGE.read_text(), {"agilerl": table(results)}))
     print(f"\n{table(results)}")
-    if not options.dry:
-        PAGE.write_text(with_tables(PAGE.read_text(), {"agilerl": table(results)}))
     return 0
 
 

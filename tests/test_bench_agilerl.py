@@ -9,6 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import evolution_vs_agilerl as evolution
 import update_vs_agilerl as bench
 from counting import reading_gradients
 from other_side import OtherSide, OtherSideError
@@ -74,3 +75,29 @@ def test_the_table_has_paired_ratios():
     lines = bench.table({"packing": "", "whole": result, "ppo": {**result, "gradient": None}}).splitlines()[2:]
     assert lines[0] == "| whole | 2.00 s | 4.00 s | 0.50 (0.25 to 0.75) | 1 | 4 | 2e-06 |"
     assert lines[1].startswith("| whole, PPO | ") and lines[1].endswith(" |  |")
+
+
+def test_the_table_of_the_evolution_has_means_over_seeds(monkeypatch):
+    monkeypatch.setitem(evolution.SETTINGS, "rounds", 2)
+
+    def side(chance: float, mebibytes: int) -> dict:
+        rounds = [{"chance": [chance / 2, 0.1], "seconds": 1.0}, {"chance": [chance, 0.2], "seconds": 3.0}]
+        resident = {"before": 2**20, "peak": (1 + mebibytes) * 2**20}
+        return {"rounds": rounds, "resident": resident, "bytes": {"base": 2**11, "member": 2**10}}
+
+    results = [{"ours": side(chance, 5), "AgileRL": side(0.4, 7)} for chance in (0.8, 0.6)]
+    rows = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in evolution.table(results).splitlines()[2:]
+    }
+    half, whole = (f"right answers of the best member after {count} episodes" for count in (2048, 4096))
+    assert rows[half] == ["0.350 (0.300 to 0.400)", "0.200 (0.200 to 0.200) |"]
+    assert rows[whole][0] == "0.700 (0.600 to 0.800)"
+    assert rows["the same of the worst member at the end"][0] == "0.200 (0.200 to 0.200)"
+    assert rows["CPU seconds"][1].startswith("3 (")
+    assert rows["most memory, MiB above that before"] == ["5 (5 to 5)", "7 (7 to 7) |"]
+    assert rows["KiB of frozen weights, all members"][0] == "2 (2 to 2)"
+
+
+def test_the_table_of_mutations_names_the_rate_that_the_optimizer_keeps():
+    found = {"PPO lr_actor": {"before": {"lr": 1e-4}, "after": {"lr": 1e-5, "optimizer": [1e-4]}}, "integers": {}}
+    assert evolution.mutation_table(found).splitlines()[2:] == ["| `PPO lr_actor` | 0.0001 | 1e-05 | 0.0001 |"]
