@@ -17,11 +17,14 @@ from transformers import TrainingArguments
 from trl import GRPOConfig
 
 from agile_trainers.cli.train import make_parser
+from agile_trainers.populations import Population
 from agile_trainers.trainers.algorithms import ALGORITHMS, find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
-KINDS = ["ours", "TRL", "transformers", "trainer", "PEFT", "accelerate", "command", "automatic", "not_yet", "none"]
+KINDS = [
+    "ours", "TRL", "transformers", "trainer", "PEFT", "accelerate", "command", "population", "automatic", "not_yet", "none",
+]  # fmt: skip
 
 SHARED = """pad_token_id pad_token model_name actor_network model_config hp_config index batch_size beta clip_coef
 max_grad_norm update_epochs temperature repetition_penalty top_p top_k min_p offload_trainer_during_rollout
@@ -75,6 +78,8 @@ def _known(kind: str, algorithm: str) -> set[str]:
         return of_transformers if kind == "transformers" else _names(GRPOConfig) - of_transformers
     if kind == "trainer":
         return {*inspect.signature(MultiTurnTrainer.__init__).parameters, *dir(trainer)}
+    if kind == "population":
+        return {*inspect.signature(Population.__init__).parameters, *dir(Population)}
     if kind == "command":
         parsers = (make_parser(algorithm), launch_command_parser())
         return {o.lstrip("-") for p in parsers for action in p._actions for o in action.option_strings}
@@ -93,6 +98,22 @@ def test_every_name_exists_where_the_page_says(row: Row) -> None:
         for algorithm in (algorithm for family in row.of for algorithm in FAMILIES[family]):
             unknown = {name for name, _ in row.ours} - _known(row.kind, algorithm)
             assert not unknown, f"{algorithm} has no {sorted(unknown)} ({row.kind})"
+
+
+def test_populations_have_a_counterpart() -> None:
+    of_members = {
+        "hp_config",
+        "index",
+        "clone",
+        "mutation_hook",
+        "population",
+        "pop",
+        "pop_size",
+        "tournament",
+        "mutation",
+    }
+    found = {name: row.kind for row in ROWS for name in row.theirs if name in of_members}
+    assert found == dict.fromkeys(of_members, "population")
 
 
 def test_what_is_not_yet_there_is_trls_name_or_no_field_yet() -> None:

@@ -24,8 +24,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.cli.chain import command as chain
-from agile_trainers.cli.chain.stages import PipelineError, parse_pipeline, read_pipeline, stage_rows
+from agile_trainers.cli.chain.stages import PipelineError, parse_pipeline, read_pipeline
 from agile_trainers.cli.main import main
+from agile_trainers.cli.run_files import stage_rows
 
 IDS = torch.arange(3, 43).view(2, 20)
 QUIET = Console(file=StringIO())

@@ -38,6 +38,10 @@ EXCHANGED = (
     (r"max_steps=(200|32)\b", "max_steps=1"),
     (r"max_new_tokens=\d+", "max_new_tokens=2"),
     (r"n_trials=20", "n_trials=2"),
+    (r"max_steps=120", "max_steps=1"),
+    (r"members=8", "members=2"),
+    (r"rounds=4", "rounds=1"),
+    (r"num_eval_episodes=256", "num_eval_episodes=2"),
     (r"gradient_accumulation_steps=8", "gradient_accumulation_steps=2"),
     (r"critic_warmup_steps=10", "critic_warmup_steps=0"),
     (r"(\w+)\(1[02]00\)", r"\1(20)"),
@@ -290,6 +294,11 @@ def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     if arguments[0] == "chain":
         Path("pipeline.yaml").write_text(pipeline(of("yaml")[0]), encoding="utf-8")
         assert main.main([*arguments, *([] if "--dry-run" in arguments else ["--dry-run"])]) == 0
+    elif arguments[0] == "evolve":
+        if not Path(arguments[1]).is_file():
+            block = next(block for block in of("yaml") if block.page == "docs/populations.md")
+            Path("population.yaml").write_text(pipeline(block), encoding="utf-8")
+        assert main.main([*arguments, *([] if "--dry-run" in arguments else ["--dry-run"])]) == 0
     elif arguments[0] == "view":  # tests/viewer runs it
         view.make_parser().parse_args(arguments[1:])
     elif arguments[0] == "play":
@@ -361,18 +370,27 @@ def pipeline(block: Block) -> str:
 
     from agile_environments.guess_number import preferences
 
-    Path("data").mkdir()
+    Path("data").mkdir(exist_ok=True)
     Dataset.from_list(preferences(8)).to_json("data/pairs.jsonl")
-    on_cpu = block.text.replace("options: {", "options: {use_cpu: true, bf16: false, ")
+    on_cpu = block.text.replace("\noptions: {", "\noptions: {use_cpu: true, bf16: false, ")
+    on_cpu = on_cpu.replace("\noptions:\n", "\noptions:\n  use_cpu: true\n  bf16: false\n")
     return re.sub(EXCHANGED[0][0], "model", on_cpu)
 
 
 @pytest.mark.parametrize("block", [block for block in of("yaml") if not block.page.startswith(TUTORIAL)], ids=str)
 def test_files_are_read_whole(block: Block, folder: Path) -> None:
     from agile_trainers.cli.chain.stages import read_pipeline
+    from agile_trainers.cli.evolve.plan import read_population
 
     Path("pipeline.yaml").write_text(pipeline(block), encoding="utf-8")
+    if block.page == "docs/populations.md" and "\nstages:" not in block.text:
+        plan = read_population(Path("pipeline.yaml")).plan
+        assert (plan.search["members"], plan.search["rounds"], plan.config.max_steps) == (8, 4, 120)
+        return
     read = read_pipeline(Path("pipeline.yaml"))
+    if block.page == "docs/populations.md":
+        assert [stage.name for stage in read.stages] == ["sft", "evolve", "grpo"]
+        return
     assert [stage.algorithm for stage in read.stages] == ["sft", "dpo", "grpo"]
     last = read.stages[-1].config
     assert (last.learning_rate, last.generation_batch_size // last.num_generations) == (1e-5, 8)

@@ -28,7 +28,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULE = re.compile(r"agile_(trainers|environments)(\.\w+)*\.?(:\w+)?")
 """A module of ours in a string: its name, the beginning of one, or ``module:Name``."""
 IMPORTS_WHAT_IT_IS_TOLD = {
-    "imports.py", "cli/chain/stages.py", "cli/environments.py", "envs/libraries/gem.py", "envs/libraries/gymnasium.py",
+    "imports.py", "cli/run_files.py", "cli/environments.py", "envs/libraries/gem.py", "envs/libraries/gymnasium.py",
     "envs/libraries/textarena.py",
 }  # fmt: skip
 """Files that import by a name from elsewhere: of the user, of a ready task, or of the library that the file adapts."""

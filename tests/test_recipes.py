@@ -13,11 +13,13 @@ from transformers import Qwen2Config
 from trl import ModelConfig
 
 from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory
+from agile_trainers.cli.evolve.plan import read_population
 from agile_trainers.cli.train import MultiTurnScriptArguments
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = sorted((ROOT / "examples/recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "examples/recipes").glob("*gb_*.yaml"))
+POPULATION = ROOT / "examples/recipes/population_24gb.yaml"
 PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
 PROMPT, OBSERVATION = 512, 256
 """Tokens that the page assumes."""
@@ -44,7 +46,10 @@ def fields(kind: type) -> set[str]:
 
 def planned(path: Path) -> float:
     """Planned peak of one GPU, in GiB."""
-    options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return peak_of(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def peak_of(options: dict[str, Any]) -> float:
     unknown = options.keys() - fields(ModelConfig) - fields(MultiTurnGRPOConfig) - fields(MultiTurnScriptArguments)
     assert not unknown
     model = ModelConfig(**{name: value for name, value in options.items() if name in fields(ModelConfig)})
@@ -58,6 +63,8 @@ def planned(path: Path) -> float:
 
 
 def test_every_recipe_is_on_the_page() -> None:
+    everything = {path.name for path in (ROOT / "examples/recipes").iterdir()}
+    assert everything == {path.name for path in (*RECIPES, POPULATION)} and POPULATION.name in PAGE
     assert len(RECIPES) == 4 and all(f"examples/recipes/{path.name}" in PAGE for path in RECIPES)
 
 
@@ -72,6 +79,31 @@ def test_the_plan_fits_and_is_the_one_on_the_page(path: Path) -> None:
     peak = planned(path)
     assert peak == pytest.approx(float(said), abs=0.06)
     assert peak < 0.9 * memory, "a tenth is left for fragmentation and the libraries"
+
+
+def test_a_population_needs_the_memory_of_one_run_and_its_file_is_read(tmp_path: Path) -> None:
+    content = yaml.safe_load(POPULATION.read_text(encoding="utf-8"))
+    options, lora = dict(content["options"]), content["lora"]
+    dtype = options.pop("model_init_kwargs")["dtype"]
+    single = {
+        **options, "model_name_or_path": content["model"], "dtype": dtype, "use_peft": True, "lora_r": lora["r"],
+        "lora_target_modules": lora["target_modules"], "lora_alpha": lora["lora_alpha"], "output_dir": "unused",
+    }  # fmt: skip
+    (said,) = re.findall(rf"{POPULATION.name}` \|.*\| ([\d.]+) GiB \|", PAGE)
+    assert peak_of(single) == pytest.approx(float(said), abs=0.06) and float(said) < 0.9 * 24
+    shape = SHAPES["1.5B"]
+    narrow = shape["hidden_size"] // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    wide, hidden = shape["intermediate_size"], shape["hidden_size"]
+    weights = lora["r"] * shape["num_hidden_layers"] * (2 * 2 * hidden + 2 * (hidden + narrow) + 3 * (hidden + wide))
+    assert f"{weights / 1e6:.1f} million" in PAGE and f"{12 * weights / 1e9:.2f} GB" in PAGE
+    content["options"] |= {"use_cpu": True, "bf16": False}
+    (tmp_path / "population.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    file = read_population(tmp_path / "population.yaml")
+    settings = file.plan.make(file.model, file.environment, file.plan.lora, load=False).lineage.settings
+    ends, living = settings["rounds"], [8, 4, 2, 1]
+    assert ends == [15, 30, 60, 200]
+    batches = sum(n * (end - begin) for n, begin, end in zip(living, [0, *ends], ends))
+    assert f"play {batches}\ngeneration batches" in PAGE or f"play {batches} generation batches" in PAGE
 
 
 def test_the_commands_of_the_page_run(

@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "trains a tiny model on guess-the-number, in minutes on a CPU",
     **{name: algorithm.summary for name, algorithm in ALGORITHMS.items()},
     "chain": "runs a YAML file of stages: SFT, DPO and any of these",
+    "evolve": "trains a population, which finds hyperparameters by itself",
     "check": "checks that a run is ready to train, and shows its episodes",
     "eval": "plays a policy's episodes, and compares it with others",
     "view": "shows the episodes of a run in a browser, token by token",
@@ -26,6 +27,7 @@ COMMANDS = {
 OWN_MODULES = {
     "demo": "demo.command",
     "chain": "chain.command",
+    "evolve": "evolve.command",
     "check": "check.command",
     "eval": "eval.command",
     "view": "view",

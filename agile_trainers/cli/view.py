@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agile_trainers.records.reader import RunRecords, open_records
 from agile_trainers.viewer.html import write_page
+from agile_trainers.viewer.population import with_members
 from agile_trainers.viewer.server import LiveRuns, Server
 
 _ABOUT = (
@@ -66,10 +67,11 @@ def _find(options: argparse.Namespace) -> tuple[list[RunRecords], int]:
 
 
 def _ordered(runs: list[RunRecords]) -> list[RunRecords]:
-    """Order runs: training before evaluation, the newest first, and the policies of one evaluation as they were named."""
+    """Order runs: members of a population by fitness, then training before evaluation, the newest first, and the policies
+    of one evaluation as they were named."""
     by_name = sorted(runs, key=lambda run: run.name)
     newest = sorted(by_name, key=lambda run: run.name[: len("eval-YYYYmmdd-HHMMSS-abcd")], reverse=True)
-    return sorted(newest, key=lambda run: run.info.get("kind") == "evaluation")
+    return with_members(sorted(newest, key=lambda run: run.info.get("kind") == "evaluation"))
 
 
 def _write(options: argparse.Namespace) -> int:

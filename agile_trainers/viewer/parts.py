@@ -85,7 +85,7 @@ def run_index(run: RunRecords, found: Sequence[Section], part_of: dict[str, int]
     metrics = run.metrics()
     return {
         "name": run.name,
-        "info": run.info,
+        "info": _exact(run.info),
         "environments": environments,
         "sections": [[section.phase, section.step, len(section.rows), section.name] for section in found],
         "episodes": columns,
@@ -196,6 +196,15 @@ def _finite(value: Any) -> Any:
             for item in value
         ]
     return value
+
+
+def _exact(value: Any) -> Any:
+    """Return data with texts in the place of fractions, which the page would show rounded: a learning rate of 1e-6 as 0."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, dict):
+        return {key: _exact(item) for key, item in value.items()}
+    return [_exact(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _is_number(value: Any) -> bool:

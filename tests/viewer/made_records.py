@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,24 @@ def run_of(folder: Path, games: list[Trajectory], *, name: str = "20260101-00000
     write_vocabulary(writer.folder)
     writer.write_eval(0, "eval", [episode_row(game, index=k) for k, game in enumerate(games)])
     return writer.folder
+
+
+def populated(folder: Path) -> Path:
+    """A population of three members and a copy: 0 stopped, 1 and its copy 3 go on, 2 failed and has no episodes."""
+    low, high = {"learning_rate": 1e-6}, {"learning_rate": 2.5e-4}
+
+    def event(kind: str, member: int, values: dict[str, float], **entries: Any) -> dict[str, Any]:
+        blank = {"round": 0, "parent": None, "steps": 0, "fitness": None, "standard_error": None}
+        return {**blank, "event": kind, "member": member, "hyperparameters": values, **entries}
+
+    events = [event("born", 0, low), event("born", 1, high), event("born", 2, low)]
+    events += [event("trained", 1, high, round=1, steps=2, fitness=0.5, standard_error=0.0625)]
+    events += [event("trained", 0, low, round=1, steps=2, fitness=0.75), event("failed", 2, low, round=1)]
+    events += [event("stopped", 0, low, round=1), event("born", 3, low, round=1, parent=1, steps=2)]
+    events += [event("trained", 3, low, round=2, steps=4, fitness=0.875, standard_error=0.03125)]
+    events += [event("trained", 1, high, round=2, steps=4, fitness=0.625)]
+    lineage = {"settings": {"fitness": "success"}, "events": events, "best": 3}
+    for member in (0, 1, 3):
+        guessing_run(folder / f"member-{member:02d}", steps=1, groups=1, name=f"2026010{member}-000000-abcd")
+    (folder / "lineage.json").write_text(json.dumps(lineage), encoding="utf-8")
+    return folder

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_records import HOSTILE, byte_tokens, guessing_run, play, run_of, trained, write_vocabulary
+from made_records import HOSTILE, byte_tokens, guessing_run, play, populated, run_of, trained, write_vocabulary
 
 from agile_trainers.records.reader import open_records
 from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.types import StopReason
 from agile_trainers.viewer.html import write_page
+from agile_trainers.viewer.population import with_members
 from agile_trainers.viewer.server import LiveRuns, Server
 
 pytestmark = pytest.mark.browser
@@ -485,3 +486,21 @@ def test_no_page_is_wider_than_the_window(page_file: Path, visit: Visit, width: 
             page = visit(page_file, place, width=width, scheme=scheme)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
             shoot(page, f"{name}-{width}-{scheme}")
+
+
+def test_the_members_of_a_population_have_a_table_with_links(tmp_path: Path, visit: Visit) -> None:
+    runs = with_members(open_records(populated(tmp_path)))
+    page = visit(write_page(runs, tmp_path / "view.html").path)
+    table = "section[aria-label=Population]"
+    assert texts(page, f"{table} thead th") == ["member", "copy of", "learning_rate", "steps", "success", ""]
+    rows = [line.split("\t") for line in texts(page, f"{table} tbody tr")]
+    assert rows == [
+        ["member 3", "1", "1e-06", "4", "0.875 ± 0.0312", "the best"],
+        ["member 1", "", "0.00025", "4", "0.625", ""],
+        ["member 0", "", "1e-06", "2", "0.75", "stopped"],
+    ]
+    assert page.locator(f"{table} tr[aria-current]").inner_text().startswith("member 3")
+    shoot(page, "population")
+    page.locator(f"{table} a", has_text="member 0").click()
+    page.wait_for_function("document.querySelector('h1').innerText.startsWith('member-00')")
+    assert page.locator(f"{table} tr[aria-current]").inner_text().startswith("member 0")

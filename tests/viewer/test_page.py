@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_records import HOSTILE, byte_tokens, guessing_run, play, run_of
+from made_records import HOSTILE, byte_tokens, guessing_run, play, populated, run_of
 
 from agile_trainers.cli.main import main
 from agile_trainers.records.reader import open_records
@@ -321,3 +321,34 @@ def test_mistakes_are_named(
     except SystemExit as stop:
         code = stop.code
     assert code == 2 and named in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------- a population
+
+
+def test_a_population_lists_its_members_the_best_first(tmp_path: Path) -> None:
+    folder = populated(tmp_path / "chain" / "population")
+    guessing_run(tmp_path / "chain" / "sft", steps=1, groups=1, name="20270101-000000-abcd")
+    assert main(["view", str(tmp_path / "chain")]) == 0
+    index = Page(tmp_path / "chain" / "view.html").part("index")
+    assert [run["name"] for run in index["runs"]] == [
+        "member-03 20260103-000000-abcd", "member-01 20260101-000000-abcd", "member-00 20260100-000000-abcd",
+        "20270101-000000-abcd",
+    ]  # fmt: skip
+    members = [run["info"].get("member") for run in index["runs"]]
+    assert [member["state"] for member in members[:3]] == ["the best", "", "stopped"] and members[3] is None
+    assert members[0] == {
+        "member": 3, "parent": 1, "round": 2, "steps": 4, "fitness": "0.875", "error": "0.0312", "state": "the best",
+        "measured": "success", "hyperparameters": {"learning_rate": "1e-06"},
+    }  # fmt: skip
+    assert members[1]["error"] is None and members[1]["hyperparameters"] == {"learning_rate": "0.00025"}
+    assert (folder / "lineage.json").is_file()
+
+
+def test_small_options_are_shown_as_they_are(tmp_path: Path) -> None:
+    guessing_run(tmp_path, steps=1, groups=1)
+    (records,) = open_records(tmp_path)
+    records.info["options"] = {"learning_rate": 1e-6, "max_steps": 5, "betas": [0.9, 1e-8], "name": None}
+    write_page([records], tmp_path / "view.html")
+    (run,) = Page(tmp_path / "view.html").part("index")["runs"]
+    assert run["info"]["options"] == {"learning_rate": "1e-06", "max_steps": 5, "betas": ["0.9", "1e-08"], "name": None}

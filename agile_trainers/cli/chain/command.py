@@ -42,9 +42,11 @@ from agile_trainers.adapters.loading import load_tokenizer
 from agile_trainers.checkpoints.model_card import draw_curve, hyperparameters, model_card, panels, write_card
 from agile_trainers.checkpoints.record import package_versions
 from agile_trainers.checkpoints.secrets import blanked
-from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline, stage_rows
+from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline
 from agile_trainers.cli.errors import Progress
+from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.progress import PROGRESS, show_table
+from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.train import Started
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import EpisodeResults, evaluate_policy
@@ -67,7 +69,8 @@ def run_pipeline(
     Args:
         pipeline: The stages.
         console: Console for the output.
-        after_stage: Called with each newly trained stage and its trainer, after its model was saved.
+        after_stage: Called with each newly trained stage and its trainer (its population, of an ``evolve`` stage), after
+            its model was saved.
         table: Show the progress of a stage as a table instead of the output of transformers.
 
     Returns:
@@ -90,15 +93,28 @@ def run_pipeline(
             _write(folder / STATE, state)
         if trained:
             console.rule(f"{stage.name}: {stage.algorithm} on {model}")
-            checkpoint = resume_point(folder, console)
-            _train(pipeline, stage, model, folder, checkpoint, after_stage, console if table else None)
+            if stage.population is not None:
+                _evolve(pipeline, stage, model, after_stage, console, table)
+            else:
+                checkpoint = resume_point(folder, console)
+                _train(pipeline, stage, model, folder, checkpoint, after_stage, console if table else None)
             _write(folder / STATE, {**state, "finished": True})
-        parent, model = state["id"], str(folder)
+        parent, model = state["id"], str(policy_folder(pipeline, stage))
         evaluation = evaluate(pipeline, model, folder, {"id": parent})
-        row = {"name": stage.name, "algorithm": stage.algorithm, "folder": model, "trained": trained}
+        row = {"name": stage.name, "algorithm": _shown(stage), "folder": model, "trained": trained}
         rows.append(row | {"evaluation": evaluation})
     _write(pipeline.output_dir / "chain.json", {"stages": rows})
     return rows
+
+
+def policy_folder(pipeline: Pipeline, stage: Stage) -> Path:
+    """Return the folder of the policy that a stage leaves."""
+    folder = pipeline.output_dir / stage.name
+    return folder if stage.population is None else folder / WINNER
+
+
+def _shown(stage: Stage) -> str:
+    return stage.algorithm if stage.population is None else f"evolve {stage.algorithm}"
 
 
 def made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
@@ -199,6 +215,22 @@ def _train(
     if after_stage is not None:
         after_stage(stage, trainer)
     del trainer
+    _forget()
+
+
+def _evolve(
+    pipeline: Pipeline, stage: Stage, model: str, after_stage: Hook | None, console: Console, table: bool
+) -> None:
+    """Train the population of a stage, from where it was left; its winner goes to the stage's folder."""
+    assert stage.population is not None
+    lora = _lora_of(pipeline, stage, model)
+    _, population = run_plan(
+        stage.population, model, pipeline.environment, lora, console, table=table,
+        winner=policy_folder(pipeline, stage),
+    )  # fmt: skip
+    if after_stage is not None:
+        after_stage(stage, population)
+    del population
     _forget()
 
 
@@ -423,7 +455,7 @@ def main(argv: Sequence[str]) -> None:
         if options.dry_run:
             for stage, state in zip(pipeline.stages, _check_folders(pipeline)):
                 progress = "not begun" if state is None else "finished" if state["finished"] else "begun"
-                console.print(f"{stage.name}: {stage.algorithm}, {progress}, in {pipeline.output_dir / stage.name}")
+                console.print(f"{stage.name}: {_shown(stage)}, {progress}, in {pipeline.output_dir / stage.name}")
             return
         rows = run_pipeline(pipeline, console, table=options.progress == "table")
     except PipelineError as error:

@@ -71,6 +71,7 @@ function runPage(run) {
   return [
     h("h1", {}, run.label),
     runFacts(run),
+    memberTable(run),
     findingList(run),
     h("section", { "aria-label": "Timeline" },
       h("h2", {}, run.sections.length > 1 ? "Timeline" : "Summary", run.sections.length > 1 ? h("span.note", {}, "click a step to open it") : null), key, charts, others.length ? add : null),
@@ -86,6 +87,25 @@ function runFacts(run) {
     hasContent(options) ? h("details", {}, h("summary", {}, "options"),
       h("dl.options", {}, Object.entries(options).map(([name, value]) => [h("dt", {}, name), h("dd", {}, asText(value))]))) : null,
   ];
+}
+
+/** The members of the population that the run belongs to, each with a link to its run. */
+function memberTable(run) {
+  if (!run.info.member) return null;
+  const members = VIEW.runs.filter(({ info }) => info.member);
+  const names = [...new Set(members.flatMap(({ info }) => Object.keys(info.member.hyperparameters)))];
+  const lines = members.map((one) => {
+    const { member, parent, hyperparameters, steps, fitness, error, state } = one.info.member;
+    return h("tr", { "aria-current": one === run && "true" },
+      h("th", { scope: "row" }, h("a", { href: `#run/${one.id}` }, `member ${member}`)),
+      h("td", {}, parent === null ? "" : String(parent)),
+      names.map((name) => h("td", {}, asText(hyperparameters[name] ?? ""))),
+      h("td", {}, String(steps)), h("td", {}, fitness === null ? "" : `${fitness}${error === null ? "" : ` ± ${error}`}`),
+      h("td", {}, state));
+  });
+  const titles = ["member", "copy of", ...names, "steps", run.info.member.measured, ""];
+  return h("section", { "aria-label": "Population" }, h("h2", {}, "Population", h("span.note", {}, "each member is a run of its own")),
+    h("div.wide", {}, h("table", {}, h("thead", {}, h("tr", {}, titles.map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, lines))));
 }
 
 /** What the run said of itself: see docs/troubleshooting.md. */

@@ -1,0 +1,1 @@
+"""The command ``agile-trainers evolve``."""

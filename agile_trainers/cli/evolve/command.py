@@ -1,0 +1,172 @@
+"""``agile-trainers evolve population.yaml``: trains a population and selects among its members; resumes when run again."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from agile_trainers.cli.errors import Progress
+from agile_trainers.cli.evolve.plan import Plan, PopulationFile, read_population
+from agile_trainers.cli.evolve.table import MemberProgress, value_text
+from agile_trainers.cli.progress import PROGRESS
+from agile_trainers.cli.train import Started
+from agile_trainers.populations import Lineage, Population, PopulationError, Processes, Round, split_processes
+from agile_trainers.populations.lineage import FILE
+from agile_trainers.populations.picture import write_picture
+
+WINNER = "winner"
+"""Folder of the best member's policy."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``agile-trainers evolve``."""
+    parser = argparse.ArgumentParser(
+        prog="agile-trainers evolve",
+        description="Trains a population: members with hyperparameters of their own on one frozen base, which are evaluated "
+        "after each round and selected, copied and mutated. Run again, it goes on where it was left. docs/populations.md "
+        "describes the file.",
+    )
+    parser.add_argument("population", type=Path, help="the YAML file")
+    parser.add_argument("--dry-run", action="store_true", help="check the file and show the plan; train nothing")
+    parser.add_argument("--progress", choices=PROGRESS, default="table", help="output while training: a table of the "
+                        "members after each round, or every metric of a log, as transformers prints it")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the options and run the population.
+
+    Args:
+        argv: The options.
+
+    Raises:
+        YAMLFileError: If the file cannot be run.
+        SystemExit: With code 2, if its folder holds another population, or all members failed.
+    """
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    processes = split_processes()
+    console = Console(quiet=not processes.is_main)
+    file = read_population(options.population)
+    if options.dry_run:
+        _show_plan(file, console)
+        return
+    try:
+        folder, population = run_plan(
+            file.plan, file.model, file.environment, file.plan.lora, console,
+            table=options.progress == "table", processes=processes,
+        )  # fmt: skip
+    except PopulationError as error:
+        if Progress.debug:
+            raise
+        parser.error(str(error))
+    if processes.is_main:
+        _show_winner(population.lineage, folder, file, console)
+
+
+def run_plan(
+    plan: Plan,
+    model: str,
+    environment: Any,
+    lora: Any,
+    console: Console,
+    *,
+    table: bool = True,
+    processes: Processes | None = None,
+    winner: Path | None = None,
+) -> tuple[Path, Population]:
+    """Train a population and copy its winner to a folder.
+
+    Args:
+        plan: The population.
+        model: The model or adapter that members start from.
+        environment: Its factory, or several by name.
+        lora: Settings of the members' adapters; None if ``model`` is an adapter.
+        console: Console for the output.
+        table: Show a table of the members after each round instead of the output of transformers.
+        processes: See ``Population``.
+        winner: Folder of the winner's policy. Default: ``winner`` in the population's.
+
+    Returns:
+        The winner's folder, and the population.
+    """
+    processes = processes or Processes()
+    fitness = plan.search["fitness"]
+    progress = MemberProgress(console, fitness if isinstance(fitness, str) else "fitness")
+
+    def on_trainer(trainer: Any, member: int) -> None:
+        trainer.add_callback(Started())
+        if table:
+            progress.watch(trainer, member)
+
+    def on_round(done: Round) -> None:
+        if table:
+            progress.show(done)
+        if not done.replayed or done.number == done.rounds:
+            write_picture(population.lineage, population.output_dir)
+
+    population = plan.make(model, environment, lora, on_trainer=on_trainer, processes=processes)
+    with progress.shown() if table else nullcontext():
+        population.run(on_round)
+    folder = winner or population.output_dir / WINNER
+    if processes.is_main:
+        _export(population, folder)
+    return folder, population
+
+
+def _export(population: Population, folder: Path) -> None:
+    """Copy the winner's policy to a folder, whole or not at all; an earlier one is replaced."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    population.export(partial)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def _show_plan(file: PopulationFile, console: Console) -> None:
+    plan = file.plan
+    settings = plan.make(file.model, file.environment, plan.lora, load=False).lineage.settings
+    console.print(
+        f"{settings['members']} members of {plan.algorithm} on {file.model}, strategy {settings['strategy']['name']}, "
+        f"rounds end at steps {', '.join(map(str, settings['rounds']))}.",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for name, one in plan.hyperparameters.items():
+        scale = ", drawn on a logarithmic scale" if one.log else ""
+        console.print(f"  {name} from {value_text(one.low)} to {value_text(one.high)}{scale}", highlight=False)
+    folder = Path(plan.config.output_dir)
+    if not (folder / FILE).is_file():
+        console.print(f"{folder}: not begun", markup=False, highlight=False, soft_wrap=True)
+        return
+    lineage = Lineage.read(folder)
+    done = max((event.round for event in lineage.events), default=0)
+    state = "finished" if lineage.finished else f"{done} of {len(settings['rounds'])} rounds done"
+    best = "" if lineage.best is None else f", the best is member {lineage.best}"
+    console.print(f"{folder}: {state}{best}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_winner(lineage: Lineage, folder: Path, file: PopulationFile, console: Console) -> None:
+    """Print the winner, its folder, and what can be done with it."""
+    last = lineage.course(lineage.best)[-1]  # type: ignore[arg-type]
+    values = ", ".join(f"{name} {value_text(value)}" for name, value in last.hyperparameters.items())
+    error = "" if last.standard_error is None else f" ± {last.standard_error:.3f}"
+    fitness = lineage.settings["fitness"]
+    parts = [
+        f"The winner is member {lineage.best}: {fitness} {last.fitness:.3f}{error}, {values}.",
+        f"Its policy is in {folder}.",
+    ]
+    parts += [
+        f"  evaluate it   agile-trainers eval {folder}{file.environment_options} --episodes 500",
+        f"  see episodes  agile-trainers view {folder.parent}",
+        f"  go on         model: {folder} in the file of a chain, or --model_name_or_path {folder}",
+        f"  push it       hf upload USER/NAME {folder}",
+    ]
+    for part in parts:
+        console.print(part, markup=False, highlight=False, soft_wrap=True)

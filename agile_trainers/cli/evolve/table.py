@@ -1,0 +1,115 @@
+"""Shows the progress of a population: a table of its members after each round, and a bar while they train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from agile_trainers.populations import LineageEvent, Round
+
+REPLAYED = "done before"
+
+
+class MemberProgress:
+    """Shows a population on a console, for ``Population(on_trainer=...)`` and ``run(on_round=...)``.
+
+    Args:
+        console: The console. The bar is shown on a terminal alone.
+        fitness: Name of the fitness, for the header.
+    """
+
+    def __init__(self, console: Console, fitness: str) -> None:
+        self._console, self._fitness = console, fitness
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the bar, while the population runs."""
+        with self._bar:
+            yield
+
+    def watch(self, trainer: Any, member: int) -> None:
+        """Show the steps of a member's trainer in the bar instead of its own output."""
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(_Steps(self._bar, f"member {member}"))
+
+    def show(self, done: Round) -> None:
+        """Print the table of a round."""
+        self._console.print(round_table(done, self._fitness))
+
+
+class _Steps(TrainerCallback):
+    def __init__(self, bar: Progress, title: str) -> None:
+        self._bar = bar
+        self._task = bar.add_task(title, total=None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._bar.update(self._task, total=state.max_steps, completed=state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._bar.update(self._task, visible=False)
+
+
+def round_table(done: Round, fitness: str) -> Table:
+    """Make the table of a round: its members, the best first, then the copies that were made.
+
+    Args:
+        done: The round.
+        fitness: Name of the fitness.
+    """
+    title = f"round {done.number} of {done.rounds}, {done.episodes:,} episodes, {_clock(done.seconds)}"
+    events = [*done.trained, *done.decided]
+    names = list(dict.fromkeys(name for event in events for name in event.hyperparameters))
+    table = Table(title=f"{title} ({REPLAYED})" if done.replayed else title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("member", *names, "steps", fitness):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("then", overflow="fold")
+    fates = {event.member: event for event in done.decided if event.event != "born"}
+    for event in done.trained:
+        score = "failed" if event.fitness is None else f"{event.fitness:.3f}"
+        if event.fitness is not None and event.standard_error is not None:
+            score += f" ± {event.standard_error:.3f}"
+        values = [value_text(event.hyperparameters.get(name)) for name in names]
+        steps = str(event.steps) if event.event == "trained" else "-"
+        table.add_row(str(event.member), *values, steps, score, _fate(event, fates.get(event.member)))
+    for event in done.decided:
+        if event.event == "born":
+            values = [value_text(event.hyperparameters.get(name)) for name in names]
+            table.add_row(str(event.member), *values, str(event.steps), "", f"copy of {event.parent}{_moved(event)}")
+    return table
+
+
+def _fate(trained: LineageEvent, fate: LineageEvent | None) -> str:
+    if trained.event == "failed":
+        return trained.reason.splitlines()[0] if trained.reason else ""
+    if fate is None:
+        return ""
+    reason = f": {fate.reason}" if fate.reason else ""
+    return f"{fate.event}{_moved(fate)}{reason}"
+
+
+def _moved(event: LineageEvent) -> str:
+    moved = ", ".join(f"{name} {value_text(a)} to {value_text(b)}" for name, (a, b) in event.changes.items())
+    return f" ({moved})" if moved else ""
+
+
+def value_text(value: float | None) -> str:
+    """Return a hyperparameter's value in three digits."""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -1,0 +1,162 @@
+"""Reads the values that files of chains and populations share: options, LoRA settings, data sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from datasets import Dataset
+from peft import LoraConfig
+
+from agile_trainers.cli.parser import Parser
+from agile_trainers.cli.yaml_files import YAMLFileError
+from agile_trainers.envs.questions.rows import FILES, read_dataset
+from agile_trainers.envs.registry import environment_factories
+from agile_trainers.imports import import_named
+from agile_trainers.trainers.algorithms import algorithm_names, find_algorithm
+
+
+def make_config(config: type, options: Mapping[str, Any], output_dir: Path | None, where: str) -> Any:
+    """Make a configuration from YAML values, parsed as on the command line (``1e-3`` is a number).
+
+    Args:
+        config: Its class, any dataclass.
+        options: Field name to value.
+        output_dir: Its ``output_dir``; None for a class without one.
+        where: Place in the file, for the error.
+
+    Raises:
+        YAMLFileError: For a value that the class does not accept.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(message)
+
+    parser = Parser([config])
+    parser.error = refuse  # type: ignore[method-assign]
+    try:
+        folder = {} if output_dir is None else {"output_dir": str(output_dir)}
+        parser.set_defaults_with_config(**options, **folder)
+        (made,) = parser.parse_args_into_dataclasses(args=[])
+    except (ValueError, TypeError) as error:
+        raise YAMLFileError(f"{where}: {error}") from error
+    return made
+
+
+def check_dataset(name: str, where: str) -> None:
+    """Check that a data set's file or function exists, without loading it.
+
+    Raises:
+        YAMLFileError: If a file or function does not exist.
+    """
+    module, _, attribute = name.partition(":")
+    path = Path(name)
+    if attribute and not path.exists():
+        try:
+            found = hasattr(import_named(module), attribute)
+        except ModuleNotFoundError as error:
+            raise YAMLFileError(f"{where}: dataset {name!r}: there is no module {error.name!r}.") from error
+        if not found:
+            nearest = near(attribute, dir(sys.modules[module]))
+            raise YAMLFileError(f"{where}: dataset {name!r}: {module} has no {attribute!r}{nearest}.")
+    elif path.suffix.lower() in FILES and not path.is_file():
+        raise YAMLFileError(f"{where}: there is no file {name}.")
+
+
+def stage_rows(name: str, arguments: dict[str, Any]) -> Dataset:
+    """Load the rows of a stage.
+
+    Args:
+        name: ``module.path:function`` that returns rows, or a source of
+            :func:`~agile_trainers.envs.questions.rows.read_dataset` (the split is ``train``).
+        arguments: Arguments of the function or of ``datasets.load_dataset``.
+    """
+    module, _, attribute = name.partition(":")
+    if attribute and not Path(name).exists():
+        rows = getattr(importlib.import_module(module), attribute)(**arguments)
+        return rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
+    return read_dataset(name, **{"split": "train", **arguments})
+
+
+def read_environment(content: Mapping[str, Any]) -> Any:
+    """Find the factory of ``environment``, or several by name, with ``environment_args``.
+
+    Raises:
+        YAMLFileError: If there is no such environment, or it does not take the arguments.
+    """
+    sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]  # needed for module.path:name
+    arguments = mapping(content.get("environment_args"), None, "`environment_args`")
+    try:
+        return environment_factories(content["environment"], arguments)
+    except (ValueError, ImportError) as error:
+        raise YAMLFileError(f"environment: {error}") from error
+
+
+def check_algorithm(algorithm: Any, others: Iterable[str], where: str) -> None:
+    """Check that an algorithm exists.
+
+    Args:
+        algorithm: Its name, or ``module.path:Class``.
+        others: Names that are accepted besides those of algorithms.
+        where: Place in the file, for the error.
+
+    Raises:
+        YAMLFileError: If it does not.
+    """
+    known = [*others, *algorithm_names()]
+    if algorithm not in known and ":" not in str(algorithm):
+        raise YAMLFileError(
+            f"{where}: `algorithm` must be one of {', '.join(known)}, or 'module.path:Class' of your own, got "
+            f"{algorithm!r}{near(algorithm, known)}."
+        )
+    if algorithm not in others:
+        try:
+            find_algorithm(algorithm)
+        except (ValueError, TypeError, ImportError) as error:
+            raise YAMLFileError(f"{where}: {error}") from error
+
+
+def read_lora(raw: Any, where: str) -> LoraConfig | None:
+    """Make LoRA settings from a mapping of ``LoraConfig``'s fields; None without one.
+
+    Raises:
+        YAMLFileError: If PEFT rejects them.
+    """
+    if raw is None:
+        return None
+    given = mapping(raw, LoraConfig.__dataclass_fields__, where)
+    try:
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **given})
+    except (ValueError, TypeError) as error:
+        raise YAMLFileError(f"{where}: {error}") from error
+
+
+def options_of(config: type) -> set[str]:
+    """Return the names that a file may set of a configuration."""
+    return {f.name for f in dataclasses.fields(config) if f.init} - {"output_dir"}
+
+
+def mapping(value: Any, known: Iterable[str] | None, where: str) -> dict[str, Any]:
+    """Check that a value is a mapping with known keys, and return it; None becomes an empty one."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise YAMLFileError(f"{where} must be a mapping of names to values, got {value!r}.")
+    if known is not None:
+        names = list(known)
+        for key in value:
+            if key not in names:
+                raise YAMLFileError(f"{where} knows no {key!r}{near(key, names)}.")
+    return value
+
+
+def near(name: Any, names: Iterable[str]) -> str:
+    """Return a question that names the nearest of the known names, empty if none is near."""
+    found = difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.6)
+    return f" (did you mean {' or '.join(found)}?)" if found else ""

@@ -1,0 +1,69 @@
+"""Adds to the runs of a population's members what became of them, for the page's table of members."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agile_trainers.records.reader import RunRecords
+
+LINEAGE = "lineage.json"
+"""File in a population's folder; the members' folders are beside it."""
+
+
+def with_members(runs: Sequence[RunRecords]) -> list[RunRecords]:
+    """Name the runs of members after them, the best first, before the other runs in their order.
+
+    Args:
+        runs: Any runs. Those in ``member-<number>/rollouts/`` beside a lineage are of members. Their ``info`` gets
+            ``member``: number, parent, hyperparameters, steps, fitness, standard error, state, and the fitness's name.
+    """
+    lineages: dict[Path, dict[int, dict[str, Any]]] = {}
+    members, others = [], []
+    for run in runs:
+        found = None
+        folder = run.folder.parent.parent
+        if folder.name.startswith("member-") and (folder.parent / LINEAGE).is_file():
+            if folder.parent not in lineages:
+                lineages[folder.parent] = _members(folder.parent / LINEAGE)
+            number = folder.name.removeprefix("member-")
+            found = lineages[folder.parent].get(int(number)) if number.isdecimal() else None
+        if found is None:
+            others.append(run)
+        else:
+            members.append(replace(run, name=f"{folder.name} {run.name}", info={**run.info, "member": found}))
+    return sorted(members, key=_place) + others
+
+
+def _place(run: RunRecords) -> tuple[str, int, float]:
+    """Order members: by population, then by how long they lived, then by fitness."""
+    member = run.info["member"]
+    fitness = -1e9 if member["fitness"] is None else member["fitness"]
+    return str(run.folder.parents[2]), -member["round"], -fitness
+
+
+def _members(path: Path) -> dict[int, dict[str, Any]]:
+    """Read what became of each member: its last hyperparameters and result, and whether it lives."""
+    lineage = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[int, dict[str, Any]] = {}
+    for event in lineage["events"]:
+        if event["event"] == "born":
+            found[event["member"]] = {
+                "member": event["member"], "parent": event["parent"], "round": 0, "steps": event["steps"], "fitness": None,
+                "error": None, "state": "", "measured": lineage["settings"]["fitness"],
+            }  # fmt: skip
+        member = found[event["member"]]
+        member["hyperparameters"] = {name: f"{value:.4g}" for name, value in event["hyperparameters"].items()}
+        if event["event"] == "trained":
+            member |= {
+                "round": event["round"], "steps": event["steps"], "fitness": round(event["fitness"], 4),
+                "error": event["standard_error"] and round(event["standard_error"], 4),
+            }  # fmt: skip
+        elif event["event"] in ("stopped", "failed"):
+            member["state"] = event["event"]
+    if lineage["best"] is not None:
+        found[lineage["best"]]["state"] = "the best"
+    return found
