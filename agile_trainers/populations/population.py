@@ -478,6 +478,10 @@ def _check(
         "save_total_limit": (args.save_total_limit is not None, "would delete checkpoints that copies start from"),
         "push_to_hub": (args.push_to_hub, "would push every member; push the winner's folder, see export()"),
         "load_best_model_at_end": (args.load_best_model_at_end, "would replace the weights between rounds"),
+        "offload_policy_during_rollout": (
+            args.offload_policy_during_rollout,
+            "would bring back a copy of the base that all members share",
+        ),
         "use_vllm": (args.use_vllm and args.vllm_mode == "colocate", "would start an engine for each member's round"),
         "report_to": (
             any(one not in _OWN_LOGS for one in args.report_to), f"can log members apart with {' or '.join(_OWN_LOGS)} only"

@@ -14,13 +14,15 @@ from peft import LoraConfig
 from populated import Talk, arguments, different, lora, population, quiet, states
 from transformers import TrainerCallback
 
-from agile_trainers.adapters.folders import RECORD, read_json
+from agile_trainers.adapters.folders import RECORD, mark_complete, read_json, write_json
 from agile_trainers.checkpoints.adoption import adopt
+from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.populations import HyperparameterConfig, Lineage, PopulationError, Range, Selection, Successor
 from agile_trainers.populations import population as module
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.members import Assignment, Rounds
 from agile_trainers.trainers.algorithms import find_algorithm
+from agile_trainers.types import Trajectory
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "grpo": {"beta": 0.1, "reference_adapter": True, "lr_scheduler_type": "linear"},
@@ -287,8 +289,6 @@ def test_a_copy_has_weights_and_moments_and_is_a_branch(continued, tmp_path):
 
 def copied_with(checkpoint: Path, iterations: int) -> Path:
     """Say that a checkpoint was saved with this number of iterations."""
-    from agile_trainers.adapters.folders import mark_complete, write_json
-
     record = read_json(checkpoint / RECORD)
     write_json(checkpoint / RECORD, {**record, "options": {**record["options"], "num_iterations": iterations}})
     mark_complete(checkpoint)
@@ -308,12 +308,20 @@ def test_a_member_that_crashes_or_turns_nan_loses_only_itself(embedded_model, tm
                 if "lora_B" in name:
                     parameter.data.fill_(float("nan"))
 
-    made = population(embedded_model, tmp_path, members=3, rounds=1, max_steps=1, on_trainer=harm)
+    made = population(embedded_model, tmp_path, members=3, max_hours=1e-9, fitness=turns, on_trainer=harm)
     lineage = made.run()
-    events = {event.member: event for event in lineage.events if event.round == 1}
+    events = {event.member: event for event in lineage.events if event.event in ("trained", "failed")}
     assert [events[n].event for n in range(3)] == ["trained", "failed", "failed"] and made.best == 0
     assert events[1].reason == "OSError: the simulator is gone" and events[2].reason
     assert json.loads((tmp_path / "rounds/0001/member-01.json").read_text())["failed"] == events[1].reason
+    lengths = [1 + spec.seed % 2 for spec in evaluation_episodes(3, 6)]
+    assert events[0].fitness == pytest.approx(sum(lengths) / 6)
+    assert lineage.finished and max(event.round for event in lineage.events) == 1  # the hours were over
+
+
+def turns(episode: Trajectory) -> float:
+    """A user's fitness, which every policy has alike."""
+    return float(len(episode.turns))
 
 
 def test_a_population_without_a_survivor_says_why(embedded_model, tmp_path):
@@ -340,6 +348,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("push_to_hub=True", {"push_to_hub": True}),
     ("report_to=.'wandb'.", {"report_to": ["wandb"]}),
     ("save_total_limit=1", {"save_total_limit": 1}),
+    ("offload_policy_during_rollout=True", {"offload_policy_during_rollout": True, "use_vllm": True}),
+    ("use_vllm=True", {"use_vllm": True}),
     ("gamma.*got 2", {"hyperparameters": HyperparameterConfig(gamma=Range(0.5, 2.0))}),
     ("eval_dataset must be one data set", {"eval_dataset": {"a": [{"x": 1}]}}),
 ]
