@@ -32,7 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make(case: str, model: Path, output: Path) -> MultiTurnTrainer:
-    changes = {"per_device_train_batch_size": EPISODES // PROCESSES, **CASES[case]}
+    changes = {
+        "per_device_train_batch_size": EPISODES // PROCESSES,
+        # What several processes compute in packed rows, one computes in padded ones.
+        "sequence_packing": "prefix" if PROCESSES > 1 else "none",
+        **CASES[case],
+    }
     if case != "ppo":
         return make_trainer(model, output, **changes)
     trainer = make_ppo(model, output, **changes)
@@ -79,6 +84,7 @@ def play(case: str, model: Path, output: Path) -> None:
     if "reference_adapter" in CASES[case]:
         trainer.update_reference()
     gradients.append(step(trainer))
+    assert trainer.packer.packs == (PROCESSES > 1)
     state = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True))
     if trainer.accelerator.is_main_process:
         trainer._save(str(output / "end"), state_dict=state)

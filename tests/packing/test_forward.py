@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +23,11 @@ from transformers import (
 )
 from trl.trainer.utils import _ChunkedLogProbFunction, add_fused_lm_head
 
+from agile_trainers.packing import attention
+from agile_trainers.packing.cost import rounding_bound
 from agile_trainers.packing.forward import PackedForward
 from agile_trainers.packing.support import longest_packed, why_padded
+from agile_trainers.packing.trie import Segment
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -114,6 +118,32 @@ def test_packed_rows_equal_padded_rows(name):
     padded = run(model, forward, packed=False)
     assert_same(run(model, forward, packed=True), padded)
     torch.testing.assert_close(padded[0], trls.log_probs[:, -ANSWER:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_the_bound_of_the_self_check_separates_rounding_from_an_error_in_bf16(name, monkeypatch):
+    """All weights in bf16, log-probabilities spread as the bound assumes; the error: rows see the rows before them."""
+    model = make_model(name)
+    model.lm_head.weight.data *= 9
+    model, forward, batch = model.to(torch.bfloat16), PackedForward(model), rows()
+    del batch["scored"]
+    there = batch["labels"][:, 1:] != -100
+
+    def read(packed: bool) -> torch.Tensor:
+        with torch.no_grad():
+            outputs = forward.reading(model, None, pack=lambda *_: packed)(**batch, fused_lm_head=True)
+        return outputs.log_probs[there].float()
+
+    padded, packed, bound = read(False), read(True), rounding_bound(model, torch.bfloat16)
+    assert 3.0 < padded.std() < 5.0
+    assert bound / 20 < (packed - padded).abs().mean() < bound
+
+    def one_row(q, k, v, trie, scale):
+        return right(q, k, v, replace(trie, segments=(Segment(0, trie.size, trie.size),)), scale)
+
+    right = attention.trie_attention
+    monkeypatch.setattr(attention, "trie_attention", one_row)
+    assert (read(True) - padded).abs().mean() > 3 * bound
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

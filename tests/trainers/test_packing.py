@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,15 @@ import torch
 from checkpointed_runs import make, run_until
 from games import draw_batch, loss_and_gradients, make_trainer, relative_error
 from ppo_games import make_ppo, wake
+from torch._dynamo.utils import counters
 
+from agile_trainers.embedded import make_tokenizer
 from agile_trainers.packing.cost import Cost
 from agile_trainers.packing.packer import PackingState
+from agile_trainers.types import StopReason, Trajectory, Turn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import architectures
 
 MAKERS = {
     "grpo": make_trainer,
@@ -143,6 +152,51 @@ def test_rows_that_would_differ_stay_padded_with_a_warning(embedded_model, tmp_p
         return
     draw_batch(trainer)
     assert not trainer.packer.packs and "differ by" in warnings[0] and len(warnings) == 1
+
+
+def test_a_router_loss_keeps_padded_rows(tmp_path, monkeypatch):
+    """It is an average over all tokens, shared ones included; loss and gradient are those of TRL's own forward pass."""
+    model, warnings = tmp_path / "model", []
+    architectures.make_model("mixtral").save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    monkeypatch.setattr("agile_trainers.packing.packer.logger.warning", lambda text, *v: warnings.append(text % v))
+    options = {"lora": False, "router_aux_loss_coef": 0.5, "num_iterations": 2, **BATCH}
+    with pytest.raises(ValueError, match=r"sequence_packing='prefix'.*router"):
+        make_trainer(model, tmp_path / "prefix", sequence_packing="prefix", **options)
+    trainer = make_trainer(model, tmp_path, **options)
+    assert len(warnings) == 1 and "router" in warnings[0] and trainer.aux_loss_enabled
+    batch = draw_batch(trainer)
+    assert not trainer.packer.packs and not trainer.packer.needs_check
+    loss, gradients = loss_and_gradients(trainer, dict(batch))
+    trainer.packer.reading = lambda model, scored, values: model
+    trls, expected = loss_and_gradients(trainer, dict(batch))
+    assert relative_error(gradients, expected) < 1e-5 and loss == pytest.approx(trls.item(), rel=1e-5)
+    trainer.router_aux_loss_coef = 0.0
+    without, _ = loss_and_gradients(trainer, dict(batch))
+    assert loss - without > 0.1
+
+
+@pytest.mark.slow
+def test_packed_rows_of_many_shapes_are_not_compiled_for_each(embedded_model, tmp_path):
+    """TorchDynamo captures graphs for the first shapes, with sizes that may vary, and none for later ones."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, torch_compile=True, torch_compile_backend="eager", sequence_packing="prefix",
+        max_steps=7, diagnosis_interval=0, max_logprob_gap=1e9, max_model_length=1024,
+    )  # fmt: skip
+    chance, graphs = random.Random(0), []
+    for prompt, longest in [(40, 8), (60, 12), (90, 26), (35, 31), (120, 14), (77, 50), (200, 60)]:
+        starts = [[chance.randrange(10, 90) for _ in range(prompt)] for _ in range(2)]
+        episodes = [sampled(chance, starts[seed], longest - 2 * member, seed) for seed in (0, 1) for member in range(4)]
+        trainer.update(episodes)
+        assert trainer.packer.packs
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and len(set(graphs[2:])) == 1, graphs
+
+
+def sampled(chance: random.Random, prompt: list[int], length: int, seed: int) -> Trajectory:
+    """An episode of one turn of arbitrary tokens."""
+    tokens, turn = [chance.randrange(10, 90) for _ in range(length)], Turn(0, length, "", "length", chance.random(), "")
+    return Trajectory(list(prompt), tokens, [0.0] * length, [turn], StopReason.TERMINATED, seed=seed)
 
 
 @pytest.mark.parametrize(
