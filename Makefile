@@ -14,7 +14,7 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 VLLM := .venv-vllm
 AGILERL := .venv-agilerl
 
-.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-gpu bench-agilerl bench-populations docs clean
+.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-tasks bench-gpu bench-agilerl bench-populations docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -77,6 +77,9 @@ bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM: event-driven beside 
 
 bench-gpu: $(VENV)/.installed  ## rollout and update speed and memory on a GPU, beside TRL's GRPOTrainer
 	$(RUN) benchmarks/gpu.py
+
+bench-tasks: $(VENV)/.installed  ## what task sampling saves: adaptive draws, replaced groups; half an hour, resumable
+	$(RUN) benchmarks/task_sampling.py
 
 bench-populations: $(VENV)/.installed  ## a population beside a single tuned run, on the demo's game
 	$(RUN) benchmarks/populations.py

@@ -212,6 +212,8 @@ def test_async_environments_and_data_set_rows(tmp_path: Path) -> None:
     options = ["--dataset_name", str(tmp_path), "--episodes", "2", "--player", "expert"]
     code, report = run("agile:guess_number", *options, "--gradient_accumulation_steps", "4")
     assert code == 1 and "train_dataset has 2 rows, but a generation batch takes 4" in report
+    code, report = run("agile:guess_number", *options, "--gradient_accumulation_steps", "1", "--task_column", "level")
+    assert code == 1 and "task_column='level' is no column of train_dataset; it has secret" in report
     code, report = run("agile:guess_number", *options, "--gradient_accumulation_steps", "1")
     assert code == 0
     assert "mean 2.5, at most 3" in report  # halving guesses 6, 3 and 6, 9, 11

@@ -37,6 +37,7 @@ from agile_trainers.trainers.environment_options import for_environment
 from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, rows_of_environment
 from agile_trainers.trainers.options import option, with_args
 from agile_trainers.trainers.recipe import idle_recipe
+from agile_trainers.trainers.task_sampling import task_pool
 
 PLAYERS = ("auto", "model", "random", "expert")
 
@@ -167,9 +168,11 @@ def _rows_of_each(
     """Return the first rows of each environment by its name; None without rows.
 
     Raises:
-        ValueError: If a row names no known environment, or an environment has no row.
+        ValueError: If a row names no known environment, an environment has no row, or the rows do not fit the options that
+            draw them.
     """
     mixture = mixture_of(args, script.environment)
+    task_pool(args, train_rows or None, mixture)
     if mixture is None:
         return {None: train_rows and [dict(row) for row in islice(train_rows, count)]}
     if not train_rows:
