@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -49,7 +49,7 @@ PATIENCE = 4
 """Number of consecutive solved evaluations that end a run early. Lengths are measured over the whole budget."""
 PEER_SCORE = {"two_inputs": 0.836}
 """Greedy success of AgileRL 2.9.1 on the probes that it did not solve on the same budget."""
-COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#000000")
+COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#000000", "#E69F00")
 """A colour per algorithm that colour-blind readers can tell apart (Okabe and Ito)."""
 LENGTH_EPISODES = 2048
 """Number of sampled episodes in a mean length."""
@@ -86,7 +86,10 @@ ALGORITHMS = {
         {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
     ),
 }
-TURN_LEVEL = ("grpo", "reinforce", "ppo")
+ALGORITHMS["ppo, critic_layers=1"] = replace(
+    ALGORITHMS["ppo"], options=ALGORITHMS["ppo"].options | {"critic_layers": 1}, probes=("delayed",)
+)
+TURN_LEVEL = ("grpo", "reinforce", "ppo", "ppo, critic_layers=1")
 
 RECIPE: dict[str, Any] = {
     "per_device_train_batch_size": 128,
