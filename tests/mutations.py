@@ -389,6 +389,10 @@ MUTATIONS = [
         "tests/trainers/test_reference.py -k so_many_steps",
     ),
     Mutation(
+        "rows are packed under a router loss", "trainers/construction.py",
+        "shared ones too\": trainer.aux_loss_enabled", "shared ones too\": False", f"{PACKING} -k router_loss",
+    ),
+    Mutation(
         "the critic learns twice, in the update too", "trainers/critic.py",
         "        if self.learned:\n            return None\n", "", "tests/trainers/test_ppo_learned.py -k second_pass",
     ),
