@@ -58,10 +58,34 @@ TEMPLATES = "tests/rollout/test_chat_templates.py tests/rollout/test_chat.py"
 
 TASKS = "tests/trainers/test_task_sampling.py"
 SEARCH = "tests/trainers/test_hyperparameter_search.py"
+PICTURE = "tests/populations/test_picture.py"
+EVOLVE = "tests/test_cli_evolve.py"
 POPULATION = "tests/populations/test_population.py"
 SELECTION = "tests/populations/test_selection.py"
 
 MUTATIONS = [
+    Mutation(
+        "the stage after a population begins with its first member", "cli/chain/command.py",
+        "return folder if stage.population is None else folder / WINNER",
+        "return folder if stage.population is None else folder / \"population\" / \"member-00\"",
+        f"{EVOLVE}::test_the_winner_goes_on_to_the_next_stage",
+    ),
+    Mutation(
+        "a copy's line begins at its own first result", "populations/picture.py",
+        "course.fitness = parent.fitness[-1:]", "course.fitness = []",
+        f"{PICTURE}::test_a_copy_begins_where_its_parent_was_and_its_hyperparameter_moves_there",
+    ),
+    Mutation(
+        "the winner's line goes on along its parent's", "populations/picture.py",
+        "fitness = [point for point in before.fitness if point[0] < born] + way.fitness",
+        "fitness = before.fitness + way.fitness",
+        f"{PICTURE}::test_a_copy_begins_where_its_parent_was_and_its_hyperparameter_moves_there",
+    ),
+    Mutation(
+        "the viewer rounds a learning rate to 0", "viewer/parts.py",
+        "\"info\": _exact(run.info),", "\"info\": run.info,",
+        f"{VIEWER}::test_small_options_are_shown_as_they_are",
+    ),
     Mutation(
         "a member's trainer gets a copy of the base", "populations/base.py",
         "nn.Parameter(parameter.detach(), ", "nn.Parameter(parameter.detach().clone(), ",

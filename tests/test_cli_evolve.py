@@ -17,7 +17,7 @@ from rich.console import Console
 from agile_trainers.cli.chain import command as chain
 from agile_trainers.cli.chain.stages import PipelineError, parse_pipeline
 from agile_trainers.cli.evolve.plan import read_population
-from agile_trainers.cli.evolve.table import round_table
+from agile_trainers.cli.evolve.table import MemberProgress
 from agile_trainers.cli.main import main
 from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.populations import PBT, Lineage, LineageEvent, Round, Tournament
@@ -226,16 +226,20 @@ def test_the_table_of_a_round() -> None:
         LineageEvent(1, 1, "mutated", moved, changes={"learning_rate": (1e-4, 8e-5)}),
         LineageEvent(1, 3, "born", moved, parent=1, changes={"learning_rate": (1e-4, 8e-5)}, steps=10),
     ]
-    screen = StringIO()
-    Console(file=screen, width=140).print(round_table(Round(1, trained, decided, 1280, 3725.0, False, 4), "success"))
+    done, screen = Round(1, trained, decided, 1280, 3725.0, False, 4), StringIO()
+    MemberProgress(Console(file=screen, width=80), "success").show(done)
     title, header, _, *rows = [line.rstrip() for line in screen.getvalue().splitlines() if line.strip()]
     assert title.split() == ["round", "1", "of", "4,", "1,280", "episodes,", "1:02:05"]
     assert header.split() == ["member", "learning_rate", "num_iterations", "steps", "success", "then"]
     assert [re.sub(r"\s+", " ", row.strip()) for row in rows] == [
-        "1 0.0001 2 10 0.500 ± 0.125 mutated (learning_rate 0.0001 to 8e-05)",
-        "0 0.0001 2 10 0.250 stopped: -0.25 ± 0.1 against member 1",
-        "2 0.0001 2 - failed NonFiniteError: NaN",
-        "3 8e-05 2 10 copy of 1 (learning_rate 0.0001 to 8e-05)",
+        "1 0.0001 2 10 0.500 ± 0.125 mutated",
+        "0 0.0001 2 10 0.250 stopped",
+        "2 0.0001 2 - failed",
+        "3 8e-05 2 10 copy of 1",
+        "member 2, failed: NonFiniteError: NaN",
+        "member 0, stopped: -0.25 ± 0.1 against member 1",
+        "member 1, mutated: learning_rate 0.0001 to 8e-05",
+        "member 3, copy of 1: learning_rate 0.0001 to 8e-05",
     ]
 
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from agile_trainers.populations import LineageEvent, Round
+from agile_trainers.populations import Round
 
 REPLAYED = "done before"
 
@@ -43,8 +43,10 @@ class MemberProgress:
         trainer.add_callback(_Steps(self._bar, f"member {member}"))
 
     def show(self, done: Round) -> None:
-        """Print the table of a round."""
+        """Print the table of a round, and the reasons of what was decided."""
         self._console.print(round_table(done, self._fitness))
+        for line in round_reasons(done):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Steps(TrainerCallback):
@@ -67,39 +69,37 @@ def round_table(done: Round, fitness: str) -> Table:
         fitness: Name of the fitness.
     """
     title = f"round {done.number} of {done.rounds}, {done.episodes:,} episodes, {_clock(done.seconds)}"
-    events = [*done.trained, *done.decided]
-    names = list(dict.fromkeys(name for event in events for name in event.hyperparameters))
-    table = Table(title=f"{title} ({REPLAYED})" if done.replayed else title, title_justify="left", box=SIMPLE_HEAD)
+    names = list(dict.fromkeys(name for event in (*done.trained, *done.decided) for name in event.hyperparameters))
+    title += f" ({REPLAYED})" if done.replayed else ""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in ("member", *names, "steps", fitness):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("then", overflow="fold")
-    fates = {event.member: event for event in done.decided if event.event != "born"}
+    table.add_column("then", no_wrap=True)
+    fates = {event.member: event.event for event in done.decided if event.event != "born"}
     for event in done.trained:
         score = "failed" if event.fitness is None else f"{event.fitness:.3f}"
         if event.fitness is not None and event.standard_error is not None:
             score += f" ± {event.standard_error:.3f}"
         values = [value_text(event.hyperparameters.get(name)) for name in names]
         steps = str(event.steps) if event.event == "trained" else "-"
-        table.add_row(str(event.member), *values, steps, score, _fate(event, fates.get(event.member)))
+        table.add_row(str(event.member), *values, steps, score, fates.get(event.member, ""))
     for event in done.decided:
         if event.event == "born":
             values = [value_text(event.hyperparameters.get(name)) for name in names]
-            table.add_row(str(event.member), *values, str(event.steps), "", f"copy of {event.parent}{_moved(event)}")
+            table.add_row(str(event.member), *values, str(event.steps), "", f"copy of {event.parent}")
     return table
 
 
-def _fate(trained: LineageEvent, fate: LineageEvent | None) -> str:
-    if trained.event == "failed":
-        return trained.reason.splitlines()[0] if trained.reason else ""
-    if fate is None:
-        return ""
-    reason = f": {fate.reason}" if fate.reason else ""
-    return f"{fate.event}{_moved(fate)}{reason}"
-
-
-def _moved(event: LineageEvent) -> str:
-    moved = ", ".join(f"{name} {value_text(a)} to {value_text(b)}" for name, (a, b) in event.changes.items())
-    return f" ({moved})" if moved else ""
+def round_reasons(done: Round) -> list[str]:
+    """Return a line for each decision that has a reason or a change, and for each failure."""
+    lines = []
+    for event in (*(one for one in done.trained if one.event == "failed"), *done.decided):
+        moved = ", ".join(f"{name} {value_text(a)} to {value_text(b)}" for name, (a, b) in event.changes.items())
+        parts = [part for part in (moved, *event.reason.splitlines()[:1]) if part]
+        what = f"copy of {event.parent}" if event.event == "born" else event.event
+        if parts:
+            lines.append(f"  member {event.member}, {what}: {'; '.join(parts)}")
+    return lines
 
 
 def value_text(value: float | None) -> str:
