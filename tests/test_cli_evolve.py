@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from chain_files import lineage
+from launching import run
 from rich.console import Console
 
 from agile_trainers.cli.chain import command as chain
@@ -249,3 +253,42 @@ def test_a_strategy_by_its_name_has_its_defaults(embedded_model: Path, tmp_path:
     file = read_population(path)
     made = file.plan.make(file.model, file.environment, file.plan.lora)
     assert made.lineage.settings["strategy"] == vars(PBT())
+
+
+def without_times(folder: Path) -> Any:
+    content = json.loads((folder / "lineage.json").read_text(encoding="utf-8"))
+    for event in content["events"]:
+        del event["seconds"]
+    return content
+
+
+@pytest.mark.slow
+def test_two_processes_divide_the_members(chained: Any, embedded_model: Path, tmp_path: Path) -> None:
+    """The result is that of the chain's population, which one process trained."""
+    path = tmp_path / "population.yaml"
+    path.write_text(yaml.safe_dump(file_of(embedded_model, tmp_path / "out")), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = run([*command, "agile_trainers.cli.main", "evolve", str(path)], timeout=600, cwd=tmp_path,
+               env={**os.environ, "PYTHONPATH": paths})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    pipeline, *_ = chained
+    alone = Path(pipeline["output_dir"]) / "search" / "population"
+    assert without_times(tmp_path / "out")["events"] == without_times(alone)["events"]
+    assert weights(tmp_path / "out" / "winner") == weights(alone.parent / "winner")
+    assert done.stdout.count("The winner is member") == 1
+
+
+@pytest.mark.slow
+def test_the_example_of_populations(tmp_path: Path) -> None:
+    """A small one; run again it trains nothing, and ends with the same policy."""
+    script = Path(__file__).parents[1] / "examples" / "population_guess_number.py"
+    options = ["--members", "3", "--rounds", "2", "--steps", "2", "--sft_steps", "5", "--eval_episodes", "24"]
+    command = [sys.executable, str(script), "--output_dir", str(tmp_path), *options]
+    once = subprocess.run(command, check=True, capture_output=True, text=True)
+    first = weights(tmp_path / "winner")
+    again = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert (
+        "(done before)" in again.stdout and "(done before)" not in once.stdout and weights(tmp_path / "winner") == first
+    )
+    assert (tmp_path / "population" / PICTURE).is_file() and "wins" in once.stdout
