@@ -104,7 +104,8 @@ def draw_lineage(lineage: Lineage) -> bytes:
     ways = courses(lineage)
     names = list(dict.fromkeys(name for way in ways.values() for name in way.values))
     families = [way.member for way in ways.values() if way.parent is None]
-    palette = [color for color in colormaps["tab10" if len(families) < 10 else "tab20"].colors if len(set(color)) > 1]
+    tab = colormaps["tab10" if len(families) < 10 else "tab20"]
+    palette = [color for color in map(tab, range(tab.N)) if len(set(color[:3])) > 1]  # without grey
     colors = {family: palette[place % len(palette)] for place, family in enumerate(families)}
     heights = [3.0, *(1.4 for _ in names)]
     figure = Figure(figsize=(9, 1.35 * sum(heights) + 0.8), layout="constrained")
