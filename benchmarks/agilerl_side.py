@@ -98,7 +98,8 @@ class Side:
     def measure(self, adapter: str, gradient: str) -> int:
         """Start from an adapter and train once, to warm up; write the gradient and return the bytes kept."""
         model = self.agent.actor
-        set_peft_model_state_dict(model, load_file(adapter), adapter_name="actor")
+        adapted = next(module for module in model.modules() if hasattr(module, "peft_config"))  # PPO's is inside
+        set_peft_model_state_dict(adapted, load_file(adapter), adapter_name="actor")
         saved = SavedBytes([*model.parameters(), *model.buffers()])
         with saved.counting(), reading_gradients(model) as gradients:
             self.update()
