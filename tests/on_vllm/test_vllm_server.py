@@ -186,7 +186,7 @@ def test_two_processes_are_one(embedded_model: Path, embedded_served: Served, tm
     one, two = (
         launch(SCRIPT, processes, embedded_model, tmp_path / str(processes), cases) / "lora" for processes in (1, 2)
     )
-    for kind, count in (("generation", 16), ("eval", 5)):
+    for kind, count in (("train", 16), ("eval", 5)):
         played = [[record["completion_ids"] for record in episodes(run, kind)] for run in (one, two)]
         assert len(played[0]) == count and played[0] == played[1]
     ours, theirs = (torch.load(run / "result.pt", weights_only=False) for run in (one, two))
