@@ -155,7 +155,9 @@ def run(
         "output_dir": str(folder / "run"), "log_rollouts": False, "learning_rate": 1e-3,
         # The plan is of padded rows in one pass, each with a signal.
         "sequence_packing": "none", "max_tokens_per_micro_batch": 100_000, **({} if kind == "ppo" else SIGNAL),
-    } | ({"num_generations": 2} if kind == "grpo" else {}) | case.options  # fmt: skip
+    } | case.options  # fmt: skip
+    # PPO's plan is of a pass that trains both: the critic is read a second time with several iterations.
+    settings |= {"num_generations": 2} if kind == "grpo" else {"num_iterations": 2}
     settings["min_new_tokens"] = settings["max_new_tokens"]
     counts = Counts()
     trainer = counted(trainer_class, counts)(

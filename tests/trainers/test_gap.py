@@ -219,8 +219,8 @@ def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
     advantages: list[torch.Tensor] = []
     count: list[int] = []
 
-    def remember(batch: Any, read: Any) -> Any:
-        given = credit(batch, read)
+    def remember(batch: Any, *others: Any) -> Any:
+        given = credit(batch, *others)
         advantages.append(given.advantages)
         return given
 

@@ -115,7 +115,8 @@ def estimate_memory(config: PretrainedConfig, plan: MemoryPlan) -> list[MemoryIt
     """Estimate the memory of one process, without fragmentation and the libraries' own memory.
 
     The activations for the backward pass are counted on a forward pass without data, so they are right for any
-    architecture. A critic's are assumed to be as large as the policy's.
+    architecture. A critic's are assumed to be as large as the policy's, and to be kept beside them; a run whose critic is
+    trained while its values are read keeps one of the two.
 
     Args:
         config: The model's configuration. No weights are loaded.
