@@ -183,7 +183,7 @@ def idle(embedded_model, tmp_path_factory):
         ({"hp_space": lambda _: {"gamma": 1.5}}, ValueError, "gamma"),
         ({"hp_space": lambda _: None}, TypeError, "dictionary"),
     ],
-    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_search_that_cannot_be_made_says_why(idle, given, error, message):
     with pytest.raises(error, match=message):
