@@ -174,7 +174,7 @@ class Game:
         trainer.current_gradient_accumulation_steps = 1
         batch = self.batch(members)
         critic = trainer.critic
-        read = None if critic is None else critic.read(batch, trainer._trained(batch), 0, None)
+        read = None if critic is None else critic.read(batch)  # the exact one
         rewards = batch.turn_rewards.sum(dim=1, keepdim=True)
         credit = trainer._credit(batch, read, rewards) if advantages is None else Credit(advantages)
         columns = trainer._train_batch(batch, credit, Scores(torch.ones(len(members)) > 0), read).to_trl()
