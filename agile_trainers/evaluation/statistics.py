@@ -72,9 +72,8 @@ def effective_trials(
     total, number = float(counts.sum()), len(sums)
     if number == total or number < 2:
         return float(number)
-    mean = float(sums.sum()) / total
-    variance = float(np.mean((np.asarray(values, float) - mean) ** 2))
-    between = number / (number - 1) * float(np.sum((sums - mean * counts) ** 2)) / total**2
+    variance = float(np.mean((np.asarray(values, float) - float(sums.sum()) / total) ** 2))
+    between = _variance_between(sums, counts)
     if variance == 0.0:
         return float(number)
     shrunk = (_normal_quantile(confidence) / student_quantile(confidence, number - 1)) ** 2
@@ -92,11 +91,7 @@ def standard_error(values: Sequence[float], units: Sequence[Hashable] | None = N
         The error; NaN with fewer than two units.
     """
     sums, counts = _unit_sums(values, units)
-    number, total = len(sums), float(counts.sum())
-    if number < 2:
-        return math.nan
-    spread = sums - float(sums.sum()) / total * counts
-    return math.sqrt(number / (number - 1) * float(np.sum(spread**2))) / total
+    return math.sqrt(_variance_between(sums, counts)) if len(sums) > 1 else math.nan
 
 
 def bootstrap_interval(
@@ -299,6 +294,12 @@ def _unit_sums(values: Sequence[float], units: Sequence[Hashable] | None) -> tup
     places: dict[Hashable, int] = {}
     index = np.array([places.setdefault(unit, len(places)) for unit in units], dtype=int)
     return np.bincount(index, numbers, len(places)), np.bincount(index, minlength=len(places)).astype(float)
+
+
+def _variance_between(sums: Any, counts: Any) -> float:
+    """Return the variance of the mean of all values, estimated from the differences between at least two units."""
+    number, total = len(sums), float(counts.sum())
+    return number / (number - 1) * float(np.sum((sums - float(sums.sum()) / total * counts) ** 2)) / total**2
 
 
 def _normal_quantile(confidence: float) -> float:
