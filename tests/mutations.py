@@ -65,6 +65,16 @@ SELECTION = "tests/populations/test_selection.py"
 
 MUTATIONS = [
     Mutation(
+        "the card of a pushed member loads a folder that is not there", "populations/export.py",
+        ".replace(f'\"{source.name}\"', f'\"{model_id}\"')", "",
+        f"{POPULATION}::test_the_winner_on_the_hub",
+    ),
+    Mutation(
+        "a population's files hold an API's key", "populations/population.py",
+        "return blanked(settings)", "return settings",
+        f"{POPULATION}::test_the_winner_on_the_hub",
+    ),
+    Mutation(
         "the stage after a population begins with its first member", "cli/chain/command.py",
         "return folder if stage.population is None else folder / WINNER",
         "return folder if stage.population is None else folder / \"population\" / \"member-00\"",

@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import auth_check, upload_folder
+from huggingface_hub import CommitInfo, auth_check, create_repo, upload_folder
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from peft import PeftModel
 from transformers.trainer import TRAINING_ARGS_NAME
@@ -146,10 +147,11 @@ class HubPushes:
         return sorted({path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)})
 
 
-def make_repository(name: str, token: str | None, make: Callable[[], str]) -> None:
-    """Make the repository and check write access to it.
+def make_repository(option: str, name: str, token: str | None, make: Callable[[], str]) -> str:
+    """Make the repository, check write access to it, and return its full name.
 
     Args:
+        option: The argument that names the repository, for the error.
         name: The name that the user gave, for the error.
         token: The Hub token.
         make: Makes the repository and returns its full name.
@@ -170,6 +172,41 @@ def make_repository(name: str, token: str | None, make: Callable[[], str]) -> No
         if response is not None and response.status_code not in (400, 401, 403, 404):
             raise
         raise ValueError(
-            f"Cannot push to hub_model_id={name!r}: {str(error).strip().splitlines()[0]} Check the name (user/model) "
-            "and that the token (hub_token, or that of `hf auth login`) may write there, or set push_to_hub=False."
+            f"Cannot push to {option}={name!r}: {str(error).strip().splitlines()[0]} Check the name (user/model) and that "
+            "the token (hub_token, or that of `hf auth login`) may write there."
         ) from error
+    return made
+
+
+def push_written(
+    name: str,
+    write: Callable[[Path, str], Any],
+    *,
+    private: bool | None,
+    message: str,
+    token: str | None,
+    revision: str | None,
+) -> CommitInfo:
+    """Push a folder to a repository, which is made if there is none.
+
+    Args:
+        name: Name of the repository, ``user/model`` or ``model``.
+        write: Writes the files into a folder; its second argument is the repository's full name, for the card.
+        private: Make a new repository private; None leaves it to the Hub.
+        message: Message of the commit.
+        token: Hub token; None for the stored one.
+        revision: Branch; None for the main one.
+
+    Raises:
+        ValueError: If the Hub refuses the repository's name or the token.
+    """
+
+    def make() -> str:
+        return create_repo(name, token=token, private=private, exist_ok=True).repo_id
+
+    repository = make_repository("repo_id", name, token, make)
+    with TemporaryDirectory() as folder:
+        write(Path(folder), repository)
+        return upload_folder(
+            repo_id=repository, folder_path=folder, commit_message=message, token=token, revision=revision
+        )

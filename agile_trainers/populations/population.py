@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, is_dataclass
@@ -10,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import CommitInfo
 from transformers.utils import logging
 
 from agile_trainers.adapters import find_adapters
 from agile_trainers.adapters.folders import lora_settings, read_json, write_json
 from agile_trainers.adapters.initialization import changes_base
-from agile_trainers.checkpoints.output_lock import LOCK, locked
+from agile_trainers.checkpoints.hub import push_written
+from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import recorded_options
+from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.populations.base import SharedBase
+from agile_trainers.populations.export import copy_member
 from agile_trainers.populations.fitness import Score, ranked
 from agile_trainers.populations.hyperparameters import (
     HyperparameterConfig,
@@ -361,23 +364,61 @@ class Population:
     def export(self, folder: str | Path, member: int | None = None) -> Path:
         """Copy a member's policy, tokenizer and card to a folder, which any later run takes as ``model``.
 
+        Critic and reference adapter are copied too, and ``lineage.json`` and its picture are written beside them.
+
         Args:
             folder: A new or empty folder.
             member: Its number. Default: the best.
 
         Raises:
-            ValueError: If the folder holds something.
+            ValueError: If the folder holds something, or no such member trained.
         """
-        folder, source = Path(folder), self.folder(self.best if member is None else member)
+        folder = Path(folder)
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty. Choose a new folder.")
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in source.iterdir():
-            if path.is_dir() and (path / "adapter_config.json").is_file() and not path.name.startswith("checkpoint-"):
-                shutil.copytree(path, folder / path.name)
-            elif path.is_file() and path.name not in (LOCK, "training_args.bin"):
-                shutil.copy2(path, folder / path.name)
-        return folder
+        return self._copy(member, folder, folder.absolute().name)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        member: int | None = None,
+        *,
+        private: bool | None = None,
+        commit_message: str = "Upload a population's member",
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> CommitInfo | None:
+        """Push what :meth:`export` writes to a model repository on the Hub, which is made if there is none.
+
+        Args:
+            repo_id: Name of the repository, ``user/model`` or ``model``.
+            member: The member's number. Default: the best.
+            private: Make a new repository private. Default: ``args.hub_private_repo``, or as the Hub decides.
+            commit_message: Message of the commit.
+            token: Hub token; no file contains it. Default: ``args.hub_token``, or the one that ``hf auth login`` stored.
+            revision: Branch. Default: ``args.hub_revision``.
+
+        Returns:
+            The commit; None on all processes but the main one.
+
+        Raises:
+            ValueError: If the Hub refuses the repository's name or the token, or no such member trained.
+        """
+        if not self._processes.is_main:
+            return None
+        args = self._args
+        return push_written(
+            repo_id,
+            lambda folder, repository: self._copy(member, folder, repository),
+            private=args.hub_private_repo if private is None else private,
+            message=commit_message,
+            token=token or args.hub_token,
+            revision=revision or args.hub_revision,
+        )
+
+    def _copy(self, member: int | None, folder: Path, model_id: str) -> Path:
+        number = self._last(self.best if member is None else member).member
+        return copy_member(self.lineage, number, self.folder(number), folder, model_id)
 
     def _last(self, member: int) -> LineageEvent:
         trained = [one for one in self.lineage.events if one.member == member and one.event == "trained"]
@@ -386,10 +427,10 @@ class Population:
         return trained[-1]
 
     def _settings(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the result depends on, as JSON types."""
+        """Return what the result depends on, as JSON types, without secrets."""
         peft_config, fitness = self._arguments["peft_config"], self._fitness
         strategy = asdict(self._strategy) if is_dataclass(self._strategy) else {"name": self._strategy.name}
-        return {
+        settings = {
             "algorithm": f"{self._trainer.__module__}:{self._trainer.__qualname__}",
             "model": str(self._model),
             **describe_environment(self._arguments["environment"]),
@@ -405,6 +446,7 @@ class Population:
             "lora": None if peft_config is None else lora_settings(peft_config),
             "options": recorded_options(self._args),
         }
+        return blanked(settings)  # an environment may take an API's key as an argument
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -476,7 +518,7 @@ def _check(
     refused = {
         "max_steps": (args.max_steps <= 0, "must be the length of one member's run"),
         "save_total_limit": (args.save_total_limit is not None, "would delete checkpoints that copies start from"),
-        "push_to_hub": (args.push_to_hub, "would push every member; push the winner's folder, see export()"),
+        "push_to_hub": (args.push_to_hub, "would push every member; call population.push_to_hub() after run()"),
         "load_best_model_at_end": (args.load_best_model_at_end, "would replace the weights between rounds"),
         "offload_policy_during_rollout": (
             args.offload_policy_during_rollout,

@@ -1084,7 +1084,7 @@ class MultiTurnTrainer(GRPOTrainer):
             super(MultiTurnTrainer, self).init_hf_repo(token=token)
             return str(self.hub_model_id)
 
-        make_repository(name, token, make)
+        make_repository("hub_model_id", name, token, make)
 
     def push_to_hub(
         self,

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from hub_population import KEY, TOKEN
+from hub_runs import run
+from hub_server import running_hub
 from peft import LoraConfig
 from populated import Talk, arguments, different, lora, population, quiet, states
 from transformers import TrainerCallback
@@ -21,6 +25,7 @@ from agile_trainers.populations import HyperparameterConfig, Lineage, Population
 from agile_trainers.populations import population as module
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.members import Assignment, Rounds
+from agile_trainers.populations.picture import PICTURE
 from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.types import Trajectory
 
@@ -113,6 +118,47 @@ def test_the_winner_goes_on_alone(trained, tmp_path):
     assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
     assert ours.checkpoints.record() == theirs.checkpoints.record()
     assert ours.checkpoints.record()["parent"]["source"] == str(folder)
+
+
+def test_an_exported_card_tells_of_the_population(trained, tmp_path):
+    folder = trained.export(tmp_path / "winner")
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    last = trained.lineage.course(trained.best)[-1]
+    for line in (
+        "# winner", 'PeftModel.from_pretrained(base, "winner")', "the best member of a population of 2 (strategy `halving`)",
+        f"`return` over 6 evaluation episodes, is {last.fitness:.3f} ± {last.standard_error:.3f} after 2 updates",
+    ):  # fmt: skip
+        assert line in text, line
+    assert "member-0" not in text and yaml.safe_load(text.split("---")[1])["model_name"] == "winner"
+    assert Lineage.read(folder) == trained.lineage and (folder / PICTURE).is_file()
+    other = trained.export(tmp_path / "other", 1 - trained.best)
+    assert f"This is member {1 - trained.best} of" in (other / "README.md").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=r"no member 7 that trained; there are \[0, 1\]"):
+        trained.export(tmp_path / "none", 7)
+
+
+def test_the_winner_on_the_hub(embedded_model, tmp_path):
+    """It loads by its id with the member's weights, critic included; no secret is in a file."""
+    with running_hub() as hub:
+        run(hub, "push", embedded_model, tmp_path, Path(__file__).with_name("hub_population.py"))
+        _, commit = hub.repositories["tester/winner"]
+        assert hub.private == {"tester/winner"}
+    found, files = torch.load(tmp_path / "result.pt"), commit["files"]
+    assert files.keys() == {
+        ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", "agile_trainers.json",
+        "chat_template.jinja", "critic/README.md", "critic/adapter_config.json", "critic/adapter_model.safetensors",
+        "learning_curve.png", "lineage.json", "lineage.png", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert found["commit"] == found["parent"]["commit"] == commit["sha"] and found["vocabulary"] > 100
+    pushed, member = found["weights"]
+    assert pushed.keys() == member.keys() and all(torch.equal(pushed[name], member[name]) for name in member)
+    assert any(value.any() for name, value in member.items() if "value_head.modules_to_save.critic" in name)
+    torch.testing.assert_close(*found["logits"], rtol=0, atol=1e-6)
+    card = files["README.md"].decode()
+    assert 'PeftModel.from_pretrained(base, "tester/winner")' in card and "# winner\n" in card
+    assert "Cannot push to repo_id='winner'" in found["refused"] and "may write" in found["refused"]
+    for content in [*files.values(), *(path.read_bytes() for path in (tmp_path / "population").glob("*.json"))]:
+        assert not any(secret.encode() in content for secret in (TOKEN, KEY))
 
 
 # -------------------------------------------------------------------------------------------------- killed and resumed

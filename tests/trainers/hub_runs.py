@@ -19,9 +19,9 @@ def environment(hub: Hub, home: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run(hub: Hub, command: str, model: Path, folder: Path) -> None:
+def run(hub: Hub, command: str, model: Path, folder: Path, script: Path = SCRIPT) -> None:
     done = run_to_end(
-        [sys.executable, str(SCRIPT), command, str(model), str(folder)],
+        [sys.executable, str(script), command, str(model), str(folder)],
         env=environment(hub, folder / f"home-{command}"),
         timeout=600,
     )

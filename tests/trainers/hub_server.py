@@ -23,6 +23,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, list[dict[str, Any]]] = {}
+        self.private: set[str] = set()
+        """Ids of the repositories that were made private."""
         self.large: dict[str, bytes] = {}
         self.lock = threading.Lock()
         self.release = threading.Event()
@@ -55,6 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
             repository = f"{wanted.get('organization') or USER}/{wanted['name']}"
             if repository not in self.server.repositories:
                 self.server.repositories[repository] = []
+                if wanted.get("visibility") == "private":
+                    self.server.private.add(repository)
                 self.server.commit(repository, "initial commit", {".gitattributes": b""}, token)
             self._json({"url": f"{self.server.url}/{repository}", "name": repository})
         elif match := re.fullmatch(r"/api/models/(.+?)/preupload/[^/]+", path):

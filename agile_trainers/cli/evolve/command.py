@@ -124,10 +124,11 @@ def _export(population: Population, folder: Path) -> None:
     """Copy the winner's policy to a folder, whole or not at all; an earlier one is replaced."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    population.export(partial)
+    made = population.export(partial / folder.name)  # the card has the folder's name
     if folder.exists():
         shutil.rmtree(folder)
-    partial.rename(folder)
+    made.rename(folder)
+    partial.rmdir()
 
 
 def _show_plan(file: PopulationFile, console: Console) -> None:
