@@ -1,10 +1,11 @@
-"""Imports what the user names: modules, and classes and functions as ``module.path:Name``."""
+"""Imports what the user names (modules, and classes and functions as ``module.path:Name``), and names the nearest."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import traceback
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -34,8 +35,7 @@ def load_named(path: str) -> Any:
         raise NotThereError(f"there is no module {error.name!r}") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), cutoff=0.4)
-            raise NotThereError(f"{module} has no {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+            raise NotThereError(f"{module} has no {name!r}{nearest(part, dir(found), cutoff=0.4)}")
         found = getattr(found, part)
     return found
 
@@ -64,3 +64,16 @@ def import_named(module: str) -> ModuleType:
             f"The module {module!r} cannot be imported: {type(error).__name__}: {error} ({file}, line {line}). "
             "Correct it, or name another module."
         ) from error
+
+
+def nearest(name: object, names: Iterable[str], *, count: int = 3, cutoff: float = 0.6) -> str:
+    """Return ``; did you mean X or Y?`` with the nearest known names for an unknown one; empty if none is near.
+
+    Args:
+        name: The unknown name.
+        names: The known names.
+        count: Largest number of names.
+        cutoff: Least similarity, from 0 to 1.
+    """
+    found = difflib.get_close_matches(str(name), list(names), n=count, cutoff=cutoff)
+    return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -259,7 +259,7 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
         (
             "evaluation.num_eval_episode",
             3,
-            r"`evaluation` knows no 'num_eval_episode' \(did you mean num_eval_episodes",
+            r"`evaluation` knows no 'num_eval_episode'; did you mean num_eval_episodes",
         ),
         ("evaluation.num_eval_episodes", 0, "`evaluation`.*num_eval_episodes.* 0"),
         (

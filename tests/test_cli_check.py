@@ -230,7 +230,7 @@ def test_async_environments_and_data_set_rows(tmp_path: Path) -> None:
             "HangsOnYes",
             "[environment_failing] The environment failed in 100% of the episodes",
         ),
-        ("agile:guess_nmber", "Unknown environment 'agile:guess_nmber'. Nearest: agile:guess_number"),
+        ("agile:guess_nmber", "Unknown environment 'agile:guess_nmber'; did you mean agile:guess_number"),
     ],
 )
 def test_what_would_not_train_exits_with_the_reason(

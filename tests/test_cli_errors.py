@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from agile_trainers.cli import train
-from agile_trainers.cli.errors import Progress, is_mistake, message, nearest, take_debug
+from agile_trainers.cli.errors import Progress, is_mistake, message, take_debug
 from agile_trainers.cli.main import main
 from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
+from agile_trainers.imports import nearest
 from agile_trainers.trainers.algorithms import find_algorithm
 
 GUESS = ["--environment", "agile:guess_number"]

@@ -101,7 +101,7 @@ def test_limits_and_system_prompt_are_those_of_training(embedded_model: Any) -> 
 
 
 def test_what_cannot_be_played_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="Nearest: agile:guess_number"):
+    with pytest.raises(ValueError, match="did you mean agile:guess_number"):
         played("--environment", "agile:guess_nmber", answers=())
     code, screen = played("--environment", f"{__name__}:Broken", answers=("a",))
     assert code == 1 and "RuntimeError: no more" in screen and "environment_error" in screen

@@ -5,7 +5,6 @@ The module has no slow imports, so that ``--help`` is quick.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import shutil
 import subprocess
@@ -102,12 +101,6 @@ def wrapped(text: str) -> str:
     width = max(40, shutil.get_terminal_size().columns - 1)
     lines = [textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines()]
     return "\n".join(part for line in lines for part in line or [""])
-
-
-def nearest(name: object, names: Iterable[str], *, count: int = 3) -> str:
-    """Return ``; did you mean X?`` with the nearest known names for an unknown one; empty if none is near."""
-    found = difflib.get_close_matches(str(name), list(names), n=count, cutoff=0.6)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def take_debug(arguments: Iterable[str]) -> tuple[bool, list[str]]:

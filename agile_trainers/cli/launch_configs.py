@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.resources
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+
+from agile_trainers.imports import nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 FOLDER = next(
@@ -37,10 +38,9 @@ def find(name: str) -> Path:
     for path in (Path(name), FOLDER / f"{name}.yaml", theirs / f"{name}.yaml"):
         if path.is_file():
             return path
-    nearest = difflib.get_close_matches(name, names(), n=1)
     raise ValueError(
         f"--accelerate_config {name} is neither a file nor a launch configuration"
-        f"{f'; did you mean {nearest[0]}?' if nearest else '.'} Expected a file or one of {', '.join(names())}."
+        f"{nearest(name, names(), count=1) or '.'} Expected a file or one of {', '.join(names())}."
     )
 
 

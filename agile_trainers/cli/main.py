@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from agile_trainers.cli.errors import guard, nearest, take_debug
+from agile_trainers.cli.errors import guard, take_debug
+from agile_trainers.imports import nearest
 from agile_trainers.trainers.algorithms import ALGORITHMS, algorithm_names
 
 COMMANDS = {

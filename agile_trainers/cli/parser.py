@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from agile_trainers.cli.errors import nearest, wrapped
+from agile_trainers.cli.errors import wrapped
 from agile_trainers.cli.yaml_files import read_yaml
+from agile_trainers.imports import nearest
 
 OFTEN = (
     "model_name_or_path", "output_dir", "dataset_name", "learning_rate", "max_steps", "per_device_train_batch_size",

@@ -12,7 +12,8 @@ from transformers.utils import cached_file
 
 from agile_trainers.adapters import find_adapters
 from agile_trainers.adapters.loading import CONFIG
-from agile_trainers.cli.errors import message, nearest
+from agile_trainers.cli.errors import message
+from agile_trainers.imports import nearest
 
 
 def check_model(name: str, revision: str | None = None, *, option: str = "model_name_or_path") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import os
 import sys
@@ -18,7 +17,7 @@ from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.envs.registry import environment_factories
-from agile_trainers.imports import import_named
+from agile_trainers.imports import import_named, nearest
 from agile_trainers.trainers.algorithms import algorithm_names, find_algorithm
 
 
@@ -63,8 +62,8 @@ def check_dataset(name: str, where: str) -> None:
         except ModuleNotFoundError as error:
             raise YAMLFileError(f"{where}: dataset {name!r}: there is no module {error.name!r}.") from error
         if not found:
-            nearest = near(attribute, dir(sys.modules[module]))
-            raise YAMLFileError(f"{where}: dataset {name!r}: {module} has no {attribute!r}{nearest}.")
+            near = nearest(attribute, dir(sys.modules[module])) or "."
+            raise YAMLFileError(f"{where}: dataset {name!r}: {module} has no {attribute!r}{near}")
     elif path.suffix.lower() in FILES and not path.is_file():
         raise YAMLFileError(f"{where}: there is no file {name}.")
 
@@ -113,7 +112,7 @@ def check_algorithm(algorithm: Any, others: Iterable[str], where: str) -> None:
     if algorithm not in known and ":" not in str(algorithm):
         raise YAMLFileError(
             f"{where}: `algorithm` must be one of {', '.join(known)}, or 'module.path:Class' of your own, got "
-            f"{algorithm!r}{near(algorithm, known)}."
+            f"{algorithm!r}{nearest(algorithm, known) or '.'}"
         )
     if algorithm not in others:
         try:
@@ -152,11 +151,5 @@ def mapping(value: Any, known: Iterable[str] | None, where: str) -> dict[str, An
         names = list(known)
         for key in value:
             if key not in names:
-                raise YAMLFileError(f"{where} knows no {key!r}{near(key, names)}.")
+                raise YAMLFileError(f"{where} knows no {key!r}{nearest(key, names) or '.'}")
     return value
-
-
-def near(name: Any, names: Iterable[str]) -> str:
-    """Return a question that names the nearest of the known names, empty if none is near."""
-    found = difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.6)
-    return f" (did you mean {' or '.join(found)}?)" if found else ""

@@ -20,13 +20,13 @@ from transformers import TrainerCallback
 from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
-from agile_trainers.cli.errors import Progress, guard, message, nearest, take_debug
+from agile_trainers.cli.errors import Progress, guard, message, take_debug
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model, check_output
 from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import environment_factories
-from agile_trainers.imports import import_named
+from agile_trainers.imports import import_named, nearest
 from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.options import option, with_args

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from agile_trainers.imports import nearest
 
 
 class YAMLFileError(ValueError):
@@ -45,11 +46,8 @@ def read_yaml(path: str | Path) -> dict[Any, Any]:
         content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError as error:
         there = [one.name for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, there, n=1)
-        raise YAMLFileError(
-            f"There is no file {path}{f'; did you mean {path.parent / near[0]}' if near else ''}"
-            f"{'?' if near else '. Check the path.'}"
-        ) from error
+        near = nearest(path.name, there, count=1) or ". Check the path."
+        raise YAMLFileError(f"There is no file {path}{near}") from error
     except OSError as error:
         raise YAMLFileError(f"{path} cannot be read: {error.strerror}. Name a YAML file.") from error
     except UnicodeDecodeError as error:

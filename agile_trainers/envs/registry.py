@@ -13,7 +13,6 @@ An id is one of:
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import inspect
@@ -24,7 +23,7 @@ from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.libraries import LIBRARIES
-from agile_trainers.imports import NotThereError, load_named
+from agile_trainers.imports import NotThereError, load_named, nearest
 
 _NAME = re.compile(r"\w[\w.-]*")
 """Names of several environments, which become part of metrics' names."""
@@ -235,11 +234,9 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
 
 def _unknown(environment: str, reason: str | None = None) -> ValueError:
     ids = list_environments()
-    near = functools.partial(difflib.get_close_matches, environment, ids)
-    names = near(n=3, cutoff=0.7) or near(n=1, cutoff=0.4)
+    near = nearest(environment, ids, cutoff=0.7) or nearest(environment, ids, count=1, cutoff=0.4) or "."
     because = f" ({reason})" if reason else ""
-    nearest = f" Nearest: {', '.join(names)}." if names else ""
     return ValueError(
-        f"Unknown environment {environment!r}{because}.{nearest} An environment is an id, 'module.path:Name' or a factory; "
+        f"Unknown environment {environment!r}{because}{near} An environment is an id, 'module.path:Name' or a factory; "
         "`agile-trainers envs` lists the ids."
     )

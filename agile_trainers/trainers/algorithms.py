@@ -5,11 +5,10 @@ Imports no trainer until it is asked for one, so that ``agile-trainers --help`` 
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agile_trainers.imports import NotThereError, load_named
+from agile_trainers.imports import NotThereError, load_named, nearest
 
 if TYPE_CHECKING:
     from agile_trainers.trainers.trainer import MultiTurnTrainer
@@ -85,11 +84,9 @@ def find_algorithm(name: str) -> type[MultiTurnTrainer]:
         return _registered[name]
     path = ALGORITHMS[name].trainer if name in ALGORITHMS else name
     if not isinstance(path, str) or not all(path.partition(":")):
-        found = difflib.get_close_matches(str(name), algorithm_names(), cutoff=0.6)
-        near = f" Did you mean {' or '.join(found)}?" if found else ""
         raise ValueError(
-            f"Unknown algorithm {name!r}.{near} Expected one of {', '.join(algorithm_names())}, or 'module.path:Class' of a "
-            "trainer class of your own."
+            f"Unknown algorithm {name!r}{nearest(name, algorithm_names()) or '.'} Expected one of "
+            f"{', '.join(algorithm_names())}, or 'module.path:Class' of a trainer class of your own."
         )
     try:
         return _checked(load_named(path), repr(name))

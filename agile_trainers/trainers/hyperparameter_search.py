@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from transformers import TrainerCallback, set_seed
 from transformers.trainer_utils import BestRun, SaveStrategy
 from transformers.utils import logging
 
+from agile_trainers.imports import nearest
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.config_rules import VALUES, check_rules
 from agile_trainers.trainers.launch import uses_deepspeed
@@ -256,10 +256,9 @@ def changed(args: Any, values: dict[str, Any]) -> Any:
     copied = copy.copy(args)
     for name, value in values.items():
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1)
             raise ValueError(
                 f"hp_space names {name!r}, which is no option of {type(args).__name__}"
-                f"{f'; did you mean {near[0]!r}?' if near else '.'}"
+                f"{nearest(name, names, count=1) or '.'}"
             )
         if name in FIXED:
             raise ValueError(f"hp_space names {name!r}, which trials cannot differ in: {FIXED[name]}. Leave it out.")

@@ -140,7 +140,7 @@ def test_registered_names() -> None:
         register_environment("sized", GuessNumber)
     with pytest.raises(ValueError, match="no colon"):
         register_environment("my:game", GuessNumber)
-    with pytest.raises(ValueError, match="Nearest: sized"):
+    with pytest.raises(ValueError, match="did you mean sized"):
         make_environment_factory("sizd")
 
 

@@ -149,7 +149,7 @@ def test_ids() -> None:
     assert {"gymnasium:FrozenLake-v1", "gymnasium:Taxi-v4"} <= set(list_environments())
     assert isinstance(make_environment_factory("gymnasium:Reverse-v0")(), GymnasiumEnvironment)
     assert isinstance(make_environment_factory(f"gymnasium:{__name__}:Reverse-v0")(), GymnasiumEnvironment)
-    with pytest.raises(ValueError, match=r"Nearest: .*gymnasium:FrozenLake-v1"):
+    with pytest.raises(ValueError, match=r"did you mean .*gymnasium:FrozenLake-v1"):
         make_environment_factory("gymnasium:FrozenLak-v1")
 
 

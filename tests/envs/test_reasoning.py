@@ -229,9 +229,12 @@ def test_streams_are_read_as_far_as_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"question": "questoin"}, ["no column 'questoin' for the question", "question, answer, hint", "'question'"]),
-        ({"answer": "anwser"}, ["no column 'anwser' for the answer", "Did you mean 'answer'"]),
-        ({"template": "{question} {hnit}"}, ["no column 'hnit' for the template", "Did you mean 'hint'"]),
+        (
+            {"question": "questoin"},
+            ["no column 'questoin' for the question", "question, answer, hint", "did you mean question?"],
+        ),
+        ({"answer": "anwser"}, ["no column 'anwser' for the answer", "did you mean answer?"]),
+        ({"template": "{question} {hnit}"}, ["no column 'hnit' for the template", "did you mean hint?"]),
         ({"template": "{question} {answer}"}, ["{answer}", "show the model the answer"]),
         ({"template": "{hint}", "answer": "hint"}, ["{hint}", "show the model the answer"]),
         ({"template": "{question} \\boxed{}"}, ["empty {}", "brace twice"]),

@@ -141,7 +141,7 @@ def test_preferences_and_demonstrations() -> None:
     [
         ("chain_summ", {}, ["Unknown environment", "reasoning_gym:chain_sum"]),
         ("composite", {}, ["Unknown environment"]),
-        ("chain_sum", {"max_term": 3}, ["does not read the argument max_term", "Did you mean max_terms?"]),
+        ("chain_sum", {"max_term": 3}, ["does not read the argument max_term", "did you mean max_terms?"]),
         ("chain_sum", {"min_terms": 9, "max_terms": 2}, ["cannot be made from", "max_terms must be >= min_terms"]),
         ("chain_sum", {"split": "validation"}, ["no split 'validation'", "train, test"]),
         ("chain_sum", {"template": "{problem}"}, ["no column 'problem'"]),

@@ -161,7 +161,7 @@ def test_what_cannot_be_played_is_refused(game: str, kwargs: dict[str, Any], err
 
 
 def test_unknown_ids_name_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"Nearest: .*textarena:GuessTheNumber-v0"):
+    with pytest.raises(ValueError, match=r"did you mean .*textarena:GuessTheNumber-v0"):
         make_environment_factory("textarena:GuessTheNumbr-v0")
 
 

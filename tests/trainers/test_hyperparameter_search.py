@@ -176,7 +176,7 @@ def idle(embedded_model, tmp_path_factory):
         ({"n_jobs": 2}, ValueError, "n_jobs must be 1, got 2"),
         ({"direction": "minimize"}, ValueError, "'maximize' for 'eval_return', got 'minimize'"),
         ({"compute_objective": len}, ValueError, "direction must be .* got None"),
-        ({"hp_space": lambda _: {"learning_rat": 1}}, ValueError, "'learning_rat'.*did you mean 'learning_rate'"),
+        ({"hp_space": lambda _: {"learning_rat": 1}}, ValueError, "'learning_rat'.*did you mean learning_rate"),
         ({"hp_space": lambda _: {"num_generations": 2}}, ValueError, "'num_generations'.*batch"),
         ({"hp_space": lambda _: {"output_dir": "x"}}, ValueError, "'output_dir'.*folder"),
         ({"hp_space": lambda _: {"max_steps": 1.5}}, ValueError, "max_steps=1.5.*int"),

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.checkpoints.card_results import add_results
-from agile_trainers.cli.errors import message, nearest
+from agile_trainers.cli.errors import message
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
 from agile_trainers.cli.preflight import check_model, check_output, json_object
 from agile_trainers.envs.base import EnvironmentFactory
@@ -40,6 +40,7 @@ from agile_trainers.evaluation import (
 from agile_trainers.evaluation.comparison import common_measure, compare_pairs, corrected
 from agile_trainers.evaluation.loading import load_model
 from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
+from agile_trainers.imports import nearest
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.mixture import COLUMN
 from agile_trainers.trainers.config import MultiTurnConfig

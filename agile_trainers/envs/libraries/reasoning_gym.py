@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -23,6 +22,7 @@ from agile_trainers.envs.libraries.global_random import LOCK, OwnRandomState
 from agile_trainers.envs.questions.answers import final_answer
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import TRAIN, GeneratedRows, Row
+from agile_trainers.imports import nearest
 from agile_trainers.types import Message
 
 _CACHED_ROWS = 4096
@@ -75,10 +75,9 @@ def check_kwargs(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     own = ReasoningGymEnvironment.__init__.__kwdefaults__ or {}
     known = [*own, *(f.name for f in dataclasses.fields(_registry()[name][1]) if f.name not in ("seed", "size"))]
     for unknown in sorted(set(kwargs) - set(known)):
-        near = difflib.get_close_matches(unknown, known, n=1)
-        nearest = f" Did you mean {near[0]}?" if near else ""
+        near = nearest(unknown, known, count=1) or "."
         raise ValueError(
-            f"reasoning_gym:{name} does not read the argument {unknown}; it reads: {', '.join(known)}.{nearest}"
+            f"reasoning_gym:{name} does not read the argument {unknown}{near} It reads: {', '.join(known)}."
         )
     return kwargs
 
@@ -127,8 +126,7 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
         **config: Any,
     ):
         if name not in listed():
-            near = ", ".join(difflib.get_close_matches(name, listed(), n=3))
-            raise ValueError(f"reasoning-gym has no data set {name!r}. Nearest: {near or 'none'}.")
+            raise ValueError(f"reasoning-gym has no data set {name!r}{nearest(name, listed()) or '.'}")
         self.name = f"reasoning_gym:{name}"
         self.items = _items(name, size, check_kwargs(name, config))
         super().__init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import random
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
+
+from agile_trainers.imports import nearest
 
 Row = dict[str, Any]
 Generate = Callable[[random.Random], Row]
@@ -198,9 +199,8 @@ def check_column(name: str, columns: Iterable[str], what: str) -> None:
     """Check that a column exists; the ``ValueError`` names the nearest one."""
     columns = list(columns)
     if name not in columns:
-        near = difflib.get_close_matches(name, columns, n=1, cutoff=0.3)
-        nearest = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"There is no column {name!r} for the {what}; the columns are: {', '.join(columns)}.{nearest}")
+        near = nearest(name, columns, count=1, cutoff=0.3) or "."
+        raise ValueError(f"There is no column {name!r} for the {what}{near} The columns are: {', '.join(columns)}.")
 
 
 @functools.lru_cache(maxsize=32)
