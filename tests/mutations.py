@@ -112,6 +112,11 @@ MUTATIONS = [
         f"{POPULATION}::test_a_mutated_number_of_iterations_changes_training",
     ),
     Mutation(
+        "a policy with broken weights joins the members' batch", "populations/members.py",
+        "if not weight.isfinite().all()]", "if weight.isnan().all()]",
+        f"{POPULATION} -k broken_weight",
+    ),
+    Mutation(
         "a member that was killed after its round trains a step more", "populations/members.py",
         "control.should_training_stop = state.global_step >= self._step", "pass",
         f"{POPULATION}::test_a_killed_population_is_the_same_bit_for_bit",

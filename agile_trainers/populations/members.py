@@ -1,4 +1,4 @@
-"""Trains one member for one round: an ordinary trainer on the shared base, resumed, trained, evaluated and let go."""
+"""Trains and evaluates members for a round: ordinary trainers on the shared base, resumed, trained and let go."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import gc
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,17 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from agile_trainers.adapters import POLICY, find_adapters
 from agile_trainers.adapters.folders import checkpoints, step_of
+from agile_trainers.adapters.loading import read_weights
 from agile_trainers.checkpoints.adoption import adopt
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.populations.base import SharedBase
+from agile_trainers.rollout.engine import EpisodeSpec
+from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.seeds import preserved_random_state
 from agile_trainers.sampling.sampler import sampling_settings
+from agile_trainers.sampling.served_policy import SavedAdapter
 from agile_trainers.trainers.evaluation_data import rows_of
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 from agile_trainers.types import StopReason, Trajectory
@@ -112,32 +118,30 @@ class Rounds:
             arguments[name] = copy.deepcopy(arguments.get(name))  # a trainer changes them
         return self._trainer(model=self._base.lend(), args=copy.copy(args), **arguments)
 
-    def run(self, assignment: Assignment, evaluation: Any) -> Result:
-        """Train and evaluate a member. An error of its own ends its round, not the population.
+    def run(self, assignments: Sequence[Assignment], evaluation: Any) -> Iterator[Result]:
+        """Train and evaluate members. An error of its own ends a member's round, not the population.
+
+        With vLLM the members are evaluated when all are trained, in one batch; otherwise each after its training.
 
         Args:
-            assignment: The member's round.
+            assignments: The members' rounds.
             evaluation: Configuration of the evaluation, the same for all members.
-        """
-        started = time.perf_counter()
-        try:
-            steps, size, results = self._train(assignment, evaluation)
-            values, failed = fitness_values(results, self._fitness), ""
-            units = _numbered(results.units)
-        except Exception as error:  # of whatever kind: the others go on
-            logger.warning("Member %d failed: %s", assignment.member, error, exc_info=True)
-            steps = size = 0
-            values, units, failed = [], [], f"{type(error).__name__}: {error}"
-        finally:
-            _let_go()
-        sound = [value for value in values if value is not None]
-        if not failed and not (sound and all(map(math.isfinite, sound))):
-            failed = "The fitness is not a finite number."
-        seconds = time.perf_counter() - started
-        played = assignment.episodes
-        return Result(assignment.member, assignment.round, steps, played, values, units, seconds, size, failed)
 
-    def _train(self, assignment: Assignment, evaluation: Any) -> tuple[int, int, EpisodeResults]:
+        Yields:
+            The result of each, in their order.
+        """
+        rounds = [_Round(one) for one in assignments]
+        for one in rounds:
+            with one.own_part():
+                self._train(one, evaluation)
+            if not evaluation.use_vllm:
+                yield one.result(self._fitness)
+        if evaluation.use_vllm:
+            self._evaluate_together([one for one in rounds if not one.failed], evaluation)
+            yield from (one.result(self._fitness) for one in rounds)
+
+    def _train(self, one: _Round, evaluation: Any) -> None:
+        assignment = one.assignment
         if assignment.source is not None and not checkpoints(assignment.folder):
             adopt(assignment.source, assignment.folder, assignment.args.num_iterations)
         trainer = self.make_trainer(assignment.args)
@@ -145,10 +149,76 @@ class Rounds:
         if self._on_trainer is not None:
             self._on_trainer(trainer, assignment.member)
         trainer.train(resume_from_checkpoint=True if checkpoints(assignment.folder) else None)
-        size = self._base.own_bytes(trainer.model, trainer.optimizer)
-        results = evaluate_trainer(trainer, evaluation)
         trainer.save_model()
-        return trainer.state.global_step, size, results
+        one.steps, one.bytes = trainer.state.global_step, self._base.own_bytes(trainer.model, trainer.optimizer)
+        if trainer.sampler.vllm is None:
+            one.results = evaluate_trainer(trainer, evaluation)
+        else:
+            trainer.sampler.vllm.release()
+
+    def _evaluate_together(self, rounds: Sequence[_Round], evaluation: Any) -> None:
+        adapters: dict[int, SavedAdapter] = {}
+        for one in rounds:
+            with one.own_part():
+                adapters[one.assignment.member] = saved_adapter(one.assignment.folder)
+        rounds = [one for one in rounds if not one.failed]
+        if not rounds:
+            return
+        trainer = self.make_trainer(rounds[0].assignment.args)
+        assert trainer.sampler.vllm is not None
+        limit = trainer.sampler.vllm.max_adapters or len(rounds)
+        for several in (rounds[start : start + limit] for start in range(0, len(rounds), limit)):
+            started = time.perf_counter()
+            played = evaluate_adapters(trainer, [adapters[one.assignment.member] for one in several], evaluation)
+            for one, one.results in zip(several, played, strict=True):
+                one.seconds += (time.perf_counter() - started) / len(several)
+
+
+@dataclass
+class _Round:
+    """The round of a member under way."""
+
+    assignment: Assignment
+    steps: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    results: EpisodeResults | None = None
+    failed: str = ""
+
+    @contextmanager
+    def own_part(self) -> Iterator[None]:
+        """Count the time of a part of the round; an error in it, of whatever kind, is the member's own."""
+        started = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            logger.warning("Member %d failed: %s", self.assignment.member, error, exc_info=True)
+            self.failed = f"{type(error).__name__}: {error}"
+        finally:
+            _let_go()
+            self.seconds += time.perf_counter() - started
+
+    def result(self, fitness: Fitness) -> Result:
+        """Return the outcome, after the evaluation."""
+        values: list[float | None] = []
+        if self.results is not None:
+            with self.own_part():
+                values = fitness_values(self.results, fitness)
+        sound = [value for value in values if value is not None]
+        if not self.failed and not (sound and all(map(math.isfinite, sound))):
+            self.failed = "The fitness is not a finite number."
+        of, failed = self.assignment, bool(self.failed)
+        return Result(
+            of.member,
+            of.round,
+            0 if failed else self.steps,
+            of.episodes,
+            values,
+            [] if self.results is None else _numbered(self.results.units),
+            self.seconds,
+            0 if failed else self.bytes,
+            self.failed,
+        )
 
 
 class _EndOfRound(TrainerCallback):
@@ -173,15 +243,65 @@ def evaluate_trainer(trainer: MultiTurnTrainer, evaluation: Any) -> EpisodeResul
         trainer: The member's.
         evaluation: Configuration with the seed, number and sampling of the episodes, the same for all members.
     """
-    assert trainer.engine is not None
-    rows = rows_of(trainer.setup.eval_rows, None)
-    specs = evaluation_episodes(evaluation.seed, evaluation.num_eval_episodes, rows, trainer.setup.mixture)
     generator = trainer.sampler.generator(settings=sampling_settings(evaluation, not evaluation.eval_greedy))
+    return _play(trainer, _episodes(trainer, evaluation), generator)
+
+
+def evaluate_adapters(
+    trainer: MultiTurnTrainer, adapters: Sequence[SavedAdapter], evaluation: Any
+) -> list[EpisodeResults]:
+    """Play the evaluation episodes of a population with several members' policies, in one batch on vLLM.
+
+    Args:
+        trainer: One with ``use_vllm``; its own policy does not matter.
+        adapters: The policies, at most as many as its engine serves at the same time.
+        evaluation: As for :func:`evaluate_trainer`.
+
+    Returns:
+        The results of each policy.
+    """
+    specs = _episodes(trainer, evaluation)
+    number, settings = len(specs), sampling_settings(evaluation, not evaluation.eval_greedy)
+    generator = trainer.sampler.generator_of_several(adapters, lambda episode: episode // number, settings)
+    played = _play(trainer, specs * len(adapters), generator)
+    parts = (slice(start, start + number) for start in range(0, len(played.rows), number))
+    return [
+        EpisodeResults(
+            specs, played.trajectories[part], list(range(number)), played.rows[part], played.starts[part], played.greedy
+        )
+        for part in parts
+    ]
+
+
+def _episodes(trainer: MultiTurnTrainer, evaluation: Any) -> list[EpisodeSpec]:
+    rows = rows_of(trainer.setup.eval_rows, None)
+    return evaluation_episodes(evaluation.seed, evaluation.num_eval_episodes, rows, trainer.setup.mixture)
+
+
+def _play(
+    trainer: MultiTurnTrainer, specs: list[EpisodeSpec], generator: AbstractContextManager[Generator]
+) -> EpisodeResults:
+    assert trainer.engine is not None
     try:
         with preserved_random_state():
             return play_evaluation(trainer.engine, generator, specs, rank=0, world_size=1)
     finally:
         trainer.engine.pool.close()
+
+
+def saved_adapter(folder: Path) -> SavedAdapter:
+    """Read a member's policy from its folder.
+
+    Raises:
+        ValueError: If a weight is not a finite number.
+    """
+    saved = find_adapters(str(folder))
+    assert saved is not None
+    weights = read_weights(saved.folders[POLICY])
+    broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    if broken:
+        raise ValueError(f"{len(broken)} of the policy's {len(weights)} weights are not finite: {broken[0]}, ...")
+    return weights, saved.config
 
 
 def fitness_values(results: EpisodeResults, fitness: Fitness) -> list[float | None]:

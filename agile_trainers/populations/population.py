@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, is_dataclass
@@ -35,6 +36,7 @@ from agile_trainers.populations.members import Assignment, Fitness, Result, Roun
 from agile_trainers.populations.processes import Processes, check_alone
 from agile_trainers.populations.schedule import Schedule
 from agile_trainers.populations.selection import Strategy, Successor, strategy_of
+from agile_trainers.sampling.sampler import shared_engine
 from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.config_rules import SIZES, VALUES, check_rules
@@ -44,6 +46,8 @@ from agile_trainers.trainers.trainer import MultiTurnTrainer
 logger = logging.get_logger(__name__)
 
 _SETTINGS = "population.json"
+_MAX_ADAPTERS = 8
+"""Most members whose policies a vLLM engine samples in one batch."""
 _OWN_LOGS = ("none", "tensorboard")
 """Reporters that log each member into its own folder."""
 
@@ -68,7 +72,8 @@ class Population:
     A member is a policy's folder, ``output_dir/member-00`` and so on, with checkpoints. In a round, each member's ordinary
     trainer is made on the shared base, resumes from the member's checkpoint, trains to the round's last step and is
     evaluated; then the base is free for the next. So a device holds the base and one member. All members play the same
-    evaluation episodes, with the sampling settings of ``args``.
+    evaluation episodes, with the sampling settings of ``args``. With vLLM they share an engine, and their evaluation is one
+    batch after the round's training.
 
     Args:
         algorithm: Name of an algorithm (``"grpo"``, ``"module.path:Class"``) or a trainer class.
@@ -163,8 +168,10 @@ class Population:
         Raises:
             PopulationError: If all members failed in the first round, or the folder holds another population.
         """
-        with ExitStack() as lock:
-            self._open(lock)
+        with ExitStack() as stack:
+            self._open(stack)
+            own = math.ceil(self._members / self._processes.count)
+            stack.enter_context(shared_engine(self._args, min(own, _MAX_ADAPTERS)))
             lineage = self.lineage = Lineage(self.lineage.settings, base_bytes=self.base.bytes)
             drawn = self._space.draw(self._members, np.random.default_rng([self._seed, 0]))
             living = [_Member(number, values) for number, values in enumerate(drawn)]
@@ -263,9 +270,12 @@ class Population:
         files = [folder / f"{self.folder(one.member).name}.json" for one in assignments]
         replayed = all(file.is_file() for file in files)
         rounds = Rounds(self.base, self._trainer, self._arguments, self._fitness, self._on_trainer)
-        for index, (one, file) in enumerate(zip(assignments, files)):
-            if index % self._processes.count == self._processes.rank and not file.is_file():
-                write_json(file, rounds.run(one, self._args).to_dict())
+        own = list(zip(assignments, files))[self._processes.rank :: self._processes.count]
+        missing = [(one, file) for one, file in own if not file.is_file()]
+        if missing and self._args.use_vllm:
+            missing = own  # so that the evaluation's one batch is the same after an interruption
+        for (_, file), result in zip(missing, rounds.run([one for one, _ in missing], self._args)):
+            write_json(file, result.to_dict())
         self._processes.wait_for(files)
         return [Result(**read_json(file)) for file in files], replayed
 
@@ -524,7 +534,7 @@ def _check(
             args.offload_policy_during_rollout,
             "would bring back a copy of the base that all members share",
         ),
-        "use_vllm": (args.use_vllm and args.vllm_mode == "colocate", "would start an engine for each member's round"),
+        "vllm_tensor_parallel_size": (args.vllm_tensor_parallel_size > 1, "would need several processes for a member"),
         "report_to": (
             any(one not in _OWN_LOGS for one in args.report_to), f"can log members apart with {' or '.join(_OWN_LOGS)} only"
         ),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.sampling.gap import Conditions
-from agile_trainers.sampling.served_policy import ServedPolicy
+from agile_trainers.sampling.served_policy import SavedAdapter, ServedPolicy
 from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
 
 
@@ -55,6 +55,27 @@ def _policy_class(mode: str) -> type[ServedPolicy]:
     from agile_trainers.sampling.vllm_colocated import VllmPolicy
 
     return VllmPolicy
+
+
+def shared_engine(
+    args: Any, max_adapters: int = 1, lender: RolloutSampler | None = None
+) -> AbstractContextManager[None]:
+    """Let the trainers that are made in a block use one vLLM engine of this process in turn, if they use one.
+
+    A trainer whose options need another engine starts its own.
+
+    Args:
+        args: Configuration of the trainers.
+        max_adapters: Adapters that the engine serves at the same time.
+        lender: Of the trainer whose engine they use. Default: that of the first of them, which is shut down in the end.
+    """
+    if not args.use_vllm or args.vllm_mode != "colocate":
+        return nullcontext()
+    from agile_trainers.sampling import vllm_colocated
+
+    policy = None if lender is None else lender.vllm
+    assert policy is None or isinstance(policy, vllm_colocated.VllmPolicy)
+    return vllm_colocated.shared_engine(max_adapters, policy)
 
 
 class RolloutSampler:
@@ -140,6 +161,26 @@ class RolloutSampler:
             self._synced = bytes_before + moved, seconds + time.perf_counter() - started
             with self._on_engine(policy, settings) as made:
                 yield made
+
+    @contextmanager
+    def generator_of_several(
+        self, adapters: Sequence[SavedAdapter], adapter_of: Callable[[int], int], settings: SamplingSettings
+    ) -> Iterator[Generator]:
+        """Make a generator that samples each episode with one of several adapters, all of them in one batch on vLLM.
+
+        Args:
+            adapters: Weights and configuration of each, at most ``vllm.max_adapters``.
+            adapter_of: Index of an episode to that of its adapter.
+            settings: Sampling settings.
+        """
+        assert self.vllm is not None
+        with (
+            self.vllm.serving_several(adapters) as served,
+            self.vllm.generator(
+                settings, self._engine.chat.eos_token_ids, self._tokenizer, lambda episode: served[adapter_of(episode)]
+            ) as made,
+        ):
+            yield made
 
     def _on_engine(self, policy: ServedPolicy, settings: SamplingSettings) -> AbstractContextManager[Generator]:
         return policy.generator(settings, self._engine.chat.eos_token_ids, self._tokenizer)

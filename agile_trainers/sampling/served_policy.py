@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor
 from agile_trainers.adapters import POLICY, belongs_to
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.sampling.vllm_checks import compute_dtype
+
+SavedAdapter = tuple[Mapping[str, torch.Tensor], LoraConfig]
+"""An adapter's weights, under PEFT's names, and its configuration."""
 
 
 class ServedPolicy(ABC):
@@ -76,10 +79,30 @@ class ServedPolicy(ABC):
         """Move a model that is trained whole to the engine and return its bytes."""
 
     @abstractmethod
+    def _adapters(self) -> Any:
+        """Return what has ``add_adapter``, ``drop_adapter`` and ``remove_adapter``."""
+
+    @property
+    @abstractmethod
+    def max_adapters(self) -> int | None:
+        """Number of adapters that :meth:`serving_several` takes; None without a limit."""
+
+    @abstractmethod
     def generator(
-        self, settings: SamplingSettings, eos_token_ids: list[int], tokenizer: Any
+        self,
+        settings: SamplingSettings,
+        eos_token_ids: list[int],
+        tokenizer: Any,
+        adapter_of: Callable[[int], Any] = lambda episode: None,
     ) -> AbstractContextManager[Generator]:
-        """Make a generator of this process on the engine."""
+        """Make a generator of this process on the engine.
+
+        Args:
+            settings: Sampling options.
+            eos_token_ids: Tokens that end an answer.
+            tokenizer: The policy's.
+            adapter_of: Returns the adapter of :meth:`serving_several` that an episode is sampled with. Default: the policy.
+        """
 
     def _make_group(self, args: Any) -> dist.ProcessGroup | None:
         """Make the group of processes that share an engine; None where each has its own."""
@@ -135,6 +158,30 @@ class ServedPolicy(ABC):
                 yield moved
             finally:
                 self._sleep()
+
+    @contextmanager
+    def serving_several(self, adapters: Sequence[SavedAdapter]) -> Iterator[list[Any]]:
+        """Wake the engine with other adapters than the policy's, at the same time; yield what ``adapter_of`` returns.
+
+        The policy's own adapter is taken away; the next :meth:`serving` moves it again.
+        """
+        if self._sleeps:
+            self._wake("weights")
+            self._wake("kv_cache")
+        self.release()
+        served: list[Any] = []
+        try:
+            served += (self._adapters().add_adapter(weights, config)[0] for weights, config in adapters)
+            yield served
+        finally:
+            for one in served:
+                self._adapters().drop_adapter(one)
+            self._sleep()
+
+    def release(self) -> None:
+        """Take the policy's adapter from the engine."""
+        self._moved_at_construction = None
+        self._adapters().remove_adapter()
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> bytes:

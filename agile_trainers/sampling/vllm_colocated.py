@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from trl.generation.vllm_generation import VLLMGeneration
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.platforms import current_platform
 from vllm.version import __version__ as VERSION
@@ -28,6 +31,7 @@ def make_engine(
     max_model_length: int | None,
     max_batch_size: int,
     max_lora_rank: int | None,
+    max_adapters: int = 1,
     process: tuple[int, int, int] = (0, 0, 1),
     **options: Any,
 ) -> VllmEngine:
@@ -39,6 +43,7 @@ def make_engine(
         max_model_length: Tokens of a conversation.
         max_batch_size: Requests decoded at the same time.
         max_lora_rank: Of the adapters. None: no adapter is served.
+        max_adapters: Adapters that are served at the same time.
         process: Rank, local rank and number of processes.
         **options: Further fields of ``vllm.EngineArgs``.
 
@@ -51,6 +56,7 @@ def make_engine(
         max_model_length=max_model_length,
         max_batch_size=max_batch_size,
         max_lora_rank=max_lora_rank,
+        max_adapters=max_adapters,
         process=process,
         options={
             "quantization": served_quantization(model),
@@ -71,6 +77,39 @@ def served_quantization(model: torch.nn.Module) -> str | None:
     return quantization(model, served, engine)
 
 
+@dataclass
+class _Shared:
+    """The engine of several trainers, once the first of them has made it."""
+
+    max_adapters: int = 1
+    engine: VllmEngine | None = None
+    started: dict[str, Any] | None = None
+    """What the engine was started with."""
+
+
+_shared: ContextVar[_Shared | None] = ContextVar("shared vLLM engine", default=None)
+
+
+@contextmanager
+def shared_engine(max_adapters: int, lender: VllmPolicy | None = None) -> Iterator[None]:
+    """Let the trainers that are made in this block use one engine in turn, if they would start equal ones.
+
+    Args:
+        max_adapters: Adapters that are served at the same time.
+        lender: The policy whose engine they use. Default: that of the first of them, which is shut down in the end.
+    """
+    shared = _Shared(max_adapters) if lender is None else _Shared(max_adapters, lender.engine, lender.started)
+    token = _shared.set(shared)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+        if lender is not None:
+            lender.release()  # what the engine serves is another's
+        elif shared.engine is not None:
+            shared.engine.close()
+
+
 class VllmPolicy(ServedPolicy):
     """An engine in this process that serves the policy.
 
@@ -86,19 +125,29 @@ class VllmPolicy(ServedPolicy):
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
         accelerator, parallel = self._accelerator, args.vllm_tensor_parallel_size
-        self.engine = make_engine(
-            self._model,
-            dtype=self.dtype,
-            max_model_length=max_model_length,
-            max_batch_size=rows * parallel,
-            max_lora_rank=None if self._config is None else lora_rank(self._config),
-            process=(accelerator.process_index, accelerator.local_process_index, accelerator.num_processes),
-            trust_remote_code=args.trust_remote_code,
-            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            model_impl=args.vllm_model_impl,
-            enable_sleep_mode=self._sleeps,
-            tensor_parallel_size=parallel,
-        )
+        shared = _shared.get() or _Shared()
+        self.started: dict[str, Any] = {
+            "base": base_source(self._model),
+            "dtype": self.dtype,
+            "max_model_length": max_model_length,
+            "max_batch_size": rows * parallel,
+            "max_lora_rank": None if self._config is None else lora_rank(self._config),
+            "max_adapters": shared.max_adapters,
+            "process": (accelerator.process_index, accelerator.local_process_index, accelerator.num_processes),
+            "trust_remote_code": args.trust_remote_code,
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+            "model_impl": args.vllm_model_impl,
+            "enable_sleep_mode": self._sleeps,
+            "tensor_parallel_size": parallel,
+        }
+        if shared.engine is not None and shared.started == self.started:
+            self.engine = shared.engine
+            for part in ("weights", "kv_cache") if self._sleeps else ():
+                self._wake(part)
+            return
+        self.engine = make_engine(self._model, **{name: it for name, it in self.started.items() if name != "base"})
+        if shared.engine is None:
+            shared.engine, shared.started = self.engine, self.started
 
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         return self.engine.load_adapter(weights, config)
@@ -109,10 +158,26 @@ class VllmPolicy(ServedPolicy):
     def _wake(self, part: str) -> None:
         self.engine.wake(part)
 
+    def _adapters(self) -> VllmEngine:
+        return self.engine
+
+    @property
+    def max_adapters(self) -> int:
+        """Number of adapters that the engine serves at the same time."""
+        return self.engine.max_adapters
+
     @contextmanager
-    def generator(self, settings: SamplingSettings, eos_token_ids: list[int], tokenizer: Any) -> Iterator[Generator]:
+    def generator(
+        self,
+        settings: SamplingSettings,
+        eos_token_ids: list[int],
+        tokenizer: Any,
+        adapter_of: Callable[[int], LoRARequest | None] = lambda episode: None,
+    ) -> Iterator[Generator]:
         """Make a generator on the engine, which steps together with the other processes of the group, if any."""
-        made = VllmGenerator(self.engine, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer)
+        made = VllmGenerator(
+            self.engine, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of
+        )
         with closing(made):
             if self._group is None:
                 yield made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,25 @@ class ServerPolicy(ServedPolicy):
             math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in self._whole._weight_metadata
         )
 
+    def _adapters(self) -> VllmServer:
+        return self.server
+
+    @property
+    def max_adapters(self) -> None:
+        """The server loads an adapter again that it had no more room for."""
+        return None
+
     @contextmanager
-    def generator(self, settings: SamplingSettings, eos_token_ids: list[int], tokenizer: Any) -> Iterator[Generator]:
+    def generator(
+        self,
+        settings: SamplingSettings,
+        eos_token_ids: list[int],
+        tokenizer: Any,
+        adapter_of: Callable[[int], str | None] = lambda episode: None,
+    ) -> Iterator[Generator]:
         """Make a generator of this process."""
-        made = ServerGenerator(self.server, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer)
+        made = ServerGenerator(
+            self.server, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of
+        )
         with closing(made):
             yield made

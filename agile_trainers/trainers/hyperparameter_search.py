@@ -16,6 +16,7 @@ from transformers.trainer_utils import BestRun, SaveStrategy
 from transformers.utils import logging
 
 from agile_trainers.imports import nearest
+from agile_trainers.sampling.sampler import shared_engine
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.config_rules import VALUES, check_rules
 from agile_trainers.trainers.launch import uses_deepspeed
@@ -407,7 +408,8 @@ def search(
         lambda trial: base / (hp_name(trial) if hp_name else f"run-{trial.number}"),
         (FloatingPointError, *([catch] if isinstance(catch, type) else catch)),
     )
-    with _off_the_gpu(trainer.model):
+    lender = None if trainer.engine is None else trainer.sampler
+    with _off_the_gpu(trainer.model), shared_engine(trainer.args, lender=lender):
         study = found.run(n_trials, options, optimize)
     return None if study is None else _best(study, several=len(directions) > 1)
 

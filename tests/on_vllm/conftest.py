@@ -14,7 +14,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import pytest
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent / name) for name in ("trainers", "rollout", "launch")]
+sys.path += [str(HERE.parent / name) for name in ("trainers", "rollout", "launch", "populations")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,6 +26,7 @@ from vllm.lora.request import LoRARequest
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 from agile_trainers.sampling.gap import SamplerMismatchError
+from agile_trainers.sampling.sampler import shared_engine
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
@@ -271,3 +272,22 @@ def test_a_quantized_base_is_refused_with_what_can_serve_it(bits: int, embedded_
             quantization_config=quantized,
             peft_config=LoraConfig(r=4, target_modules="all-linear"),
         )
+
+
+def test_the_trainers_of_a_search_use_the_engine_of_the_first(embedded_model: Path, tmp_path: Path) -> None:
+    """One after another; each samples with its own policy, and so does the first one afterwards."""
+    first = make_trainer(embedded_model, tmp_path / "first", **VLLM)
+    assert first.sampler.vllm is not None
+    engine = first.sampler.vllm.engine
+    with shared_engine(first.args, lender=first.sampler):
+        for seed in (1, 2):
+            trial = make_trainer(
+                embedded_model, tmp_path / f"{seed}", learning_rate=1.0, max_steps=2, seed=seed, **VLLM
+            )
+            assert trial.sampler.vllm.engine is engine
+            trial.train()
+            assert max(logs(trial, f"{GAP}/max")) < 1e-3
+        longer = make_trainer(embedded_model, tmp_path / "longer", max_model_length=200, **VLLM)
+        assert longer.sampler.vllm.engine is not engine
+    draw_batch(first)
+    assert first._metrics["train"][f"{GAP}/max"][-1] < 1e-3

@@ -16,6 +16,7 @@ from hub_runs import run
 from hub_server import running_hub
 from peft import LoraConfig
 from populated import Talk, arguments, different, lora, population, quiet, states
+from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import RECORD, mark_complete, read_json, write_json
@@ -24,7 +25,7 @@ from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.populations import HyperparameterConfig, Lineage, PopulationError, Range, Selection, Successor
 from agile_trainers.populations import population as module
 from agile_trainers.populations.base import SharedBase
-from agile_trainers.populations.members import Assignment, Rounds
+from agile_trainers.populations.members import Assignment, Rounds, saved_adapter
 from agile_trainers.populations.picture import PICTURE
 from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.types import Trajectory
@@ -273,7 +274,7 @@ class Continued:
     def run(self, name: str, source: Path | None, end: int, changes: dict[str, Any]) -> Path:
         args = arguments("grpo", self.folder / name, **{**PARENT, **changes})
         assignment = Assignment(0, 1, args, end, 8, source)
-        result = self.rounds.run(assignment, args)
+        (result,) = self.rounds.run([assignment], args)
         assert not result.failed
         return assignment.checkpoint
 
@@ -370,6 +371,18 @@ def turns(episode: Trajectory) -> float:
     return float(len(episode.turns))
 
 
+def test_a_policy_with_a_broken_weight_joins_no_batch(trained, tmp_path):
+    """An engine that serves several members would fail for all of them."""
+    folder = trained.export(tmp_path / "policy")
+    weights, config = saved_adapter(folder)
+    assert config.r == 2 and all("lora_" in name for name in weights)
+    name, broken = next(iter(weights.items()))
+    broken[0, 0] = float("inf")
+    save_file(dict(weights), folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=rf"1 of the policy's {len(weights)} weights are not finite: {name}"):
+        saved_adapter(folder)
+
+
 def test_a_population_without_a_survivor_says_why(embedded_model, tmp_path):
     def harm(trainer: Any, member: int) -> None:
         raise OSError("the simulator is gone")
@@ -395,7 +408,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("report_to=.'wandb'.", {"report_to": ["wandb"]}),
     ("save_total_limit=1", {"save_total_limit": 1}),
     ("offload_policy_during_rollout=True", {"offload_policy_during_rollout": True, "use_vllm": True}),
-    ("use_vllm=True", {"use_vllm": True}),
+    ("vllm_tensor_parallel_size=2", {"vllm_tensor_parallel_size": 2, "use_vllm": True}),
     ("gamma.*got 2", {"hyperparameters": HyperparameterConfig(gamma=Range(0.5, 2.0))}),
     ("eval_dataset must be one data set", {"eval_dataset": {"a": [{"x": 1}]}}),
 ]

@@ -10,7 +10,7 @@ import gc
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,14 +36,15 @@ _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """A vLLM engine in this process that serves one adapter at a time. It works on token ids, without a tokenizer.
+    """A vLLM engine in this process. It serves one adapter to all requests that name none, and works on token ids.
 
     Args:
         model: Folder or Hub id of the base model.
         dtype: Data type of weights and activations.
         max_model_length: Maximum number of tokens of a conversation. Default: the model's limit.
         max_batch_size: Maximum number of requests decoded at the same time; the others wait.
-        max_lora_rank: Maximum rank of the adapter. Default: no adapter is served.
+        max_lora_rank: Maximum rank of an adapter. Default: no adapter is served.
+        max_adapters: Maximum number of adapters at the same time; a further one replaces the oldest.
         process: Rank, local rank and number of processes, each of which has its own engine.
         options: Further fields of ``vllm.EngineArgs``.
 
@@ -59,12 +60,13 @@ class VllmEngine:
         max_model_length: int | None,
         max_batch_size: int,
         max_lora_rank: int | None = None,
+        max_adapters: int = 1,
         process: tuple[int, int, int] = (0, 0, 1),
         options: Mapping[str, Any] | None = None,
     ) -> None:
         more: dict[str, Any] = {}
         if max_lora_rank is not None:
-            more |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 1}
+            more |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": max_adapters}
         if current_platform.is_cpu():
             # On CPU, compiling takes longer than it saves. Only full blocks are cached, and vLLM's blocks of 128 tokens are
             # long for a conversation. A request with its own seed fails when its prompt is prefilled in chunks
@@ -88,13 +90,13 @@ class VllmEngine:
             self.engine = LLMEngine.from_engine_args(arguments)
         self.max_model_length: int = self.engine.model_config.max_model_len
         self.vocab_size: int = self.engine.model_config.get_vocab_size()
+        self.max_adapters = max_adapters
         self.adapter: LoRARequest | None = None
+        """The adapter of requests that name none."""
         self._versions = self._requests = 0
 
     def load_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
-        """Replace the served adapter.
-
-        The adapter gets a new name, so that cache entries of earlier adapters are not reused.
+        """Replace the adapter of requests that name none.
 
         Args:
             weights: Parameter name to tensor, as ``get_peft_model_state_dict`` returns them.
@@ -106,19 +108,41 @@ class VllmEngine:
         Raises:
             ValueError: If vLLM cannot serve the adapter.
         """
+        adapter, moved = self.add_adapter(weights, config)
+        self.remove_adapter()
+        self.adapter = adapter
+        return moved
+
+    def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[LoRARequest, int]:
+        """Serve a further adapter, to requests that name it.
+
+        It gets a name of its own, so that cache entries of other adapters are not reused.
+
+        Args:
+            weights: As for :meth:`load_adapter`.
+            config: Configuration of the adapter.
+
+        Returns:
+            What :meth:`submit` and :meth:`drop_adapter` take, and the number of bytes transferred.
+
+        Raises:
+            ValueError: If vLLM cannot serve the adapter.
+        """
         self._versions += 1
         with tempfile.TemporaryDirectory(prefix="vllm-policy-") as folder:
             moved = write_adapter(Path(folder), weights, config)
             adapter = LoRARequest(f"policy-{self._versions}", self._versions, folder)
             self.engine.add_lora(adapter)
-        self.remove_adapter()
-        self.adapter = adapter
-        return moved
+        return adapter, moved
+
+    def drop_adapter(self, adapter: LoRARequest) -> None:
+        """Serve an adapter no longer."""
+        self.engine.remove_lora(adapter.lora_int_id)
 
     def remove_adapter(self) -> None:
-        """Serve the base model alone."""
+        """Serve the base model alone to requests that name no adapter."""
         if self.adapter is not None:
-            self.engine.remove_lora(self.adapter.lora_int_id)
+            self.drop_adapter(self.adapter)
         self.adapter = None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
@@ -142,12 +166,12 @@ class VllmEngine:
         self.engine.reset_prefix_cache()
         return moved
 
-    def submit(self, token_ids: list[int], params: SamplingParams) -> str:
-        """Queue a request and return its key."""
+    def submit(self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None = None) -> str:
+        """Queue a request, for an adapter or for the one that :meth:`load_adapter` set, and return its key."""
         self._requests += 1
         key = str(self._requests)
         prompt: Any = {"type": "token", "prompt_token_ids": token_ids}
-        self.engine.add_request(key, prompt, params, lora_request=self.adapter)
+        self.engine.add_request(key, prompt, params, lora_request=adapter or self.adapter)
         return key
 
     def sleep(self, level: int) -> None:
@@ -192,6 +216,7 @@ class VllmGenerator:
         eos_token_ids: Tokens that end an answer; they belong to it.
         settings: Sampling options.
         tokenizer: Needed for ``settings.stop_strings`` only.
+        adapter_of: Returns the adapter that an episode is sampled with. Default: the engine's own for all.
 
     Raises:
         ValueError: If a setting has another meaning in vLLM, an id is outside the vocabulary, or stop strings are given
@@ -205,10 +230,11 @@ class VllmGenerator:
         eos_token_ids: Sequence[int],
         settings: SamplingSettings,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        adapter_of: Callable[[int], LoRARequest | None] = lambda episode: None,
     ) -> None:
         check_settings(settings)
         check_token_ids("eos_token_ids", eos_token_ids, engine.vocab_size)
-        self._engine = engine
+        self._engine, self._adapter_of = engine, adapter_of
         self._settings = settings
         self._params = _sampling_params(settings, eos_token_ids)
         self._stop = stop_criteria(settings, tokenizer)
@@ -231,7 +257,7 @@ class VllmGenerator:
         params.max_tokens = request.max_new_tokens
         if self._settings.do_sample:
             params.seed = seed_of(request)
-        key = self._engine.submit(ids, params)
+        key = self._engine.submit(ids, params, self._adapter_of(episode))
         self._known[episode], self._keys[episode], self._under_way[key] = ids, key, _Answer(request)
 
     def step(self) -> list[GenerationOutput]:

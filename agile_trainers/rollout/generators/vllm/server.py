@@ -7,7 +7,7 @@ import queue
 import shutil
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class _PatientAdapter(HTTPAdapter):
 
 
 class VllmServer:
-    """A vLLM server that serves one adapter. It receives token ids, not text.
+    """A vLLM server. It serves one adapter to all requests that name none, and receives token ids, not text.
 
     Args:
         url: URL of the server, ``http://host:port``.
@@ -78,14 +78,12 @@ class VllmServer:
         """Configuration of the server, vLLM's ``VllmConfig``."""
         self.max_model_length: int = self.info["model_config"]["max_model_len"]
         self.adapter: str | None = None
-        """Name of the adapter that requests use; None for the base model."""
+        """Name of the adapter of requests that name none; None for the base model."""
         self._folder = folder
         self._written: tempfile.TemporaryDirectory[str] | None = None
 
     def load_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
-        """Replace the served adapter.
-
-        The adapter gets a new name, so that cache entries of earlier adapters are not reused.
+        """Replace the adapter of requests that name none.
 
         Args:
             weights: Parameter name to tensor, as ``get_peft_model_state_dict`` returns them.
@@ -93,6 +91,26 @@ class VllmServer:
 
         Returns:
             Number of bytes transferred.
+
+        Raises:
+            ValueError: If the server does not load it.
+        """
+        name, moved = self.add_adapter(weights, config)
+        self.remove_adapter()
+        self.adapter = name
+        return moved
+
+    def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[str, int]:
+        """Serve a further adapter, to requests that name it.
+
+        It gets a name of its own, so that cache entries of other adapters are not reused.
+
+        Args:
+            weights: As for :meth:`load_adapter`.
+            config: Configuration of the adapter.
+
+        Returns:
+            Its name, and the number of bytes transferred.
 
         Raises:
             ValueError: If the server does not load it.
@@ -112,15 +130,29 @@ class VllmServer:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        if self.adapter is not None:
-            self._lora("unload", {"lora_name": self.adapter})
-            shutil.rmtree(folder.parent / self.adapter)
-        self.adapter = name
-        return moved
+        return name, moved
 
-    def generate(self, token_ids: list[int], fields: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """Request an answer and wait for its ids and log-probabilities. Thread-safe."""
-        fields = fields if self.adapter is None else {"model": self.adapter, **fields}
+    def drop_adapter(self, name: str) -> None:
+        """Serve an adapter no longer, and delete its files."""
+        assert self._written is not None
+        self._lora("unload", {"lora_name": name})
+        shutil.rmtree(Path(self._written.name) / name)
+
+    def remove_adapter(self) -> None:
+        """Serve the base model alone to requests that name no adapter."""
+        if self.adapter is not None:
+            self.drop_adapter(self.adapter)
+        self.adapter = None
+
+    def generate(
+        self, token_ids: list[int], fields: dict[str, Any], adapter: str | None = None
+    ) -> tuple[list[int], list[float]]:
+        """Request an answer, of an adapter or of the one that :meth:`load_adapter` set; wait for ids and log-probabilities.
+
+        Thread-safe.
+        """
+        name = adapter or self.adapter
+        fields = fields if name is None else {"model": name, **fields}
         answer = self.client.generate([token_ids], generation_kwargs=fields)
         logprobs = (position[0] for position in answer["logprobs"][0])
         return answer["completion_ids"][0], [math.nan if logprob is None else logprob for logprob in logprobs]
@@ -150,6 +182,7 @@ class ServerGenerator:
         eos_token_ids: Tokens that end an answer; they belong to it.
         settings: Sampling options. The server finds stop strings with its own tokenizer.
         tokenizer: Needed for ``settings.stop_strings`` only.
+        adapter_of: Returns the name of the adapter that an episode is sampled with. Default: the server's own for all.
 
     Raises:
         ValueError: If a setting has another meaning in vLLM, an id is outside the vocabulary, or there are too many stop
@@ -163,11 +196,12 @@ class ServerGenerator:
         eos_token_ids: Sequence[int],
         settings: SamplingSettings,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        adapter_of: Callable[[int], str | None] = lambda episode: None,
     ) -> None:
         check_settings(settings)
         _check_stop_strings(settings)
         check_token_ids("eos_token_ids", eos_token_ids, server.vocab_size)
-        self._server = server
+        self._server, self._adapter_of = server, adapter_of
         self._settings, self._eos = settings, frozenset(eos_token_ids)
         self._fields = sampling_fields(settings, eos_token_ids)
         self._stop = stop_criteria(settings, tokenizer)
@@ -235,7 +269,7 @@ class ServerGenerator:
     def _ask(self, request: GenerationRequest, fields: dict[str, Any]) -> None:
         answer: Any
         try:
-            answer = self._server.generate(list(request.token_ids), fields)
+            answer = self._server.generate(list(request.token_ids), fields, self._adapter_of(request.episode))
         except BaseException as error:
             answer = error
         self._answers.put((request, answer))
