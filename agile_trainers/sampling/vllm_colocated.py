@@ -84,7 +84,7 @@ class _Shared:
     max_adapters: int = 1
     engine: VllmEngine | None = None
     started: dict[str, Any] | None = None
-    """What the engine was started with."""
+    """The settings that the engine was started with."""
 
 
 _shared: ContextVar[_Shared | None] = ContextVar("shared vLLM engine", default=None)
