@@ -65,6 +65,12 @@ SELECTION = "tests/populations/test_selection.py"
 
 MUTATIONS = [
     Mutation(
+        "a checkpoint without an environment keeps PEFT's template", "trainers/trainer.py",
+        "            if self.args.should_save:\n                self.cards.write(folder)",
+        "            if self.args.should_save and self.engine is not None:\n                self.cards.write(folder)",
+        "tests/trainers/test_without_environment.py::test_every_folder_has_a_card_of_the_run",
+    ),
+    Mutation(
         "the card of a pushed member loads a folder that is not there", "populations/export.py",
         ".replace(f'\"{source.name}\"', f'\"{model_id}\"')", "",
         f"{POPULATION}::test_the_winner_on_the_hub",

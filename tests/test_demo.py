@@ -56,6 +56,12 @@ def test_the_adapters_card_compares_with_the_baselines(finished: tuple[Path, dic
     assert (output / "adapter" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_model_that_the_adapter_is_on_has_a_card(finished: tuple[Path, dict]) -> None:
+    card = (finished[0] / "sft" / "README.md").read_text(encoding="utf-8")
+    assert "untrained, trained with SFT on `agile_environments.guess_number:demonstrations`: 2 updates" in card
+    assert 'AutoModelForCausalLM.from_pretrained("sft")' in card
+
+
 def test_adapter_loaded_anew_plays_as_reported(finished: tuple[Path, dict], tmp_path: Path) -> None:
     _, summary = finished
     base = AutoModelForCausalLM.from_pretrained(summary["base_path"])

@@ -74,7 +74,7 @@ def model_card(
         trainer: Name of the trainer's class.
         dataset: Hub id of the rows, if there were any.
         paper: ``title``, ``id`` (arXiv) and optionally ``citation`` (BibTeX) of the algorithm.
-        rows: Name of the rows of a stage without an environment.
+        rows: Name of the rows of a run without an environment, if it is known.
         baselines: Results to compare with, by name.
     """
     base = record["base_model"]["name"]
@@ -87,12 +87,15 @@ def model_card(
         pipeline_tag="text-generation",
         tags=list(tags),
         model_name=name,
-        eval_results=[_result(record["environment"], evaluations[-1], measure(log_history))] if evaluations else None,
+        eval_results=[_result(record["environment"], evaluations[-1], measure(log_history))]
+        if evaluations and record["environment"]
+        else None,
     )
     base_name = Path(base).name if local and base else base or "a model made in code"
     base_link = base_name if local else f"[{base}](https://huggingface.co/{base})"
-    source = f"the environment `{record['environment']}`" if record["environment"] else f"`{rows}`"
-    source += f", with rows of [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
+    source = f"the environment `{record['environment']}`" if record["environment"] else f"`{rows}`" if rows else ""
+    link = f"rows of [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
+    source = ", with ".join(one for one in (source, link) if one) or "rows"
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {name}",
@@ -110,7 +113,7 @@ def model_card(
 
 def _evaluations(log_history: Sequence[Mapping[str, Any]], baselines: Baselines) -> list[Mapping[str, Any]]:
     """Return the last evaluation of each update, without that of update 0 if it is among the baselines."""
-    found = {entry["step"]: entry for entry in log_history if "eval_return" in entry}
+    found = {entry["step"]: entry for entry in log_history if entry.keys() & {"eval_return", "eval_reward"}}
     return [entry for step, entry in sorted(found.items()) if step or BEFORE not in baselines]
 
 
@@ -186,15 +189,18 @@ def _with_error(entry: Mapping[str, Any], prefix: str, measured: str = "return")
 
 
 def _lineage(record: Mapping[str, Any]) -> str:
-    rows = [("this model", record["algorithm"], f"`{record['environment']}`")]
+    rows = [("this model", record["algorithm"], _environment(record))]
     stage: Mapping[str, Any] | None = record["parent"]
     while stage is not None:
         source, commit = stage["source"], stage["commit"]
         name = Path(source).name if Path(source).is_dir() else source
-        environment = f"`{stage['environment']}`" if stage["environment"] else ""
-        rows.append((name + (f" at {commit[:10]}" if commit else ""), stage["algorithm"] or "", environment))
+        rows.append((name + (f" at {commit[:10]}" if commit else ""), stage["algorithm"] or "", _environment(stage)))
         stage = stage["parent"]
     return _table("Stages, latest first", ("", "algorithm", "environment"), rows) if len(rows) > 1 else ""
+
+
+def _environment(stage: Mapping[str, Any]) -> str:
+    return f"`{stage['environment']}`" if stage["environment"] else ""
 
 
 def _citations(algorithm: str, paper: Mapping[str, str] | None) -> str:

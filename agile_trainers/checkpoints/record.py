@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -369,6 +369,29 @@ class RunCheckpoints:
             for _ in range(self.epochs_done):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
+
+
+def record_without_environment(
+    algorithm: str, model: Any, global_step: int, parent: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Make what a model card reads of a run that plays no episodes.
+
+    Args:
+        algorithm: Its name.
+        model: The trained model, not wrapped.
+        global_step: Number of updates.
+        parent: See :func:`~agile_trainers.adapters.loading.parent_of`.
+    """
+    config = model.config
+    return {
+        "algorithm": algorithm,
+        "environment": None,
+        "base_model": {"name": config._name_or_path or None, "commit": getattr(config, "_commit_hash", None)},
+        "parent": parent,
+        "lora": lora_settings(model.peft_config[POLICY]) if isinstance(model, PeftModel) else None,
+        "global_step": global_step,
+        "versions": package_versions(),
+    }
 
 
 def package_versions() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,18 @@ class RunCards:
         trainer: After TRL's own constructor.
         tags: Tags of every card.
         paper: The algorithm's paper, in the form of TRL's ``_paper``.
+        record: Makes the record that a card is written from.
     """
 
-    def __init__(self, trainer: GRPOTrainer, tags: Sequence[str], paper: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        tags: Sequence[str],
+        paper: Mapping[str, str],
+        record: Callable[[], Mapping[str, Any]],
+    ) -> None:
         self._trainer: Any = trainer
-        self._tags, self._paper = tags, paper
+        self._tags, self._paper, self._record = tags, paper, record
         self._dataset: str | None = None
         self._picture: tuple[Any, bytes | None] = None, None
         self.baselines: dict[str, Mapping[str, float]] = {}
@@ -36,7 +43,6 @@ class RunCards:
     def write(
         self,
         folder: Path,
-        record: Mapping[str, Any],
         *,
         model_name: str | None = None,
         dataset_name: str | None = None,
@@ -46,7 +52,6 @@ class RunCards:
 
         Args:
             folder: Folder of the model.
-            record: The run's record; see :meth:`~agile_trainers.checkpoints.record.RunCheckpoints.record`.
             model_name: Title. Default: the last part of ``hub_model_id`` for ``output_dir``, else the folder's name.
             dataset_name: Hub id of the rows, if there were any; the cards written later name it too.
             tags: More tags.
@@ -64,7 +69,7 @@ class RunCards:
         text = model_card(
             name=model_name or (model_id.rpartition("/")[2] if model_id == trainer.hub_model_id else model_id),
             model_id=model_id,
-            record=record,
+            record=self._record(),
             log_history=log,
             options=hyperparameters(trainer.args),
             tags=sorted({*self._tags, *tags}),
@@ -74,3 +79,28 @@ class RunCards:
             baselines=self.baselines,
         )
         write_card(folder, text, self._picture[1])
+
+
+def write_card_of_rows(folder: Path, name: str, record: Mapping[str, Any], args: Any, log: Any, rows: str) -> None:
+    """Write the model card of a run with one of TRL's trainers on rows.
+
+    Args:
+        folder: Folder of the model.
+        name: Title, and the folder under which the card loads the model.
+        record: See :func:`~agile_trainers.checkpoints.record.record_without_environment`.
+        args: The trainer's configuration.
+        log: ``trainer.state.log_history``.
+        rows: Name of the rows.
+    """
+    shown = panels(log)
+    text = model_card(
+        name=name,
+        model_id=name,
+        record=record,
+        log_history=log,
+        options=hyperparameters(args),
+        tags=["agile-trainers", record["algorithm"].lower(), "trl"],
+        trainer="MultiTurnGRPOTrainer",
+        rows=rows,
+    )
+    write_card(folder, text, draw_curve(shown) if shown else None)

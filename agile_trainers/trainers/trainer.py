@@ -26,12 +26,19 @@ from transformers.trainer_utils import PredictionOutput
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters import POLICY, every_adapter_trainable, explaining_scope, plain_copies, restore_adapter
+from agile_trainers.adapters import (
+    POLICY,
+    every_adapter_trainable,
+    explaining_scope,
+    parent_of,
+    plain_copies,
+    restore_adapter,
+)
 from agile_trainers.adapters.folders import RECORD, naming_full_disk, step_of, write_json
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.checkpoints.hub import HubPushes, make_repository
-from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints
+from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints, record_without_environment
 from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options
 from agile_trainers.checkpoints.run_cards import RunCards
 from agile_trainers.checkpoints.stopping import GracefulStop
@@ -147,6 +154,7 @@ class MultiTurnTrainer(GRPOTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {}
 
+    cards: RunCards
     # Made by the constructor, with an environment only.
     engine: RolloutEngine | None = None
     setup: RunSetup
@@ -164,7 +172,6 @@ class MultiTurnTrainer(GRPOTrainer):
     records: EpisodeRecords
     checkpoints: RunCheckpoints
     hub: HubPushes
-    cards: RunCards
     stop: GracefulStop
     guard: StepGuard
     passes: Passes
@@ -263,6 +270,8 @@ class MultiTurnTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        parent = parent_of(inputs.saved, self.model.config._name_or_path)
+        self.cards = RunCards(self, self._tag_names, self._paper, lambda: self._record(parent))
         if setup is not None:
             self.use_vllm = self.args.use_vllm = use_vllm
             self._set_up(setup, inputs)
@@ -303,7 +312,6 @@ class MultiTurnTrainer(GRPOTrainer):
         self.passes = Passes(self)
         self.turn_entropies = TurnEntropies()
         self.hub = HubPushes(self)
-        self.cards = RunCards(self, self._tag_names, self._paper)
         self._offloading = activation_offloading(args, self.model)
         if args.skip_zero_advantage is True and self.aux_loss_enabled:
             raise ValueError(
@@ -980,14 +988,20 @@ class MultiTurnTrainer(GRPOTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as ``Trainer.save_model`` does, a record of its origin (``agile_trainers.json``) and a card."""
         folder = Path(output_dir or self.args.output_dir)
-        record = self.checkpoints.record() if self.engine is not None and self.args.should_save else None
-        if record is not None:
-            write_json(folder / RECORD, record)
+        if self.engine is not None and self.args.should_save:
+            write_json(folder / RECORD, self.checkpoints.record())
         sharded = is_zero3(self.accelerator.state.deepspeed_plugin) and isinstance(self.model, PeftModel)
         with naming_full_disk(folder), every_adapter_trainable(self.model) if sharded else nullcontext():
             super().save_model(output_dir, _internal_call)
-            if record is not None:
-                self.cards.write(folder, record)
+            if self.args.should_save:
+                self.cards.write(folder)
+
+    def _record(self, parent: dict[str, Any] | None) -> dict[str, Any]:
+        """Return what the model card says of the run's origin."""
+        if self.engine is not None:
+            return self.checkpoints.record()
+        model, algorithm = self.accelerator.unwrap_model(self.model), self._name.removeprefix("Multi-turn ")
+        return record_without_environment(algorithm, model, self.state.global_step, parent)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.engine is None:
@@ -1142,13 +1156,10 @@ class MultiTurnTrainer(GRPOTrainer):
             dataset_name: Hub id of the rows, if there were any.
             tags: More tags.
         """
-        if self.engine is None:
-            return super().create_model_card(model_name, dataset_name, tags)
         if not self.is_world_process_zero():
             return
         self.cards.write(
             Path(self.args.output_dir),
-            self.checkpoints.record(),
             model_name=model_name,
             dataset_name=dataset_name,
             tags=[tags] if isinstance(tags, str) else tags or (),

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+import yaml
+from cards import cards_of
 from datasets import Dataset
 from games import settings
+from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
@@ -117,3 +120,26 @@ def test_multi_turn_options_without_an_environment_are_refused(embedded_model, t
     args = MultiTurnGRPOConfig(**settings(tmp_path, gamma=0.9, scale_rewards="mean"))
     with pytest.raises(ValueError, match=r"gamma, max_new.*_turns, scale_rewards='mean', stop_strings.*environment="):
         MultiTurnGRPOTrainer(str(embedded_model), distinct_letters, args, ROWS)
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(r=2, target_modules="all-linear"), None], ids=["adapter", "whole model"])
+def test_every_folder_has_a_card_of_the_run(embedded_model, tmp_path, lora):
+    """Also the folders for which TRL and PEFT have templates of their own."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    args = MultiTurnGRPOConfig(**trl_settings(tmp_path / "run", max_completion_length=4, **saving))
+    trainer = MultiTurnGRPOTrainer(str(embedded_model), distinct_letters, args, ROWS, ROWS, peft_config=lora)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_model(str(tmp_path / "run" / "elsewhere"))
+    measured = {entry["step"]: entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry}
+    folders = {"run": ".", "run/checkpoint-2": "checkpoint-2", "elsewhere": "elsewhere"}
+    for name, folder in folders.items():
+        text = (tmp_path / "run" / folder / "README.md").read_text(encoding="utf-8")
+        assert f"# {name}\n\nmodel, trained with GRPO on rows: {2 if 'checkpoint' in name else 3} updates." in text
+        assert f"| 2 | {measured[2]:.3f} |" in text and "| `num_generations` | `4` |" in text
+        assert "Information Needed" not in text and "This model is a fine-tuned version" not in text
+        assert yaml.safe_load(text.split("---")[1])["library_name"] == ("transformers" if lora is None else "peft")
+        assert (tmp_path / "run" / folder / "learning_curve.png").is_file()
+    assert len(cards_of(tmp_path)) == (0 if lora is None else 4)
+    trainer.create_model_card(dataset_name="me/rows")
+    assert "GRPO on rows of [me/rows]" in (tmp_path / "run" / "README.md").read_text(encoding="utf-8")

@@ -31,7 +31,6 @@ from agile_trainers.adapters.folders import (
     RECORD,
     CheckpointError,
     checkpoints,
-    lora_settings,
     mark_complete,
     naming_full_disk,
     newest_complete,
@@ -39,8 +38,8 @@ from agile_trainers.adapters.folders import (
     write_json,
 )
 from agile_trainers.adapters.loading import load_tokenizer
-from agile_trainers.checkpoints.model_card import draw_curve, hyperparameters, model_card, panels, write_card
-from agile_trainers.checkpoints.record import package_versions
+from agile_trainers.checkpoints.record import record_without_environment
+from agile_trainers.checkpoints.run_cards import write_card_of_rows
 from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline
 from agile_trainers.cli.errors import Progress
@@ -208,10 +207,9 @@ def _train(
             trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(str(folder))
     if stage.algorithm in SUPERVISED:
-        record = _record(stage, model, trainer.state.global_step)
-        _write(folder / RECORD, record)
         if trainer.args.should_save:
-            _write_card(folder, stage, trainer.model, trainer.args, trainer.state, record)
+            _complete(folder, stage, model, trainer.model, trainer.args, trainer.state)
+        PartialState().wait_for_everyone()
     if after_stage is not None:
         after_stage(stage, trainer)
     del trainer
@@ -234,30 +232,15 @@ def _evolve(
     _forget()
 
 
-def _record(stage: Stage, model: str, steps: int) -> dict[str, Any]:
-    """Return the record of a stage with one of TRL's trainers; the multi-turn trainers write their own."""
+def _complete(folder: Path, stage: Stage, model: str, trained: Any, args: Any, state: Any) -> None:
+    """Write record and model card of a stage with one of TRL's trainers; the multi-turn trainers write their own."""
     parent = parent_of(find_adapters(model), model)
-    return {"algorithm": stage.algorithm.upper(), "environment": None, "global_step": steps, "parent": parent}
-
-
-def _write_card(folder: Path, stage: Stage, model: Any, args: Any, state: Any, record: dict[str, Any]) -> None:
-    """Write the model card of a stage with one of TRL's trainers, on the main process."""
-    config, shown = model.config, panels(state.log_history)
-    lora = lora_settings(model.peft_config[POLICY]) if isinstance(model, PeftModel) else None
-    base = {"name": config._name_or_path or None, "commit": getattr(config, "_commit_hash", None)}
-    rows = str(stage.dataset)
+    record = record_without_environment(stage.algorithm.upper(), trained, state.global_step, parent)
+    write_json(folder / RECORD, {name: record[name] for name in ("algorithm", "environment", "global_step", "parent")})
     name = f"{stage.name}/{folder.name}" if folder.name != stage.name else stage.name
-    text = model_card(
-        name=name,
-        model_id=name,
-        record={**record, "base_model": base, "lora": lora, "versions": package_versions()},
-        log_history=state.log_history,
-        options=hyperparameters(args),
-        tags=["agile-trainers", stage.algorithm, "trl"],
-        trainer="MultiTurnGRPOTrainer",
-        rows=Path(rows).name if Path(rows).exists() else rows,
-    )
-    write_card(folder, text, draw_curve(shown) if shown else None)
+    rows = str(stage.dataset)
+    rows = Path(rows).name if Path(rows).exists() else rows
+    write_card_of_rows(folder, name, record, args, state.log_history, rows)
 
 
 def make_multi_turn(pipeline: Pipeline, stage: Stage, model: str) -> Any:
@@ -343,9 +326,7 @@ class _Whole(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         PartialState().wait_for_everyone()
         if args.should_save:
-            write_json(folder / RECORD, {"global_step": state.global_step})
-            record = _record(self._stage, self._model, state.global_step)
-            _write_card(folder, self._stage, kwargs["model"], args, state, record)
+            _complete(folder, self._stage, self._model, kwargs["model"], args, state)
             mark_complete(folder)
 
 

@@ -26,6 +26,8 @@ from trl import SFTTrainer
 
 from agile_environments.guess_number import LEVELS, demonstrations, halving_player, random_player
 from agile_trainers import embedded
+from agile_trainers.checkpoints.record import record_without_environment
+from agile_trainers.checkpoints.run_cards import write_card_of_rows
 from agile_trainers.cli.demo.report import Score, learning_curve, plot, results_table, some_games, write_summary
 from agile_trainers.cli.preflight import check_output
 from agile_trainers.cli.progress import show_progress
@@ -169,6 +171,9 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     with show_progress(supervised, console, "learning the format", {"loss": "loss", "mean_token_accuracy": "accuracy"}):
         supervised.train()
     supervised.save_model()
+    learned = record_without_environment("SFT", supervised.model, supervised.state.global_step)
+    log, rows = supervised.state.log_history, "agile_environments.guess_number:demonstrations"
+    write_card_of_rows(base, base.name, learned, supervised.args, log, rows)
 
     trainer = make_trainer(str(base), output / "rl", seed, budget, lora())
     scores = {
