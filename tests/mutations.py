@@ -1069,6 +1069,11 @@ MUTATIONS = [
         "batch.rewards[places] = part[: len(places)]", "pass", f"{TASKS}::test_silent_groups_are_replaced",
     ),
     Mutation(
+        "the update trains on the groups that were replaced", "trainers/group_rollouts.py",
+        "batch.batch = self._collate(batch.trajectories, batch.rewards)", "self._collate(batch.trajectories, batch.rewards)",
+        f"{TASKS}::test_silent_groups_are_replaced",
+    ),
+    Mutation(
         "groups with a signal are replaced", "trainers/group_rollouts.py",
         "for group, signal in enumerate(signals) if not signal]", "for group, signal in enumerate(signals) if signal]",
         f"{TASKS}::test_silent_groups_are_replaced",

@@ -16,15 +16,16 @@ from agile_trainers.trainers.construction import RunSetup
 from agile_trainers.trainers.mixture import with_names
 from agile_trainers.trainers.reward_functions import not_scored, totals
 from agile_trainers.trainers.task_sampling import Draw, TaskSampling
-from agile_trainers.types import Trajectory
+from agile_trainers.types import Trajectory, TurnBatch
 
 Row = dict[str, Any]
 Play = Callable[[list[EpisodeSpec]], list[Trajectory]]
 Score = Callable[[list[Row], list[Trajectory]], torch.Tensor]
 """Computes rewards (B, F) of all processes; every process passes equally many rows."""
-Signals = Callable[[list[Trajectory], torch.Tensor], list[bool]]
-"""Returns for each group of all processes whether an advantage in it is not 0, from the episodes of this process and the
-rewards (B, F) of all."""
+Signals = Callable[[TurnBatch], list[bool]]
+"""Returns for each group of all processes whether an advantage in it is not 0, from the batch of this process."""
+Collate = Callable[[list[Trajectory], torch.Tensor], TurnBatch]
+"""Makes the batch of this process, from its episodes and the rewards (B, F) of all."""
 
 
 @dataclass
@@ -39,6 +40,8 @@ class PlayedGroups:
     and its place in the group. Groups that replace others have new indices."""
     rewards: torch.Tensor
     """(B, F), of all processes."""
+    batch: TurnBatch
+    """The episodes and rewards as tensors."""
     discarded: list[tuple[int, Trajectory]] = field(default_factory=list)
     """Index and episode of the groups that were replaced."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -71,12 +74,15 @@ class GroupRollouts:
         setup: The run's.
         play: Plays episodes with the current policy.
         score: Calls the trainer's reward functions.
+        collate: Makes a batch.
         signals: Applies the credit rule.
     """
 
-    def __init__(self, trainer: GRPOTrainer, setup: RunSetup, play: Play, score: Score, signals: Signals) -> None:
+    def __init__(
+        self, trainer: GRPOTrainer, setup: RunSetup, play: Play, score: Score, collate: Collate, signals: Signals
+    ) -> None:
         self._trainer: Any = trainer
-        self._setup, self._play, self._score, self._signals = setup, play, score, signals
+        self._setup, self._play, self._score, self._collate, self._signals = setup, play, score, collate, signals
         args = trainer.args
         self._members, self._limit = setup.args.num_generations, setup.args.resample_silent_groups
         self._groups = args.generation_batch_size // self._members
@@ -102,10 +108,10 @@ class GroupRollouts:
         first = self._round(inputs, generation, 0, places, rank * size)
         trajectories = self._play(first.specs)
         rewards = self._score(first.rows, trajectories)
-        batch = PlayedGroups(trajectories, first.rows, places, rewards)
+        batch = PlayedGroups(trajectories, first.rows, places, rewards, self._collate(trajectories, rewards))
         if not self._watches:
             return batch
-        signals = self._signals(trajectories, rewards)
+        signals = self._signals(batch.batch)
         self.tasks.observe(first.draw.tasks, first.names, signals)
         if self._limit:
             known = {name: values[:size] for name, values in columns.items()}
@@ -194,7 +200,8 @@ class GroupRollouts:
             for name in known.keys() | columns.keys():
                 values = columns.get(name)
                 known.setdefault(name, [None] * size)[slot] = None if values is None else values[number]
-        signals = self._signals(batch.trajectories, batch.rewards)
+        batch.batch = self._collate(batch.trajectories, batch.rewards)
+        signals = self._signals(batch.batch)
         tasks = fresh.draw.tasks
         self.tasks.observe(
             None if tasks is None else [tasks[group] for group in silent],

@@ -328,7 +328,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.add_callback(self.records)
         self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
         self.episode_log = EpisodeLog(self, self.environment, self.watch.note)
-        self.rollouts = GroupRollouts(self, setup, self._play, self._reward, self._groups_with_signal)
+        self.rollouts = GroupRollouts(self, setup, self._play, self._reward, self._collate, self._groups_with_signal)
         self.evaluator = EpisodeEvaluator(self, self.engine, self.sampler, setup.mixture, self._reward)
         if args.has_critic:
             self.critic = Critic(self, self.packer, inputs.saved)
@@ -618,12 +618,11 @@ class MultiTurnTrainer(GRPOTrainer):
         if isinstance(inputs[0], Trajectory):  # of `update`
             trajectories: list[Trajectory] = inputs  # type: ignore[assignment]
             rows, indices = rows_of_episodes(trajectories), list(range(first, first + len(inputs)))
-            played = PlayedGroups(trajectories, rows, indices, self._reward(rows, trajectories))
+            given = self._reward(rows, trajectories)
+            played = PlayedGroups(trajectories, rows, indices, given, self._collate(trajectories, given))
         else:
             played = self.rollouts.play(inputs, generation, self._pending_extra_logs)
-        trajectories, rewards = played.trajectories, played.rewards
-        batch = self._collate(trajectories)
-        self._add_rewards(rewards, batch)
+        trajectories, rewards, batch = played.trajectories, played.rewards, played.batch
         self.scorer.prepare_packing(batch)
         # With a reference every row is scored, and before credit, since the penalty may enter it.
         scores = self._score(batch) if self.beta != 0.0 else None
@@ -660,30 +659,28 @@ class MultiTurnTrainer(GRPOTrainer):
         self._rollout_seconds += time.perf_counter() - started
         return trajectories
 
-    def _collate(self, trajectories: list[Trajectory]) -> TurnBatch:
-        return collate(
+    def _collate(self, trajectories: list[Trajectory], per_function: torch.Tensor) -> TurnBatch:
+        """Make the batch. All rewards (B, functions) of all ranks but the first function's, the return, are added to each
+        episode's last turn."""
+        batch = collate(
             trajectories,
             pad_token_id=self._tokenizer.pad_token_id,
             end_token_id=self.eos_token_ids[0],
             pad_to_multiple_of=self.pad_to_multiple_of,
             device=self.accelerator.device,
         )
-
-    def _add_rewards(self, per_function: torch.Tensor, batch: TurnBatch) -> None:
-        """Add the rewards (B, functions) of all ranks but the first function's, the return, to each episode's last turn."""
         weighted = per_function * self.reward_weights.to(per_function.device)
         extra = weighted[self._local(len(batch.turn_rewards)), 1:].nansum(dim=1)
         rows = torch.arange(len(extra), device=extra.device)
         last = (batch.turn_mask.sum(dim=1) - 1).clamp(min=0)
         batch.turn_rewards[rows, last] += extra * batch.turn_mask.any(dim=1)
+        return batch
 
-    def _groups_with_signal(self, trajectories: list[Trajectory], rewards: torch.Tensor) -> list[bool]:
+    def _groups_with_signal(self, batch: TurnBatch) -> list[bool]:
         """Return for each group of all ranks whether the credit rule gives any of its turns an advantage.
 
         A penalty for leaving the reference is not part of it.
         """
-        batch = self._collate(trajectories)
-        self._add_rewards(rewards, batch)
         turns = gather_turns(batch, self.accelerator)
         return live_groups(self.assign_credit(turns), turns.mask, self.num_generations)
 
