@@ -65,6 +65,11 @@ SELECTION = "tests/populations/test_selection.py"
 
 MUTATIONS = [
     Mutation(
+        "a log that is written ends a streak of episodes that are not", "trainers/episode_records.py",
+        "self._failing.discard(kind)", "self._failing.clear()",
+        "tests/trainers/test_misbehaving_environments.py::test_each_streak_of_failures_is_warned_of_once",
+    ),
+    Mutation(
         "a checkpoint without an environment keeps PEFT's template", "trainers/trainer.py",
         "            if self.args.should_save:\n                self.cards.write(folder)",
         "            if self.args.should_save and self.engine is not None:\n                self.cards.write(folder)",

@@ -51,6 +51,10 @@ class EpisodeRecords(TrainerCallback):
         self._generation = 0
         self.unfinished: list[dict[str, Any]] = []
         """Rows of the current generation batch, which is not over."""
+        self._failing: set[str] = set()
+        """Kinds of writes whose last attempt failed."""
+        self._failures = 0
+        """Writes that failed since all kinds succeeded."""
 
     # -------------------------------------------------------------------------------------------------------- a run
 
@@ -75,7 +79,7 @@ class EpisodeRecords(TrainerCallback):
                     step, deleted, writer.folder,
                 )  # fmt: skip
 
-        self._write(rewind)
+        self._write("train", rewind)
 
     # ------------------------------------------------------------------------------------------------------ training
 
@@ -157,7 +161,7 @@ class EpisodeRecords(TrainerCallback):
         """Write the current generation batch, after its last pass or at the end of the run."""
         rows, self.unfinished = self.unfinished, []
         if rows:
-            self._write(lambda writer: writer.write_train(self._generation, rows))
+            self._write("train", lambda writer: writer.write_train(self._generation, rows))
 
     # ---------------------------------------------------------------------------------------- evaluation and metrics
 
@@ -170,7 +174,7 @@ class EpisodeRecords(TrainerCallback):
         """
         step = self._trainer.state.global_step
         rows = (episode_row(one, step=step, index=n) for one, n in zip(played.trajectories, played.places))
-        self._write(lambda writer: writer.write_eval(step, prefix, rows))
+        self._write("eval", lambda writer: writer.write_eval(step, prefix, rows))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write a log of the trainer, and what the diagnosis found since the last."""
@@ -180,12 +184,23 @@ class EpisodeRecords(TrainerCallback):
             writer.write_metrics(state.global_step, logs or {})
             writer.write_findings(found)
 
-        self._write(write, state.is_world_process_zero)
+        self._write("log", write, state.is_world_process_zero)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Warn of writes that failed and were not reported one by one."""
+        if self._failing:
+            self._warn(f"{self._failures} writes failed until the end of training.")
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def _write(self, action: Callable[[RecordWriter], Any], here: bool = True) -> None:
-        """Write on disk. All processes call it; a failure is reported and does not end the run."""
+    def _write(self, kind: str, action: Callable[[RecordWriter], Any], here: bool = True) -> None:
+        """Write on disk. All processes call it. A failure does not end the run; the first of several in a row is reported.
+
+        Args:
+            kind: Kind of the write. It goes on failing until a write of the same kind succeeds.
+            action: Writes.
+            here: False if this process has nothing to write.
+        """
         if not self._every:
             return
         try:
@@ -193,9 +208,18 @@ class EpisodeRecords(TrainerCallback):
             if here:
                 action(writer)
         except Exception as error:
-            logger.warning(
-                f"The episodes of {self._trainer.args.output_dir} could not be written: {describe_error(error)}"
-            )
+            if not self._failing:
+                self._warn(f"further failures are counted, not shown. {describe_error(error)}")
+            self._failing.add(kind)
+            self._failures += 1
+            return
+        self._failing.discard(kind)
+        if self._failures and not self._failing:
+            self._warn(f"{self._failures} writes failed. Records are written again.")
+            self._failures = 0
+
+    def _warn(self, what: str) -> None:
+        logger.warning(f"The episodes of {self._trainer.args.output_dir} could not be written: {what}")
 
     def _open(self) -> RecordWriter:
         """Open the folder of the run. An evaluation before a run has a folder of its own."""

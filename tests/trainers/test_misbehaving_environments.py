@@ -14,6 +14,7 @@ import pytest
 from datasets import Dataset
 from games import Chatter, make_trainer
 from recorded import recorded, sampled
+from transformers import TrainerCallback
 
 from agile_trainers.envs.checker import EnvironmentProtocolError, check_environment
 from agile_trainers.rollout.metrics import Start, differing_groups
@@ -157,13 +158,42 @@ def test_a_run_survives_every_kind(embedded_model: Path, tmp_path: Path) -> None
 def test_a_log_that_cannot_be_written_does_not_end_training(
     embedded_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Each of three steps has two writes: its episodes, then its log. The end has a log too."""
     (tmp_path / "rollouts").write_text("a file where the folder should be")
     logging.getLogger("agile_trainers").propagate = True
-    trainer = make_trainer(embedded_model, tmp_path)
+    trainer = make_trainer(embedded_model, tmp_path, max_steps=3, logging_steps=1)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    assert trainer.state.global_step == 1
-    assert "could not be written" in caplog.text and "rollouts" in caplog.text
+    assert trainer.state.global_step == 3
+    first, last = [one.message for one in caplog.records if "could not be written" in one.message]
+    assert "rollouts" in first and "further failures are counted" in first
+    assert last.endswith(": 7 writes failed until the end of training.")
+
+
+class Blocked(TrainerCallback):
+    """Puts a folder where the writer renames a file to, or takes it away, at the beginning of some steps."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in (1, 2, 4):  # of five
+            (folder,) = (self.output / "rollouts").iterdir()
+            (folder / f"train-{state.global_step:06d}-rank0.parquet").mkdir()
+
+
+def test_each_streak_of_failures_is_warned_of_once(
+    embedded_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log is written all the time, which does not end a streak of the episodes."""
+    logging.getLogger("agile_trainers").propagate = True
+    trainer = make_trainer(embedded_model, tmp_path, max_steps=5, logging_steps=1, callbacks=[Blocked(tmp_path)])
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    said = [one.message.partition("written: ")[2] for one in caplog.records if "could not be written" in one.message]
+    assert len(said) == 4 and "directory" in said[0] and "directory" in said[2]
+    assert said[1] == "2 writes failed. Records are written again."
+    assert said[3] == "1 writes failed until the end of training."
 
 
 class Unseeded(Chatter):
