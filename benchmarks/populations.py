@@ -3,7 +3,8 @@
 For each seed: the demo's run with the learning rates 3e-3 and 5e-3, cut to ``--steps`` updates, of which the better one
 counts as tuned; a population of 8 members whose learning
 rates are drawn over a factor of 100, by successive halving, with twice the run's episodes, evaluations included; and the
-member with the lowest learning rate as a run of its own. The result goes to ``benchmarks/results/populations.json``.
+member with the lowest learning rate as a run of its own. The result goes to ``benchmarks/results/populations.json``, part by
+part; what is there is not repeated.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ TUNED = (3e-3, 5e-3)
 """Learning rates of the single runs; the better one counts."""
 BATCH = GROUP * HIGH
 FINAL_EPISODES = 1200
+ENDS = tuple(fifteenths / 15 for fifteenths in (1, 2, 4, 8, 10, 12, 14))
+"""Ends of the rounds but the last, in shares of a run: after the third one member is left, whose best policy counts."""
 
 
 def base_model(output: Path) -> Path:
@@ -87,11 +91,12 @@ def single_run(base: Path, folder: Path, seed: int, steps: int, rate: float) -> 
 
 def search(base: Path, folder: Path, seed: int, steps: int) -> dict[str, Any]:
     """Run a population with twice the episodes of a single run, evaluations included."""
-    ends = [round(steps * share) for share in (1 / 15, 2 / 15, 4 / 15)]
-    trained = (
-        MEMBERS * ends[0] + MEMBERS // 2 * (ends[1] - ends[0]) + MEMBERS // 4 * (ends[2] - ends[1]) + steps - ends[2]
+    ends = [round(steps * share) for share in ENDS]
+    living = [max(1, MEMBERS >> number) for number in range(len(ends) + 1)]
+    trained = sum(
+        members * (end - start) for members, start, end in zip(living, [0, *ends], [*ends, steps], strict=True)
     )
-    evaluations = MEMBERS + MEMBERS // 2 + MEMBERS // 4 + 1
+    evaluations = sum(living)
     args = make_arguments(folder, seed, Budget(rl_steps=steps))
     args.num_eval_episodes = (2 * steps - trained) * BATCH // evaluations // HIGH * HIGH
     rates = HyperparameterConfig(learning_rate=Range(LOW, HIGH_RATE, log=True))
@@ -107,11 +112,14 @@ def search(base: Path, folder: Path, seed: int, steps: int) -> dict[str, Any]:
         print(f"  round {done.number}: member {best.member} {best.hyperparameters} {best.fitness:.3f}", flush=True)
 
     lineage = population.run(show)
-    best = lineage.course(population.best)[-1]
+    best = lineage.winner
+    assert best is not None
+    winner = population.export(folder / "winner")
     played = evaluations * args.num_eval_episodes
     return {
-        "success": success_of(population.folder(population.best), EpisodeOptions.of_args(args)),
+        "success": success_of(winner, EpisodeOptions.of_args(args)),
         "learning_rate": best.hyperparameters["learning_rate"],
+        "steps": best.steps,
         "drawn": [event.hyperparameters["learning_rate"] for event in lineage.events if event.event == "born"],
         "training_episodes": trained * BATCH,
         "evaluation_episodes": played,
@@ -123,11 +131,34 @@ def search(base: Path, folder: Path, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
+def measure(base: Path, folder: Path, seed: int, steps: int, found: dict[str, Any]) -> Iterator[None]:
+    """Add the parts of a seed that are missing to what was found, and yield after each."""
+    parts: dict[str, Callable[[], Any]] = {
+        "tuned": lambda: [single_run(base, folder / f"tuned-{rate}", seed, steps, rate) for rate in TUNED],
+        "population": lambda: search(base, folder / "population", seed, steps),
+        "worst": lambda: single_run(base, folder / "worst", seed, steps, min(found["population"]["drawn"])),
+    }
+    for name in [name for name in parts if name not in found]:
+        found[name] = parts[name]()
+        yield
+
+
+def told(found: dict[str, Any]) -> str:
+    """Say what was found for a seed."""
+    tuned, best = max(found["tuned"], key=lambda one: one["success"]), found["population"]
+    return (
+        f"tuned run {tuned['success']:.3f} at {tuned['learning_rate']}, population {best['success']:.3f} "
+        f"({best['success'] / tuned['success']:.2f} of it) at {best['learning_rate']:.2g} after {best['steps']} updates, "
+        f"worst member alone {found['worst']['success']:.3f}; base {best['base_bytes']} bytes, identical: "
+        f"{best['base_is_identical']}, members {best['member_bytes']}"
+    )
+
+
 def main() -> None:
     """Parse the options and run what is missing."""
     parser = argparse.ArgumentParser(description="Compares a population with a single tuned run on the demo's game.")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/populations"), help="folder to write")
-    parser.add_argument("--steps", type=int, default=150, help="updates of the single run (default: 150)")
+    parser.add_argument("--steps", type=int, default=300, help="updates of the single run (default: 300, the demo's)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to write, seed by seed")
     options = parser.parse_args()
@@ -136,23 +167,14 @@ def main() -> None:
     base = base_model(options.output_dir)
     results = json.loads(options.results.read_text()) if options.results.is_file() else {}
     for seed in options.seeds:
-        if str(seed) in results:
-            continue
-        folder = options.output_dir / f"seed-{seed}"
-        tried = [single_run(base, folder / f"tuned-{rate}", seed, options.steps, rate) for rate in TUNED]
-        tuned = max(tried, key=lambda one: one["success"])
-        print(f"seed {seed}: tuned run {tuned['success']:.3f} at {tuned['learning_rate']}", flush=True)
-        found = search(base, folder / "population", seed, options.steps)
-        worst = single_run(base, folder / "worst", seed, options.steps, min(found["drawn"]))
-        results[str(seed)] = {"steps": options.steps, "tuned": tried, "population": found, "worst": worst}
-        share = found["success"] / tuned["success"]
-        print(
-            f"seed {seed}: population {found['success']:.3f} ({share:.2f} of the tuned run) at "
-            f"{found['learning_rate']:.2g}, worst member alone {worst['success']:.3f}; base {found['base_bytes']} bytes, "
-            f"identical: {found['base_is_identical']}, members {found['member_bytes']}",
-            flush=True,
-        )
-        options.results.write_text(json.dumps(results) + "\n")
+        found = results.setdefault(str(seed), {"steps": options.steps})
+        if found["steps"] != options.steps:
+            raise SystemExit(
+                f"{options.results} has runs of {found['steps']} updates. Use another file with --results."
+            )
+        for _ in measure(base, options.output_dir / f"seed-{seed}", seed, options.steps, found):
+            options.results.write_text(json.dumps(results) + "\n")
+        print(f"seed {seed}: {told(found)}", flush=True)
 
 
 if __name__ == "__main__":

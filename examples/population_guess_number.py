@@ -89,11 +89,10 @@ def main() -> None:
         lineage = population.run(on_round)
     shutil.rmtree(options.output_dir / "winner", ignore_errors=True)
     winner = population.export(options.output_dir / "winner")
-    best = lineage.course(population.best)[-1]
+    best = lineage.winner
+    assert best is not None
     largest = max(lineage.member_bytes.values())
-    console.print(
-        f"Member {population.best} wins {best.fitness:.1%} of its games, with {best.hyperparameters}: {winner}"
-    )
+    console.print(f"Member {best.member} wins {best.fitness:.1%} of its games, with {best.hyperparameters}: {winner}")
     console.print(f"The base takes {lineage.base_bytes:,} bytes once, a member at most {largest:,}.")
 
 

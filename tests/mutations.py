@@ -128,6 +128,11 @@ MUTATIONS = [
         f"{POPULATION} -k broken_weight",
     ),
     Mutation(
+        "the winner is the best policy of the last round", "populations/lineage.py",
+        "key=lambda event: (event.fitness, event.round)", "key=lambda event: (event.round, event.fitness)",
+        f"{POPULATION} -k best_policy_of_all",
+    ),
+    Mutation(
         "a member that was killed after its round trains a step more", "populations/members.py",
         "control.should_training_stop = state.global_step >= self._step", "pass",
         f"{POPULATION}::test_a_killed_population_is_the_same_bit_for_bit",

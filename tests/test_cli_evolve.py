@@ -73,7 +73,7 @@ def test_the_winner_goes_on_to_the_next_stage(chained: Any) -> None:
     stage = Path(pipeline["output_dir"]) / "search"
     found = Lineage.read(stage / "population")
     assert found.finished and found.members == [0, 1]
-    assert weights(stage / "winner") == weights(stage / "population" / f"member-{found.best:02d}")
+    assert weights(stage / "winner") == weights(stage / "population" / "best")
     assert [(row["name"], row["algorithm"]) for row in rows[1:]] == [
         ("search", "evolve grpo"), ("reinforce", "reinforce"),
     ]  # fmt: skip
@@ -103,11 +103,13 @@ def test_the_command_takes_a_population_up_where_it_was_left(
     trained = {one: one.stat().st_mtime_ns for one in folder.glob("member-*/**/*.safetensors")}
     assert main(["evolve", str(path), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    best = Lineage.read(folder).best
+    found = Lineage.read(folder)
+    best, won = found.best, found.winner
+    assert won is not None
     assert "2 members of grpo" in said and f"finished, the best is member {best}" in said and "0.001 to 1" in said
     assert main(["evolve", str(path)]) == 0
     said = capsys.readouterr().out
-    assert "(done before)" in said and f"The winner is member {best}: return " in said
+    assert "(done before)" in said and f"The winner is member {won.member} after {won.steps} updates: return " in said
     assert f"Its policy is in {folder / 'winner'}." in said and f"agile-trainers view {folder}" in said
     (command,) = re.findall(r"agile-trainers eval .*", said)
     assert command.endswith("""--environment chain_files:Talk --environment_args '{"level": "easy"}' --episodes 500""")

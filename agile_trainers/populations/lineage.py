@@ -77,7 +77,13 @@ class Lineage:
     finished: bool = False
     """True if the search is over."""
     best: int | None = None
-    """The best member; while the search goes on, of the last round."""
+    """The best member of the last round."""
+
+    @property
+    def winner(self) -> LineageEvent | None:
+        """The ``trained`` event of the best policy of all rounds, the later one of equals; None before the first."""
+        trained = (event for event in self.events if event.event == "trained" and event.fitness is not None)
+        return max(trained, key=lambda event: (event.fitness, event.round), default=None)
 
     @property
     def members(self) -> list[int]:

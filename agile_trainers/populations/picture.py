@@ -115,6 +115,11 @@ def draw_lineage(lineage: Lineage) -> bytes:
     if lineage.best is not None:
         way = winning(ways, lineage.best)
         _draw(panels, way, names, colors[way.family], linewidth=3, zorder=3)
+    if (winner := lineage.winner) is not None:
+        color = colors[ways[winner.member].family]
+        panels[0].plot(
+            winner.steps, winner.fitness, marker="*", markersize=15, color=color, markeredgecolor="black", zorder=5
+        )
     last = max((event.steps for event in lineage.events), default=0) or 1
     panels[-1].set(xlabel="optimizer steps of the weights", xlim=(-0.07 * last, 1.13 * last))
     fitness = str(lineage.settings.get("fitness", "fitness"))
@@ -233,8 +238,11 @@ def apart(heights: Sequence[float], least: float) -> list[float]:
 def _legend(figure: Any, ways: Sequence[Course], best: int | None) -> None:
     from matplotlib.lines import Line2D
 
-    entries = [] if best is None else [Line2D([], [], color="black", linewidth=2.8, label=f"the best, {best}")]
+    entries = (
+        [] if best is None else [Line2D([], [], color="black", linewidth=2.8, label=f"the best at the end, {best}")]
+    )
     marks = [
+        ("*", "the best policy", 11, any(way.fitness for way in ways)),
         ("o", "copied from another member", 9, any(way.parent is not None for way in ways)),
         *((_ENDS[end], end, 7, any(way.end == end for way in ways)) for end in _ENDS),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, is_dataclass
@@ -22,7 +23,7 @@ from agile_trainers.checkpoints.resumed_options import recorded_options
 from agile_trainers.checkpoints.secrets import blanked
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.populations.base import SharedBase
-from agile_trainers.populations.export import copy_member
+from agile_trainers.populations.export import copy_policy, export_policy
 from agile_trainers.populations.fitness import Score, ranked
 from agile_trainers.populations.hyperparameters import (
     HyperparameterConfig,
@@ -45,6 +46,8 @@ from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 logger = logging.get_logger(__name__)
 
+BEST = "best"
+"""Folder of the best policy of all rounds so far, in a population's."""
 _SETTINGS = "population.json"
 _MAX_ADAPTERS = 8
 """Most members whose policies a vLLM engine samples in one batch."""
@@ -210,6 +213,7 @@ class Population:
                 else:
                     living = []
                 lineage.events += decided
+                self._keep_winner(number)
                 self._write()
                 if not replayed:
                     self._forget(assignments)
@@ -264,9 +268,12 @@ class Population:
         args.model_init_kwargs = None  # the base is loaded
         return args
 
+    def _round(self, number: int) -> Path:
+        return self.output_dir / "rounds" / f"{number:04d}"
+
     def _play(self, assignments: list[Assignment]) -> tuple[list[Result], bool]:
         """Train this process's members without a result; read the results of all, and whether all were there."""
-        folder = self.output_dir / "rounds" / f"{assignments[0].round:04d}"
+        folder = self._round(assignments[0].round)
         files = [folder / f"{self.folder(one.member).name}.json" for one in assignments]
         replayed = all(file.is_file() for file in files)
         rounds = Rounds(self.base, self._trainer, self._arguments, self._fitness, self._on_trainer)
@@ -278,6 +285,17 @@ class Population:
             write_json(file, result.to_dict())
         self._processes.wait_for(files)
         return [Result(**read_json(file)) for file in files], replayed
+
+    def _keep_winner(self, number: int) -> None:
+        """Copy the policy of the best member of a round, if it is the best so far, before the member goes on."""
+        file, winner, best = self._round(number) / "winner.json", self.lineage.winner, self.output_dir / BEST
+        if self._processes.is_main and not file.is_file():
+            assert winner is not None
+            if winner.round == number:
+                shutil.rmtree(best, ignore_errors=True)
+                copy_policy(self.folder(winner.member), best)
+            write_json(file, {"member": winner.member, "round": winner.round})
+        self._processes.wait_for([file])
 
     def _trained(
         self, living: list[_Member], results: list[Result], scores: list[Score], end: int
@@ -372,13 +390,14 @@ class Population:
         return folder
 
     def export(self, folder: str | Path, member: int | None = None) -> Path:
-        """Copy a member's policy, tokenizer and card to a folder, which any later run takes as ``model``.
+        """Copy the best policy of all rounds, or a member's last one, to a folder, which any later run takes as ``model``.
 
-        Critic and reference adapter are copied too, and ``lineage.json`` and its picture are written beside them.
+        Tokenizer, card, critic and reference adapter are copied too, and ``lineage.json`` and its picture are written
+        beside them.
 
         Args:
             folder: A new or empty folder.
-            member: Its number. Default: the best.
+            member: A member's number. Default: the policy with the highest fitness, which ``lineage.winner`` tells of.
 
         Raises:
             ValueError: If the folder holds something, or no such member trained.
@@ -402,7 +421,7 @@ class Population:
 
         Args:
             repo_id: Name of the repository, ``user/model`` or ``model``.
-            member: The member's number. Default: the best.
+            member: As for :meth:`export`.
             private: Make a new repository private. Default: ``args.hub_private_repo``, or as the Hub decides.
             commit_message: Message of the commit.
             token: Hub token; no file contains it. Default: ``args.hub_token``, or the one that ``hf auth login`` stored.
@@ -427,8 +446,14 @@ class Population:
         )
 
     def _copy(self, member: int | None, folder: Path, model_id: str) -> Path:
-        number = self._last(self.best if member is None else member).member
-        return copy_member(self.lineage, number, self.folder(number), folder, model_id)
+        if member is not None:
+            trained, source = self._last(member), self.folder(member)
+        elif self.lineage.winner is not None:
+            trained, source = self.lineage.winner, self.output_dir / BEST
+        else:
+            raise PopulationError("There is no policy before the first round is over. Call run().")
+        name = self.folder(trained.member).name
+        return export_policy(self.lineage, trained, source, folder, name, model_id)
 
     def _last(self, member: int) -> LineageEvent:
         trained = [one for one in self.lineage.events if one.member == member and one.event == "trained"]

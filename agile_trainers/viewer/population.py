@@ -48,6 +48,7 @@ def _place(run: RunRecords) -> tuple[str, int, float]:
 def _members(path: Path) -> dict[int, dict[str, Any]]:
     """Read what became of each member: its last hyperparameters and result, and whether it lives."""
     lineage = json.loads(path.read_text(encoding="utf-8"))
+    winner: dict[str, Any] | None = None
     found: dict[int, dict[str, Any]] = {}
     for event in lineage["events"]:
         if event["event"] == "born":
@@ -58,12 +59,17 @@ def _members(path: Path) -> dict[int, dict[str, Any]]:
         member = found[event["member"]]
         member["hyperparameters"] = {name: f"{value:.4g}" for name, value in event["hyperparameters"].items()}
         if event["event"] == "trained":
+            if winner is None or (event["fitness"], event["round"]) > (winner["fitness"], winner["round"]):
+                winner = event
             member |= {
                 "round": event["round"], "steps": event["steps"], "fitness": round(event["fitness"], 4),
                 "error": event["standard_error"] and round(event["standard_error"], 4),
             }  # fmt: skip
         elif event["event"] in ("stopped", "failed"):
             member["state"] = event["event"]
-    if lineage["best"] is not None:
-        found[lineage["best"]]["state"] = "the best"
+    if lineage["best"] is not None and winner is not None:
+        at_the_end = found[lineage["best"]]["round"] == winner["round"]
+        found[lineage["best"]]["state"] = "the best" if at_the_end else "the best at the end"
+        if not at_the_end:
+            found[winner["member"]]["state"] = f"the best, at step {winner['steps']}"
     return found

@@ -32,7 +32,7 @@ def push(model: Path, output: Path) -> None:
     args = arguments("ppo", output / "continued")
     pushed, member = (
         MultiTurnPPOTrainer(source, environment=Talk, args=args)
-        for source in ("tester/winner", str(made.folder(made.best)))
+        for source in ("tester/winner", str(made.output_dir / "best"))
     )
     member.model.eval()
     result = {

@@ -16,7 +16,7 @@ from hub_runs import run
 from hub_server import running_hub
 from peft import LoraConfig
 from populated import Talk, arguments, different, lora, population, quiet, states
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import RECORD, mark_complete, read_json, write_json
@@ -121,13 +121,42 @@ def test_the_winner_goes_on_alone(trained, tmp_path):
     assert ours.checkpoints.record()["parent"]["source"] == str(folder)
 
 
+def test_the_winner_is_the_best_policy_of_all_rounds(embedded_model, tmp_path):
+    """What a member learned and lost again is kept, and kept once when the run is taken up again."""
+    calls, then = [], {}
+
+    def falling(episode: Trajectory) -> float:
+        calls.append(episode)
+        return 1.0 + (6 < len(calls) <= 12)  # the second member after the first round
+
+    def keep(done: Any) -> None:
+        if done.number == 1:
+            then.update(load_file(tmp_path / "out/member-01/adapter_model.safetensors"))
+
+    made = population(embedded_model, tmp_path / "out", fitness=falling)
+    made.run(keep)
+    won = made.lineage.winner
+    assert (won.member, won.round, won.steps, won.fitness) == (1, 1, 1, 2.0)
+    assert made.best == 1 and made.lineage.course(1)[-1].fitness == 1.0
+    for again in (made, population(embedded_model, tmp_path / "out", fitness=falling)):
+        again.run()
+        exported = again.export(tmp_path / f"winner-{id(again)}")
+        weights = load_file(exported / "adapter_model.safetensors")
+        now = load_file(made.folder(1) / "adapter_model.safetensors")
+        assert all(torch.equal(weights[name], then[name]) for name in then) and weights.keys() == then.keys()
+        assert not all(torch.equal(weights[name], now[name]) for name in then)
+        assert "is 2.000 ± 0.000 after 1 updates" in (exported / "README.md").read_text(encoding="utf-8")
+    assert len(calls) == 18  # no evaluation was repeated
+
+
 def test_an_exported_card_tells_of_the_population(trained, tmp_path):
     folder = trained.export(tmp_path / "winner")
     text = (folder / "README.md").read_text(encoding="utf-8")
-    last = trained.lineage.course(trained.best)[-1]
+    won = trained.lineage.winner
     for line in (
-        "# winner", 'PeftModel.from_pretrained(base, "winner")', "the best member of a population of 2 (strategy `halving`)",
-        f"`return` over 6 evaluation episodes, is {last.fitness:.3f} ± {last.standard_error:.3f} after 2 updates",
+        "# winner", 'PeftModel.from_pretrained(base, "winner")',
+        f"the best policy (of member {won.member}) of a population of 2 (strategy `halving`)",
+        f"`return` over 6 evaluation episodes, is {won.fitness:.3f} ± {won.standard_error:.3f} after {won.steps} updates",
     ):  # fmt: skip
         assert line in text, line
     assert "member-0" not in text and yaml.safe_load(text.split("---")[1])["model_name"] == "winner"
@@ -233,6 +262,8 @@ def test_a_killed_population_is_the_same_bit_for_bit(embedded_model, tmp_path, m
             kills += 1
     assert kills >= 3
     assert told(killed.lineage) == told(whole.lineage) and killed.best == whole.best
+    ours, theirs = (load_file(made.output_dir / "best/adapter_model.safetensors") for made in (killed, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     last = [event for event in whole.lineage.events if event.event == "trained" and event.round == 2]
     assert sorted(event.steps for event in last) == [2, 4]
     for event in last:

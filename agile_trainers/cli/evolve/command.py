@@ -155,12 +155,13 @@ def _show_plan(file: PopulationFile, console: Console) -> None:
 
 def _show_winner(lineage: Lineage, folder: Path, file: PopulationFile, console: Console) -> None:
     """Print the winner, its folder, and what can be done with it."""
-    last = lineage.course(lineage.best)[-1]  # type: ignore[arg-type]
+    last = lineage.winner
+    assert last is not None
     values = ", ".join(f"{name} {value_text(value)}" for name, value in last.hyperparameters.items())
     error = "" if last.standard_error is None else f" ± {last.standard_error:.3f}"
     fitness = lineage.settings["fitness"]
     parts = [
-        f"The winner is member {lineage.best}: {fitness} {last.fitness:.3f}{error}, {values}.",
+        f"The winner is member {last.member} after {last.steps} updates: {fitness} {last.fitness:.3f}{error}, {values}.",
         f"Its policy is in {folder}.",
     ]
     parts += [
