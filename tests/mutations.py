@@ -62,8 +62,21 @@ PICTURE = "tests/populations/test_picture.py"
 EVOLVE = "tests/test_cli_evolve.py"
 POPULATION = "tests/populations/test_population.py"
 SELECTION = "tests/populations/test_selection.py"
+MACHINES = "tests/trainers/test_machines_two_processes.py"
 
 MUTATIONS = [
+    Mutation(
+        "machines resume from a checkpoint that only the first holds", "checkpoints/machines.py",
+        "while len(set(steps)) > 1:", "while None in steps and len(set(steps)) > 1:", MACHINES,
+    ),
+    Mutation(
+        "a machine goes on although another's checkpoint is damaged", "checkpoints/machines.py",
+        "answer = error", "pass", MACHINES,
+    ),
+    Mutation(
+        "machines that share a disk overwrite each other's files", "checkpoints/machines.py",
+        "if seen == machines and args.save_on_each_node:", "if seen > machines and args.save_on_each_node:", MACHINES,
+    ),
     Mutation(
         "a log that is written ends a streak of episodes that are not", "trainers/episode_records.py",
         "self._failing.discard(kind)", "self._failing.clear()",
