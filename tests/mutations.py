@@ -90,7 +90,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the card of a pushed member loads a folder that is not there", "populations/export.py",
-        ".replace(f'\"{source.name}\"', f'\"{model_id}\"')", "",
+        ".replace(f'\"{name}\"', f'\"{model_id}\"')", "",
         f"{POPULATION}::test_the_winner_on_the_hub",
     ),
     Mutation(
