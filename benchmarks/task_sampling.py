@@ -1,9 +1,9 @@
 """Measures what task sampling saves: adaptive beside uniform draws, and replaced groups without signal, over seeds.
 
 ``mixed`` plays guess-the-number with ranges of 4 to 64 numbers in 4 guesses from a model that saw games of all ranges, once
-with each ``task_sampling``. ``demo`` is the RL stage of ``agile-trainers demo`` with and without ``resample_silent_groups``.
-Each finished run is a line of ``benchmarks/results/task_sampling.jsonl`` and is not repeated. The table goes to
-``docs/task_sampling.md``. The exit code is 1 if a target is missed.
+with each ``task_sampling``. ``demo`` is the RL stage of ``agile-trainers demo`` with several values of
+``resample_silent_groups``. Each finished run is a line of ``benchmarks/results/task_sampling.jsonl`` and is not repeated.
+The tables go to ``docs/task_sampling.md``, the picture to ``docs/images/``. The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 from datasets import Dataset, disable_progress_bars
+from matplotlib.figure import Figure
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging
 
@@ -38,27 +39,46 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "task_sampling.jsonl"
 PAGE = ROOT.parent / "docs" / "task_sampling.md"
+PICTURE = ROOT.parent / "docs" / "images" / "task_sampling.png"
 BEGIN, END = "<!-- begin: written by benchmarks/task_sampling.py -->", "<!-- end -->"
 BASES = Path("runs/task_sampling")
 """Folder of the models that runs start from; they are made once."""
 RANGES, GUESSES, GROUP, GROUPS = (4, 8, 16, 32, 64), 4, 8, 16
-SFT_STEPS, UPDATES, EVERY, EVALUATED = 400, 100, 10, 500
-"""Updates of the two stages of ``mixed``, updates between two evaluations, and episodes of one."""
-DEMO_UPDATES, RESAMPLED = 300, 2
+SFT_STEPS, UPDATES, EVERY = 1000, 320, 20
+"""Updates of the two stages of ``mixed``, and updates between two evaluations."""
+LEARNING_RATE, ENTROPY = 2e-3, 0.03
+"""Those of the best uniform run that was tried; both fall linearly to 0."""
+ROWS, EVALUATED = 64, 128
+"""Rows of each range, whose secrets are spread over it, and episodes of each range in one evaluation."""
+HALVING = fmean(min(1.0, (2**GUESSES - 1) / high) for high in RANGES)
+"""Success of the best player, who finds 15 numbers in 4 guesses."""
+DEMO_UPDATES = 300
+DEMO_ARMS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "replace 2": {"resample_silent_groups": 2},
+    "replace 4": {"resample_silent_groups": 4},
+    "replace 2, adaptive": {"resample_silent_groups": 2, "task_sampling": "adaptive"},
+}
 SHARE_OF_BEST, TARGET_RATIO, TARGET_FACTOR = 0.9, 0.7, 2.0
 Run = dict[str, Any]
 
 
 class _Evaluate(TrainerCallback):
-    """Evaluates every few updates, and keeps the success and the episodes played so far."""
+    """Evaluates every range after every few updates, and keeps the episodes played so far and the successes."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
-        self.curve: list[tuple[int, float]] = []
+        self.curve: list[list[float]] = []
+        secrets = range(EVALUATED)
+        self.rows = [
+            Dataset.from_list([{"high": high, "secret": 1 + n * high // EVALUATED} for n in secrets]) for high in RANGES
+        ]
 
     def note(self) -> None:
-        episodes = self.trainer.state.global_step * GROUP * GROUPS
-        self.curve.append((episodes, self.trainer.evaluate()["eval_success"]))
+        successes = [self.trainer.evaluate(rows)["eval_success"] for rows in self.rows]
+        self.curve.append(
+            [self.trainer.state.global_step * GROUP * GROUPS, *(round(success, 4) for success in successes)]
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % EVERY == 0:
@@ -77,7 +97,9 @@ def mixed_base() -> Path:
         for game in demonstrations(count, 0, random_legal_player, GuessNumber(high=high, max_turns=GUESSES))
     ]
     untrained = make_embedded_model(folder / "untrained", words=words_of(games, "invalid", "correct"), seed=0)
-    return _saved(embedded.sft_trainer(untrained, games, folder / "sft", seed=0, max_steps=SFT_STEPS))
+    return _saved(
+        embedded.sft_trainer(untrained, games, folder / "sft", seed=0, max_steps=SFT_STEPS, lr_scheduler_type="linear")
+    )
 
 
 def _saved(trainer: Any) -> Path:
@@ -88,12 +110,14 @@ def _saved(trainer: Any) -> Path:
 
 
 def mixed(seed: int, arm: str) -> Run:
-    """Train on all ranges with one way of drawing them; return success over episodes."""
+    """Train on rows of all ranges with one way of drawing them.
+
+    Returns:
+        ``curve``, for each evaluation the episodes played and the success at each range; ``signals``, the share of groups
+        with a signal before each evaluation but the first.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        rows = Dataset.from_list([{"high": high} for high in RANGES for _ in range(GROUPS)])
-        # The same number of games of each range, with secrets spread over it.
-        number = EVALUATED // len(RANGES)
-        secrets = [{"high": high, "secret": 1 + n * high // number} for high in RANGES for n in range(number)]
+        rows = [{"high": high, "secret": 1 + n * high // ROWS} for high in RANGES for n in range(ROWS)]
         watch = _Evaluate()
         watch.trainer = trainer = MultiTurnGRPOTrainer(
             model=str(mixed_base()),
@@ -101,33 +125,31 @@ def mixed(seed: int, arm: str) -> Run:
             args=MultiTurnGRPOConfig(
                 output_dir=f"{folder}/rl",
                 task_sampling=arm,
-                task_column="high",
                 max_turns=GUESSES,
                 max_new_tokens=2,
                 num_generations=GROUP,
                 per_device_train_batch_size=GROUP * GROUPS,
                 max_steps=UPDATES,
                 num_eval_episodes=EVALUATED,
-                learning_rate=3e-3,
-                lr_scheduler_type="constant",
-                entropy_coef=0.02,
+                learning_rate=LEARNING_RATE,
+                lr_scheduler_type="linear",
+                entropy_coef=ENTROPY,
+                entropy_coef_schedule="linear",
                 advantage_granularity="trajectory",
                 beta=0.0,
                 seed=seed,
                 **_QUIET,
             ),
-            train_dataset=rows,
-            eval_dataset=Dataset.from_list(secrets),
-            peft_config=demo.lora(),
+            train_dataset=Dataset.from_list(rows),
             callbacks=[watch],
         )
         trainer.remove_callback(PrinterCallback)
         watch.note()
         trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "groups_without_signal" in entry]
-    shares = {high: round(fmean(log.get(f"tasks/{high}/share", 0.0) for log in logs), 3) for high in RANGES}
-    signal = round(1 - fmean(log["groups_without_signal"] for log in logs), 3)
-    return {"curve": [[n, round(success, 4)] for n, success in watch.curve], "shares": shares, "signal": signal}
+    signals = [1 - log["groups_without_signal"] for log in trainer.state.log_history if "groups_without_signal" in log]
+    # One value for each evaluation but the first.
+    signals = [round(fmean(signals[n : n + EVERY]), 4) for n in range(0, len(signals), EVERY)]
+    return {"curve": watch.curve, "signals": signals}
 
 
 _QUIET: dict[str, Any] = {
@@ -148,7 +170,8 @@ def demo_stage(seed: int, arm: str) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         args = demo.make_arguments(Path(folder), seed, budget)
         args.log_rollouts, args.diagnosis_interval = 0, 0
-        args.resample_silent_groups = RESAMPLED if arm == "resampled" else 0
+        for name, value in DEMO_ARMS[arm].items():
+            setattr(args, name, value)
         trainer = MultiTurnGRPOTrainer(
             model=str(base),
             environment=demo.ENVIRONMENT,
@@ -171,22 +194,25 @@ def demo_stage(seed: int, arm: str) -> Run:
     }
 
 
-PARTS = {"mixed": (mixed, ("uniform", "adaptive")), "demo": (demo_stage, ("plain", "resampled"))}
+PARTS = {"mixed": (mixed, ("uniform", "adaptive")), "demo": (demo_stage, tuple(DEMO_ARMS))}
 
 
-def settings(part: str) -> dict[str, Any]:
+def settings(part: str, arm: str) -> dict[str, Any]:
     """Return what a run of a part depends on, except the code."""
     if part == "demo":
-        return {"updates": DEMO_UPDATES, "resample_silent_groups": RESAMPLED}
-    return {"ranges": list(RANGES), "sft": SFT_STEPS, "updates": UPDATES, "every": EVERY, "episodes": EVALUATED}
+        return {"updates": DEMO_UPDATES, **DEMO_ARMS[arm]}
+    return {
+        "ranges": list(RANGES), "rows": ROWS, "sft": SFT_STEPS, "updates": UPDATES, "every": EVERY, "episodes": EVALUATED,
+        "learning_rate": LEARNING_RATE, "entropy_coef": ENTROPY, "group": GROUP, "groups": GROUPS,
+    }  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------- summary
 
 
 def smooth(curve: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return episodes, and the mean of each success with its neighbours."""
-    episodes, success = np.array(curve, dtype=float).T
+    """Return episodes, and the mean of each success over ranges with its neighbours."""
+    episodes, success = np.array([[n, fmean(of_ranges)] for n, *of_ranges in curve]).T
     padded = np.pad(success, 1, mode="edge")
     return episodes, (padded[:-2] + padded[1:-1] + padded[2:]) / 3
 
@@ -209,15 +235,21 @@ def interval(values: list[float], seed: int = 0) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def summarize(runs: list[Run]) -> dict[str, Any]:
-    """Compare the arms of each part, seed by seed; means and intervals of ratios are geometric over seeds."""
-    found: dict[str, Any] = {}
-    for part, (_, (base, other)) in PARTS.items():
+def summarize(runs: list[Run]) -> dict[str, dict[str, Any]]:
+    """Compare the arms of each part with its first arm, seed by seed; means of ratios are geometric over seeds.
+
+    Returns:
+        Comparisons by part and arm, of the pairs that are there.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for part, (_, (base, *others)) in PARTS.items():
         by = {(run["seed"], run["arm"]): run for run in runs if run["part"] == part}
-        pairs = [(by[seed, base], by[seed, other]) for seed, arm in sorted(by) if arm == base and (seed, other) in by]
-        if pairs:
-            found[part] = (_mixed_summary if part == "mixed" else _demo_summary)(pairs)
-            found[part]["seeds"] = [plain["seed"] for plain, _ in pairs]
+        for other in others:
+            seeds = sorted(seed for seed, arm in by if arm == other and (seed, base) in by)
+            if seeds:
+                pairs = [(by[seed, base], by[seed, other]) for seed in seeds]
+                compared = (_mixed_summary if part == "mixed" else _demo_summary)(pairs)
+                found.setdefault(part, {})[other] = {"seeds": seeds, **compared}
     return found
 
 
@@ -237,7 +269,7 @@ def _mixed_summary(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
     episodes. There is no ratio of the first if a run begins there.
     """
     best = [max(smooth(run["curve"])[1].max() for run in pair) for pair in pairs]
-    first = [pair[0]["curve"][0][1] for pair in pairs]
+    first = [fmean(pair[0]["curve"][0][1:]) for pair in pairs]
     targets = {
         "needed": [SHARE_OF_BEST * top for top in best],
         "gained": [start + SHARE_OF_BEST * (top - start) for top, start in zip(best, first, strict=True)],
@@ -253,49 +285,97 @@ def _mixed_summary(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
     return {
         "compared": compared,
         **{name: [fmean(column) for column in zip(*counts)] for name, counts in needed.items()},
-        "start": _columns(pairs, lambda run: run["curve"][0][1]),
+        "start": _columns(pairs, lambda run: fmean(run["curve"][0][1:])),
         "success": _columns(pairs, lambda run: float(smooth(run["curve"])[1][-1])),
-        "signal": _columns(pairs, lambda run: run["signal"]),
+        "signal": _columns(pairs, lambda run: fmean(run["signals"])),
+        **{
+            f"range of {high}": _columns(pairs, lambda run: fmean(point[at] for point in run["curve"][-3:]))  # noqa: B023
+            for at, high in enumerate(RANGES, 1)
+        },
     }
 
 
 def _demo_summary(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
+    names = ("signal", "episodes", "episodes_per_update", "success")
+    ratios = {name: [other[name] / base[name] for base, other in pairs] for name in names[:2]}
     return {
-        "compared": {"signal": _compared([other["signal"] / base["signal"] for base, other in pairs])},
-        **{name: _columns(pairs, lambda run: run[name]) for name in ("signal", "episodes", "success")},  # noqa: B023
+        "compared": {name: _compared(of_seeds) for name, of_seeds in ratios.items()},
+        **{name: _columns(pairs, lambda run: run[name]) for name in names},  # noqa: B023
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """Write the summary as a table."""
-    rows = ["| | seeds | without | with | ratio (95 % interval) |", "|---|---|---|---|---|"]
+def _shown(ratio: dict[str, Any] | None) -> str:
+    if ratio is None:
+        return "none: a run begins there"
+    return f"{ratio['ratio']:.2f} ({ratio['interval'][0]:.2f} to {ratio['interval'][1]:.2f})"
 
-    def row(label: str, of: dict[str, Any], name: str, form: str) -> None:
-        ratio, shown = of["compared"].get(name, ""), ""
-        if ratio is None:
-            shown = "none: a run begins there"
-        elif ratio:
-            shown = f"{ratio['ratio']:.2f} ({ratio['interval'][0]:.2f} to {ratio['interval'][1]:.2f})"
-        columns = " | ".join(format(value, form) for value in of[name])
-        rows.append(f"| {label} | {len(of['seeds'])} | {columns} | {shown} |")
 
-    if of := found.get("mixed"):
-        row("adaptive draws: episodes to .9 of the best success", of, "needed", ",.0f")
-        row("adaptive draws: episodes to .9 of the gain in success", of, "gained", ",.0f")
-        row("adaptive draws: success before training", of, "start", ".3f")
-        row("adaptive draws: success after training", of, "success", ".3f")
-        row("adaptive draws: share of groups with a signal", of, "signal", ".2f")
-    if of := found.get("demo"):
-        row("replacing: share of groups with a signal, last third", of, "signal", ".3f")
-        row("replacing: episodes of the run", of, "episodes", ",.0f")
-        row("replacing: success after training", of, "success", ".3f")
+def mixed_table(of: dict[str, Any]) -> str:
+    """Write the comparison of adaptive and uniform draws as a table."""
+    labels = {
+        "needed": ("episodes to .9 of the best success", ",.0f"),
+        "gained": ("episodes to .9 of the gain in success", ",.0f"),
+        "start": ("success before training", ".3f"),
+        "success": ("success after training", ".3f"),
+        **{f"range of {high}": (f"success after training, range of {high}", ".2f") for high in RANGES},
+        "signal": ("share of groups with a signal", ".2f"),
+    }
+    rows = [f"| {len(of['seeds'])} seeds | uniform | adaptive | ratio (95 % interval) |", "|---|---|---|---|"]
+    for name, (label, form) in labels.items():
+        ratio = _shown(of["compared"][name]) if name in of["compared"] else ""
+        rows.append(f"| {label} | {of[name][0]:{form}} | {of[name][1]:{form}} | {ratio} |")
     return "\n".join(rows)
+
+
+def demo_table(arms: dict[str, dict[str, Any]]) -> str:
+    """Write the comparison of arms of the demo as a table, a row per arm."""
+    rows = [
+        "| options | seeds | groups with a signal, last third | over none | episodes | over none | success after training |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    largest = max(arms.values(), key=lambda of: len(of["seeds"]))
+    named = [("none", 0, largest), *((arm, 1, of) for arm, of in arms.items())]
+    for arm, at, of in named:
+        signal, episodes = (_shown(of["compared"][name]) if at else "" for name in ("signal", "episodes"))
+        options = ", ".join(f"`{name}={value!r}`" for name, value in DEMO_ARMS[arm].items()) or "none"
+        cells = [options, str(len(of["seeds"])), f"{of['signal'][at]:.3f}", signal]
+        cells += [f"{of['episodes'][at]:,.0f}", episodes, f"{of['success'][at]:.3f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def tables(found: dict[str, dict[str, Any]]) -> str:
+    """Write the summary as tables."""
+    parts = [mixed_table(found["mixed"]["adaptive"])] if "mixed" in found else []
+    return "\n\n".join([*parts, *([demo_table(found["demo"])] if "demo" in found else [])])
+
+
+def picture(runs: list[Run]) -> Figure:
+    """Draw success and share of groups with a signal over episodes: mean of both arms, and the range over seeds."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    success, signal = figure.subplots(1, 2)
+    for arm, color in zip(PARTS["mixed"][1], ("tab:gray", "tab:blue")):
+        of_arm = [run for run in runs if run["part"] == "mixed" and run["arm"] == arm]
+        episodes = smooth(of_arm[0]["curve"])[0]
+        successes, signals = [smooth(run["curve"])[1] for run in of_arm], [run["signals"] for run in of_arm]
+        for axes, at, values in ((success, episodes, successes), (signal, episodes[1:], signals)):
+            axes.plot(at, np.mean(values, axis=0), color=color, label=arm)
+            axes.fill_between(at, np.min(values, axis=0), np.max(values, axis=0), color=color, alpha=0.2, linewidth=0)
+    success.axhline(HALVING, color="black", linestyle=":", linewidth=1, label="halving")
+    success.set(xlabel="episodes", ylabel="success, mean of the ranges")
+    signal.set(xlabel="episodes", ylabel="share of groups with a signal", ylim=(0, None))
+    success.legend(loc="lower right", frameon=False)
+    return figure
 
 
 def load() -> list[Run]:
     """Return the saved runs whose settings are those of this file."""
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.is_file() else []
-    return [run for run in map(json.loads, lines) if run["settings"] == settings(run["part"])]
+    return [
+        run
+        for run in map(json.loads, lines)
+        if run["arm"] in PARTS[run["part"]][1] and run["settings"] == settings(run["part"], run["arm"])
+    ]
 
 
 def main() -> int:
@@ -313,18 +393,22 @@ def main() -> int:
         if any((run["seed"], run["part"], run["arm"]) == (seed, part, arm) for run in load()):
             continue
         started = time.process_time()
-        run = {"part": part, "arm": arm, "seed": seed, "settings": settings(part), **PARTS[part][0](seed, arm)}
+        run = {"part": part, "arm": arm, "seed": seed, "settings": settings(part, arm), **PARTS[part][0](seed, arm)}
         run["cpu_seconds"] = round(time.process_time() - started, 1)
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(run, separators=(",", ":")) + "\n")
         print(json.dumps(run), flush=True)
     found = summarize(load())
     print(json.dumps(found, indent=1))
+    if set(found) != set(PARTS):
+        return 1  # a part has no runs yet
     page = PAGE.read_text(encoding="utf-8")
     before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END, page.index(BEGIN)) :]
-    PAGE.write_text(f"{before}\n\n{table(found)}\n\n{after}", encoding="utf-8")
-    saved, factor = (found[part]["compared"][name] for part, name in (("mixed", "needed"), ("demo", "signal")))
-    return 0 if saved and saved["ratio"] <= TARGET_RATIO and factor["ratio"] >= TARGET_FACTOR else 1
+    PAGE.write_text(f"{before}\n\n{tables(found)}\n\n{after}", encoding="utf-8")
+    picture(load()).savefig(PICTURE, dpi=130)
+    saved = found["mixed"]["adaptive"]["compared"]["needed"]
+    factor = max(of["compared"]["signal"]["ratio"] for of in found["demo"].values())
+    return 0 if saved and saved["ratio"] <= TARGET_RATIO and factor >= TARGET_FACTOR else 1
 
 
 if __name__ == "__main__":

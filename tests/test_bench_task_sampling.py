@@ -13,8 +13,25 @@ import task_sampling as bench
 
 
 def test_the_page_shows_the_saved_runs() -> None:
-    table = bench.table(bench.summarize(bench.load()))
-    assert f"{bench.BEGIN}\n\n{table}\n\n{bench.END}" in bench.PAGE.read_text(encoding="utf-8")
+    runs = bench.load()
+    assert len(runs) == len(bench.RESULTS.read_text(encoding="utf-8").splitlines())
+    tables = bench.tables(bench.summarize(runs))
+    page = bench.PAGE.read_text(encoding="utf-8")
+    assert f"{bench.BEGIN}\n\n{tables}\n\n{bench.END}" in page and f"(images/{bench.PICTURE.name})" in page
+
+
+def test_a_run_of_other_settings_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = bench.RESULTS.read_text(encoding="utf-8").splitlines()
+    (tmp_path / "runs.jsonl").write_text(
+        lines[0] + "\n" + lines[1].replace('"updates":', '"updates":1'), encoding="utf-8"
+    )
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "runs.jsonl")
+    assert len(bench.load()) == 1
+
+
+def test_the_best_player_by_hand() -> None:
+    """In 4 guesses, halving finds 1 + 2 + 4 + 8 = 15 numbers."""
+    assert pytest.approx((1 + 1 + 15 / 16 + 15 / 32 + 15 / 64) / 5) == bench.HALVING
 
 
 def test_episodes_to_a_success_by_hand() -> None:
@@ -24,28 +41,60 @@ def test_episodes_to_a_success_by_hand() -> None:
     assert bench.episodes_to([[0, 0.1], [10, 0.1]], 0.5) == 10
 
 
+def test_the_success_is_the_mean_of_the_ranges() -> None:
+    episodes, success = bench.smooth([[0, 0.0, 1.0], [10, 0.5, 1.0], [20, 1.0, 1.0]])  # .5, .75, 1
+    assert episodes.tolist() == [0, 10, 20] and success == pytest.approx([7 / 12, 3 / 4, 11 / 12])
+
+
 def test_ratios_are_paired_by_seed_and_geometric() -> None:
-    plain = {"part": "demo", "arm": "plain", "episodes": 100, "success": 0.9}
-    other = {**plain, "arm": "resampled", "episodes": 150}
+    plain = {"part": "demo", "arm": "none", "episodes": 100, "episodes_per_update": 96.0, "success": 0.9}
+    two, four = {**plain, "arm": "replace 2", "episodes": 150}, {**plain, "arm": "replace 4", "episodes": 400}
     runs = [
         {**plain, "seed": 0, "signal": 0.1},
         {**plain, "seed": 1, "signal": 0.4},
         {**plain, "seed": 2, "signal": 0.4},
     ]
-    runs += [{**other, "seed": 1, "signal": 0.4}, {**other, "seed": 0, "signal": 0.4}]
-    (found,) = bench.summarize(runs).values()
+    runs += [{**two, "seed": 1, "signal": 0.4}, {**two, "seed": 0, "signal": 0.4}, {**four, "seed": 2, "signal": 0.8}]
+    (arms,) = bench.summarize(runs).values()
+    found = arms["replace 2"]
     ratio = found["compared"]["signal"]
     assert (
         found["seeds"] == [0, 1] and ratio["ratio"] == pytest.approx(2) and ratio["interval"] == pytest.approx((1, 4))
     )
     assert found["signal"] == pytest.approx([0.25, 0.4]) and found["episodes"] == [100, 150]
+    assert found["compared"]["episodes"]["ratio"] == pytest.approx(1.5)
+    assert arms["replace 4"]["seeds"] == [2] and arms["replace 4"]["compared"]["episodes"]["ratio"] == pytest.approx(4)
+    first, _, *rows = bench.demo_table(arms).splitlines()
+    assert [len(row.split("|")) for row in rows] == [len(first.split("|"))] * 3
+    assert rows[1].startswith("| `resample_silent_groups=2` | 2 | 0.400 | 2.00 (1.00 to 4.00) | 150 |")
+
+
+def curves() -> list[dict[str, object]]:
+    """Two seeds of both arms; the adaptive one needs half of the episodes."""
+    success = [0.55, 0.55, 0.55, 0.7, 0.55]
+    return [
+        {
+            "part": "mixed", "arm": arm, "seed": seed, "signals": [0.5, 0.4, 0.3, signal],
+            "curve": [[n * every, *[value] * len(bench.RANGES)] for n, value in enumerate(success)],
+        }
+        for seed, signal in ((0, 0.1), (1, 0.3))
+        for arm, every in (("uniform", 10), ("adaptive", 5))
+    ]  # fmt: skip
 
 
 def test_a_run_that_begins_at_the_target_has_no_ratio() -> None:
     """The best is .6: .9 of it is .54, below the start; .9 of the gain is .595, after 19 and 9.5 episodes."""
-    curves = {"uniform": [[0, 0.55], [10, 0.55], [20, 0.55], [30, 0.7], [40, 0.55]]}
-    curves["adaptive"] = [[n / 2, success] for n, success in curves["uniform"]]
-    runs = [{"part": "mixed", "arm": arm, "seed": 0, "curve": curve, "signal": 0.5} for arm, curve in curves.items()]
-    found = bench.summarize(runs)["mixed"]
+    found = bench.summarize(curves())["mixed"]["adaptive"]
     assert found["compared"]["needed"] is None and found["compared"]["gained"]["ratio"] == pytest.approx(0.5)
-    assert "none: a run begins there" in bench.table({"mixed": found})
+    assert found["gained"] == pytest.approx([19, 9.5]) and found["range of 64"] == pytest.approx([0.6, 0.6])
+    assert "none: a run begins there" in bench.mixed_table(found)
+
+
+def test_the_picture_shows_mean_and_range_over_seeds() -> None:
+    success, signal = bench.picture(curves()).axes
+    assert success.lines[0].get_xdata() == pytest.approx([0, 10, 20, 30, 40])
+    assert success.lines[1].get_ydata() == pytest.approx([0.55, 0.55, 0.6, 0.6, 0.6])
+    assert signal.lines[1].get_xdata() == pytest.approx([5, 10, 15, 20])
+    assert signal.lines[1].get_ydata() == pytest.approx([0.5, 0.4, 0.3, 0.2])
+    low, high = signal.collections[1].get_datalim(signal.transData).intervaly
+    assert (low, high) == pytest.approx((0.1, 0.5))
