@@ -78,7 +78,7 @@ bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM: event-driven beside 
 bench-gpu: $(VENV)/.installed  ## rollout and update speed and memory on a GPU, beside TRL's GRPOTrainer
 	$(RUN) benchmarks/gpu.py
 
-bench-tasks: $(VENV)/.installed  ## task sampling beside uniform draws: adaptive draws, replaced groups; half an hour, resumable
+bench-tasks: $(VENV)/.installed  ## task sampling beside uniform draws: adaptive draws, replaced groups; an hour and a half, resumable
 	$(RUN) benchmarks/task_sampling.py
 
 bench-populations: $(VENV)/.installed  ## a population beside a single tuned run, on the demo's game
