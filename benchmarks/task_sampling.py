@@ -254,7 +254,7 @@ def summarize(runs: list[Run]) -> dict[str, dict[str, Any]]:
 
 
 def _compared(ratios: list[float]) -> dict[str, Any]:
-    return {"ratio": float(np.exp(np.log(ratios).mean())), "interval": interval(ratios)}
+    return {"ratio": float(np.exp(np.log(ratios).mean())), "interval": interval(ratios) if len(ratios) > 1 else None}
 
 
 def _columns(pairs: list[tuple[Run, Run]], value: Callable[[Run], float]) -> list[float]:
@@ -307,6 +307,8 @@ def _demo_summary(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
 def _shown(ratio: dict[str, Any] | None) -> str:
     if ratio is None:
         return "none: a run begins there"
+    if ratio["interval"] is None:
+        return f"{ratio['ratio']:.2f} (one seed)"
     return f"{ratio['ratio']:.2f} ({ratio['interval'][0]:.2f} to {ratio['interval'][1]:.2f})"
 
 
