@@ -47,7 +47,7 @@ RANGES, GUESSES, GROUP, GROUPS = (4, 8, 16, 32, 64), 4, 8, 16
 SFT_STEPS, UPDATES, EVERY = 1000, 320, 20
 """Updates of the two stages of ``mixed``, and updates between two evaluations."""
 LEARNING_RATE, ENTROPY = 2e-3, 0.03
-"""Those of the best uniform run that was tried; both fall linearly to 0."""
+"""Learning rate and entropy bonus of the best uniform run that was tried; both fall linearly to 0."""
 ROWS, EVALUATED = 64, 128
 """Rows of each range, whose secrets are spread over it, and episodes of each range in one evaluation."""
 HALVING = fmean(min(1.0, (2**GUESSES - 1) / high) for high in RANGES)

@@ -146,6 +146,12 @@ MUTATIONS = [
         f"{POPULATION} -k best_policy_of_all",
     ),
     Mutation(
+        "an engine that served others is taken to have the policy still", "sampling/served_policy.py",
+        "        self._moved_at_construction = None\n        self._adapters().remove_adapter()",
+        "        self._adapters().remove_adapter()",
+        "tests/trainers/test_served_policy.py -k others_were_served",
+    ),
+    Mutation(
         "a member that was killed after its round trains a step more", "populations/members.py",
         "control.should_training_stop = state.global_step >= self._step", "pass",
         f"{POPULATION}::test_a_killed_population_is_the_same_bit_for_bit",

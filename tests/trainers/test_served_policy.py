@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,23 @@ class Beside(ServedPolicy):
     """Transformers on a copy of the policy, which knows only what it is given."""
 
     moves = 0
+    max_adapters = None
+
+    def _adapters(self) -> Beside:
+        return self
+
+    def add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[dict[str, torch.Tensor], int]:
+        self.others.append(weights)
+        return weights, 0
+
+    def drop_adapter(self, weights: dict[str, torch.Tensor]) -> None:
+        self.others = [one for one in self.others if one is not weights]
+
+    def remove_adapter(self) -> None:
+        self._connect(None, 0, None)
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
+        self.others: list[dict[str, torch.Tensor]] = []
         self.copy: Any = copy.deepcopy(self._model).eval()
         for name, weight in self.copy.named_parameters():
             if "lora_" in name:
@@ -43,7 +58,13 @@ class Beside(ServedPolicy):
         return sum(weight.nbytes for weight in self._model.parameters())
 
     @contextmanager
-    def generator(self, settings: SamplingSettings, eos_token_ids: list[int], tokenizer: Any) -> Iterator[Generator]:
+    def generator(
+        self,
+        settings: SamplingSettings,
+        eos_token_ids: list[int],
+        tokenizer: Any,
+        adapter_of: Callable[[int], Any] = lambda episode: None,
+    ) -> Iterator[Generator]:
         pad = tokenizer.pad_token_id
         yield TransformersGenerator(
             self.copy, eos_token_ids=eos_token_ids, pad_token_id=pad, settings=settings, tokenizer=tokenizer
@@ -75,6 +96,18 @@ def test_an_adapter_is_moved_once_for_each_policy(made: Any) -> None:
     assert max(logged(trainer, GAP)) < 1e-4
     size = sum(weight.nbytes for weight in get_peft_model_state_dict(trainer.model).values())
     assert logged(trainer, "vllm/sync_bytes") == [size, size]
+
+
+def test_the_policy_is_moved_again_after_others_were_served(made: Any) -> None:
+    """Others are served together and taken away, also after an error; meanwhile the engine forgot the policy."""
+    trainer, served = made(max_steps=1)
+    others: Any = [({"a": torch.ones(1)}, LoraConfig()), ({"b": torch.ones(1)}, LoraConfig())]
+    with pytest.raises(OSError), served.serving_several(others) as handles:
+        assert handles == [weights for weights, _ in others] == served.others
+        raise OSError
+    assert served.others == []
+    trainer.train()
+    assert served.moves == 2 and logged(trainer, GAP)[0] < 1e-3
 
 
 def test_an_adapter_that_was_changed_after_construction_is_moved_again(made: Any) -> None:
