@@ -88,7 +88,7 @@ def test_a_run_that_begins_at_the_target_has_no_ratio() -> None:
     found = bench.summarize(curves())["mixed"]["adaptive"]
     assert found["compared"]["needed"] is None and found["compared"]["gained"]["ratio"] == pytest.approx(0.5)
     assert found["gained"] == pytest.approx([19, 9.5]) and found["range of 64"] == pytest.approx([0.6, 0.6])
-    assert "none: a run begins there" in bench.mixed_table(found)
+    assert "none: a run begins there" in bench.mixed_table("adaptive", found)
 
 
 def test_the_picture_shows_mean_and_range_over_seeds() -> None:
