@@ -167,6 +167,7 @@ def test_an_exported_card_tells_of_the_population(trained, tmp_path):
         trained.export(tmp_path / "none", 7)
 
 
+@pytest.mark.slow  # processes of their own
 def test_the_winner_on_the_hub(embedded_model, tmp_path):
     """It loads by its id with the member's weights, critic included; no secret is in a file."""
     with running_hub() as hub:

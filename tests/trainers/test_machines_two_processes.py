@@ -6,11 +6,13 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from launching import run
 
 SCRIPT = Path(__file__).with_name("machines_two_processes.py")
 
 
+@pytest.mark.slow  # two processes
 def test_machines_agree_on_disks_and_steps(tmp_path: Path) -> None:
     """A process that went on alone would hang at the next collective; ``run`` has a time limit."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
