@@ -14,7 +14,7 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 VLLM := .venv-vllm
 AGILERL := .venv-agilerl
 
-.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes bench bench-vllm bench-tasks bench-gpu bench-agilerl bench-populations docs clean
+.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-gpu bench-agilerl bench-populations docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -55,8 +55,9 @@ docs-tables: $(VENV)/.installed  ## write the tables of options in docs/ from th
 mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must notice each time
 	$(RUN) tests/mutations.py
 
-faults: $(VENV)/.installed-dev  ## kill runs at random moments; nothing may be lost; resumable
+faults: $(VENV)/.installed-dev  ## kill runs at random moments, on full disks too; nothing may be lost or grow; resumable
 	$(RUN) tests/faults/run_faults.py
+	$(RUN) tests/faults/run_growth.py
 
 architectures: $(VENV)/.installed  ## sampled, scored and trained log-probs of almost 90 architectures; writes docs/architectures.md
 	$(RUN) benchmarks/architectures.py
@@ -67,10 +68,10 @@ templates: $(VENV)/.installed  ## every chat template of TRL: accepted, with wha
 probes: $(VENV)/.installed  ## the probe environments, each to its threshold on three seeds; resumable
 	$(RUN) benchmarks/probes.py
 
-bench: $(VENV)/.installed  ## overlap of slow environments; rollout and update time, beside TRL's GRPOTrainer
-	$(RUN) benchmarks/slow_environments.py
-	$(RUN) benchmarks/rollout_vs_trl.py
-	$(RUN) benchmarks/update_vs_trl.py
+bench: $(VENV)/.installed  ## overlap of slow environments; rollout and update time, beside TRL's GRPOTrainer; a missed bar does not end the others
+	@missed=0; for part in slow_environments rollout_vs_trl update_vs_trl; do \
+	  echo "$$part:"; $(RUN) benchmarks/$$part.py || { missed=1; echo "$$part: A BAR WAS MISSED" >&2; }; \
+	done; exit $$missed
 
 bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM: event-driven beside turn by turn
 	$(VLLM)/bin/python benchmarks/vllm_ragged.py
@@ -78,8 +79,17 @@ bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM: event-driven beside 
 bench-gpu: $(VENV)/.installed  ## rollout and update speed and memory on a GPU, beside TRL's GRPOTrainer
 	$(RUN) benchmarks/gpu.py
 
+planted: $(VENV)/.installed  ## train with planted failures, and record what the diagnosis reads; resumable
+	$(RUN) benchmarks/planted_failures.py
+
 bench-tasks: $(VENV)/.installed  ## task sampling beside uniform draws: adaptive draws, replaced groups; an hour and a half, resumable
 	$(RUN) benchmarks/task_sampling.py
+
+bench-statistics: $(VENV)/.installed  ## false verdicts, power and cover of evaluations, simulated; half an hour
+	$(RUN) benchmarks/evaluation_statistics.py
+
+bench-granularity: $(VENV)/.installed  ## the units of the advantage seed by seed, on guess-the-number and probes; resumable
+	$(RUN) benchmarks/granularity.py
 
 bench-populations: $(VENV)/.installed  ## a population beside a single tuned run, on the demo's game
 	$(RUN) benchmarks/populations.py

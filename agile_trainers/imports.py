@@ -1,11 +1,12 @@
-"""Imports what the user names (modules, and classes and functions as ``module.path:Name``), and names the nearest."""
+"""Imports what the user names (``module.path:Name``), and keeps the user's code from ending the program."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +55,8 @@ def import_named(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        pass_on_interrupt(error)
         if isinstance(error, SyntaxError):
             file, line = error.filename, error.lineno
         else:
@@ -63,6 +65,40 @@ def import_named(module: str) -> ModuleType:
         raise ValueError(
             f"The module {module!r} cannot be imported: {type(error).__name__}: {error} ({file}, line {line}). "
             "Correct it, or name another module."
+        ) from error
+
+
+def pass_on_interrupt(error: BaseException) -> None:
+    """Raise an error of the user's code again if it is a Ctrl-C: a ``KeyboardInterrupt``, or a group that holds one.
+
+    All other errors are the code's own. ``SystemExit``, ``GeneratorExit`` and groups of them are no ``Exception``, so that a
+    handler of ``Exception`` would let them end the program. A ``KeyboardInterrupt`` that the code itself raises in the main
+    thread cannot be told apart from the user's.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, BaseExceptionGroup) and error.subgroup(KeyboardInterrupt) is not None:
+        raise error
+
+
+@contextmanager
+def exits_reported(what: str) -> Iterator[None]:
+    """Raise a ``RuntimeError`` in the place of an exit of the user's code, which would end the program without a message.
+
+    Args:
+        what: Name of the code, at the beginning of the message.
+
+    Raises:
+        RuntimeError: For an error that is neither an ``Exception`` nor a Ctrl-C.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        pass_on_interrupt(error)
+        raise RuntimeError(
+            f"{what} raised {type(error).__name__}: {error}. Only the program that trains may exit: raise an error instead."
         ) from error
 
 

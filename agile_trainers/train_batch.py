@@ -19,7 +19,7 @@ Batch = dict[str, torch.Tensor]
 
 _PROMPT, _TOKENS, _EPISODES, _SCALAR = "(B, P)", "(B, T)", "(B,)", "()"
 _TURN_PREFIX, _TOKEN_PREFIX = "turns:", "tokens:"
-_READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 """Fields that a forward pass takes."""
 
 
@@ -57,6 +57,8 @@ class TrainBatch:
     """(B, T), weights that correct for the gap between sampler and trainer."""
     episodes: torch.Tensor | None = _shaped(_EPISODES, default=None)
     """(B,) int64, index of each row among this process's episodes of the generation batch."""
+    has_advantage: torch.Tensor | None = _shaped(_EPISODES, default=None)
+    """(B,) bool, rows with an advantage, or with a penalty inside it. None: all."""
     recorded_reference: torch.Tensor | None = _shaped(_TOKENS, default=None)
     """(B, T), under the reference, for the episode records; None without a reference."""
     turns_in_step: torch.Tensor | None = _shaped(_SCALAR, default=None)
@@ -121,27 +123,26 @@ class TrainBatch:
         """
         return TrainBatch.from_trl({n: value[chosen] if value.ndim else value for n, value in self.to_trl().items()})
 
-    def with_signal(self, eps: float) -> TrainBatch:
-        """Drop the rows that have no advantage, and therefore no gradient.
+    def with_advantage(self) -> TrainBatch:
+        """Drop the rows that have no advantage, and those without a token that is trained on.
 
         If no row is left, the shortest one stays: other ranks would wait for a rank that skips its forward and backward
         pass.
-
-        Args:
-            eps: Largest absolute advantage that counts as none.
         """
-        kept = ((self.advantages.abs() > eps) & self.counted).any(dim=1)
+        kept = self.counted.any(dim=1)
+        if self.has_advantage is not None:
+            kept &= self.has_advantage
         if not kept.any():
             kept[self.lengths.argmin()] = True
         return self.rows(kept)
 
-    def silenced(self) -> TrainBatch:
+    def untrained(self) -> TrainBatch:
         """Copy the rows without anything that is trained on: a forward pass that other ranks wait for."""
-        silent = TrainBatch.from_trl(self.to_trl())
-        silent.tool_mask, silent.advantages = torch.zeros_like(self.tool_mask), torch.zeros_like(self.advantages)
-        for columns in (silent.turn_columns, silent.token_columns):
+        copy = TrainBatch.from_trl(self.to_trl())
+        copy.tool_mask, copy.advantages = torch.zeros_like(self.tool_mask), torch.zeros_like(self.advantages)
+        for columns in (copy.turn_columns, copy.token_columns):
             columns |= {name: torch.zeros_like(value) for name, value in columns.items() if value.is_floating_point()}
-        return silent
+        return copy
 
     def share_of(self, whole: TrainBatch, loss_type: str) -> float:
         """Return the factor from TRL's loss of these rows to their part in the loss of a larger micro-batch.
@@ -201,7 +202,7 @@ def length_sorted_batches(
     lengths = _lengths(batch.prompt_mask, batch.completion_mask)
     ordered = lengths.argsort() if rows is None else rows[lengths[rows].argsort()]
     for together in ordered.split(size) if len(ordered) else ():
-        whole = {name: getattr(batch, name)[together] for name in _READ}
+        whole = {name: getattr(batch, name)[together] for name in READ}
         for places in [torch.arange(len(together))] if split is None else split(whole):
             places = places if len(places) else torch.zeros(1, dtype=torch.long)
             places = places.to(together.device)

@@ -86,6 +86,8 @@ class Trajectory:
     """Name of the environment in a run of several; None in a run of one."""
     error: str | None = None
     """The environment's exception, as text, when it failed."""
+    end_reward: float | None = None
+    """Reward of the environment's ``end`` after a limit ended the episode; part of the last turn's. None without."""
     observations_cut: int = 0
     """Number of observations, the first one included, that were cut to the length limit."""
     environment: Any = field(default=None, repr=False, compare=False)
@@ -158,6 +160,9 @@ class TurnBatch:
     final state (its last token); later entries repeat it and have no meaning."""
     truncated: torch.Tensor
     """(B,) bool, True if a limit ended the episode."""
+    unfinished: torch.Tensor
+    """(B,) bool, True if a limit ended the episode and the environment did not reward its end: a critic then estimates what
+    is left of it."""
     failed: torch.Tensor
     """(B,) bool, True if the environment failed; such episodes are masked out of loss and statistics."""
     sampling_logprobs: torch.Tensor

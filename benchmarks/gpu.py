@@ -121,19 +121,18 @@ def make_text(tokens: int) -> str:
 
 
 class Talker:
-    """Returns the same text in each turn and a random reward."""
+    """Returns the same text in each turn and a random reward, which the members of a group do not share."""
 
-    def __init__(self, text: str, turns: int):
-        self._text, self._turns, self._random = text, turns, random.Random(0)
+    def __init__(self, text: str, turns: int, chance: random.Random):
+        self._text, self._turns, self._chance = text, turns, chance
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         self._left = self._turns
-        self._random.seed(seed)
         return self._text, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._left -= 1
-        return self._text, self._random.random(), self._left == 0, False, {}
+        return self._text, self._chance.random(), self._left == 0, False, {}
 
 
 def _common(case: Case, folder: str) -> dict[str, Any]:
@@ -167,6 +166,7 @@ def make_trainer(case: Case, model: Path, folder: str) -> GRPOTrainer:
         "model": str(model),
         "peft_config": LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     }
+    chance = random.Random(0)
     if case.side == "ours":
         return MultiTurnGRPOTrainer(
             args=MultiTurnGRPOConfig(
@@ -176,10 +176,9 @@ def make_trainer(case: Case, model: Path, folder: str) -> GRPOTrainer:
                 min_new_tokens=case.new_tokens,
                 log_rollouts=False,
             ),
-            environment=lambda: Talker(text, case.turns),
+            environment=lambda: Talker(text, case.turns, chance),
             **shared,
         )
-    chance = random.Random(0)
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
         return [chance.random() for _ in completions]

@@ -114,7 +114,15 @@ def settings(algorithm: str, probe: str, seed: int) -> dict[str, Any]:
 
 
 def run(algorithm: str, probe: str, seed: int) -> Run:
+    """Train once with the settings of the table; see :func:`run_settings`."""
+    return run_settings(settings(algorithm, probe, seed))
+
+
+def run_settings(chosen: dict[str, Any]) -> Run:
     """Train once, from an untrained model, for the probe's budget or until it has stayed solved for a quarter of it.
+
+    Args:
+        chosen: What :func:`settings` returns, whose ``options`` may differ from the table's.
 
     Returns:
         A dict that JSON can hold: ``settings``; ``curve``, a list per column with a value for each evaluation: ``episodes``
@@ -125,7 +133,7 @@ def run(algorithm: str, probe: str, seed: int) -> Run:
         ``length_before``, in tokens per answer; ``findings``, the names of what the run's diagnosis said; ``seconds`` of
         training and evaluation.
     """
-    chosen, spec = settings(algorithm, probe, seed), PROBES[probe]
+    spec = PROBES[chosen["probe"]]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         trainer = _make_trainer(chosen, folder)

@@ -57,44 +57,41 @@ def play(engine: RolloutEngine) -> tuple[float, list[StopReason]]:
     return ends[-1 - hung], [trajectory.stop_reason for trajectory in trajectories]
 
 
-def measure(way: str, hanging: bool, repetitions: int) -> float:
-    """Median wall time of warm rollouts as a multiple of the ideal.
-
-    Raises:
-        RuntimeError: If an episode ended for an unexpected reason.
-    """
+def measure(way: str, hanging: bool, repetitions: int) -> tuple[float, int]:
+    """Return the median wall time of warm rollouts as a multiple of the ideal, and the episodes that ended unexpectedly."""
     engine = make_engine(way, hanging=False)
     play(engine)  # makes the instances and starts their threads or processes
     if hanging:
         engine = make_engine(way, hanging=True)
-    seconds = []
+    seconds, unexpected = [], 0
     for _ in range(repetitions):
         wall, reasons = play(engine)
         expected = [StopReason.TERMINATED] * EPISODES
         if hanging:
             expected[HANGS] = StopReason.ENVIRONMENT_TIMEOUT
-        if reasons != expected:
-            raise RuntimeError(f"{way}: the episodes ended as {reasons}.")
+        unexpected += sum(reason != right for reason, right in zip(reasons, expected, strict=True))
         seconds.append(wall)
     engine.pool.close()
-    return median(seconds) / IDEAL
+    return median(seconds) / IDEAL, unexpected
 
 
 def main() -> int:
-    """Measure every way to run environments. Return 1 if one takes more than 1.5 times the ideal."""
+    """Measure every way to run environments. Return 1 if one misses the limit or an episode ends otherwise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
     print(f"{EPISODES} episodes x {TURNS} turns x {SECONDS * 1000:.0f} ms; ideal {IDEAL:.2f} s, limit {LIMIT} x")
-    slow = False
+    missed = False
     for way in options.ways:
         for hanging in (False, True):
-            ratio = measure(way, hanging, options.repetitions)
-            slow |= ratio > LIMIT
+            ratio, unexpected = measure(way, hanging, options.repetitions)
+            missed |= ratio > LIMIT or unexpected > 0
             others = f", beside one of {EPISODES} that hangs" if hanging else ""
+            others += f"; LIMIT MISSED, {LIMIT} x" if ratio > LIMIT else ""
+            others += f"; {unexpected} episodes ended for another reason" if unexpected else ""
             print(f"  {way:<10} {ratio * IDEAL:.3f} s, {ratio:.2f} x ideal{others}", flush=True)
-    return int(slow)
+    return int(missed)
 
 
 if __name__ == "__main__":

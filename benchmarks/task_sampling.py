@@ -1,9 +1,10 @@
-"""Measures what task sampling saves: adaptive beside uniform draws, and replaced groups without signal, over seeds.
+"""Measures what task sampling saves: adaptive beside uniform draws, and replaced zero-advantage groups, over seeds.
 
 ``mixed`` plays guess-the-number with ranges of 4 to 64 numbers in 4 guesses from a model that saw games of all ranges, once
 with each ``task_sampling``. ``demo`` is the RL stage of ``agile-trainers demo`` with several values of
-``resample_silent_groups``. Each finished run is a line of ``benchmarks/results/task_sampling.jsonl`` and is not repeated.
-The tables go to ``docs/task_sampling.md``, the picture to ``docs/images/``. The exit code is 1 if a target is missed.
+``resample_zero_advantage_groups``. Each finished run is a line of ``benchmarks/results/task_sampling.jsonl`` and is not
+repeated. The tables go to ``docs/task_sampling.md``, the picture to ``docs/images/``. The exit code is 1 if a target is
+missed.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ MIXED_ARMS: dict[str, dict[str, Any]] = {
 DEMO_UPDATES = 300
 DEMO_ARMS: dict[str, dict[str, Any]] = {
     "none": {},
-    "replace 2": {"resample_silent_groups": 2},
-    "replace 4": {"resample_silent_groups": 4},
-    "replace 2, adaptive": {"resample_silent_groups": 2, "task_sampling": "adaptive"},
+    "replace 2": {"resample_zero_advantage_groups": 2},
+    "replace 4": {"resample_zero_advantage_groups": 4},
+    "replace 2, adaptive": {"resample_zero_advantage_groups": 2, "task_sampling": "adaptive"},
 }
 SHARE_OF_BEST, TARGET_RATIO, TARGET_FACTOR = 0.9, 0.7, 2.0
 Run = dict[str, Any]
@@ -126,7 +127,7 @@ def mixed(seed: int, arm: str) -> Run:
 
     Returns:
         ``curve``, for each evaluation the episodes played and the success at each range; ``signals``, the share of groups
-        with a signal before each evaluation but the first.
+        with an advantage before each evaluation but the first.
     """
     with tempfile.TemporaryDirectory() as folder:
         games = [(high, 1 + n * high // ROWS) for high in RANGES for n in range(ROWS)]
@@ -159,7 +160,7 @@ def mixed(seed: int, arm: str) -> Run:
         trainer.remove_callback(PrinterCallback)
         watch.note()
         trainer.train()
-    signals = [1 - log["groups_without_signal"] for log in trainer.state.log_history if "groups_without_signal" in log]
+    signals = [1 - log["zero_advantage_groups"] for log in trainer.state.log_history if "zero_advantage_groups" in log]
     # One value for each evaluation but the first.
     signals = [round(fmean(signals[n : n + EVERY]), 4) for n in range(0, len(signals), EVERY)]
     return {"curve": watch.curve, "signals": signals}
@@ -172,7 +173,7 @@ _QUIET: dict[str, Any] = {
 
 
 def demo_stage(seed: int, arm: str) -> Run:
-    """Train as the demo does; return the share of groups with a signal over its last third, and episodes played."""
+    """Train as the demo does; return the share of groups with an advantage over its last third, and episodes played."""
     budget = replace(demo.Budget(), rl_steps=DEMO_UPDATES, eval_episodes=600)
     base = BASES / f"demo-{seed}" / "sft"
     if not (base / "model.safetensors").is_file():
@@ -196,11 +197,11 @@ def demo_stage(seed: int, arm: str) -> Run:
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         success = trainer.evaluate()["eval_success"]
-    logs = [entry for entry in trainer.state.log_history if "groups_without_signal" in entry]
+    logs = [entry for entry in trainer.state.log_history if "zero_advantage_groups" in entry]
     last = logs[len(logs) * 2 // 3 :]
     updates, batch = len(logs), GROUP * demo.HIGH
     return {
-        "signal": round(1 - fmean(log["groups_without_signal"] for log in last), 4),
+        "signal": round(1 - fmean(log["zero_advantage_groups"] for log in last), 4),
         "episodes": int(logs[-1].get("episodes_played", updates * batch)),
         "episodes_per_update": round(batch + GROUP * fmean(log.get("resampling/groups", 0.0) for log in last), 1),
         "success": round(success, 4),
@@ -333,7 +334,7 @@ def mixed_table(arm: str, of: dict[str, Any]) -> str:
         "start": ("success before training", ".3f"),
         "success": ("success after training", ".3f"),
         **{f"range of {high}": (f"success after training, range of {high}", ".2f") for high in RANGES},
-        "signal": ("share of groups with a signal", ".2f"),
+        "signal": ("share of groups with an advantage", ".2f"),
     }
     rows = [f"| {len(of['seeds'])} seeds | uniform | {arm} | ratio (95 % interval) |", "|---|---|---|---|"]
     for name, (label, form) in labels.items():
@@ -345,7 +346,7 @@ def mixed_table(arm: str, of: dict[str, Any]) -> str:
 def demo_table(arms: dict[str, dict[str, Any]]) -> str:
     """Write the comparison of arms of the demo as a table, a row per arm."""
     rows = [
-        "| options | seeds | groups with a signal, last third | over none | episodes | over none | success after training |",
+        "| options | seeds | groups with an advantage, last third | over none | episodes | over none | success after |",
         "|---|---|---|---|---|---|---|",
     ]
     largest = max(arms.values(), key=lambda of: len(of["seeds"]))
@@ -366,7 +367,7 @@ def tables(found: dict[str, dict[str, Any]]) -> str:
 
 
 def picture(runs: list[Run]) -> Figure:
-    """Draw success and share of groups with a signal over episodes: mean of each arm, and the range over seeds."""
+    """Draw success and share of groups with an advantage over episodes: mean of each arm, and the range over seeds."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     success, signal = figure.subplots(1, 2)
     for arm, color in zip(MIXED_ARMS, ("tab:gray", "tab:blue", "tab:green")):
@@ -380,7 +381,7 @@ def picture(runs: list[Run]) -> Figure:
             axes.fill_between(at, np.min(values, axis=0), np.max(values, axis=0), color=color, alpha=0.2, linewidth=0)
     success.axhline(HALVING, color="black", linestyle=":", linewidth=1, label="halving")
     success.set(xlabel="episodes", ylabel="success, mean of the ranges")
-    signal.set(xlabel="episodes", ylabel="share of groups with a signal", ylim=(0, None))
+    signal.set(xlabel="episodes", ylabel="share of groups with an advantage", ylim=(0, None))
     success.legend(loc="lower right", frameon=False)
     return figure
 

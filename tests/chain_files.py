@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agile_environments.guess_number import GuessNumber, halving_player, random_legal_player
+from agile_environments.guess_number import GuessNumber, demonstrations, halving_player, random_legal_player
 from agile_trainers.envs.players import compare
 
 
@@ -30,3 +30,42 @@ def lineage(folder: Path) -> list[str]:
         found.append(stage["algorithm"])
         stage = stage["parent"]
     return found
+
+
+def pipeline_in(folder: Path, model: Path) -> dict[str, Any]:
+    """SFT on a file, DPO on a function's rows, and two multi-turn stages; two small steps each. Writes the file."""
+    rows = demonstrations(8, environment=GuessNumber(level="easy"))
+    (folder / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": "1e-2"}
+    episodes = {**steps, "max_turns": 2, "max_new_tokens": 3, "per_device_train_batch_size": 4, "beta": 0.1}
+    episodes["gradient_accumulation_steps"] = 1
+    return {
+        "output_dir": str(folder / "chain"),
+        "model": str(model),
+        "environment": "chain_files:Talk",
+        "environment_args": {"level": "easy"},
+        "lora": {"r": 4, "lora_alpha": 8, "target_modules": r".*_proj"},
+        "options": {
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "lr_scheduler_type": "constant",
+        },
+        "evaluation": {"num_eval_episodes": 3},
+        "stages": [
+            {"algorithm": "sft", "dataset": str(folder / "games.jsonl"), "assistant_only_loss": True, **steps},
+            {"algorithm": "dpo", "dataset": "chain_files:pairs", "dataset_args": {"count": 30}, **steps},
+            {"algorithm": "grpo", "num_generations": 2, **episodes},
+            {
+                "algorithm": "ppo",
+                "name": "ppo-after",
+                "lora": {"r": 8, "lora_alpha": 16, "target_modules": r".*_proj"},
+                "merge_lora_configs": True,
+                **episodes,
+            },
+        ],
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import tempfile
 
@@ -70,40 +69,6 @@ def embedded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pipeline(embedded_model: Path, tmp_path: Path) -> dict[str, Any]:
     """SFT on a file, DPO on a function's rows, and two multi-turn stages; two small steps each."""
-    from agile_environments.guess_number import GuessNumber, demonstrations
+    from chain_files import pipeline_in
 
-    rows = demonstrations(8, environment=GuessNumber(level="easy"))
-    (tmp_path / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    steps = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": "1e-2"}
-    episodes = {**steps, "max_turns": 2, "max_new_tokens": 3, "per_device_train_batch_size": 4, "beta": 0.1}
-    episodes["gradient_accumulation_steps"] = 1
-    return {
-        "output_dir": str(tmp_path / "chain"),
-        "model": str(embedded_model),
-        "environment": "chain_files:Talk",
-        "environment_args": {"level": "easy"},
-        "lora": {"r": 4, "lora_alpha": 8, "target_modules": r".*_proj"},
-        "options": {
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "save_strategy": "steps",
-            "save_steps": 1,
-            "lr_scheduler_type": "constant",
-        },
-        "evaluation": {"num_eval_episodes": 3},
-        "stages": [
-            {"algorithm": "sft", "dataset": str(tmp_path / "games.jsonl"), "assistant_only_loss": True, **steps},
-            {"algorithm": "dpo", "dataset": "chain_files:pairs", "dataset_args": {"count": 30}, **steps},
-            {"algorithm": "grpo", "num_generations": 2, **episodes},
-            {
-                "algorithm": "ppo",
-                "name": "ppo-after",
-                "lora": {"r": 8, "lora_alpha": 16, "target_modules": r".*_proj"},
-                "merge_lora_configs": True,
-                **episodes,
-            },
-        ],
-    }
+    return pipeline_in(tmp_path, embedded_model)

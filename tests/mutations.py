@@ -64,7 +64,52 @@ POPULATION = "tests/populations/test_population.py"
 SELECTION = "tests/populations/test_selection.py"
 MACHINES = "tests/trainers/test_machines_two_processes.py"
 
+END = "tests/rollout/test_end_of_episodes.py"
+
 MUTATIONS = [
+    Mutation(
+        "an exit in an environment ends the run", "rollout/environment_pool.py",
+        "except BaseException as error:  # in a thread,", "except Exception as error:  # in a thread,",
+        "tests/rollout/test_stepping.py -k exit_of_an_environment",
+    ),
+    Mutation(
+        "Ctrl-C costs an episode", "imports.py",
+        "error.subgroup(KeyboardInterrupt) is not None", "False", "tests/rollout/test_stepping.py -k ctrl_c",
+    ),
+    Mutation(
+        "a forked child answers for the environment", "rollout/process_environment.py",
+        "if os.getpid() != own:", "if False:", "tests/rollout/test_misbehaving.py -k only_processes",
+    ),
+    Mutation(
+        "a changed bit is read as an episode", "records/digests.py",
+        "return None if _digest(path, _stamp(path)) in listed else", "return None if listed else",
+        "tests/records/test_damage.py -k flipped",
+    ),
+    Mutation(
+        "a column of another type is read", "records/reader.py",
+        "if found.field(place).type != column.type:", "if False:", "tests/records/test_damage.py -k column_of_another",
+    ),
+    Mutation(
+        "a part's name becomes markup", "viewer/html.py",
+        "escape(name, quote=True)", "name", "tests/viewer/test_hostile.py -k one_place",
+    ),
+    Mutation(
+        "aliases of aliases are written out", "cli/yaml_files.py",
+        "values, levels = 1 + sum(one[0] for one in children),", "values, levels = 1 + len(children),",
+        "tests/test_cli_yaml.py -k one_short_message",
+    ),
+    Mutation(
+        "code of the Hub runs without consent", "evaluation/modules.py",
+        "if here is None and not trust_remote_code:", "if False:", "tests/evaluation/test_modules.py -k consent",
+    ),
+    Mutation(
+        "the reward at a limit is dropped", "rollout/engine.py",
+        "episode.turns[-1].reward += episode.end_reward", "pass", END,
+    ),
+    Mutation(
+        "what the environment rewarded at a limit is estimated again", "rollout/collate.py",
+        "it.stop_reason.truncated and it.end_reward is None", "it.stop_reason.truncated", END,
+    ),
     Mutation(
         "machines resume from a checkpoint that only the first holds", "checkpoints/machines.py",
         "while len(set(steps)) > 1:", "while None in steps and len(set(steps)) > 1:", MACHINES,
@@ -84,8 +129,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint without an environment keeps PEFT's template", "trainers/trainer.py",
-        "            if self.args.should_save:\n                self.cards.write(folder)",
-        "            if self.args.should_save and self.engine is not None:\n                self.cards.write(folder)",
+        "processing_class)\n                self.cards.write(folder)",
+        "processing_class)\n                self.engine is None or self.cards.write(folder)",
         "tests/trainers/test_without_environment.py::test_every_folder_has_a_card_of_the_run",
     ),
     Mutation(
@@ -95,7 +140,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a population's files hold an API's key", "populations/population.py",
-        "return blanked(settings)", "return settings",
+        "options = public_options(options, type(self._args), public)", "pass",
         f"{POPULATION}::test_the_winner_on_the_hub",
     ),
     Mutation(
@@ -117,7 +162,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the viewer rounds a learning rate to 0", "viewer/parts.py",
-        "\"info\": _exact(run.info),", "\"info\": run.info,",
+        "{\"options\": _exact(options)}", "{\"options\": options}",
         f"{VIEWER}::test_small_options_are_shown_as_they_are",
     ),
     Mutation(
@@ -357,7 +402,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bootstrap on termination", "trainers/critic.py",
-        "torch.where(batch.truncated, read[:, -1], 0.0)", "read[:, -1]", "tests/trainers/test_ppo.py -k by_hand",
+        "torch.where(batch.unfinished, read[:, -1], 0.0)", "read[:, -1]", "tests/trainers/test_ppo.py -k by_hand",
     ),
     Mutation(
         "lambda ignored", "objectives/returns.py",
@@ -431,7 +476,7 @@ MUTATIONS = [
         "std = ((counts * (values - mean) ** 2).sum() / total).sqrt()", f"{ADVANTAGES} tests/trainers/test_reinforce.py",
     ),
     Mutation(
-        "rows without signal change the loss's divisor", "train_batch.py",
+        "rows without advantage change the loss's divisor", "train_batch.py",
         "return len(self.prompt_ids) / len(whole.prompt_ids)", "return 1.0",
         "tests/trainers/test_skip_zero_advantage.py -k whole_batch",
     ),
@@ -481,7 +526,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a critic's pass that ran out of memory counts twice", "trainers/passes.py",
-        "alone=self.budget < longest)\n                _put_back(gradients)", "alone=self.budget < longest)",
+        "self._tell()\n                _put_back(gradients)", "self._tell()",
         "tests/trainers/test_ppo_learned.py -k do_not_fit",
     ),
     Mutation(
@@ -638,7 +683,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the Hub token is pickled beside the model", "trainers/config.py",
-        'return blanked(self.__dict__, instead=None)', "return dict(self.__dict__)",
+        "for name in hidden} | {\"withheld\": hidden}", "for name in ()}",
         "tests/trainers/test_hub.py -k token",
     ),
     Mutation(
@@ -672,7 +717,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what an environment answered ends the run", "rollout/engine.py",
-        "except Exception as unusable:", "except ValueError as unusable:", "tests/rollout/test_misbehaving.py -k inline",
+        "except BaseException as unusable:", "except ValueError as unusable:", "tests/rollout/test_misbehaving.py -k inline",
     ),
     Mutation(
         "a row shared by environments", "rollout/engine.py",
@@ -706,19 +751,72 @@ MUTATIONS = [
     ),
     Mutation(
         "an option's token is reported", "trainers/config.py",
-        "return blanked(super().to_dict())", "return super().to_dict()", "tests/trainers/test_secrets.py",
+        "return public_options(super().to_dict(), type(self), self.public_values)", "return super().to_dict()",
+        "tests/trainers/test_secrets.py",
     ),
     Mutation(
-        "secrets inside lists are kept", "checkpoints/secrets.py",
-        "if type(value) in (dict, list, tuple):", "if type(value) is dict:", "tests/trainers/test_secrets.py",
+        "secrets inside lists are not masked", "checkpoints/secrets.py",
+        "if type(value) in (list, tuple):", "if type(value) is tuple:", "tests/trainers/test_secrets.py",
     ),
     Mutation(
-        "the record holds secrets", "checkpoints/record.py",
-        "return blanked(record)", "return record", "tests/trainers/test_secrets.py",
+        "the record holds the values of arguments", "checkpoints/disclosure.py",
+        "masked(value) if is_named(name, public) else withheld(name, value)", "masked(value)",
+        "tests/trainers/test_secrets.py -k 'arguments or run'",
+    ),
+    Mutation(
+        "the list of what may leave is one of what may not", "checkpoints/disclosure.py",
+        "name in public or name.rpartition(\".\")[2] in public", "name not in public",
+        "tests/trainers/test_secrets.py -k arguments",
+    ),
+    Mutation(
+        "any text of a known option leaves", "checkpoints/disclosure.py",
+        "return name in _WORDS and isinstance(value, str)", "return isinstance(value, str)",
+        "tests/trainers/test_secrets.py -k options",
+    ),
+    Mutation(
+        "a digest that anyone can guess the value by", "adapters/trust.py",
+        'hmac.new(key, f"{kind}', 'hmac.new(b"", f"{kind}', "tests/trainers/test_secrets.py -k key",
+    ),
+    Mutation(
+        "digests of another user count as another value", "checkpoints/disclosure.py",
+        "found[2] is None or found[2] != own_key[2]", "found[2] is None", "tests/trainers/test_secrets.py -k key",
+    ),
+    Mutation(
+        "a pushed checkpoint holds the episodes it was training on", "checkpoints/hub.py",
+        "patterns += [*STATE_FILES, *(ROLLOUT_FILES if episodes else ()), CARD, CURVE]",
+        "patterns += [*STATE_FILES, *ROLLOUT_FILES, CARD, CURVE]", "tests/trainers/test_hub_secrets.py",
     ),
     Mutation(
         "a pickle that was added to a signed checkpoint is read", "adapters/trust.py",
         " and files.keys() >= set(found)", "", "tests/adapters/test_trust.py",
+    ),
+    Mutation(
+        "DeepSpeed is sent to another folder", "adapters/folders.py",
+        'r"global_step[0-9]{1,18}"', 'r".*"', "tests/adapters/test_strangers.py -k latest",
+    ),
+    Mutation(
+        "a pickle of an unknown name needs no signature", "adapters/trust.py",
+        "PurePosixPath(name).suffix not in _DATA and not", "name.endswith('.pt') and not",
+        "tests/adapters/test_strangers.py -k pickle",
+    ),
+    Mutation(
+        "links in a checkpoint are followed", "adapters/folders.py",
+        "elif entry.is_file(follow_symlinks=False) or is_cached(path):", "elif entry.is_file():",
+        "tests/adapters/test_strangers.py -k signed",
+    ),
+    Mutation(
+        "a stranger's expression is not tried", "adapters/patterns.py",
+        '("modules_to_save", config.modules_to_save', '("modules_to_save", ()',
+        "tests/adapters/test_strangers.py -k expression",
+    ),
+    Mutation(
+        "a stranger's words are Markdown", "checkpoints/model_card.py",
+        'return f"`{shown}`" if shown.strip() else ""', "return shown", "tests/adapters/test_strangers.py -k words",
+    ),
+    Mutation(
+        "a card that fails ends the run", "checkpoints/run_cards.py",
+        "    except Exception as error:", "    except OSError as error:",
+        "tests/trainers/test_strangers_runs.py -k card",
     ),
     Mutation(
         "any signature will do", "adapters/trust.py",
@@ -755,6 +853,27 @@ MUTATIONS = [
         "and not is_in_grammar(name, answer, entry)", "and False", "tests/envs/test_scorers.py",
     ),
     Mutation(
+        "an answer that is nested too deeply is taken for a literal", "envs/libraries/scorers.py",
+        "scorer\n        return False", "scorer\n        return True", "tests/envs/test_scorers.py",
+    ),
+    Mutation(
+        "scorers that read lists call eval", "envs/libraries/scorers.py",
+        '["eval"] = ast.literal_eval', '["eval"] = eval', "tests/envs/test_scorers.py",
+    ),
+    Mutation(
+        "a reply to another request is taken", "envs/isolation/calls.py",
+        "found != number or", "", "tests/envs/test_grading.py",
+    ),
+    Mutation(
+        "a process that sent too much is kept", "envs/isolation/calls.py",
+        "not self._begun and not _ready(self._replies, select.POLLIN, 0.0)", "True",
+        "tests/envs/test_grading.py",
+    ),
+    Mutation(
+        "GEM's grader parses any text", "envs/libraries/gem_grader.py",
+        "if _NO_FORMULA.search(text):", "if False:", "tests/envs/test_gem.py",
+    ),
+    Mutation(
         "a value that is near solves a puzzle", "envs/libraries/scorers.py",
         "and not _is_exact(str(answer), entry)", "and False", "tests/envs/test_scorers.py",
     ),
@@ -767,8 +886,8 @@ MUTATIONS = [
         "sandbox.subprocess_run = functools.partial(_run, name)", "del sandbox", "tests/envs/test_gem.py",
     ),
     Mutation(
-        "a solved task is said to have dead groups", "evaluation/diagnosis.py",
-        "if symptom.name in held and not held.keys() & set(symptom.unless)", "if symptom.name in held", DIAGNOSIS,
+        "a solved task is said to have zero-advantage groups", "evaluation/diagnosis.py",
+        " and not held.keys() & set(BY_NAME[name].unless)", "", DIAGNOSIS,
     ),
     Mutation(
         "a finding is repeated at every step", "evaluation/diagnosis.py",
@@ -778,7 +897,24 @@ MUTATIONS = [
         "nine of ten successes are a solved task", "evaluation/diagnosis.py", "SOLVED = 0.95", "SOLVED = 0.9", DIAGNOSIS,
     ),
     Mutation(
-        "one batch without signal is reported", "evaluation/diagnosis.py", "BATCHES = 5", "BATCHES = 1", DIAGNOSIS,
+        "noise counts as a fall", "evaluation/diagnosis.py", "ERRORS = 5.0", "ERRORS = 2.5",
+        "tests/evaluation/test_false_findings.py",
+    ),
+    Mutation(
+        "a flipped sign passes as a reward", "trainers/health_metrics.py",
+        "return products / (squares * ones) ** 0.5", "return abs(products) / (squares * ones) ** 0.5",
+        "tests/trainers/test_health_metrics.py",
+    ),
+    Mutation(
+        "those that survive a failing environment are called solved", "evaluation/diagnosis.py",
+        "success < SOLVED or _incomplete(history)", "success < SOLVED", DIAGNOSIS,
+    ),
+    Mutation(
+        "a failing environment is one finding of many", "evaluation/diagnosis.py",
+        "if name in (loud or held)", "if name in held", DIAGNOSIS,
+    ),
+    Mutation(
+        "one batch without advantage is reported", "evaluation/diagnosis.py", "BATCHES = 5", "BATCHES = 1", DIAGNOSIS,
     ),
     Mutation(
         "a collapse of the entropy is seen only at zero", "evaluation/diagnosis.py",
@@ -850,7 +986,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the last of two equal keys counts", "cli/yaml_files.py",
-        "if (key.tag, key.value) in lines:", "if False:", "tests/test_cli_errors.py -k equal_keys",
+        "if value in lines:", "if False:", "tests/test_cli_errors.py -k equal_keys",
     ),
     Mutation(
         "a crash in training is taken for a mistake", "cli/errors.py",
@@ -988,16 +1124,53 @@ MUTATIONS = [
         "tests/evaluation/test_comparison.py -k share_all_but",
     ),
     Mutation(
-        "greedy repeats of a starting state counted as independent", "evaluation/comparison.py",
-        "greedy = first.greedy or second.greedy", "greedy = False",
-        "tests/evaluation/test_comparison.py -k repeats_of_a_starting_state",
+        "greedy repeats of a game counted as independent", "evaluation/results.py",
+        "return [game if len(outcomes[game]) == 1 else start.unit for game, start in zip(games, starts)]",
+        "return [start.unit for start in starts]", "tests/evaluation/test_comparison.py -k information",
     ),
     Mutation(
-        "a one-sided McNemar test", "evaluation/statistics.py",
-        "else 2 * below / (1 << total)", "else below / (1 << total)", "tests/evaluation/test_statistics.py -k mcnemar",
+        "hidden chance counted as one game", "evaluation/results.py",
+        "game if len(outcomes[game]) == 1 else start.unit", "game", "tests/evaluation/test_comparison.py -k hidden",
     ),
     Mutation(
-        "a bootstrap that breaks up the units", "evaluation/statistics.py",
+        "an episode without a word on success is left out", "rollout/metrics.py",
+        "rows = with_success(rows, known)", "rows = list(rows)", "tests/rollout/test_metrics.py",
+    ),
+    Mutation(
+        "a member's failed episodes count for it", "populations/fitness.py",
+        "tuple(failed if value is None", "tuple(max(known) if value is None", SELECTION,
+    ),
+    Mutation(
+        "the winner is replayed on the episodes that chose it", "populations/members.py",
+        "return evaluate_trainer(trainer, evaluation, HELD_OUT)", "return evaluate_trainer(trainer, evaluation)",
+        POPULATION + " -k winner_is_the_best",
+    ),
+    Mutation(
+        "failed episodes are left out of an evaluation", "evaluation/results.py",
+        "counted.append(failed_value(", "id(failed_value(", "tests/evaluation/test_counted.py",
+    ),
+    Mutation(
+        "values that have not come up are impossible", "evaluation/statistics.py",
+        "p_value = max(student, (1 + int(beyond)) / (1 + DRAWS)) if mean else 1.0", "p_value = student if mean else 1.0",
+        "tests/evaluation/test_statistics.py -k two_values",
+    ),
+    Mutation(
+        "the unit that has not come up is at the wrong end", "evaluation/statistics.py",
+        "low[first : first + rows] = (total + added * ends[0]) / weight",
+        "low[first : first + rows] = (total + added * ends[1]) / weight",
+        "tests/evaluation/test_statistics.py -k clopper",
+    ),
+    Mutation(
+        "an interval of successes without the correlation of pairs", "evaluation/statistics.py",
+        "- 2 * correlation * a * b", "", "tests/evaluation/test_statistics.py -k newcombe",
+    ),
+    Mutation(
+        "a verdict on few returns of unknown range", "evaluation/statistics.py",
+        "if number < FEWEST_WITHOUT_LIMITS:", "if number < FEWEST_UNITS:",
+        "tests/evaluation/test_statistics.py -k none_decides",
+    ),
+    Mutation(
+        "an interval that breaks up the units", "evaluation/statistics.py",
         "return np.bincount(index, numbers, len(places)), np.bincount(index, minlength=len(places)).astype(float)",
         "return numbers, np.ones(len(numbers))", "tests/evaluation/test_statistics.py -k whole_units",
     ),
@@ -1008,7 +1181,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a second evaluation adds rows to the card", "checkpoints/card_results.py",
-        "if _key(*place, one[\"type\"], one.get(\"name\")) not in new]", "if True]",
+        "one.get(\"args\")) not in new", "one.get(\"args\")) not in []",
         "tests/test_cli_eval.py -k any_card",
     ),
     Mutation(
@@ -1054,7 +1227,7 @@ MUTATIONS = [
     ),
     Mutation(
         "MaxRL divides by the deviation", "objectives/advantages.py",
-        "torch.where(signal, centred / mean, 0.0)", "torch.where(signal, centred / std, 0.0)",
+        "torch.where(differ, centred / mean, 0.0)", "torch.where(differ, centred / std, 0.0)",
         "tests/objectives/test_advantages.py -k mean_scale",
     ),
     Mutation(
@@ -1085,27 +1258,47 @@ MUTATIONS = [
         "self._observed[task] * _DECAY + 1", "self._observed[task] + 1", f"{TASKS}::test_weights_by_hand",
     ),
     Mutation(
-        "tasks without signal are drawn more", "trainers/task_sampling.py",
+        "tasks without advantage are drawn more", "trainers/task_sampling.py",
         "return (self._informative + 1) / (self._observed + 2)",
         "return (self._observed - self._informative + 1) / (self._observed + 2)", f"{TASKS}::test_adaptive_rows",
     ),
     Mutation(
+        "evenly spaced draws meet tasks in the order of rows", "rollout/mixture.py",
+        "drawn = random.permutation(np.flatnonzero(weights))", "drawn = np.flatnonzero(weights)",
+        f"{TASKS} -k regular_order",
+    ),
+    Mutation(
+        "episodes are left out by the advantage of a token", "trainers/trainer.py",
+        "            has_advantage=live,\n",
+        "            has_advantage=(spread.abs() > self.args.zero_advantage_eps).any(dim=1),\n",
+        "tests/trainers/test_skip_zero_advantage.py -k whatever_its_length",
+    ),
+    Mutation(
+        "padded passes are dealt by the longest row, not by their columns", "trainers/passes.py",
+        "columns = max(width, own_width) + max(length, own_length)", "columns = own_width + own_length",
+        "tests/trainers/test_passes.py -k budget",
+    ),
+    Mutation(
+        "a pass that is dealt as packed is padded", "trainers/passes.py",
+        "if len(rows) == 1 or packer.pays(part, rows):", "if True:", "tests/trainers/test_passes.py -k does_not_pay",
+    ),
+    Mutation(
         "a group that replaces another has its seed and noise", "trainers/group_rollouts.py",
-        "offset=attempt * self._groups,", "offset=0,", f"{TASKS}::test_silent_groups_are_replaced",
+        "offset=attempt * self._groups,", "offset=0,", f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
         "a group that replaces another keeps its reward", "trainers/group_rollouts.py",
-        "batch.rewards[places] = part[: len(places)]", "pass", f"{TASKS}::test_silent_groups_are_replaced",
+        "batch.rewards[places] = part[: len(places)]", "pass", f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
         "the update trains on the groups that were replaced", "trainers/group_rollouts.py",
         "batch.batch = self._collate(batch.trajectories, batch.rewards)", "self._collate(batch.trajectories, batch.rewards)",
-        f"{TASKS}::test_silent_groups_are_replaced",
+        f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
-        "groups with a signal are replaced", "trainers/group_rollouts.py",
-        "for group, signal in enumerate(signals) if not signal]", "for group, signal in enumerate(signals) if signal]",
-        f"{TASKS}::test_silent_groups_are_replaced",
+        "groups with an advantage are replaced", "trainers/group_rollouts.py",
+        "for group, none in enumerate(zero) if none]", "for group, none in enumerate(zero) if not none]",
+        f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
         "rewards of replaced groups go to another process", "trainers/group_rollouts.py",

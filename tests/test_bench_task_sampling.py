@@ -67,7 +67,7 @@ def test_ratios_are_paired_by_seed_and_geometric() -> None:
     first, _, *rows = bench.demo_table(arms).splitlines()
     assert [len(row.split("|")) for row in rows] == [len(first.split("|"))] * 3
     assert " 2.00 (one seed) " in rows[2] and " 4.00 (one seed) " in rows[2]
-    assert rows[1].startswith("| `resample_silent_groups=2` | 2 | 0.400 | 2.00 (1.00 to 4.00) | 150 |")
+    assert rows[1].startswith("| `resample_zero_advantage_groups=2` | 2 | 0.400 | 2.00 (1.00 to 4.00) | 150 |")
 
 
 def curves() -> list[dict[str, object]]:

@@ -243,9 +243,9 @@ def test_missing_model_is_refused(config: Path, capsys: pytest.CaptureFixture[st
     [
         (
             {"environment_args": "level=easy", "environment": "agile:guess_number"},
-            "must be a JSON object.*'level=easy'",
+            "must be a JSON object.*got 10 characters that are none: Expecting value",
         ),
-        ({"environment_args": "[1]", "environment": "agile:guess_number"}, r"must be a mapping.*\[1\]"),
+        ({"environment_args": "[1]", "environment": "agile:guess_number"}, "must be a mapping of names to values, got a list"),
         ({"environment_args": {"level": "easy"}}, "no effect without environment"),
         ({"environment": '{"guess": '}, "environment must be an id, or a JSON object of ids by name"),
     ],
@@ -291,13 +291,19 @@ def test_launch_hands_each_option_to_whom_it_belongs(
     [
         ("--accelerate_config zero2", [f"{FOLDER}/zero2.yaml"]),
         ("--accelerate_config=cpu/ddp --num_processes 3", [f"{FOLDER}/cpu/ddp.yaml", "--num_processes", "3"]),
-        ("--accelerate_config pyproject.toml", ["pyproject.toml"]),
+        ("--accelerate_config accelerate_configs/ddp.yaml", ["accelerate_configs/ddp.yaml"]),
         ("--num_processes 3 --accelerate_config multi_gpu", [f"{TRLS}/multi_gpu.yaml", "--num_processes", "3"]),
     ],
 )
 def test_a_launch_configuration_is_a_file_or_a_name(monkeypatch, options: str, expected: list[str]) -> None:
     monkeypatch.chdir(FOLDER.parent)
     assert launch_configs.resolve(options.split()) == ["--config_file", *expected]
+
+
+def test_a_launch_configuration_that_is_not_yaml_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FOLDER.parent)
+    with pytest.raises(ValueError, match=r"pyproject\.toml"):
+        launch_configs.resolve(["--accelerate_config", "pyproject.toml"])
 
 
 def test_the_file_that_a_launch_configuration_names_is_found_from_anywhere(tmp_path: Path, monkeypatch) -> None:

@@ -104,6 +104,17 @@ class MoodyAboutYes(TwoTurns):
         return observation, reward if action != "yes" else random.SystemRandom().random(), *rest
 
 
+class SaysWhenItWins(TwoTurns):
+    """Reports success only when it wins, which the seed decides."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.wins = (seed or 0) % 2
+        return super().reset(seed, options)
+
+    def step(self, action: str) -> Any:
+        return *super().step(action)[:4], {"success": True} if self.wins else {}
+
+
 class PaysNothing(TwoTurns):
     def step(self, action: str) -> Any:
         observation, _, *rest = TwoTurns.step(self, action)
@@ -140,6 +151,15 @@ def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
     assert re.search(r"expert +\+2.000 +100.0%", report) and re.search(r"random +[-+]\d", report)
     assert "warning: every episode that the expert played has the same return" in report
     assert f"{2 * answer} of {whole} tokens are trained on" in report
+
+
+def test_success_that_only_winners_report_is_no_success_of_all() -> None:
+    _, report = run(
+        "SaysWhenItWins", "--episodes", "8", "--max_new_tokens", "8", "--player", "expert", "--max_turns", "3"
+    )
+    found = re.search(r"warning: (\d+)% of the episodes end without info\['success'\]", report)
+    assert found is not None and 0 < int(found[1]) < 100, report
+    assert f"success {100 - int(found[1])}%" in report
 
 
 def test_each_of_several_environments_is_checked_within_its_own_limits() -> None:

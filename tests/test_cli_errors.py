@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from agile_trainers.cli import train
-from agile_trainers.cli.errors import Progress, is_mistake, message, take_debug
+from agile_trainers.cli.errors import Progress, guard, is_mistake, message, take_debug
 from agile_trainers.cli.main import main
+from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
 from agile_trainers.imports import nearest
 from agile_trainers.trainers.algorithms import find_algorithm
@@ -64,7 +65,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "prefix misspelt": (["grpo", *MODEL, "--environment", "agil:guess_number"], r"'agil:guess_number'.*agile:guess_number"),
     "level": (["grpo", *MODEL, *GUESS, "--environment_args", '{"level": "eazy"}', "--max_steps", "1"], r"eazy.*easy"),
     "argument of the environment": (["grpo", *MODEL, *GUESS, "--environment_args", '{"levle": "easy"}'], r"levle.*signature is .*level"),
-    "arguments that are no JSON": (["grpo", *MODEL, *GUESS, "--environment_args", "level=easy"], r"JSON object such as.*'level=easy'"),
+    "arguments that are no JSON": (["grpo", *MODEL, *GUESS, "--environment_args", "level=easy"], r"JSON object such as.*10 characters that are none: .*line 1"),
     "arguments without environment": (["grpo", *MODEL, "--environment_args", "{}", "--max_turns", "3"], r"max_turns.*environment"),
     "module fails": (["grpo", *MODEL, "--environment", "fails_at_start:It"], r"fails_at_start.*ZeroDivisionError.*line 3"),
     "module lacks a library": (["grpo", *MODEL, "--environment", "needs_more:It"], r"no_such_library.*Install"),
@@ -242,6 +243,37 @@ def test_mistakes_and_crashes(
     monkeypatch.setattr(Progress, "training", training)
     assert is_mistake(error) is mistake
     assert message(error).startswith(said) or said in message(error)
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 1), (None, 1), (3, 3), ("over", 1)])
+def test_code_that_exits_in_training_ends_the_command_with_a_message_and_no_success(
+    code: Any, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Progress, "training", False)
+
+    def train() -> None:
+        Progress.training = True
+        sys.exit(code)
+
+    assert guard("grpo", train, debug=False) == status
+    said = capsys.readouterr().err
+    assert f"training was ended by SystemExit: {code}" in said and Path(__file__).name in said
+
+
+def test_before_training_an_exit_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Progress, "training", True)  # of an earlier command
+    with pytest.raises(SystemExit) as stop:
+        guard("grpo", lambda: sys.exit(0), debug=False)
+    assert stop.value.code == 0
+
+
+def exiting_rows() -> Any:
+    sys.exit(0)
+
+
+def test_a_function_of_rows_that_exits_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"data set's function '.*:exiting_rows' raised SystemExit: 0"):
+        stage_rows(f"{__name__}:exiting_rows", {})
 
 
 def test_debug_is_ours_unless_it_has_a_value_of_the_trainers() -> None:

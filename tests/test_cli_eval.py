@@ -118,6 +118,86 @@ def test_results_are_added_to_the_card_once_and_its_text_stays(
     assert first[1]["value"].startswith(f"{policy['episode_return']['value']:.3f} +/- ")
 
 
+class Fussy:
+    """Reads a number with ``int``, and speaks of success only when it wins."""
+
+    return_range = (0.0, 1.0)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.seed = seed
+        return "A number?", {"time": (seed or 0) * 1.5}
+
+    def step(self, action: str) -> Any:
+        won = int(action) == 5
+        return "", float(won), True, False, {"success": True} if won else {}
+
+
+def recorded(folder: Path, adapter: Path, **options: Any) -> Path:
+    """A copy of the adapter with the record of a run."""
+    shutil.copytree(adapter, folder, ignore=shutil.ignore_patterns("README.md"))
+    (folder / "agile_trainers.json").write_text(json.dumps({"options": options, "global_step": 3}))
+    return folder
+
+
+def test_limits_and_sampling_are_those_of_training(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are taken from the record, stated on the card, and another limit is another row."""
+    trained = recorded(
+        tmp_path / "trained", adapter, max_turns=2, max_new_tokens=1, temperature=0.7, stop_strings=None,
+        environment_limits={"elsewhere": {"max_turns": 9}}, learning_rate=1.0,
+    )  # fmt: skip
+    other = recorded(tmp_path / "other", adapter, max_turns=3, max_new_tokens=1, temperature=0.7)
+    base = ["--environment", "agile:guess_number", "--episodes", "4", "--output_dir", str(tmp_path / "out")]
+    assert main(["eval", str(trained), "--against", str(other), *base]) == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert f"{trained} was trained with: max_turns=2, max_new_tokens=1, temperature=0.7" in said
+    assert f"{other} was trained with max_turns=3, and is played like {trained}" in said
+    (path,) = (tmp_path / "out").glob("eval-*/results.json")
+    content = json.loads(path.read_text())
+    settings = content["settings"]
+    assert (settings["max_turns"], settings["max_new_tokens"], settings["temperature"]) == (2, 1, 0.7)
+    assert settings["top_p"] == 1.0 and settings["environment_limits"] is None
+    policy = content["environments"][0]["policies"][0]
+    assert policy["turns"] <= 2 and policy["action_tokens"] <= 2
+
+    evaluate(capsys, trained, *base)
+    assert main(["eval", str(trained), *base, "--max_turns", "1", "--temperature", "0.7"]) == 0
+    assert "Set otherwise: max_turns=1, trained with 2." in capsys.readouterr().out.replace("\n", " ")
+    index = yaml.safe_load((trained / "README.md").read_text().split("---")[1])["model-index"][0]["results"]
+    rows = [metric for entry in index for metric in entry["metrics"] if metric["type"] == "success_rate"]
+    assert [row["args"]["limits"]["max_turns"] for row in rows] == [2, 1]
+    expected = {"max_new_tokens": 1, "temperature": 0.7, "top_p": 1.0}
+    assert all(row["args"]["limits"].items() >= expected.items() for row in rows)
+    assert {row["args"]["episodes_of"] for row in rows} == {"held out"} and {row["args"]["seed"] for row in rows} == {
+        42
+    }
+
+    assert main(["eval", str(adapter), *base, "--max_new_tokens", "1", "--no_card"]) == 0
+    assert "No model has a record of its limits. Played with max_turns=8, max_new_tokens=1" in (
+        capsys.readouterr().out.replace("\n", " ")
+    )
+
+
+def test_failed_and_silent_episodes_are_told(
+    adapter: Path, embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``int(answer)`` fails on words: no verdict, bounds, and every episode counts; a time in the info makes no game."""
+    common = ["--environment", f"{__name__}:Fussy", "--episodes", "40", "--max_new_tokens", "1", "--no_card"]
+    found = evaluate(capsys, embedded_model, "--against", adapter, *common, "--output_dir", tmp_path)
+    (report,) = found["environments"]
+    first = report["policies"][0]
+    won = first["stop_reasons"].get("terminated", 0)
+    assert first["failed"] == 40 - won > 2 and first["episode_return"]["episodes"] == 40
+    (compared,) = report["comparisons"]
+    assert compared["verdict"] == "no verdict" and "because an environment failed" in compared["sentence"]
+    assert compared["bounds"][0] <= 0 <= compared["bounds"][1]
+    (note,) = [note for note in report["notes"] if note.startswith(f"{embedded_model}: the environment failed")]
+    assert f"in {first['failed']} of 40 episodes" in note and "ValueError: invalid literal for int()" in note
+    greedy = evaluate(capsys, embedded_model, *common, "--greedy", "--output_dir", tmp_path)["environments"][0]
+    assert greedy["policies"][0]["units"] == 1 and "1 independent ones" in " ".join(greedy["notes"])
+
+
 RESULT = EvalResult("reinforcement-learning", "a:game", "a:game", "success_rate", 0.5, metric_name="success")
 
 
@@ -195,3 +275,18 @@ def test_a_metric_that_fails_does_not_lose_the_episodes(
     assert len(list((tmp_path / "out").glob("eval-*/results.json"))) == 1
     assert main(list(map(str, [*arguments, "--reference", "secret"]))) == 0
     assert "answer_match" in capsys.readouterr().out and "success_rate" in (model / "README.md").read_text()
+
+
+def test_the_measure_of_comparisons(embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = [str(embedded_model), "--against", str(embedded_model), "--episodes", "6", "--no_card", "--max_turns", "1",
+              "--max_new_tokens", "2", "--output_dir", str(tmp_path)]  # fmt: skip
+    found = evaluate(capsys, *common, "--environment", "agile:guess_number", "--measure", "return")
+    (compared,) = found["environments"][0]["comparisons"]
+    assert (compared["measure"], compared["other"]["measure"]) == ("return", "success")
+    assert main(["eval", *common, "--environment", f"{__name__}:Sums", "--measure", "success"]) == 2
+    printed = capsys.readouterr()
+    assert "reports no success; its returns were compared" in printed.err and "No verdict on" in printed.out
+    assert "(no interval)" in printed.out and "No interval of the return: 6 independent episodes" in printed.out
+    with pytest.raises(SystemExit):
+        main(["eval", str(embedded_model), "--environment", "agile:guess_number", "--measure", "return"])
+    assert "no effect without --against" in capsys.readouterr().err

@@ -13,7 +13,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,6 +30,7 @@ from agile_trainers.adapters.trust import is_trusted, pickles, sign
 
 _UNREAD = ("training_args.bin", "learning_curve.png")
 RECORD, MARKER = "agile_trainers.json", "complete.json"
+POSITION, _STATE_FILE = "rollout/position.json", "trainer_state.json"
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0", "pytorch_optimizer_0", "latest")
 """File names of the optimizer's state: plain, FSDP's (two kinds), DeepSpeed's."""
 _LITTLE = 1 << 20
@@ -38,6 +40,26 @@ NOT_LORA_SETTINGS = {
     "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
 }  # fmt: skip
 """Fields of a LoRA configuration that are book-keeping, or that only affect how new weights are initialized."""
+_TAGS = ("latest", "latest_universal")
+"""Files in which DeepSpeed reads the name of the subfolder to load."""
+_STAGE: dict[str, Any] = {"source": str, "commit": str | None, "algorithm": str | None, "environment": str | None}
+_STAGE |= {"global_step": int | None}
+"""Fields of a ``parent``, and their types. ``source`` must be there."""
+_RECORD: dict[str, Any] = {
+    "algorithm": str, "environment": str | None, "base_model": dict | None, "lora": dict | None, "critic": bool,
+    "global_step": int, "run_id": str, "options": dict,
+}  # fmt: skip
+_POSITION: dict[str, Any] = {
+    "generation": int, "position": int, "geometry": dict, "watch": dict, "skipped_steps": dict, "packing": dict,
+    "tasks": dict, "pass_tokens": int | None,
+}  # fmt: skip
+_STATE: dict[str, Any] = {
+    "epoch": int | float, "global_step": int, "best_model_checkpoint": str | None, "log_history": list,
+}  # fmt: skip
+_RUN_ID = re.compile(r"[\w\-]{0,100}", re.ASCII)
+"""Ids of runs, which name the folders of records."""
+_LONGEST, _STAGES = 10_000, 100
+"""Characters of a text in a record, and stages of a history, beyond which it is not one that a run wrote."""
 
 
 class CheckpointError(ValueError):
@@ -86,7 +108,8 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with naming_full_disk(path), partial.open("w", encoding="utf-8") as file:
+    partial.unlink(missing_ok=True)  # which may be a link to another file
+    with naming_full_disk(path), partial.open("x", encoding="utf-8") as file:
         json.dump(value, file, indent=2)
         file.write("\n")
         file.flush()
@@ -101,12 +124,75 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: If the file cannot be read or holds something else.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError("it is no regular file")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, expected a JSON object.")
     return value
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read the record of a folder, of which another person may be the author.
+
+    Returns:
+        The record. ``parent`` has the known fields of each stage and no others.
+
+    Raises:
+        CheckpointError: If it cannot be read, or a field is not of its type.
+    """
+    path = folder / RECORD
+    record = read_json(path)
+    _check_types(path, record, _RECORD)
+    if not _RUN_ID.fullmatch(record.get("run_id", "")):
+        raise CheckpointError(
+            f"{path}: run_id is {_shown(record['run_id'])}, expected letters, digits and hyphens: it names a folder. "
+            "Remove it, and the run goes on as a branch of its own."
+        )
+    stages: list[dict[str, Any]] = []
+    stage = record.get("parent")
+    while stage is not None:
+        where = "parent" + ".parent" * len(stages)
+        if not isinstance(stage, dict) or "source" not in stage or len(stages) == _STAGES:
+            raise CheckpointError(
+                f"{path}: {where} is {_shown(stage)}, expected a stage with a source, or null. Remove it, and the model has "
+                "no known history."
+            )
+        _check_types(path, stage, _STAGE, f"{where}.")
+        stages.append({name: stage.get(name) for name in _STAGE})
+        stage = stage.get("parent")
+    if "parent" in record:
+        record["parent"] = None
+        for stage in reversed(stages):
+            record["parent"] = {**stage, "parent": record["parent"]}
+    return record
+
+
+def _check_types(path: Path, found: Mapping[str, Any], types: Mapping[str, Any], where: str = "") -> None:
+    for name, expected in types.items():
+        value = found.get(name)
+        wrong = name in found and (not isinstance(value, expected) or isinstance(value, bool) != (expected is bool))
+        if wrong or (isinstance(value, str) and len(value) > _LONGEST):
+            kind = getattr(expected, "__name__", str(expected)).replace("None", "null")
+            raise CheckpointError(
+                f"{path}: {where}{name} is {_shown(value)}, expected {kind}. The file was changed, or no run wrote it; "
+                "restore or remove it."
+            )
+
+
+def _named(name: str) -> str:
+    """Show the name of a file in an error; one that a terminal would not show is escaped."""
+    return name if name.isprintable() and len(name) <= 200 else _shown(name)
+
+
+def _shown(value: Any) -> str:
+    """Show a value of a file in an error, whatever its size and characters."""
+    if isinstance(value, (dict, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = value[:80] if isinstance(value, str) else value
+    return f"{text!a:.80}"
 
 
 def lora_settings(config: LoraConfig) -> dict[str, Any]:
@@ -119,33 +205,105 @@ def lora_settings(config: LoraConfig) -> dict[str, Any]:
     )
 
 
-def mark_complete(folder: Path) -> None:
+def files_of(folder: Path) -> dict[str, Path]:
+    """Return the files of a folder and its subfolders: relative path, with ``/``, to file.
+
+    Raises:
+        CheckpointError: If one is a link, or neither a file nor a folder. A loader follows links out of the folder, past
+            what is checked here. Links of the Hub's cache, to a file of the same repository, are files.
+        OSError: If a folder cannot be read.
+    """
+    found, folders = {}, [folder]
+    while folders:
+        for entry in os.scandir(folders.pop()):
+            path = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(path)
+            elif entry.is_file(follow_symlinks=False) or is_cached(path):
+                found[path.relative_to(folder).as_posix()] = path
+            else:
+                raise _not_plain(folder, path)
+    return found
+
+
+def check_no_links(folder: Path, subfolders: Collection[str]) -> None:
+    """Reject a folder of adapters in which a file is a link, as to a secret that a later push would publish.
+
+    Args:
+        folder: The folder.
+        subfolders: Names of those that are read. Links to others are left alone.
+
+    Raises:
+        CheckpointError: If a file or one of these folders is a link, or something is neither a file nor a folder.
+    """
+    for part in (folder, *(folder / name for name in subfolders if name)):
+        for entry in os.scandir(part) if part.is_dir() else ():
+            read = part == folder and entry.name in subfolders
+            folders = entry.is_dir(follow_symlinks=not read)
+            if not (folders or entry.is_file(follow_symlinks=False) or is_cached(Path(entry.path))):
+                raise _not_plain(folder, Path(entry.path))
+
+
+def _not_plain(folder: Path, path: Path) -> CheckpointError:
+    kind = "a link" if path.is_symlink() else "no regular file"
+    return CheckpointError(
+        f"{folder} is not read: {_named(path.relative_to(folder).as_posix())} is {kind}. Put a copy of the file or folder "
+        "there, or remove it."
+    )
+
+
+def is_cached(path: Path) -> bool:
+    """Return whether a path is a link in a snapshot of the Hub's cache, to the file's content in ``blobs``."""
+    target, snapshot = (Path(os.path.realpath(one)) for one in (path, path.parent))
+    inside = (target.parent.parent / "snapshots") in snapshot.parents
+    return path.is_symlink() and target.parent.name == "blobs" and inside and target.is_file()
+
+
+def mark_complete(folder: Path, known: Mapping[str, Any] | None = None) -> None:
     """Write the marker that makes the folder a complete checkpoint.
 
     The marker leaves out ``*.md`` files, which may be edited, and what is never read and may be deleted:
     ``training_args.bin``, a pickle, and the card's picture.
+
+    Args:
+        folder: The checkpoint.
+        known: Files whose fingerprints are known, by relative path. Default: all are computed.
     """
-    files = sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md" and path.name not in _UNREAD
-    )
-    listed = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in files if path.name != MARKER}
-    signed = {"signature": sign(listed)} if pickles(folder) else {}
+    files = {
+        name: path
+        for name, path in sorted(files_of(folder).items())
+        if path.suffix != ".md" and path.name not in _UNREAD and name != MARKER
+    }
+    listed = {name: (known or {}).get(name) or _fingerprint(path) for name, path in files.items()}
+    signed = {"signature": sign(listed)} if pickles(listed) else {}
     write_json(folder / MARKER, {"files": listed, **signed})
 
 
-def check_complete(folder: Path) -> Path:
+def check_complete(folder: Path, *, resumes: bool = True) -> Path:
     """Check that a folder is a complete checkpoint, and return it.
+
+    Args:
+        folder: The folder. Another person may have made it.
+        resumes: Whether a run is to go on from it, which needs the optimizer's state.
 
     Raises:
         CheckpointError: If the folder does not exist, was not written by this library, was not saved to the end, has a
-            lost, truncated or changed file, or holds pickles that are not signed by this user.
+            lost, truncated or changed file or a link, or holds pickles that are not signed by this user.
     """
+    try:
+        _check_complete(folder, resumes)
+    except OSError as error:
+        raise CheckpointError(f"{_named(str(folder))} cannot be read: {error.strerror or error}.") from error
+    return folder
+
+
+def _check_complete(folder: Path, resumes: bool) -> None:
     if not folder.is_dir():
         near = ", ".join(path.name for path in checkpoints(folder.parent)) or "no checkpoint"
         raise CheckpointError(f"There is no folder {folder}; {folder.parent} holds {near}.")
     if not (folder / RECORD).is_file():
         raise CheckpointError(f"{folder} was not saved by a multi-turn trainer: it has no {RECORD}.")
-    read_json(folder / RECORD)
+    record = read_record(folder)
     if not (folder / MARKER).is_file():
         if not (folder / "trainer_state.json").is_file() and checkpoints(folder):
             raise CheckpointError(
@@ -153,30 +311,81 @@ def check_complete(folder: Path) -> Path:
                 f"{', '.join(path.name for path in checkpoints(folder))}."
             )
         raise CheckpointError(f"{folder} is incomplete: saving was interrupted ({MARKER} is missing).")
-    listed = read_json(folder / MARKER).get("files")
+    marker = read_json(folder / MARKER)
+    listed = marker.get("files")
     if not isinstance(listed, dict):
         raise CheckpointError(f"{folder / MARKER} does not list the checkpoint's files.")
-    for name, expected in listed.items():
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} is incomplete: {name} is missing.")
-        found = _fingerprint(folder / name)
-        if found != expected:
-            size = f"{found['size']} bytes" if found["size"] != expected.get("size") else "another content"
-            raise CheckpointError(f"{folder} is damaged: {name} has {size}, expected {json.dumps(expected)}.")
-    for what, patterns in _needed(read_json(folder / RECORD)).items():
+    present = files_of(folder)
+    _check_files(folder, present, listed)
+    for what, patterns in _needed(record).items():
         if not any(fnmatch(name, pattern) for name in listed for pattern in patterns):
             raise CheckpointError(f"{folder} is incomplete: it was saved without {what} ({' or '.join(patterns)}).")
-    if not any((folder / name).exists() for name in _OPTIMIZER):
+    if resumes and not any(name.partition("/")[0] in _OPTIMIZER for name in listed):
         raise CheckpointError(
             f"{folder} has no optimizer state (save_only_model=True), so the run cannot resume exactly. Start a new "
             f"run with model={str(folder)!r}."
         )
-    if not is_trusted(folder, listed, read_json(folder / MARKER).get("signature")):
+    if not is_trusted(present, listed, marker.get("signature")):
         raise CheckpointError(
-            f"{folder} holds files in Python's full pickle protocol, which can run code ({pickles(folder)[0]}), and was not "
-            f"signed by one of your runs on this machine. If you trust its author, set {TRUST}=1."
+            f"{folder} holds files that may be read with Python's full pickle protocol, which can run code "
+            f"({_named(pickles(present)[0])}), and was not signed by one of your runs on this machine. If you trust its "
+            f"author, set {TRUST}=1."
         )
-    return folder
+    _check_states(folder, present, record)
+
+
+def _check_files(folder: Path, present: Mapping[str, Path], listed: Mapping[str, Any]) -> None:
+    """Compare the files of a checkpoint with those that its marker lists, and check where DeepSpeed will look."""
+    for name, expected in listed.items():
+        if name not in present:
+            raise CheckpointError(f"{folder} is incomplete: {_named(name)} is missing.")
+        found = _fingerprint(present[name])
+        if not isinstance(expected, dict):
+            raise CheckpointError(
+                f"{folder / MARKER} holds {_shown(expected)} for {_named(name)}, expected size and sha256."
+            )
+        if found != expected:
+            size = f"{found['size']} bytes" if found["size"] != expected.get("size") else "another content"
+            raise CheckpointError(
+                f"{folder} is damaged: {_named(name)} has {size}, expected {_shown(expected.get('size'))} bytes with "
+                f"SHA-256 {_shown(expected.get('sha256'))}."
+            )
+    for name in _TAGS:
+        tag = present[name].read_text(encoding="utf-8", errors="replace").strip() if name in present else None
+        if tag is not None and not re.fullmatch(r"global_step[0-9]{1,18}", tag):
+            raise CheckpointError(
+                f"{folder / name} names the subfolder {_shown(tag)}, expected global_step and a number. It is not followed: "
+                "the file was changed, or no run wrote it."
+            )
+
+
+def _check_states(folder: Path, present: Mapping[str, Path], record: Mapping[str, Any]) -> None:
+    """Check the types of what is read of a checkpoint before a run starts."""
+    if not isinstance(record.get("global_step"), int):
+        raise CheckpointError(f"{folder / RECORD} does not name the checkpoint's step (global_step).")
+    for name, types in ((_STATE_FILE, _STATE), (POSITION, _POSITION)):
+        if name not in present:
+            continue
+        state = read_json(present[name])
+        _check_types(present[name], state, types)
+        if name == POSITION:
+            lost = [key for key in ("generation", "position", "geometry") if key not in state]
+            if lost or not isinstance(state["geometry"].get("processes"), int):
+                raise CheckpointError(f"{present[name]} lacks {', '.join(lost) or 'geometry.processes'}.")
+        elif "epoch" not in state:
+            raise CheckpointError(f"{present[name]} lacks epoch.")
+        else:
+            _check_log(present[name], state.get("log_history", []))
+
+
+def _check_log(path: Path, log: list[Any]) -> None:
+    """Reject a log that no run wrote, since a model card shows its steps."""
+    for index, entry in enumerate(log):
+        if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+            raise CheckpointError(
+                f"{path}: log_history[{index}] is {_shown(entry)}, expected an object with an integer step. The file was "
+                "changed; restore it."
+            )
 
 
 def _needed(record: dict[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -211,7 +420,7 @@ def step_of(folder: Path) -> int:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Return the folders ``checkpoint-<step>`` ordered by step, incomplete ones included."""
-    steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in output_dir.glob("checkpoint-*")}
+    steps = {path: re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", path.name) for path in output_dir.glob("checkpoint-*")}
     found = {path: int(match[1]) for path, match in steps.items() if match and path.is_dir()}
     return sorted(found, key=lambda path: found[path])
 

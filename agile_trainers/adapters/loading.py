@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,17 @@ from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft import get_peft_model_state_dict as adapter_weights
 from peft import set_peft_model_state_dict as set_adapter_weights
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoProcessor, PreTrainedModel
 from transformers.utils import cached_file, logging
 from trl.trainer.utils import create_model_from_path
 
 from agile_trainers.adapters.critic import VALUE_HEAD, add_critic
-from agile_trainers.adapters.folders import RECORD, read_json
+from agile_trainers.adapters.folders import RECORD, check_no_links, read_json, read_record
 from agile_trainers.adapters.initialization import REPEATABLE, changes_base
 from agile_trainers.adapters.merge import describe, differences, layers, merged_config, padded
+from agile_trainers.adapters.patterns import check_patterns
 from agile_trainers.adapters.reference_adapter import copy_adapter
 from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, belongs_to
 from agile_trainers.adapters.sharding import assign_parameter
@@ -31,6 +34,9 @@ logger = logging.get_logger(__name__)
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEAD = "model.safetensors"
 """File of AgileRL's value head, beside its adapters."""
+_TOKENIZER, _LONGEST_PATH = ("tokenizer_config.json", "special_tokens_map.json"), 4000
+"""Files of the tokenizer's settings, and characters of a text in them that may be a path."""
+_MOST_LAYERS = 1000
 LAYOUTS = (
     {POLICY: "", REFERENCE: REFERENCE, CRITIC: CRITIC},
     {POLICY: "actor", REFERENCE: "reference", CRITIC: CRITIC},  # AgileRL's
@@ -83,7 +89,7 @@ def parent_of(saved: SavedAdapters | None, model: str) -> dict[str, Any] | None:
     if saved is None and not (model and (Path(model) / RECORD).is_file()):
         return None
     source, folder, commit = (model, Path(model), None) if saved is None else (saved.source, saved.folder, saved.commit)
-    known = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+    known = read_record(folder) if (folder / RECORD).is_file() else {}
     passed_on = ("algorithm", "environment", "global_step", "parent")
     return {"source": source, "commit": commit, **{name: known.get(name) for name in passed_on}}
 
@@ -104,24 +110,55 @@ def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | No
         layout = next((layout for layout in LAYOUTS if (folder / layout[POLICY] / CONFIG).is_file()), None)
         if layout is None:
             _check_is_model(folder)
+            check_tokenizer(model, revision)
             return None
     else:
         layout = LAYOUTS[0]
-        if not _hub_config(model, revision):
+        if not _hub_file(model, CONFIG, revision):
+            check_tokenizer(model, revision)
             return None
         wanted = [(Path(name) / file).as_posix() for name in layout.values() for file in (CONFIG, WEIGHTS)]
         folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*wanted, *_BESIDE]))
         commit = folder.name
+    check_no_links(folder, list(layout.values()))
+    check_tokenizer(str(folder))
     folders = {role: folder / name for role, name in layout.items() if (folder / name / CONFIG).is_file()}
     return SavedAdapters(model, folder, folders, read_config(folders[POLICY], policy=True), commit)
 
 
-def _hub_config(repository: str, revision: str | None) -> str | None:
-    """Download the adapter's configuration; None if there is no such repository, file or connection."""
+def check_tokenizer(model: str, revision: str | None = None) -> None:
+    """Reject a tokenizer whose settings name a file elsewhere on this machine, which transformers would read.
+
+    The content of the file, such as a secret, would become the vocabulary, which is saved and pushed with the model.
+
+    Args:
+        model: Folder or Hub id.
+        revision: Branch, tag or commit of a Hub repository.
+
+    Raises:
+        ValueError: If there is such a file, or the settings cannot be read.
+    """
+    for name in _TOKENIZER:
+        path = Path(model) / name if Path(model).is_dir() else Path(_hub_file(model, name, revision) or "")
+        settings = read_json(path) if path.is_file() else {}
+        for key, value in settings.items():
+            if not isinstance(value, str) or key.endswith("_token") or len(value) > _LONGEST_PATH or "\0" in value:
+                continue
+            if os.path.isfile(value) and not Path(os.path.realpath(value)).is_relative_to(
+                os.path.realpath(path.parent)
+            ):
+                raise ValueError(
+                    f"{path} is not read: {key!a:.80} names the file {value!a:.200} outside of its folder. Put a copy of "
+                    "the file into the folder, or remove the setting."
+                )
+
+
+def _hub_file(repository: str, name: str, revision: str | None) -> str | None:
+    """Download a file; None if there is no such repository, file or connection."""
     try:
         return cached_file(
             repository,
-            CONFIG,
+            name,
             revision=revision,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
@@ -159,6 +196,7 @@ def read_config(folder: Path, policy: bool = False) -> LoraConfig:
     if not isinstance(config, LoraConfig):
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise ValueError(f"{folder} holds a {kind} adapter; only {PeftType.LORA.value} adapters can be continued.")
+    _check_fields(folder / CONFIG, config)
     repeated = REPEATABLE if policy else ()
     if changes_base(config) and config.init_lora_weights not in repeated:
         raise ValueError(
@@ -173,8 +211,72 @@ def read_config(folder: Path, policy: bool = False) -> LoraConfig:
                 "read. If you trust its source, load it with PEFT and save it again."
             )
         raise ValueError(f"{folder} has {CONFIG} but no {WEIGHTS}; it is incomplete.")
+    _check_rank(folder, config)
     config.inference_mode = False
     return config
+
+
+def _check_fields(path: Path, config: LoraConfig) -> None:
+    """Check the types of the settings that PEFT only computes with, or matches names against."""
+    texts = ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "target_parameters")
+    wrong = [name for name in texts if not _is_texts(getattr(config, name), alone=name in texts[:3])]
+    wrong += [
+        name for name in ("base_model_name_or_path", "revision") if not _is_texts(getattr(config, name), within=())
+    ]
+    for name in ("rank_pattern", "alpha_pattern"):
+        value = getattr(config, name)
+        if not (value is None or (isinstance(value, dict) and all(_is_number(one) for one in value.values()))):
+            wrong.append(name)
+    wrong += [name for name in ("r", "lora_alpha", "lora_dropout") if not _is_number(getattr(config, name))]
+    if config.layer_replication is not None and not _is_replication(config.layer_replication):
+        wrong.append("layer_replication")
+    if wrong:
+        raise ValueError(
+            f"{path} is damaged: {wrong[0]} is {ascii(getattr(config, wrong[0]))[:80]}, which PEFT does not write. Restore "
+            "the file."
+        )
+    if config.megatron_config is not None:
+        raise ValueError(
+            f"{path} sets megatron_config, for which PEFT imports the module {ascii(config.megatron_core)[:80]}. No module "
+            "that an adapter names is imported; remove megatron_config."
+        )
+
+
+def _is_replication(value: Any) -> bool:
+    """Return whether a value is a list of ranges of layers, with as many layers in all as a model may have."""
+    pairs = isinstance(value, list) and all(isinstance(one, (list, tuple)) and len(one) == 2 for one in value)
+    if not pairs or not all(type(number) is int for one in value for number in one):
+        return False
+    return all(0 <= start < end for start, end in value) and sum(end - start for start, end in value) <= _MOST_LAYERS
+
+
+def _is_texts(value: Any, *, alone: bool = True, within: Any = (list, tuple, set)) -> bool:
+    if isinstance(value, within):
+        return all(isinstance(one, str) for one in value)
+    return value is None or (alone and isinstance(value, str))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _check_rank(folder: Path, config: LoraConfig) -> None:
+    """Reject a rank that no weight has, before PEFT makes matrices of that size."""
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            sizes = [size for name in file.keys() for size in file.get_slice(name).get_shape()]  # noqa: SIM118
+    except SafetensorError as error:
+        raise _damaged(folder, error) from error
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    if sizes and rank > max(sizes):
+        raise ValueError(
+            f"{folder / CONFIG} gives the adapter rank {rank}, but the largest dimension of a weight in {WEIGHTS} is "
+            f"{max(sizes)}. The two files do not belong together."
+        )
+
+
+def _damaged(folder: Path, error: SafetensorError) -> ValueError:
+    return ValueError(f"{folder / WEIGHTS} is damaged or incomplete: {error}.")
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -186,7 +288,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(folder / WEIGHTS)
     except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS} is damaged or incomplete: {error}.") from error
+        raise _damaged(folder, error) from error
 
 
 def load_weights(model: PeftModel, adapter: str, weights: dict[str, torch.Tensor], source: Path) -> None:
@@ -237,6 +339,7 @@ def load_policy(
         ValueError: If the base cannot be found, the adapter does not fit it, or the settings differ.
     """
     base = load_base(saved, **model_init_kwargs) if base is None else base
+    check_patterns(saved.config, base, saved.folders[POLICY])
     config, weights = copy.deepcopy(saved.config), read_weights(saved.folders[POLICY])
     different = {} if peft_config is None else _differences(base, saved, peft_config)
     if different and not merge_lora_configs:
@@ -291,6 +394,7 @@ def load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedModel
             f"{saved.folders[POLICY] / CONFIG} does not name its base model. Add the folder or Hub id of the model that the "
             'adapter was trained on as "base_model_name_or_path".'
         )
+    check_tokenizer(name, saved.config.revision)  # which is that of an adapter without one
     try:
         return create_model_from_path(name, **{**model_init_kwargs, "revision": saved.config.revision})
     except OSError as error:
@@ -316,6 +420,7 @@ def load_reference(model: PeftModel, folder: Path) -> None:
         ValueError: If the adapter does not fit the model.
     """
     config = read_config(folder)
+    check_patterns(config, model.get_base_model(), folder)
     config.lora_dropout = 0.0  # it is never trained
     if REFERENCE in model.peft_config:
         model.delete_adapter(REFERENCE)
@@ -383,7 +488,9 @@ def start_critic(
             "the model was not given as a folder or Hub id of adapters" if saved is None else f"{saved.source} has none"
         )
         raise ValueError(f"critic_start='saved': {place}. Use critic_start='policy' or 'new'.")
-    add_critic(model, config=read_config(folder), **options)
+    config = read_config(folder)
+    check_patterns(config, model.get_base_model(), folder)
+    add_critic(model, config=config, **options)
     load_weights(model, CRITIC, _critic_weights(saved, model), folder)
     logger.info("The critic starts from %s.", folder)
 

@@ -1,8 +1,10 @@
-"""Signs checkpoints that contain pickles, and rejects those that this user's runs did not sign.
+"""Signs checkpoints that may contain pickles, and rejects those that this user's runs did not sign.
 
-DeepSpeed reads its states with the full pickle protocol, and PyTorch reads the ``.metadata`` of sharded FSDP states with it.
-Unpickling can run any code in the file. A folder with such files is signed when it is saved, with a key that only this user
-can read, and is only loaded if the signature matches.
+DeepSpeed reads its states (``*.pt``) with the full pickle protocol, and PyTorch reads ``.metadata`` and
+``__<rank>.metadata`` of sharded FSDP states with it. Unpickling can run any code in the file. Which files a loader opens
+depends on its version and on other files, so every file needs a signature unless its name says that it is data, or that it
+is read with ``weights_only``. A folder with such files is signed when it is saved, with a key that only this user can read,
+and is only loaded if the signature matches.
 """
 
 from __future__ import annotations
@@ -12,23 +14,34 @@ import hmac
 import json
 import logging
 import os
+import re
 import secrets
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 OPTION = "AGILE_TRAINERS_TRUST_CHECKPOINT"
 KEY_FILE = "AGILE_TRAINERS_KEY_FILE"
 _KEY_BYTES = 32
+_DATA = {
+    ".safetensors", ".json", ".jsonl", ".parquet", ".md", ".txt", ".jinja", ".png", ".model", ".tiktoken", ".py", ".bin",
+}  # fmt: skip
+"""Suffixes that a resume reads as data (``.bin`` with ``weights_only``), or not at all (code of the model)."""
+_WEIGHTS_ONLY = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
+"""States in the main folder that ``Trainer`` reads with ``weights_only``."""
 
 logger = logging.getLogger(__name__)
 
 
-def pickles(folder: Path) -> list[str]:
-    """Return the names of a checkpoint's files that are read with the full pickle protocol."""
-    found = [*folder.rglob(".metadata")]
-    if (folder / "latest").is_file():
-        found += [path for path in folder.rglob("*.pt") if path.parent != folder]
-    return sorted(path.relative_to(folder).as_posix() for path in found)
+def pickles(names: Iterable[str]) -> list[str]:
+    """Return those of a checkpoint's files that a loader may read with the full pickle protocol, sorted.
+
+    Args:
+        names: Paths relative to the checkpoint, with ``/``.
+    """
+    return sorted(
+        name for name in names if PurePosixPath(name).suffix not in _DATA and not _WEIGHTS_ONLY.fullmatch(name)
+    )
 
 
 def sign(files: dict[str, Any]) -> str | None:
@@ -44,15 +57,15 @@ def sign(files: dict[str, Any]) -> str | None:
         return None
 
 
-def is_trusted(folder: Path, files: dict[str, Any], signature: Any) -> bool:
+def is_trusted(present: Iterable[str], files: dict[str, Any], signature: Any) -> bool:
     """Return whether a checkpoint holds no pickles, was signed by this user, or is trusted by the environment variable.
 
     Args:
-        folder: The checkpoint.
+        present: Paths of all files of the checkpoint.
         files: Files that the marker lists, already compared with those on disk.
         signature: The signature in the marker.
     """
-    found = pickles(folder)
+    found = pickles(present)
     if not found or os.environ.get(OPTION) == "1":
         return True
     try:
@@ -64,6 +77,27 @@ def is_trusted(folder: Path, files: dict[str, Any], signature: Any) -> bool:
 
 def _digest(key: bytes, files: dict[str, Any]) -> str:
     return hmac.new(key, json.dumps(files, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def keyed_digest(purpose: str, text: str) -> tuple[str, str] | None:
+    """Compute an HMAC with this user's key, of which nobody else can guess the text.
+
+    Args:
+        purpose: What the digest is for; a digest for one purpose is none for another, nor a signature.
+        text: The text.
+
+    Returns:
+        Hexadecimal names of the key (8 digits) and the text (32 digits); None if no key can be stored.
+    """
+    try:
+        key = _key(create=True)
+    except OSError:
+        return None
+    named, digest = (
+        hmac.new(key, f"{kind}\0{purpose}\0{content}".encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+        for kind, content in (("key", ""), ("digest", text))
+    )
+    return named[:8], digest[:32]
 
 
 def _key(create: bool) -> bytes:

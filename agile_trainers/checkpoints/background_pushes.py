@@ -38,14 +38,13 @@ def limit_silence() -> None:
     set_client_factory(factory)
 
 
-def stage(files: Mapping[Path, Path], output_dir: Path, leave_out: tuple[str, ...] = ()) -> Path:
+def stage(files: Mapping[Path, Path], output_dir: Path) -> Path:
     """Collect the files of an upload in a folder below ``output_dir``, since checkpoints are deleted over time.
 
     Args:
-        files: Relative path (of a file or folder) to the folder it lies in. Files of checkpoints no longer change and are
+        files: Relative path of each file to the folder it lies in. Files of checkpoints no longer change and are
             hard-linked where the file system allows it; files of ``output_dir`` itself are copied.
         output_dir: Parent of the new folder.
-        leave_out: Names of files that are left out.
 
     Returns:
         The folder. The caller removes it.
@@ -58,11 +57,7 @@ def stage(files: Mapping[Path, Path], output_dir: Path, leave_out: tuple[str, ..
         for path, source in files.items():
             put = shutil.copy2 if source == output_dir else _link
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            if (source / path).is_dir():
-                ignore = shutil.ignore_patterns(*leave_out)
-                shutil.copytree(source / path, folder / path, dirs_exist_ok=True, ignore=ignore, copy_function=put)
-            else:
-                put(source / path, folder / path)
+            put(source / path, folder / path)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

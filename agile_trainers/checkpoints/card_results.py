@@ -11,15 +11,20 @@ import yaml
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
+from agile_trainers.adapters.folders import is_cached
+
 CARD = "README.md"
 _FRONT = re.compile(r"\A(---[ \t]*\r?\n)(.*?)(^---[ \t]*\r?$)", re.DOTALL | re.MULTILINE)
+_UNREADABLE = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors of PyYAML, and of values that are of another form than a model index."""
 _INDEX = re.compile(r"^model-index:.*?(?=^[^\s-]|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def add_results(folder: Path, results: Sequence[EvalResult]) -> Path:
     """Add results to the ``model-index`` of ``README.md``, which is created if it does not exist.
 
-    A result of the same environment and metric takes the place of the earlier one. The text below the metadata, and the
+    A result of the same environment and metric, played with the same limits on episodes of the same kind, takes the place of
+    the earlier one. The text below the metadata, and the
     other metadata with its comments, stay as they are.
 
     Args:
@@ -30,10 +35,12 @@ def add_results(folder: Path, results: Sequence[EvalResult]) -> Path:
         The card.
 
     Raises:
-        ValueError: If the card's metadata cannot be read.
+        ValueError: If the card is a link or no file, or its metadata cannot be read.
         OSError: If the card cannot be written.
     """
     card, name = folder / CARD, folder.resolve().name
+    if (card.is_symlink() and not is_cached(card)) or (card.exists() and not card.is_file()):
+        raise ValueError(f"{card} is no regular file. Put a copy of the card there, or remove it.")
     text = card.read_bytes().decode(errors="surrogateescape") if card.is_file() else f"# {name}\n"
     newline = "\r\n" if "\r\n" in text else "\n"
     front = _FRONT.match(text)
@@ -43,42 +50,53 @@ def add_results(folder: Path, results: Sequence[EvalResult]) -> Path:
     try:
         data = yaml.safe_load(block) or {}
         index = _merged(data.get("model-index") or [{"name": name, "results": []}], results)
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"The metadata at the top of {card} cannot be read: {error}. Correct or remove it.") from error
-    dumped = yaml.safe_dump({"model-index": index}, sort_keys=False, allow_unicode=True).replace("\n", newline)
+        dumped = yaml.safe_dump({"model-index": index}, sort_keys=False, allow_unicode=True).replace("\n", newline)
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"The metadata at the top of {card} cannot be read: {str(error)[:300]}. Correct or remove it."
+        ) from error
     changed = _INDEX.sub("", block)
     if changed and not changed.endswith("\n"):
         changed += newline
     changed += dumped
     expected = {**data, "model-index": index}
-    if _read(changed) != expected:  # a comment in the old index, for example
+    if _read(changed) != yaml.safe_dump(expected):  # a comment in the old index, for example
         changed = yaml.safe_dump(expected, sort_keys=False, allow_unicode=True).replace("\n", newline)
     partial = card.with_name(f"{card.name}.partial")
-    partial.write_bytes((opening + changed + rest).encode(errors="surrogateescape"))
+    partial.unlink(missing_ok=True)  # which may be a link to another file
+    with partial.open("xb") as file:
+        file.write((opening + changed + rest).encode(errors="surrogateescape"))
     partial.replace(card)
     return card
 
 
-def _read(block: str) -> Any:
+def _read(block: str) -> str | None:
+    """Read metadata and write it as YAML. Unlike values, texts are compared in linear time, whatever aliases stand for."""
     try:
-        return yaml.safe_load(block)
-    except yaml.YAMLError:
+        return yaml.safe_dump(yaml.safe_load(block))
+    except _UNREADABLE:
         return None
 
 
 def _merged(index: list[Any], results: Sequence[EvalResult]) -> list[Any]:
-    """Return a model index in which each result replaces that of the same environment and metric."""
+    """Return a model index in which each result replaces that of the same environment, metric, limits and episodes."""
     (first, *others) = index
     kept = []
-    new = {_key(result.task_type, result.dataset_type, result.metric_type, result.metric_name) for result in results}
+    new = [
+        _key(result.task_type, result.dataset_type, result.metric_type, result.metric_name, result.metric_args)
+        for result in results
+    ]
     for entry in first["results"]:
         place = entry["task"]["type"], entry["dataset"]["type"]
-        metrics = [one for one in entry["metrics"] if _key(*place, one["type"], one.get("name")) not in new]
+        metrics = [
+            one for one in entry["metrics"] if _key(*place, one["type"], one.get("name"), one.get("args")) not in new
+        ]
         if metrics:
             kept.append({**entry, "metrics": metrics})
     (made,) = eval_results_to_model_index(first["name"], list(results))
     return [{**first, "results": [*kept, *made["results"]]}, *others]
 
 
-def _key(*parts: str | None) -> tuple[str | None, ...]:
-    return parts
+def _key(task: str, environment: str, metric: str, name: str | None, arguments: Any) -> tuple[Any, ...]:
+    played = {key: (arguments or {}).get(key) for key in ("limits", "episodes_of")}
+    return task, environment, metric, name, played

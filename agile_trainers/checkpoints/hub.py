@@ -1,4 +1,4 @@
-"""Pushes a run to the Hub. Files are chosen by name, so that no other file is uploaded."""
+"""Pushes a run to the Hub. :mod:`~agile_trainers.checkpoints.disclosure` lists the files, and what of them may leave."""
 
 from __future__ import annotations
 
@@ -12,48 +12,46 @@ from typing import Any
 from huggingface_hub import CommitInfo, auth_check, create_repo, upload_folder
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from peft import PeftModel
-from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
-from trl import GRPOTrainer
+from transformers.utils import logging
 
 from agile_trainers.adapters import CRITIC, REFERENCE
-from agile_trainers.adapters.folders import RECORD
 from agile_trainers.checkpoints.background_pushes import BackgroundPushes, limit_silence, remove_stages, stage
-from agile_trainers.checkpoints.model_card import CURVE
+from agile_trainers.checkpoints.disclosure import (
+    ADAPTER_FILES,
+    CARD,
+    CURVE,
+    EPISODE_FILES,
+    MODEL_FILES,
+    ROLLOUT_FILES,
+    STATE_FILES,
+    TOKENIZER_FILES,
+    matching,
+)
+from agile_trainers.checkpoints.public_files import Text, disclose, disclose_checkpoint
 
-_MODEL = (
-    "adapter_config.json", "adapter_model*.safetensors", "adapter_model.safetensors.index.json", "config.json",
-    "generation_config.json", "model*.safetensors", "model.safetensors.index.json", RECORD,
-)  # fmt: skip
-_TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-)  # fmt: skip
-_EXTRAS = {
-    "reference": (f"{REFERENCE}/adapter_config.json", f"{REFERENCE}/*.safetensors"),
-    "critic": (f"{CRITIC}/adapter_config.json", f"{CRITIC}/*.safetensors"),
-    "rollouts": ("rollouts/*/*.parquet", "rollouts/*/*.json", "rollouts/*/*.jsonl"),
-}
-"""Patterns of the files that each entry of ``hub_extras`` adds."""
+logger = logging.get_logger(__name__)
 
 
 class HubPushes:
     """Pushes models, checkpoints and model card of a run to its repository, from the main process.
 
     Args:
-        trainer: After TRL's own constructor.
+        trainer: After its own constructor; one of TRL's trainers too.
 
     Raises:
         ValueError: If ``hub_extras`` names a reference that is the frozen base.
     """
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self._trainer: Any = trainer
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._args: Any = trainer.args
+        self._extras = getattr(trainer.args, "hub_extras", [])
+        self._said: Text | None = None
         adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
-        if "reference" in self._args.hub_extras and REFERENCE not in adapters:
+        if "reference" in self._extras and REFERENCE not in adapters:
             raise ValueError(
-                f"hub_extras={self._args.hub_extras!r}: the reference is the frozen base model, which is not pushed. Set "
+                f"hub_extras={self._extras!r}: the reference is the frozen base model, which is not pushed. Set "
                 "reference_adapter=True (LoRA), or leave 'reference' out."
             )
 
@@ -108,17 +106,29 @@ class HubPushes:
         )
 
     def _stage(self, folder: Path, path_in_repo: str | None) -> Path:
-        """Collect the files to push: those of the model in ``folder``, or the whole folder under another path."""
-        output_dir = Path(self._args.output_dir)
+        """Collect the files to push: those of the model in ``folder``, or of the whole checkpoint under another path."""
+        output_dir, episodes = Path(self._args.output_dir), "rollouts" in self._extras
+        adapters = {REFERENCE: "reference", CRITIC: "critic"}
+        vocabulary = getattr(self._trainer.processing_class, "vocab_files_names", {}).values()
+        patterns = [*MODEL_FILES, *TOKENIZER_FILES, *vocabulary]
+        patterns += [f"{name}/{file}" for name, extra in adapters.items() for file in ADAPTER_FILES
+                     if path_in_repo is not None or extra in self._extras]  # fmt: skip
         if path_in_repo is not None:
-            # Leave out the pickle of the arguments, which nothing here reads.
-            return stage({Path("."): folder}, output_dir, leave_out=(TRAINING_ARGS_NAME,))
-        chosen = dict.fromkeys(self._chosen(folder), folder)
-        chosen |= {Path(name): output_dir for name in ("README.md", CURVE) if (output_dir / name).is_file()}
-        if "rollouts" in self._args.hub_extras:
-            files = [path for pattern in _EXTRAS["rollouts"] for path in output_dir.glob(pattern)]
-            chosen |= {path.relative_to(output_dir): output_dir for path in files}
-        return stage(chosen, output_dir)
+            patterns += [*STATE_FILES, *(ROLLOUT_FILES if episodes else ()), CARD, CURVE]
+            staged = stage(dict.fromkeys(matching(folder, patterns), folder), output_dir)
+            self._say(disclose_checkpoint(staged, episodes))
+            return staged
+        chosen = dict.fromkeys(matching(folder, patterns), folder)
+        chosen |= dict.fromkeys(matching(output_dir, (CARD, CURVE, *(EPISODE_FILES if episodes else ()))), output_dir)
+        staged = stage(chosen, output_dir)
+        self._say(disclose(staged))
+        return staged
+
+    def _say(self, text: Text | None) -> None:
+        """Warn of the episodes' text in a push, unless the last push included the same."""
+        if text is not None and text != self._said:
+            logger.warning("The push to %s includes %s", self._trainer.hub_model_id, text)
+            self._said = text
 
     def _uploader(
         self,
@@ -139,12 +149,6 @@ class HubPushes:
             )
 
         return upload
-
-    def _chosen(self, folder: Path) -> list[Path]:
-        vocabulary = getattr(self._trainer.processing_class, "vocab_files_names", {}).values()
-        extras = [pattern for name in self._args.hub_extras if name != "rollouts" for pattern in _EXTRAS[name]]
-        patterns = {*_MODEL, *_TOKENIZER, *vocabulary, *extras}
-        return sorted({path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)})
 
 
 def make_repository(option: str, name: str, token: str | None, make: Callable[[], str]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,9 +16,9 @@ from huggingface_hub import EvalResult, ModelCardData
 from trl import GRPOConfig
 
 from agile_trainers.adapters import CRITIC, REFERENCE
-from agile_trainers.checkpoints.secrets import blanked
+from agile_trainers.checkpoints.disclosure import CARD, CURVE, public_options
+from agile_trainers.checkpoints.secrets import masked
 
-CURVE = "learning_curve.png"
 _SHARED = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "max_steps",
     "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "seed",
@@ -45,7 +47,7 @@ def hyperparameters(args: Any) -> dict[str, Any]:
         known = name in _SHARED or (name in trl | own and not name.startswith(_WHERE))
         if known and (name in _ALWAYS or value not in (field.default, None, [], {})):
             found[name] = getattr(value, "value", value)
-    return blanked(found)
+    return public_options(found, type(args), getattr(args, "public_values", ()))
 
 
 def model_card(
@@ -78,7 +80,7 @@ def model_card(
         baselines: Results to compare with, by name.
     """
     base = record["base_model"]["name"]
-    local = base is None or Path(base).is_dir()
+    local = base is None or os.path.isdir(base)
     evaluations, baselines = _evaluations(log_history, baselines or {}), baselines or {}
     metadata = ModelCardData(
         base_model=None if local else base,
@@ -92,7 +94,8 @@ def model_card(
         else None,
     )
     base_name = Path(base).name if local and base else base or "a model made in code"
-    base_link = base_name if local else f"[{base}](https://huggingface.co/{base})"
+    is_name = base is None or re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", base_name)
+    base_link = quoted(base_name) if not is_name else base_name if local else f"[{base}](https://huggingface.co/{base})"
     source = f"the environment `{record['environment']}`" if record["environment"] else f"`{rows}`" if rows else ""
     link = f"rows of [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
     source = ", with ".join(one for one in (source, link) if one) or "rows"
@@ -132,18 +135,19 @@ def _result(environment: str, metrics: Mapping[str, Any], measured: str) -> Eval
         metric_type="mean_reward",
         metric_name=f"mean episode {measured}",
         metric_value=f"{metrics[f'eval_{measured}']:.3f} +/- {metrics[f'eval_{measured}_sem']:.3f}",
+        metric_args={"episodes_of": "evaluations during the run", "episodes": int(metrics.get("eval_episodes", 0))},
     )
 
 
 def _loading(base: str, model_id: str, record: Mapping[str, Any], trainer: str) -> str:
     if record["lora"]:
         commit = record["base_model"]["commit"]
-        revision = f', revision="{commit}"' if commit else ""
+        revision = f", revision={json.dumps(commit)}" if commit else ""
         lines = [
             "from peft import PeftModel",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
-            f'base = AutoModelForCausalLM.from_pretrained("{base}"{revision})',
+            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}{revision})",
             f'model = PeftModel.from_pretrained(base, "{model_id}")',
         ]
     else:
@@ -177,7 +181,7 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], measured: str, b
         for entry in shown
     ]
     header = (
-        "update", f"{measured} (± standard error)", "success", "episodes", *(f"return of {name}" for name in names)
+        "update", f"{measured} (± standard error)", "success", "episodes", *(f"return of {_shown(name)}" for name in names)
     )  # fmt: skip
     return _table("Evaluation", header, rows)
 
@@ -191,16 +195,28 @@ def _with_error(entry: Mapping[str, Any], prefix: str, measured: str = "return")
 def _lineage(record: Mapping[str, Any]) -> str:
     rows = [("this model", record["algorithm"], _environment(record))]
     stage: Mapping[str, Any] | None = record["parent"]
-    while stage is not None:
+    while stage is not None:  # its author may be another person
         source, commit = stage["source"], stage["commit"]
-        name = Path(source).name if Path(source).is_dir() else source
-        rows.append((name + (f" at {commit[:10]}" if commit else ""), stage["algorithm"] or "", _environment(stage)))
+        name = Path(source).name if os.path.isdir(source) else source
+        name += f" at {commit[:10]}" if commit else ""
+        rows.append((quoted(name), quoted(stage["algorithm"] or ""), _environment(stage)))
         stage = stage["parent"]
     return _table("Stages, latest first", ("", "algorithm", "environment"), rows) if len(rows) > 1 else ""
 
 
 def _environment(stage: Mapping[str, Any]) -> str:
-    return f"`{stage['environment']}`" if stage["environment"] else ""
+    return quoted(stage["environment"] or "")
+
+
+def _shown(name: str) -> str:
+    """Show the name of an environment; one from another person's checkpoint may hold Markdown or HTML."""
+    return name if re.fullmatch(r"[\w .:/\-]+", name) else quoted(name)
+
+
+def quoted(text: str) -> str:
+    """Quote a text as code, in which Markdown, HTML and addresses have no effect; at most 200 characters of it."""
+    shown = "".join(one if one.isprintable() else " " for one in text[:200]).replace("`", "'").replace("|", "¦")
+    return f"`{shown}`" if shown.strip() else ""
 
 
 def _citations(algorithm: str, paper: Mapping[str, str] | None) -> str:
@@ -314,7 +330,10 @@ def write_card(folder: Path, text: str, picture: bytes | None) -> None:
         picture: See :func:`draw_curve`; None for a card without a curve.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    for old in (folder / CARD, folder / CURVE):
+        if old.is_symlink():
+            old.unlink()  # nothing outside the folder is overwritten
+    (folder / CARD).write_text(masked(text), encoding="utf-8", errors="replace")
     if picture is not None:
         (folder / CURVE).write_bytes(picture)
     for name, role in _ROLES.items():

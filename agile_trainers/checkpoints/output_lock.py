@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -26,8 +26,9 @@ class OutputDirInUseError(RuntimeError):
 def locked(output_dir: Path) -> Iterator[None]:
     """Hold ``output_dir/run.lock`` while the block runs.
 
-    The operating system releases the lock when the process ends, also when it is killed. A process on another host does
-    not block: file locks are unreliable between hosts, and a requeued job must start.
+    The operating system releases the lock when the process ends, also when it is killed; the file is removed at the end of
+    the block. A process on another host does not block: file locks are unreliable between hosts, and a requeued job must
+    start.
 
     Args:
         output_dir: Made if it does not exist.
@@ -36,24 +37,42 @@ def locked(output_dir: Path) -> Iterator[None]:
         OutputDirInUseError: If another process of this host holds the lock. The message names it.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    with (output_dir / LOCK).open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as taken:
-            _check_holder(output_dir, file, taken)
-        file.seek(0)
-        file.truncate()
-        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
-        file.flush()
-        yield
+    path = output_dir / LOCK
+    while True:
+        with path.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as taken:
+                _check_holder(output_dir, file, taken)
+            if not _is_there(file, path):
+                continue  # its holder removed it after it was opened here
+            file.seek(0)
+            file.truncate()
+            json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
+            file.flush()
+            try:
+                yield
+            finally:
+                if _is_there(file, path):
+                    with suppress(OSError):
+                        path.unlink()
+            return
+
+
+def _is_there(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _check_holder(output_dir: Path, file: TextIO, taken: OSError) -> None:
     file.seek(0)
     try:
         holder = json.load(file)
-    except ValueError:
+    except (ValueError, RecursionError):
         holder = {}
+    holder = holder if isinstance(holder, dict) else {}
     host, pid = holder.get("host", "an unknown host"), holder.get("pid", "unknown")
     if host == socket.gethostname():
         raise OutputDirInUseError(

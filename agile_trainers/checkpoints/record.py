@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from agile_trainers.adapters import POLICY, SavedAdapters, parent_of
+from agile_trainers.adapters import POLICY, REFERENCE, SavedAdapters, parent_of
 from agile_trainers.adapters.folders import (
     RECORD,
     CheckpointError,
@@ -29,15 +30,25 @@ from agile_trainers.adapters.folders import (
     mark_complete,
     newest_complete,
     read_json,
+    read_record,
     set_aside,
     step_of,
     write_json,
 )
+from agile_trainers.adapters.loading import read_config
+from agile_trainers.adapters.patterns import check_patterns
+from agile_trainers.checkpoints.disclosure import (
+    check_public,
+    differences,
+    flat_environment,
+    note_private,
+    public_arguments,
+    public_options,
+)
 from agile_trainers.checkpoints.machines import agreed_step, check_storage, on_each_disk
 from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import compare_options, recorded_options
-from agile_trainers.checkpoints.secrets import blanked
-from agile_trainers.envs.registry import describe_environment
+from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.records.reader import read_rows
 from agile_trainers.records.writer import new_run_id, write_episodes
 from agile_trainers.train_batch import Batch
@@ -88,6 +99,7 @@ class RunCheckpoints:
     def __init__(self, trainer: GRPOTrainer, algorithm: str, environment: Any, saved: SavedAdapters | None) -> None:
         self._trainer, self._algorithm, self._environment, self._saved = trainer, algorithm, environment, saved
         self._args: Any = trainer.args
+        check_public(trainer.args.public_values, environment, vars(trainer.args))
         check_storage(trainer.accelerator, trainer.args)
         self._parent = parent_of(saved, self._base_config._name_or_path)
         self.run_id = ""
@@ -130,11 +142,13 @@ class RunCheckpoints:
         if folder is not None:
             self._check_own_states(folder)
         self.run_id = on_each_disk(saves, lambda: self._begin(folder, output_dir))[0]
+        if saves:
+            note_private(output_dir, self._environment, recorded_options(self._args))
         self.epochs_done = 0
         if folder is None:
             return None
         self.epochs_done = int(read_json(folder / "trainer_state.json")["epoch"])
-        self._parent = read_json(folder / RECORD)["parent"]
+        self._parent = read_record(folder).get("parent")
         return str(folder)
 
     def _begin(self, folder: Path | None, output_dir: Path) -> str:
@@ -213,12 +227,10 @@ class RunCheckpoints:
         """Reject the checkpoint of a run with other settings, and name each that differs."""
         theirs, ours = read_json(folder / RECORD), self.record()
         pairs = {name: (theirs.get(name), ours[name]) for name in ("algorithm", "environment")}
-        if "environment_arguments" in theirs:
-            pairs["environment_arguments"] = theirs["environment_arguments"], ours["environment_arguments"]
         base = theirs.get("base_model") or {}
         pairs |= {f"base_model.{name}": (base.get(name), ours["base_model"][name]) for name in _ARCHITECTURE}
         names = base.get("name"), ours["base_model"]["name"]
-        if not any(name and Path(name).is_dir() for name in names):
+        if not any(isinstance(name, str) and os.path.isdir(name) for name in names):
             pairs["base_model.name"] = names  # a folder may have moved
         lora, own_lora = theirs.get("lora"), ours["lora"]
         if lora is None or own_lora is None:
@@ -226,17 +238,36 @@ class RunCheckpoints:
         else:
             pairs |= {f"lora.{name}": (lora.get(name), own_lora.get(name)) for name in sorted({*lora, *own_lora})}
         position = read_json(folder / _ROLLOUT / _POSITION)
+        if position["position"] and not any((folder / _ROLLOUT).glob("rank-*.safetensors")):
+            raise CheckpointError(
+                f"{folder} was pushed without the episodes that it was training on, and lies inside their generation batch, "
+                "so the run cannot resume exactly. Resume from a checkpoint between two batches, push with "
+                f"hub_extras=['rollouts'], or start a new run with model={str(folder)!r}."
+            )
         if position["position"]:
             pairs |= {name: (position["geometry"].get(name), value) for name, value in self._geometry().items()}
         different = [f"{name} is {a!r} there and {b!r} here" for name, (a, b) in pairs.items() if a != b]
+        shown, arguments = ours["environment_arguments"], flat_environment(self._environment)["environment_arguments"]
+        known = theirs.get("environment_arguments", shown)
+        changed, unknown = differences(known, arguments, shown)
+        different += [f"environment_arguments.{clause}" for clause in changed.values()]
         deepspeed = bool(getattr(self._trainer, "is_deepspeed_enabled", False))
-        options = compare_options(theirs.get("options", {}), ours["options"], deepspeed=deepspeed)
+        options = compare_options(
+            theirs.get("options", {}), recorded_options(self._args), ours["options"], deepspeed=deepspeed
+        )
         different += [f"{change} does not fit the saved states" for change in options.refused]
         if different:
             raise CheckpointError(
                 f"{folder} is a checkpoint of another run: {'; '.join(different)}. Give the trainer those settings, "
                 f"or start a new run with model={str(folder)!r}."
             )
+        self._check_adapters(folder)
+        if unknown or options.unknown:
+            logger.warning(
+                "%s records these values by digests that another user or machine made, so it is not known whether they are "
+                "the same here: %s.",
+                folder, ", ".join([*(f"environment_arguments.{name}" for name in unknown), *options.unknown]),
+            )  # fmt: skip
         if options.idle:
             logger.warning(
                 "These options differ from the checkpoint's and have NO effect, since DeepSpeed's state holds them: %s. "
@@ -249,6 +280,26 @@ class RunCheckpoints:
                 "; ".join(options.active),
             )
 
+    def _check_adapters(self, folder: Path) -> None:
+        """Reject adapters that this run does not have, as ``Trainer`` adds every one in a subfolder to the model.
+
+        A run that was started from an adapter has a reference, which a trainer on the base model alone lacks.
+        """
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        if not isinstance(model, PeftModel):
+            return
+        found = {file.parent.name for file in folder.glob("*/adapter_*")}
+        if other := sorted(found - {REFERENCE, *model.peft_config}):
+            raise CheckpointError(
+                f"{folder} holds adapters that this run does not have: {ascii(other)[:200]}. Give the trainer the settings "
+                "that it was saved with, or remove their folders."
+            )
+        if REFERENCE in found - model.peft_config.keys():
+            try:
+                check_patterns(read_config(folder / REFERENCE), model.get_base_model(), folder / REFERENCE)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
+
     # -------------------------------------------------------------------------------------------------------- save
 
     def record(self) -> dict[str, Any]:
@@ -258,7 +309,7 @@ class RunCheckpoints:
         text = config.get_text_config()
         record = {
             "algorithm": self._algorithm,
-            **describe_environment(self._environment),
+            **public_arguments(self._environment, self._args.public_values),
             "base_model": {
                 "name": config._name_or_path or None,
                 "commit": getattr(config, "_commit_hash", None),
@@ -269,10 +320,10 @@ class RunCheckpoints:
             "critic": self._args.has_critic,
             "global_step": self._trainer.state.global_step,
             "run_id": self.run_id,
-            "options": recorded_options(self._args),
+            "options": public_options(recorded_options(self._args), type(self._args), self._args.public_values),
             "versions": package_versions(),
         }
-        return blanked(record)  # an environment may take an API's key as an argument
+        return masked(record)
 
     def _geometry(self) -> dict[str, int]:
         sizes = {name: getattr(self._args, name) for name in _GEOMETRY}

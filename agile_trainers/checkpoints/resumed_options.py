@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from agile_trainers.checkpoints.disclosure import differences
+
 _BOOKKEEPING = (
     "accelerator_config", "batch_eval", "critic_start", "data", "ddp_", "debug", "deepspeed", "disable_tqdm", "do_",
     "environment_processes", "environment_timeout", "environment_workers", "eval_", "fsdp", "generation_batch_size",
     "generation_chunk_size", "greater_is", "hub_", "ignore_data", "include_", "keep_reference", "label_", "load_best",
     "local_rank", "log_", "logging_", "max_completion_length", "max_environments", "merge_lora", "metric_for",
     "model_init_kwargs", "num_completions", "num_eval", "output_dir", "parallelism_config", "per_device_eval",
-    "prediction_loss", "project", "push_to_hub", "report_to", "restore_callback", "resume_from", "run_name", "save_",
-    "skip_memory", "torch_empty", "trackio_", "use_cpu", "vllm_gpu", "vllm_group", "vllm_server",
+    "prediction_loss", "project", "public_values", "push_to_hub", "report_to", "restore_callback", "resume_from",
+    "run_name", "save_", "skip_memory", "torch_empty", "trackio_", "use_cpu", "vllm_gpu", "vllm_group", "vllm_server",
 )  # fmt: skip
 """Prefixes of options that do not affect learning, or that are compared elsewhere."""
 _IN_THE_OPTIMIZER = (
@@ -31,7 +33,7 @@ _FIXED = ("optim", "optim_args", "optim_target_modules", "reference_adapter")
 
 @dataclass
 class OptionChanges:
-    """Differences between the options of two parts of a run, each as ``name: then -> now``."""
+    """Differences between the options of two parts of a run, each a clause without values that may not leave the machine."""
 
     refused: list[str] = field(default_factory=list)
     """Changes that do not fit the states in the checkpoint."""
@@ -39,26 +41,31 @@ class OptionChanges:
     """Changes without effect."""
     active: list[str] = field(default_factory=list)
     """Changes that take effect from the checkpoint on."""
+    unknown: list[str] = field(default_factory=list)
+    """Names of options that another user's key made unreadable, so that they were not compared."""
 
 
 def recorded_options(args: TrainingArguments) -> dict[str, Any]:
-    """Return the options that affect learning, as JSON types, without paths, addresses and tokens."""
+    """Return the options that affect learning, as JSON types, without paths and addresses."""
     chosen = {f.name: getattr(args, f.name) for f in fields(args) if not f.name.startswith(_BOOKKEEPING)}
     return json.loads(json.dumps(chosen, default=str))
 
 
-def compare_options(then: dict[str, Any], now: dict[str, Any], *, deepspeed: bool = False) -> OptionChanges:
+def compare_options(
+    then: dict[str, Any], now: dict[str, Any], shown: dict[str, Any], *, deepspeed: bool = False
+) -> OptionChanges:
     """Sort the differences by their effect on a resumed run.
 
     Args:
-        then: :func:`recorded_options` when the checkpoint was saved. Options it does not name are not compared.
-        now: Those of the trainer that resumes.
+        then: Options in the checkpoint's record. Options it does not name are not compared.
+        now: :func:`recorded_options` of the trainer that resumes.
+        shown: Those of them that may be shown, see :func:`~agile_trainers.checkpoints.disclosure.public_options`.
         deepspeed: True if DeepSpeed restores the optimizer, its options included.
     """
-    changes = OptionChanges()
-    for name in then.keys() & now.keys():
-        if then[name] == now[name]:
-            continue
+    both = then.keys() & now.keys()
+    changed, unknown = differences({name: then[name] for name in both}, {name: now[name] for name in both}, shown)
+    changes = OptionChanges(unknown=unknown)
+    for name, clause in changed.items():
         # With a rate of its own the critic has its own parameter group.
         regrouped = name == "critic_learning_rate" and None in (then[name], now[name])
         if name in _FIXED or regrouped:
@@ -67,9 +74,7 @@ def compare_options(then: dict[str, Any], now: dict[str, Any], *, deepspeed: boo
             kind = changes.idle
         else:
             kind = changes.active
-        kind.append(f"{name}: {then[name]!r} -> {now[name]!r}")
-    for kind in (changes.refused, changes.idle, changes.active):
-        kind.sort()
+        kind.append(clause)
     return changes
 
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging
 from trl import GRPOTrainer
 
 from agile_trainers.checkpoints.model_card import BEFORE, draw_curve, hyperparameters, model_card, panels, write_card
+
+logger = logging.get_logger(__name__)
+
+
+@contextmanager
+def _losing_only_the_card(folder: Path) -> Iterator[None]:
+    """Warn of an error inside the block and go on, since a card must not keep a model from being saved."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning(
+            "The model card of %s was not written (%s: %s). The model is saved all the same.",
+            folder, type(error).__name__, str(error)[:300],
+        )  # fmt: skip
 
 
 class RunCards:
@@ -56,6 +72,10 @@ class RunCards:
             dataset_name: Hub id of the rows, if there were any; the cards written later name it too.
             tags: More tags.
         """
+        with _losing_only_the_card(folder):
+            self._write(folder, model_name, dataset_name, tags)
+
+    def _write(self, folder: Path, model_name: str | None, dataset_name: str | None, tags: Sequence[str]) -> None:
         trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
         name, log = folder.absolute().name, trainer.state.log_history
         self._dataset = dataset_name or self._dataset
@@ -92,15 +112,16 @@ def write_card_of_rows(folder: Path, name: str, record: Mapping[str, Any], args:
         log: ``trainer.state.log_history``.
         rows: Name of the rows.
     """
-    shown = panels(log)
-    text = model_card(
-        name=name,
-        model_id=name,
-        record=record,
-        log_history=log,
-        options=hyperparameters(args),
-        tags=["agile-trainers", record["algorithm"].lower(), "trl"],
-        trainer="MultiTurnGRPOTrainer",
-        rows=rows,
-    )
-    write_card(folder, text, draw_curve(shown) if shown else None)
+    with _losing_only_the_card(folder):
+        shown = panels(log)
+        text = model_card(
+            name=name,
+            model_id=name,
+            record=record,
+            log_history=log,
+            options=hyperparameters(args),
+            tags=["agile-trainers", record["algorithm"].lower(), "trl"],
+            trainer="MultiTurnGRPOTrainer",
+            rows=rows,
+        )
+        write_card(folder, text, draw_curve(shown) if shown else None)

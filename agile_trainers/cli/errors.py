@@ -10,8 +10,11 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterable
 
+_LONGEST = 4000
+"""Characters of a message."""
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
 """Exception types that count as mistakes before training starts."""
 _FULL = (
@@ -49,7 +52,7 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
         debug: Keep the traceback of a mistake too.
 
     Returns:
-        The command's exit code, 2 after a mistake, 130 after Ctrl-C.
+        The command's exit code, 2 after a mistake, 130 after Ctrl-C. Code that exits while training runs never gives 0.
 
     Raises:
         Exception: Any error while training runs, and types other than ``MISTAKES``.
@@ -60,6 +63,18 @@ def guard(command: str, run: Callable[[], int | None], *, debug: bool) -> int:
     except KeyboardInterrupt as stop:
         print(f"\nagile-trainers: interrupted{f', {stop}' if str(stop) else ''}", file=sys.stderr)
         return 130
+    except SystemExit as leaving:
+        if not Progress.training:  # --help, or a wrong option
+            raise
+        place = traceback.extract_tb(leaving.__traceback__)[-1]
+        print(
+            wrapped(
+                f"agile-trainers {command}: error: training was ended by SystemExit: {leaving.code} ({place.filename}, line "
+                f"{place.lineno}). Code that a run calls must not exit: raise an error instead."
+            ),
+            file=sys.stderr,
+        )
+        return leaving.code if isinstance(leaving.code, int) and leaving.code else 1
     except Exception as error:
         code = _launched(error)
         if code is None and (debug or not is_mistake(error)):
@@ -94,8 +109,26 @@ def message(error: BaseException) -> str:
     return text
 
 
+def cut(text: str, size: int = 200) -> str:
+    """Shorten a text that quotes a value; the end stays, where an error says how to fix it.
+
+    Args:
+        text: Any text.
+        size: Characters from which it is shortened.
+    """
+    if len(text) <= size:
+        return text
+    return f"{text[: size // 2]} ... ({len(text) - size // 2 * 2:,} characters left out) ... {text[-(size // 2) :]}"
+
+
+def printable(text: str) -> str:
+    """Escape what would steer the terminal or cannot be encoded: controls, direction overrides, surrogates."""
+    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
+
+
 def wrapped(text: str) -> str:
-    """Wrap a text between words to the width of the terminal; return it unchanged without a terminal."""
+    """Shorten a message, and wrap it between words to the width of the terminal, if there is one."""
+    text = printable(cut(text, _LONGEST))
     if not sys.stderr.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns - 1)

@@ -7,8 +7,7 @@ import importlib.resources
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
+from agile_trainers.cli.yaml_files import read_yaml
 from agile_trainers.imports import nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -67,8 +66,8 @@ def resolve(options: Sequence[str]) -> list[str]:
 
 def _deepspeed_file(path: Path) -> list[str]:
     """Return the option of the DeepSpeed file that a configuration names, relative to the folder of all configurations."""
+    config = read_yaml(path)
     if not path.resolve().is_relative_to(FOLDER):
         return []
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
     named = config.get("deepspeed_config", {}).get("deepspeed_config_file")
     return ["--deepspeed_config_file", str(FOLDER.parent / named)] if named else []

@@ -83,7 +83,10 @@ class Parser(TrlParser):
                 if "--config" in options[index + 1 :]:
                     self.error("--config is given twice; put all the options into one file.")
                 read_yaml(options[index + 1])
-        return super().parse_args_and_config(options, **kwargs)
+        try:
+            return super().parse_args_and_config(options, **kwargs)
+        except RecursionError:  # of the JSON reader of an option of TRL or transformers
+            self.error("the JSON of an option is nested too deep to be read. Make it flatter.")
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
         """Set the values of a file as defaults, parsed as on the command line: ``1e-3`` is a number."""

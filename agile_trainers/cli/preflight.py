@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from transformers.utils import cached_file
 
 from agile_trainers.adapters import find_adapters
 from agile_trainers.adapters.loading import CONFIG
-from agile_trainers.cli.errors import message
+from agile_trainers.cli.errors import cut, message
 from agile_trainers.imports import nearest
+from agile_trainers.records.plain import from_json
 
 
 def check_model(name: str, revision: str | None = None, *, option: str = "model_name_or_path") -> None:
@@ -77,9 +77,9 @@ def json_object(text: str) -> dict[str, Any]:
         argparse.ArgumentTypeError: If the text is anything else.
     """
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+        value = from_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{cut(repr(text))} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {text!r}')
+        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"level": "easy"}}, got {cut(repr(text))}')
     return value

@@ -27,7 +27,7 @@ _COLUMNS = {
     "reward": ("reward",),
     "turns": ("turns/mean",),
     "entropy": ("entropy",),
-    "no signal": ("frac_reward_zero_std",),
+    "zero adv.": ("zero_advantage_groups",),
     "KL": ("kl",),
     "accuracy": ("mean_token_accuracy", "rewards/accuracies"),
     "margin": ("rewards/margins",),

@@ -17,7 +17,7 @@ from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.envs.registry import environment_factories
-from agile_trainers.imports import import_named, nearest
+from agile_trainers.imports import exits_reported, import_named, nearest
 from agile_trainers.trainers.algorithms import algorithm_names, find_algorithm
 
 
@@ -78,8 +78,9 @@ def stage_rows(name: str, arguments: dict[str, Any]) -> Dataset:
     """
     module, _, attribute = name.partition(":")
     if attribute and not Path(name).exists():
-        rows = getattr(importlib.import_module(module), attribute)(**arguments)
-        return rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
+        with exits_reported(f"The data set's function {name!r}"):
+            rows = getattr(importlib.import_module(module), attribute)(**arguments)
+            return rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
     return read_dataset(name, **{"split": "train", **arguments})
 
 
@@ -109,10 +110,10 @@ def check_algorithm(algorithm: Any, others: Iterable[str], where: str) -> None:
         YAMLFileError: If it does not.
     """
     known = [*others, *algorithm_names()]
-    if algorithm not in known and ":" not in str(algorithm):
+    if not isinstance(algorithm, str) or (algorithm not in known and ":" not in algorithm):
         raise YAMLFileError(
             f"{where}: `algorithm` must be one of {', '.join(known)}, or 'module.path:Class' of your own, got "
-            f"{algorithm!r}{nearest(algorithm, known) or '.'}"
+            f"{algorithm!r}{nearest(str(algorithm), known) or '.'}"
         )
     if algorithm not in others:
         try:
@@ -147,6 +148,8 @@ def mapping(value: Any, known: Iterable[str] | None, where: str) -> dict[str, An
         return {}
     if not isinstance(value, dict):
         raise YAMLFileError(f"{where} must be a mapping of names to values, got {value!r}.")
+    if odd := [key for key in value if not isinstance(key, str)]:
+        raise YAMLFileError(f"{where}: {odd[0]!r} is not a name. Put names in quotation marks.")
     if known is not None:
         names = list(known)
         for key in value:

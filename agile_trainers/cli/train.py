@@ -5,7 +5,6 @@ line and from ``--config file.yaml``. Options of ``accelerate launch`` (``--num_
 file, or a name: ``zero2`` is ``accelerate_configs/zero2.yaml``) start the training through ``accelerate launch``.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,13 +19,14 @@ from transformers import TrainerCallback
 from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
-from agile_trainers.cli.errors import Progress, guard, message, take_debug
+from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model, check_output
 from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import import_named, nearest
+from agile_trainers.records.plain import from_json
 from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.options import option, with_args
@@ -59,22 +59,24 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
             raise ValueError(f"progress must be 'table' or 'dicts', got {self.progress!r}.")
         if isinstance(self.environment, str) and self.environment.lstrip().startswith("{"):
             try:
-                self.environment = json.loads(self.environment)
-            except json.JSONDecodeError as error:
+                self.environment = from_json(self.environment)
+            except ValueError as error:
                 raise ValueError(
                     "environment must be an id, or a JSON object of ids by name such as "
-                    f'\'{{"guess": "agile:guess_number"}}\', got {self.environment!r}: {error}.'
+                    f'\'{{"guess": "agile:guess_number"}}\', got {cut(repr(self.environment))}: {error}.'
                 ) from error
         if isinstance(self.environment_args, str):
             try:
-                self.environment_args = json.loads(self.environment_args)
-            except json.JSONDecodeError as error:
+                self.environment_args = from_json(self.environment_args)
+            except ValueError as error:
                 raise ValueError(
                     f'environment_args must be a JSON object such as \'{{"level": "easy"}}\', got '
-                    f"{self.environment_args!r}: {error}."
+                    f"{len(self.environment_args)} characters that are none: {error}."
                 ) from error
         if self.environment_args is not None and not isinstance(self.environment_args, dict):
-            raise ValueError(f"environment_args must be a mapping of names to values, got {self.environment_args!r}.")
+            raise ValueError(
+                f"environment_args must be a mapping of names to values, got a {type(self.environment_args).__name__}."
+            )
         if self.environment_args and self.environment is None:
             raise ValueError("environment_args has no effect without environment; set environment too.")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from agile_trainers.cli.errors import printable
 from agile_trainers.records.reader import RunRecords, open_records
 from agile_trainers.viewer.html import write_page
 from agile_trainers.viewer.population import with_members
@@ -79,7 +81,9 @@ def _write(options: argparse.Namespace) -> int:
     folder = options.path if options.path.is_dir() else options.path.parent
     written = write_page(runs, options.output or folder / "view.html", megabytes=options.megabytes, compared=compared)
     names = ", ".join(run.name for run in runs[:4]) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
-    print(f"{written.path}: {written.episodes:,} episodes of {names}, {written.size / 1e6:.1f} MB")
+    print(f"{written.path}: {written.episodes:,} episodes of {printable(names)}, {written.size / 1e6:.1f} MB")
+    for problem in written.problems:
+        print(f"Not shown: {printable(problem)}", file=sys.stderr)
     if written.left_out:
         print(
             f"Of {written.left_out:,} further episodes only the numbers are in it. --megabytes with more than "

@@ -17,9 +17,14 @@ StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 class Environment(Protocol):
     """A text environment, which gives observations and rewards the model's answers.
 
-    One instance plays one episode at a time and is reused (``reset`` again) for the next. Both methods may be ``async
-    def``. An instance may also define ``close()``. ``reset`` is called by keyword, ``step`` by position. Without dataset
-    rows, ``reset`` may omit ``options``.
+    One instance plays one episode at a time and is reused (``reset`` again) for the next. All methods may be ``async def``.
+    ``reset`` is called by keyword, ``step`` by position. Without dataset rows, ``reset`` may omit ``options``.
+
+    An instance may also have an attribute ``return_range``, the lowest and highest return of an episode, and define two
+    methods. ``close()`` frees what it holds. ``end(reason) -> float | None`` rewards an
+    episode that a limit of the trainer ends before the environment does: it is called after the last ``step``, with
+    ``"max_turns"`` or ``"context_full"``, and its reward is added to the last turn's. The episode stays truncated, and PPO
+    does not estimate what is left of it. None leaves the episode without such a reward, as if there were no ``end``.
     """
 
     def reset(
@@ -42,7 +47,8 @@ class Environment(Protocol):
             ``(observation, reward, terminated, truncated, info)``. ``reward`` is a finite float for this action alone.
             ``terminated`` means that the task is over, ``truncated`` that a limit stopped it; if both are set,
             ``terminated`` counts. ``info["success"]`` (bool, optional) on the last step gives the success rate. Report
-            it on every step, since the trainer's limits may end an episode at any step.
+            it on every step, since the trainer's limits may end an episode at any step; an episode that ends without it
+            counts as unsuccessful if another one reported it.
         """
 
 
@@ -67,6 +73,17 @@ def bound_reset(environment: Environment, seed: int | None, options: dict[str, A
 def bound_step(environment: Environment, action: str) -> Callable[[], Any]:
     """Bind ``step`` to its argument, by position."""
     return partial(environment.step, action)
+
+
+def bound_end(environment: Environment, reason: str) -> Callable[[], Any]:
+    """Bind ``end`` to its argument, by position; it returns None where the environment does not define it.
+
+    Args:
+        environment: The instance.
+        reason: The limit that ends the episode.
+    """
+    end: Callable[..., Any] | None = getattr(environment, "end", None)
+    return (lambda: None) if end is None else partial(end, reason)
 
 
 def reads_rows(reset: Callable[..., Any]) -> bool:

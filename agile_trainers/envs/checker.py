@@ -22,10 +22,12 @@ from agile_trainers.envs.base import (
     Observation,
     ResetResult,
     StepResult,
+    bound_end,
     bound_reset,
     bound_step,
     reads_rows,
 )
+from agile_trainers.imports import pass_on_interrupt
 
 LONG_OBSERVATION = 100_000
 """Characters above which an observation is reported as too long: the trainers' default ``max_observation_length``."""
@@ -78,13 +80,25 @@ def validate_step(result: Any) -> StepResult:
                 f"step() returned {name}={_describe(flag)}; expected a bool. The order is {_STEP_ITEMS}."
             )
     info = _validate_info(info, "step()")
-    return observation, _validate_reward(reward), bool(terminated), bool(truncated), info
+    return observation, _validate_reward(reward, "step()"), bool(terminated), bool(truncated), info
 
 
-def _validate_reward(reward: Any) -> float:
+def validate_end(result: Any) -> float | None:
+    """Check the result of ``end``.
+
+    Returns:
+        The reward as ``float``; None if the environment gives none.
+
+    Raises:
+        EnvironmentProtocolError: If the result is neither None nor a reward as :func:`validate_step` takes it.
+    """
+    return None if result is None else _validate_reward(result, "end()")
+
+
+def _validate_reward(reward: Any, method: str) -> float:
     if isinstance(reward, bool) or not isinstance(reward, Real):
-        hint = " Call .item() on it." if hasattr(reward, "item") else " Convert it with float()."
-        raise EnvironmentProtocolError(f"step() returned reward={_describe(reward)}; expected a finite number.{hint}")
+        hint = " Call .item() on it." if hasattr(reward, "item") else _hint(reward) or " Convert it with float()."
+        raise EnvironmentProtocolError(f"{method} returned reward={_describe(reward)}; expected a finite number.{hint}")
     try:
         value = float(reward)
         shown = str(value)
@@ -93,7 +107,7 @@ def _validate_reward(reward: Any) -> float:
     # Comparisons with NaN are False.
     if not abs(value) <= LARGEST_REWARD:
         raise EnvironmentProtocolError(
-            f"step() returned reward={shown}; expected a finite number up to {LARGEST_REWARD:.3g} (float32). "
+            f"{method} returned reward={shown}; expected a finite number up to {LARGEST_REWARD:.3g} (float32). "
             "One NaN or infinity invalidates the advantages of the whole group. Check divisions and logarithms."
         )
     return value
@@ -102,7 +116,7 @@ def _validate_reward(reward: Any) -> float:
 def _validate_observation(observation: Any, method: str) -> Observation:
     if isinstance(observation, str):
         return plain_text(observation)
-    if not isinstance(observation, list):
+    if not issubclass(type(observation), list):
         raise EnvironmentProtocolError(
             f"{method} returned the observation {_describe(observation)}; expected text or a list of chat messages."
         )
@@ -111,7 +125,8 @@ def _validate_observation(observation: Any, method: str) -> Observation:
             f"{method} returned an empty list of messages; expected at least one. Return '' for an empty observation."
         )
     messages = []
-    for index, message in enumerate(observation):
+    for index, message in enumerate(list.__iter__(observation)):  # what is stored, whatever a subclass says it holds
+        message = _stored(message)
         if isinstance(message, dict) and isinstance(message.get("content"), list):
             raise EnvironmentProtocolError(
                 f"{method} returned message {index} with a list as its content: {_describe(message)}. Episodes are text: "
@@ -129,14 +144,19 @@ def _validate_observation(observation: Any, method: str) -> Observation:
 def _validate_info(info: Any, method: str) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise EnvironmentProtocolError(f"{method} returned info={_describe(info)}; expected a dict, {{}} if empty.")
+    info = _stored(info)  # the environment may keep changing its own dict
     if not isinstance(info.get("success", False), (bool, np.bool_)):
         raise EnvironmentProtocolError(
             f"{method} returned info['success']={_describe(info['success'])}; expected True or False."
         )
-    info = dict(info)  # the environment may keep changing its own dict
     if info.get("anchor") is not None:
         info["anchor"] = plain_text(str(info["anchor"]))
     return info
+
+
+def _stored(value: Any) -> Any:
+    """Copy what a dict stores, past the methods of a subclass, which may raise or never end. Other values stay."""
+    return dict(dict.items(value)) if issubclass(type(value), dict) else value
 
 
 def plain_text(text: str) -> str:
@@ -149,7 +169,8 @@ def describe_error(error: BaseException) -> str:
     """Describe an exception by its type and message in at most 2,000 characters, even if its ``__str__`` raises."""
     try:
         message = plain_text(str(error))
-    except Exception as second:
+    except BaseException as second:
+        pass_on_interrupt(second)
         message = f"<its __str__ raises {type(second).__name__}>"
     message = message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "..."
     return f"{type(error).__name__}: {message}"
@@ -158,7 +179,8 @@ def describe_error(error: BaseException) -> str:
 def _describe(value: Any) -> str:
     try:
         text = plain_text(repr(value))
-    except Exception as error:
+    except BaseException as error:
+        pass_on_interrupt(error)
         text = f"<its repr raises {type(error).__name__}>"
     text = text if len(text) <= 80 else text[:77] + "..."
     kind = f"tuple of {len(value)} items" if isinstance(value, tuple) else type(value).__name__
@@ -292,7 +314,8 @@ async def _check(
                     "depend on other code in the process; use a separate random.Random or numpy Generator",
                 )
             )
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        pass_on_interrupt(error)
         raised = f"{watch.call} raised {describe_error(error)}"
         message = str(error) if isinstance(error, EnvironmentProtocolError) else raised
         report.findings.append(Finding("error", message))
@@ -301,12 +324,13 @@ async def _check(
         try:
             if (close := getattr(instance, "close", None)) is not None:
                 await _call(close)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            pass_on_interrupt(error)
             report.findings.append(Finding("warning", f"close() raised {describe_error(error)}"))
 
 
 def check_methods(environment: Any, *, with_rows: bool = False) -> None:
-    """Check that ``reset`` and ``step`` exist and have the protocol's signatures.
+    """Check that ``reset`` and ``step`` exist, and that these and ``end``, if there is one, have the protocol's signatures.
 
     Args:
         environment: The instance.
@@ -327,6 +351,11 @@ def check_methods(environment: Any, *, with_rows: bool = False) -> None:
     )
     _check_call(environment, "reset", f"reset({', '.join(['seed', *rows])})", hint, seed=0, **rows)
     _check_call(environment, "step", "step(action)", "", "")
+    if getattr(environment, "end", None) is not None:
+        hint = " It is called when a limit ends an episode, and returns a reward; give another method another name."
+        if not callable(environment.end):
+            raise EnvironmentProtocolError(f"{name}.end is {_describe(environment.end)}; expected a method.{hint}")
+        _check_call(environment, "end", "end(reason)", hint, "max_turns")
 
 
 def _check_call(environment: Any, method: str, call: str, hint: str, *given: Any, **named: Any) -> None:
@@ -358,6 +387,11 @@ async def _play(
         observation, _, terminated, truncated, _ = steps[-1]
         if terminated or truncated:
             break
+    else:
+        watch.begin(f"end() of turn {max_turns} after reset(seed={seed})")
+        reward = validate_end(await _call(bound_end(environment, "max_turns")))
+        if reward is not None:
+            steps[-1] = (observation, steps[-1][1] + reward, *steps[-1][2:])
     return start, steps
 
 

@@ -43,7 +43,7 @@ def register_environment(name: str, factory: Callable[..., Any]) -> None:
     if not name or ":" in name:
         raise ValueError(f"An environment's name must be non-empty and contain no colon, got {name!r}.")
     if _registered.get(name, factory) is not factory:
-        raise ValueError(f"An environment named {name!r} is registered already: {_registered[name]!r}.")
+        raise ValueError(f"An environment named {name!r} is registered already: {_unbound(_registered[name])!r}.")
     _registered[name] = factory
 
 
@@ -68,7 +68,7 @@ def make_environment_factory(environment: str | Callable[..., Any], **kwargs: An
         ImportError: If the library behind the id is not installed (the message names the command that installs it).
     """
     if not isinstance(environment, str):
-        return _bind(environment, kwargs, repr(environment))
+        return _bind(environment, kwargs, repr(_unbound(environment)))
     made = IdentifiedFactory(_find(environment, kwargs))
     made.id, made.arguments = environment, kwargs
     return made
@@ -121,7 +121,9 @@ def _factories_by_name(environment: Mapping[str, Any], arguments: Mapping[str, A
     for name, one in environment.items():
         given = arguments.get(name) or {}
         if not isinstance(given, Mapping):
-            raise ValueError(f"environment_args[{name!r}] must be a mapping of names to values, got {given!r}.")
+            raise ValueError(
+                f"environment_args[{name!r}] must be a mapping of names to values, got a {type(given).__name__}."
+            )
         try:
             factories[name] = make_environment_factory(one, **given)
         except (ValueError, ImportError) as error:
@@ -154,22 +156,44 @@ def describe_environment(environment: Any) -> dict[str, Any]:
             "environment_arguments": {name: one["environment_arguments"] for name, one in each.items()},
         }
     arguments: dict[str, Any] = {}
+    if isinstance(environment, str):
+        return _identified(environment, arguments)
     while isinstance(environment, functools.partial):
         if isinstance(environment, IdentifiedFactory):
-            return {"environment": environment.id, "environment_arguments": _plain(environment.arguments | arguments)}
+            return _identified(environment.id, environment.arguments | arguments)
         arguments = {**{str(i): value for i, value in enumerate(environment.args)}, **environment.keywords, **arguments}
         environment = environment.func
     if inspect.isfunction(environment):
         cells = [cell.cell_contents for cell in environment.__closure__ or ()]
         seen = [environment.__code__.co_consts, environment.__code__.co_names, cells, environment.__defaults__]
         arguments["code"] = hashlib.sha256(json.dumps(_plain(seen)).encode()).hexdigest()[:16]
-    name = environment if isinstance(environment, str) else getattr(environment, "__qualname__", None)
+    name = getattr(environment, "__qualname__", None)
     return {"environment": name or type(environment).__qualname__, "environment_arguments": _plain(arguments)}
+
+
+def _identified(identity: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the environment of an id; an address in it (``openenv:http://...``) is an argument, which may hold a key."""
+    library, _, address = identity.partition(":")
+    if "://" in identity:
+        identity, arguments = library, {"address": address, **arguments}
+    return {"environment": identity, "environment_arguments": _plain(dict(arguments))}
 
 
 def _plain(value: Any) -> Any:
     """Convert to JSON values without memory addresses, which differ between processes."""
     return json.loads(json.dumps(value, default=lambda it: re.sub(r" at 0x[0-9a-f]+", "", repr(it))))
+
+
+def _unbound(environment: Any) -> Any:
+    """Return what a partial function calls, whose ``repr`` shows no arguments."""
+    while isinstance(environment, functools.partial):
+        environment = environment.func
+    return environment
+
+
+def _named(kwargs: Mapping[str, Any]) -> str:
+    """Name arguments without their values, for an error message, which logs keep."""
+    return f"the arguments {', '.join(kwargs)}" if kwargs else "no arguments"
 
 
 def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
@@ -181,7 +205,7 @@ def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
         try:
             return adapter.make_factory(name, **kwargs)
         except TypeError as error:
-            raise ValueError(f"{environment} cannot be made from the arguments {kwargs}: {error}") from error
+            raise ValueError(f"{environment} cannot be made from {_named(kwargs)}: {error}") from error
     if source == "agile":
         if name not in _tasks():
             raise _unknown(environment)
@@ -224,9 +248,8 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
         try:
             signature.bind(**kwargs)
         except TypeError as error:
-            given = f"the arguments {kwargs}" if kwargs else "no arguments"
             raise ValueError(
-                f"{name} cannot be made from {given}: {error}. Its signature is {signature}. Pass its arguments as "
+                f"{name} cannot be made from {_named(kwargs)}: {error}. Its signature is {signature}. Pass its arguments as "
                 "environment arguments, or pass a function without arguments that makes an instance."
             ) from error
     return functools.partial(make, **kwargs) if kwargs else make

@@ -31,11 +31,16 @@ def draw(seed: int | None, count: int) -> int:
     return random.SystemRandom().randrange(count) if seed is None else seed % count
 
 
+WON, INVALID = 1.0, -0.2
+"""Rewards of the answer that wins a game, and of one that is no move. Any other answer is rewarded with 0."""
+
+
 class GameTask(ABC):
     """A game with a limited number of turns.
 
     Every answer uses one turn. The limit on turns is a rule of the game, so reaching it terminates the episode instead of
-    truncating it. ``info["success"]`` of every step is True if the game is won, which also ends it.
+    truncating it. ``info["success"]`` of every step is True if the game is won, which also ends it. Rewards are ``WON``,
+    ``INVALID`` or 0, which ``return_range`` states.
 
     A subclass sets ``name``, ``levels`` and ``options`` and defines :meth:`start` and :meth:`answer`.
 
@@ -60,6 +65,7 @@ class GameTask(ABC):
         self.max_turns = self.levels[level][-1] if max_turns is None else max_turns
         if self.max_turns < 1:
             raise ValueError(f"max_turns must be at least 1, got {max_turns}.")
+        self.return_range = INVALID * self.max_turns, WON
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
         """Start a game; see :meth:`start` for seed and options.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from math import isnan
-from statistics import fmean, variance
+from itertools import pairwise
+from math import inf, isnan
+from statistics import fmean
 from typing import Any
 
 BATCHES = 5
@@ -17,7 +18,7 @@ BATCHES = 5
 UPDATES = 10
 """Values over which a condition on the updates must hold."""
 KEPT = 40
-"""Values that are kept of each metric."""
+"""Latest values that are kept of each metric."""
 QUIET = 100
 """Steps for which a finding must have been absent before it is reported again."""
 
@@ -29,10 +30,28 @@ UNSOLVED = 0.02
 """Share of successful episodes up to which a task is too hard."""
 EASY = 0.8
 """Share of successful episodes from which a task is too easy for the policy that training starts with."""
-SILENT = 0.95
+MOST = 0.95
 """Share of episodes without advantage from which a batch has no signal."""
 STILL = 1e-3
 """Change of a token's log-probability, in nats, up to which a policy has not moved."""
+ERRORS = 5.0
+"""Standard errors by which the latest values must differ from the first. Noise alone exceeds them in less than 1 % of runs
+(``tests/evaluation/test_false_findings.py``)."""
+ERRORS_AT_ONCE = 3.0
+"""The same for the success of the latest batches and that of the first alone, where the largest possible error is taken."""
+FALL = 0.2
+"""Share of the first success that must be lost, or standard deviations of an episode's reward."""
+UNPAID = 0.2
+"""Correlation of reward and success below which the reward does not pay for success."""
+FAILING = 0.1
+"""Share of failed episodes from which the other episodes say nothing of the run."""
+REPEATED = 10
+"""Steps after which a failing environment is reported again."""
+PINNED = 1.0
+"""Smallest ``beta`` that can hold the policy at its reference. Normalized advantages A allow a divergence of about
+Var(A) / (2 beta^2) nats."""
+NEAR = 0.01
+"""Divergence from the reference, in nats a token, up to which a policy plays as its reference."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,28 @@ class Evidence:
     """Severity, larger is worse. A finding is reported again when this has doubled."""
 
 
+@dataclass(frozen=True)
+class Shift:
+    """The difference of the latest values of a metric from the first."""
+
+    first: float
+    """Mean of the first values."""
+    now: float
+    """Mean of as many of the latest."""
+    errors: float
+    """``now - first`` in standard errors."""
+
+    @property
+    def rose(self) -> bool:
+        """True if the difference is a rise that noise does not explain."""
+        return self.errors >= ERRORS
+
+    @property
+    def fell(self) -> bool:
+        """True if the difference is a fall that noise does not explain."""
+        return self.errors <= -ERRORS
+
+
 @dataclass
 class History:
     """The metrics that the conditions read.
@@ -75,7 +116,7 @@ class History:
     latest: dict[str, list[float]] = field(default_factory=dict)
     """The last ``KEPT`` values of each metric."""
     earliest: dict[str, list[float]] = field(default_factory=dict)
-    """The first ``BATCHES`` values of each metric."""
+    """The first ``UPDATES`` values of each metric."""
     highest: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     """Number of values that each metric has had."""
@@ -84,12 +125,14 @@ class History:
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Append a value of each metric; values that are not a number, and metrics that nothing reads, are left out."""
+        if "success" in metrics:
+            metrics = {"success/unreported": 0.0, **metrics}  # logged only where there are such episodes
         for name in METRICS & metrics.keys():
             value = metrics[name]
             if isnan(value):
                 continue
             self.latest[name] = [*self.latest.get(name, []), value][-KEPT:]
-            if len(self.earliest.setdefault(name, [])) < BATCHES:
+            if len(self.earliest.setdefault(name, [])) < UPDATES:
                 self.earliest[name].append(value)
             self.highest[name] = max(value, self.highest.get(name, value))
             self.counts[name] = self.counts.get(name, 0) + 1
@@ -107,8 +150,28 @@ class History:
 
     def first(self, name: str) -> float | None:
         """Return the mean of the first ``BATCHES`` values; None if there are fewer."""
-        values = self.earliest.get(name, [])
+        values = self.earliest.get(name, [])[:BATCHES]
         return fmean(values) if len(values) == BATCHES or (values and not self.patience) else None
+
+    def shift(self, name: str) -> Shift | None:
+        """Compare the latest values with the first: 5 with 5, and 10 with 10 once there are as many; return the clearer.
+
+        The standard error is that of a difference of two means of independent values. Their variance is half the mean
+        square of successive differences (von Neumann), to which a trend adds little.
+
+        Returns:
+            None if there are fewer than ``2 * BATCHES`` values.
+        """
+        latest, earliest = self.latest.get(name, []), self.earliest.get(name, [])
+        runs = [latest] if self.counts.get(name, 0) <= KEPT else [earliest, latest]
+        squares = [(b - a) ** 2 for run in runs for a, b in pairwise(run)]
+        found = []
+        for count in (BATCHES, UPDATES):
+            if self.patience and self.counts.get(name, 0) >= 2 * count:
+                first, now = fmean(earliest[:count]), fmean(latest[-count:])
+                error = (fmean(squares) / count) ** 0.5
+                found.append(Shift(first, now, (now - first) / max(error, 1e-9)))
+        return max(found, key=lambda shift: abs(shift.errors), default=None)
 
     def rises(self, name: str, count: int = UPDATES) -> bool:
         """Return True if the last ``count`` values exceed those before by more than two standard errors."""
@@ -116,46 +179,69 @@ class History:
         if len(values) < 2 * count:
             return False
         before, after = values[:count], values[count:]
-        return fmean(after) - fmean(before) > 2 * ((variance(before) + variance(after)) / count) ** 0.5
+        return fmean(after) - fmean(before) > 2 * ((_variance(before) + _variance(after)) / count) ** 0.5
+
+
+def _variance(values: list[float]) -> float:
+    mean = fmean(values)  # a hundred times faster than `statistics.variance`, which computes with fractions
+    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 # ------------------------------------------------------------------------------------------------------- conditions
 
 
-def _without_signal(history: History, options: Any) -> float | None:
-    """Return the share of episodes without advantage if it is at least ``SILENT``; 1 if all returns are equal."""
-    silent = None if options.has_critic else history.mean("advantage/silent")
-    if silent is not None:
-        return silent if silent >= SILENT else None
+def _without_advantage(history: History, options: Any) -> float | None:
+    """Return the share of episodes without advantage if that is most; with a critic, 1 if all returns are equal."""
+    none = None if options.has_critic else history.mean("advantage/zero")
+    if none is not None:
+        return none if none >= MOST else None
     spreads, lowest, highest = (history.last(f"return/{name}", BATCHES) for name in ("std", "min", "max"))
     equal = spreads and max(spreads) == 0.0 and min(lowest) == max(highest)
     return 1.0 if equal else None
 
 
+def _incomplete(history: History) -> bool:
+    """Return True if success is not known of all of the latest episodes, or the reward not of all."""
+    return any(any(history.last(name, BATCHES)) for name in _MISSING)
+
+
 def _solved(history: History, options: Any) -> Evidence | None:
     success = history.mean("success")
-    if success is None or success < SOLVED:
+    if success is None or success < SOLVED or _incomplete(history):
         return None
     first = history.first("success") or 0.0
     since = " from the first batches on" if history.patience and first >= SOLVED else ""
     return Evidence(f"Solved: {success:.0%} of the latest episodes succeeded{since}.")
 
 
-def _dead_groups(history: History, options: Any) -> Evidence | None:
-    silent, success = _without_signal(history, options), history.mean("success")
-    if silent is None or (success is not None and not UNSOLVED < success < NEARLY_SOLVED):
+def _zero_advantage(history: History, options: Any) -> Evidence | None:
+    none, success = _without_advantage(history, options), history.mean("success")
+    if none is None or (success is not None and not UNSOLVED < success < NEARLY_SOLVED):
         return None
     known = "" if success is None else f" (success {success:.0%})"
+    return Evidence(f"{none:.0%} of the latest episodes had no advantage{known}.")
+
+
+def _success_doubtful(history: History, options: Any) -> Evidence | None:
+    first, now = history.earliest.get("success", [])[:BATCHES], history.last("success", BATCHES)
+    lowest, highest = (history.last(f"return/{name}", BATCHES) for name in ("min", "max"))
+    if not (history.patience and now and lowest and highest) or min(*first, *now) < 1.0 or _incomplete(history):
+        return None
+    low, high = min(lowest), max(highest)
+    # Where all succeed, returns may differ a little, as by the number of turns.
+    if _without_advantage(history, options) is not None or high - low < 0.5 * max(abs(low), abs(high)):
+        return None
     return Evidence(
-        f"{silent:.0%} of the latest episodes gave no gradient{known}: the members of their groups had equal rewards."
+        f"Every episode of the first batches and of the latest counts as a success, but returns go from {low:.3g} to "
+        f"{high:.3g}."
     )
 
 
 def _too_hard(history: History, options: Any) -> Evidence | None:
-    silent, success = _without_signal(history, options), history.mean("success")
-    if silent is None or success is None or success > UNSOLVED:
+    none, success = _without_advantage(history, options), history.mean("success")
+    if none is None or success is None or success > UNSOLVED:
         return None
-    return Evidence(f"{success:.0%} of the latest episodes succeeded, and {silent:.0%} of them gave no gradient.")
+    return Evidence(f"{success:.0%} of the latest episodes succeeded, and {none:.0%} of them had no advantage.")
 
 
 def _too_easy(history: History, options: Any) -> Evidence | None:
@@ -196,7 +282,7 @@ def _cut_answers(history: History, options: Any) -> Evidence | None:
     cut, everyone, spread = (history.mean(f"return/{name}") for name in ("answers_cut", "mean", "std"))
     worse = None not in (cut, everyone, spread) and cut < everyone - 0.1 * spread  # type: ignore[operator]
     # A limit of a few tokens may be the design of a task; there, only the returns tell whether it hurts.
-    if not (worse or spread == 0.0 or (share >= SILENT and options.max_new_tokens >= 16)):
+    if not (worse or spread == 0.0 or (share >= MOST and options.max_new_tokens >= 16)):
         return None
     paid = f" and the episodes with one returned {cut:.3g} (mean of all: {everyone:.3g})" if worse else ""
     return Evidence(f"{share:.0%} of the answers were cut at max_new_tokens={options.max_new_tokens}{paid}.", share)
@@ -269,11 +355,115 @@ def _value_not_learning(history: History, options: Any) -> Evidence | None:
 
 def _no_weight_change(history: History, options: Any) -> Evidence | None:
     change = history.mean("policy_change", 1)
-    if change is None or change > STILL or history.counts.get("advantage/silent", 0) < 2 * UPDATES:
+    if change is None or change > STILL or history.counts.get("advantage/zero", 0) < 3 * BATCHES:
         return None
     return Evidence(
         f"Since the first measurement the log-probabilities of the same answers moved by {change:.1g} nats a token: the "
         "updates change nothing."
+    )
+
+
+def _fall_at_once(history: History, options: Any) -> Shift | None:
+    """Compare the success with that of the first batch, which the model played before any update.
+
+    One batch has no spread. The variance of a group's mean is at most 1/4, so that the standard error of ``groups`` of them
+    is at most 1 / (2 sqrt(groups)), however much tasks differ.
+    """
+    values, now = history.earliest.get("success", []), history.mean("success")
+    if now is None or not history.patience or history.counts["success"] <= BATCHES:
+        return None
+    groups = options.generation_batch_size // options.num_generations
+    error = (0.25 / groups * (1 + 1 / BATCHES)) ** 0.5
+    return Shift(values[0], now, (now - values[0]) / error)
+
+
+def _fall(history: History, options: Any) -> tuple[str, Shift] | None:
+    """Return what fell below the first batches, and how far: the success, or without one the reward.
+
+    None where later batches have other tasks than the first by design.
+    """
+    if options.task_sampling == "adaptive" or not options.shuffle_dataset:
+        return None
+    at_once, success = _fall_at_once(history, options), history.shift("success")
+    if at_once is not None and at_once.errors <= -ERRORS_AT_ONCE and at_once.now <= 0.5 * at_once.first:
+        return "success", at_once
+    if success is not None:
+        return ("success", success) if success.fell and success.now <= (1 - FALL) * success.first else None
+    reward, spread = history.shift("reward"), history.first("reward_std")
+    if reward is None or spread is None or not reward.fell or reward.first - reward.now < FALL * spread:
+        return None
+    return "reward", reward
+
+
+def _reward_misses_success(history: History, options: Any) -> Evidence | None:
+    values = history.latest.get("reward_success_correlation", [])[-2 * UPDATES :]
+    if history.patience and len(values) >= BATCHES:
+        mean, error = fmean(values), (_variance(values) / len(values)) ** 0.5
+        if mean + 3 * error < UNPAID:
+            return Evidence(
+                f"Episodes that succeed are not paid for it: reward and success correlate by {mean:.2f} in groups."
+            )
+    fall = _fall(history, options)
+    reward = None if fall is None or fall[0] != "success" else history.shift("reward")
+    if fall is None or reward is None or not reward.rose:
+        return None
+    success = fall[1]
+    return Evidence(
+        f"The reward rises, from {reward.first:.3g} to {reward.now:.3g}, while success falls, from {success.first:.0%} to "
+        f"{success.now:.0%}."
+    )
+
+
+def _worse_than_start(history: History, options: Any) -> Evidence | None:
+    fall = _fall(history, options)
+    if fall is None:
+        return None
+    name, shift = fall
+    text = "{:.0%}" if name == "success" else "{:.3g}"
+    return Evidence(
+        f"The policy is worse than at the start: {name} fell from {text.format(shift.first)} to {text.format(shift.now)}."
+    )
+
+
+def _entropy_runaway(history: History, options: Any) -> Evidence | None:
+    entropy = history.shift("entropy")
+    if entropy is None or not entropy.rose or entropy.now < 1.25 * entropy.first:
+        return None
+    cut, reward = history.shift("answers_cut"), history.shift("reward")
+    longer = cut is not None and cut.rose and cut.now - cut.first >= 0.1
+    if reward is None or reward.rose or not (longer or _fall(history, options)):
+        return None
+    answers = f", and {cut.now:.0%} of the answers are cut, first {cut.first:.0%}" if longer and cut is not None else ""
+    return Evidence(f"The entropy rose from {entropy.first:.2g} to {entropy.now:.2g} nats a token{answers}.")
+
+
+def _kl_pins_policy(history: History, options: Any) -> Evidence | None:
+    values = history.last("kl", 3 * BATCHES)
+    if not values or options.beta < PINNED:
+        return None
+    now, reward = fmean(values[-UPDATES:]), history.shift("reward")
+    # Where only small steps keep the policy near, the divergence grows: with the square of their number, if they agree.
+    if now > NEAR or now > 1.5 * fmean(history.earliest["kl"][:BATCHES]) or reward is None or reward.rose:
+        return None
+    return Evidence(
+        f"The penalty holds the policy at its reference: with beta={options.beta:g} the divergence stays at {now:.1g} nats "
+        "a token, and the reward has not risen."
+    )
+
+
+def _one_task(history: History, options: Any) -> Evidence | None:
+    tasks = history.last("distinct_tasks", UPDATES)
+    if not history.patience or not tasks or max(tasks) > 1:
+        return None
+    return Evidence(f"All groups of each of the latest {len(tasks)} batches played the same row of train_dataset.")
+
+
+def _rewards_missing(history: History, options: Any) -> Evidence | None:
+    share = history.mean("rewards/nan", 1)
+    if not share:
+        return None
+    return Evidence(
+        f"A reward function returned NaN for {share:.0%} of the episodes, which then get nothing from it.", share
     )
 
 
@@ -311,26 +501,66 @@ class Symptom:
     """The options that the advice names."""
     unless: tuple[str, ...] = ()
     """Findings that explain this one: with any of them it is not reported."""
+    silences_from: float = inf
+    """Severity from which no other finding is reported, and this one again every ``REPEATED`` steps."""
 
 
-_EPISODES = ("success", "advantage/silent", "return/mean", "return/std", "return/min", "return/max")
+_EPISODES = ("success", "advantage/zero", "return/mean", "return/std", "return/min", "return/max")
+_MISSING = ("stop/environment_error", "stop/environment_timeout", "success/unreported", "rewards/nan")
+_COURSE = ("success", "reward", "reward_std")
+_CAUSES = ("reward_misses_success", "entropy_runaway", "worse_than_start")
+"""Findings that explain a task without success."""
 
 SYMPTOMS: tuple[Symptom, ...] = (
     Symptom(
-        "solved", ("success",), _solved,
-        "Stop here, or go on with a harder task.",
+        "solved", ("success", *_MISSING), _solved,
+        "Stop here, or go on with a harder task.", unless=("one_task", "success_doubtful"),
+    ),
+    Symptom(
+        "success_doubtful", (*_EPISODES, *_MISSING), _success_doubtful,
+        'Check info["success"], which may be True of lost episodes. If it is right, the task was solved before training, '
+        "which then improves only what else the reward pays for.",
     ),
     Symptom(
         "too_hard", _EPISODES, _too_hard,
         "Choose an easier level, reward partial progress, or train on demonstrations first (--model of an SFT stage). A "
         "larger num_generations finds rarer successes.",
-        ("num_generations",),
+        ("num_generations",), unless=_CAUSES,
     ),
     Symptom(
-        "dead_groups", _EPISODES, _dead_groups,
+        "reward_misses_success", ("reward_success_correlation", *_COURSE), _reward_misses_success,
+        "Check the sign of the reward and what it is paid for: training maximizes the reward, not success.",
+    ),
+    Symptom(
+        "worse_than_start", _COURSE, _worse_than_start,
+        "Lower learning_rate, to a tenth first, and go on from a checkpoint before the fall. If it falls again, read the "
+        "latest episodes: an environment that changed, or a reward for something else, looks the same.",
+        ("learning_rate",), unless=("reward_misses_success", "entropy_runaway"),
+    ),
+    Symptom(
+        "entropy_runaway", ("entropy", "answers_cut", *_COURSE), _entropy_runaway,
+        "Lower entropy_coef or temperature, then learning_rate: the bonus for variety outweighs the reward.",
+        ("entropy_coef", "temperature", "learning_rate"), unless=("reward_misses_success",),
+    ),
+    Symptom(
+        "kl_pins_policy", ("kl", *_COURSE), _kl_pins_policy,
+        "Lower beta (0.1 and less): the policy cannot leave its reference.",
+        ("beta",), unless=("solved", "zero_advantage_groups", "too_hard", "reward_misses_success", "worse_than_start"),
+    ),
+    Symptom(
+        "one_task", ("distinct_tasks",), _one_task,
+        "Give train_dataset more rows, or check task_column and task_sampling: what is learned holds for this task alone.",
+        ("task_column", "task_sampling"),
+    ),
+    Symptom(
+        "rewards_missing", ("rewards/nan",), _rewards_missing,
+        "Mend the reward function: check divisions and logarithms. None says that a function does not score an episode.",
+    ),
+    Symptom(
+        "zero_advantage_groups", _EPISODES, _zero_advantage,
         "Check that the reward depends on the answer, and mix tasks that the policy solves sometimes. A larger "
         "num_generations or temperature makes the members of a group differ.",
-        ("num_generations", "temperature"), unless=("solved",),
+        ("num_generations", "temperature"), unless=("solved", *_CAUSES),
     ),
     Symptom(
         "too_easy", _EPISODES, _too_easy,
@@ -340,7 +570,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     Symptom(
         "entropy_collapse", ("entropy", "return/mean", "success"), _entropy_collapse,
         "Set entropy_coef (0.01 to 0.05), lower learning_rate, or raise temperature or epsilon_high.",
-        ("entropy_coef", "learning_rate", "temperature", "epsilon_high"), unless=("solved",),
+        ("entropy_coef", "learning_rate", "temperature", "epsilon_high"), unless=("solved", *_CAUSES),
     ),
     Symptom(
         "template_collapse", ("prompt_information", "entropy"), _template_collapse,
@@ -351,7 +581,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     Symptom(
         "cut_answers", ("answers_cut", "return/answers_cut", "return/mean", "return/std"), _cut_answers,
         "Raise max_new_tokens, ask for shorter answers in system_prompt, or set stop_strings.",
-        ("max_new_tokens", "system_prompt", "stop_strings"), unless=("solved",),
+        ("max_new_tokens", "system_prompt", "stop_strings"), unless=("solved", *_CAUSES),
     ),
     Symptom(
         "context_full", ("stop/context_full",), _context_full,
@@ -387,14 +617,15 @@ SYMPTOMS: tuple[Symptom, ...] = (
     ),
     Symptom(
         "no_weight_change", ("policy_change", *_EPISODES), _no_weight_change,
-        "Raise learning_rate (1e-5 and more for an adapter, 1e-6 and more for all weights), and train weights in float32 if "
-        "they are bfloat16: smaller changes are rounded away.",
-        ("learning_rate",), unless=("solved", "dead_groups", "too_hard", "episodes_cut"),
+        "If grad_norm is 0, the answers do not depend on the trained weights: check which parameters require gradients. "
+        "Otherwise raise learning_rate (1e-5 and more for an adapter, 1e-6 and more for all weights), and train weights in "
+        "float32 if they are bfloat16: smaller changes are rounded away.",
+        ("learning_rate",), unless=("solved", "zero_advantage_groups", "too_hard", "episodes_cut", "kl_pins_policy"),
     ),
     Symptom(
         "environment_failing", ("stop/environment_error", "stop/environment_timeout"), _environment_failing,
         "Mend the environment; agile-trainers check plays it without a model. Raise environment_timeout if it is slow.",
-        ("environment_timeout",),
+        ("environment_timeout",), silences_from=FAILING,
     ),
     Symptom(
         "environment_ignores_seed", ("groups_with_different_starts",), _environment_ignores_seed,
@@ -403,6 +634,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
 )  # fmt: skip
 """Every finding, in the order in which findings of the same step are reported."""
 
+BY_NAME = {symptom.name: symptom for symptom in SYMPTOMS}
 METRICS = frozenset(name for symptom in SYMPTOMS for name in symptom.reads)
 """The metrics that the conditions read."""
 
@@ -423,10 +655,11 @@ def findings(history: History, options: Any, step: int) -> dict[str, tuple[Findi
         evidence = symptom.shown_by(history, options)
         if evidence is not None:
             held[symptom.name] = Finding(symptom.name, step, evidence.text, symptom.advice), evidence.size
+    loud = {name for name, (_, size) in held.items() if history.patience and size >= BY_NAME[name].silences_from}
     return {
-        symptom.name: held[symptom.name]
-        for symptom in SYMPTOMS
-        if symptom.name in held and not held.keys() & set(symptom.unless)
+        name: found
+        for name, found in held.items()
+        if name in (loud or held) and not held.keys() & set(BY_NAME[name].unless)
     }
 
 
@@ -461,6 +694,7 @@ class Diagnosis:
         self._options, self._history = options, History()
         self._said: dict[str, float] = {}
         self._seen: dict[str, int] = {}
+        self._told_at: dict[str, int] = {}
 
     def note(self, name: str, text: str | None) -> None:
         """Take evidence that is established elsewhere.
@@ -484,18 +718,20 @@ class Diagnosis:
         self._history.add(metrics)
         told = []
         for name, (finding, size) in findings(self._history, self._options, step).items():
-            said, seen = self._said.get(name), self._seen.get(name, step)
-            if said is None or size >= 2 * said or step - seen > QUIET:
+            said, seen, told_at = self._said.get(name), self._seen.get(name, step), self._told_at.get(name, step)
+            holds = size >= BY_NAME[name].silences_from and step - told_at >= REPEATED
+            if said is None or size >= 2 * said or step - seen > QUIET or holds:
                 told.append(finding)
-                self._said[name] = size
+                self._said[name], self._told_at[name] = size, step
             self._seen[name] = step
         return told
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON can hold it, for a checkpoint."""
-        return {"history": asdict(self._history), "said": dict(self._said), "seen": dict(self._seen)}
+        said = {"said": dict(self._said), "seen": dict(self._seen), "told_at": dict(self._told_at)}
+        return {"history": asdict(self._history), **said}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the :meth:`state` of a checkpoint."""
         self._history = History(**state["history"])
-        self._said, self._seen = dict(state["said"]), dict(state["seen"])
+        self._said, self._seen, self._told_at = (dict(state.get(name, {})) for name in ("said", "seen", "told_at"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,11 +12,18 @@ from accelerate import PartialState
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file, logging
 from trl.trainer.utils import create_model_from_path
 
 from agile_trainers.adapters import find_adapters, load_policy
+from agile_trainers.adapters.folders import RECORD, read_record
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.loading import load_tokenizer
+from agile_trainers.checkpoints.disclosure import with_private
+from agile_trainers.rollout.episode_options import EpisodeOptions
+from agile_trainers.rollout.generators.base import SamplingSettings
+
+logger = logging.get_logger(__name__)
 
 
 def load_model(
@@ -54,6 +64,44 @@ def load_model(
     if init["device_map"] is None and getattr(policy.config, "quantization_config", None) is None:
         policy = policy.to(PartialState().device if device is None else torch.device(device))
     return policy, tokenizer
+
+
+def recorded_settings(model: str) -> dict[str, Any]:
+    """Read the limits of episodes and the sampling settings that a policy was trained with, from its record.
+
+    Args:
+        model: Folder or Hub id.
+
+    Returns:
+        Those of the fields of :class:`EpisodeOptions` and :class:`SamplingSettings` that the record has; empty without a
+        record of a run on episodes.
+    """
+    folder = Path(model)
+    file: str | None = str(folder / RECORD) if folder.is_dir() else None
+    if file is None:
+        with suppress(OSError):
+            file = cached_file(
+                model,
+                RECORD,
+                _raise_exceptions_for_gated_repo=False,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+    if file is None or not Path(file).is_file():
+        return {}
+    folder = Path(file).parent
+    options, unknown = with_private(read_record(folder).get("options", {}), folder)
+    names = {one.name for kind in (EpisodeOptions, SamplingSettings) for one in fields(kind)} - {"do_sample"}
+    found = {name: value for name, value in options.items() if name in names}
+    if withheld := sorted(names & set(unknown)):
+        logger.warning(
+            "%s was trained with a %s of its own, whose value is withheld in its record and not known here. The default is "
+            "played with unless the option is given.",
+            model, ", ".join(withheld),
+        )  # fmt: skip
+    if "stop_strings" in found:
+        found["stop_strings"] = tuple(found["stop_strings"] or ())
+    return found
 
 
 def tokenizer_of(model: Any, **init: Any) -> Any:

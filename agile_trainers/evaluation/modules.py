@@ -24,26 +24,31 @@ def metric_names() -> list[str]:
     return sorted(path.parent.name for path in METRICS_FOLDER.glob("*/*.py"))
 
 
-def load_metrics(metrics: Sequence[str]) -> list[Any]:
-    """Load metrics as modules of the package ``evaluate``.
+def load_metrics(metrics: Sequence[str], *, trust_remote_code: bool = False) -> list[Any]:
+    """Load metrics as modules of the package ``evaluate``, which runs their code.
 
     Args:
         metrics: Names of ours (``success``, ``episode_return``, ``pass_at_k``, ``answer_match``), files or folders of a
             module, or names on the Hub.
+        trust_remote_code: Allow names on the Hub, whose repositories' code then runs on this machine.
 
     Raises:
         ImportError: If the package is not installed, or one that a metric needs.
-        ValueError: If there is no such metric.
+        ValueError: If there is no such metric, or it is one of the Hub's without ``trust_remote_code``.
     """
     if importlib.util.find_spec("evaluate") is None:
         raise ImportError(
             "Metrics are modules of the package evaluate, which is not installed: pip install 'agile-trainers[eval]'."
         )
-    return [_load(name) for name in metrics]
+    return [_load(name, trust_remote_code) for name in metrics]
 
 
 def compute_metrics(
-    metrics: Sequence[str | Any], results: EpisodeResults, *, reference: str = REFERENCE
+    metrics: Sequence[str | Any],
+    results: EpisodeResults,
+    *,
+    reference: str = REFERENCE,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Compute metrics over the episodes of a policy whose environment did not fail.
 
@@ -59,6 +64,7 @@ def compute_metrics(
         metrics: Modules, or what :func:`load_metrics` loads.
         results: The episodes.
         reference: Name of the right answer.
+        trust_remote_code: As for :func:`load_metrics`.
 
     Returns:
         The values that the modules return, as :func:`evaluate.combine` merges them.
@@ -68,7 +74,7 @@ def compute_metrics(
         ValueError: If there is no such metric, one needs a column that the episodes do not have, or it cannot take the
             values.
     """
-    modules = load_metrics([one for one in metrics if isinstance(one, str)])
+    modules = load_metrics([one for one in metrics if isinstance(one, str)], trust_remote_code=trust_remote_code)
     modules = [modules.pop(0) if isinstance(one, str) else one for one in metrics]
     import evaluate
 
@@ -99,7 +105,7 @@ def metric_columns(results: EpisodeResults, reference: str = REFERENCE) -> dict[
     answers = [(place, *_answer(one, reference)) for place, one in zip(results.places, results.trajectories)]
     by_place = {place: values for place, *values in gather_object(answers)}
     kept = [n for n, row in enumerate(results.rows) if not StopReason(row["stop_reason"]).failed]
-    rows, starts = [results.rows[n] for n in kept], [results.starts[n] for n in kept]
+    rows, starts, units = [results.rows[n] for n in kept], [results.starts[n] for n in kept], results.units
     return {
         "predictions": [by_place[n][0] for n in kept],
         "references": [by_place[n][1] for n in kept],
@@ -108,7 +114,7 @@ def metric_columns(results: EpisodeResults, reference: str = REFERENCE) -> dict[
         "turns": [row["turns"] for row in rows],
         "stop_reasons": [row["stop_reason"] for row in rows],
         "starts": [f"{one.environment} {one.seed} {one.row}" for one in starts],
-        "units": [str(one.unit(results.greedy)) for one in starts],
+        "units": [str(units[n]) for n in kept],
     }
 
 
@@ -131,21 +137,18 @@ def _check_column(name: str, columns: dict[str, list[Any]], metric: str, referen
         raise ValueError(f"The metric {metric} needs {name}, but {missing or 'all'} episodes have none.{advice}")
 
 
-def _load(name: str) -> Any:
+def _load(name: str, trust_remote_code: bool) -> Any:
     import evaluate
 
-    path = Path(name).expanduser()
-    ours = METRICS_FOLDER / name
-    if path.exists():
-        found = str(path.resolve())
-    elif "/" not in name and ours.is_dir():
-        found = str(ours)
-    else:
-        found = name
-    try:
-        return evaluate.load(found)
-    except (FileNotFoundError, ConnectionError) as error:
+    path, ours = Path(name).expanduser(), METRICS_FOLDER / name
+    here = path if path.exists() else ours if "/" not in name and ours.is_dir() else None
+    expected = f"expected one of {', '.join(metric_names())}, the file or folder of a module of the package evaluate"
+    if here is None and not trust_remote_code:
         raise ValueError(
-            f"There is no metric {name!r}: expected one of {', '.join(metric_names())}, the file or folder of a module of "
-            f"the package evaluate, or a name on the Hub. {error}"
-        ) from error
+            f"There is no metric {name!r} on this machine: {expected}. A metric of the Hub runs code of its repository "
+            "here: read that code, and allow it with trust_remote_code=True (--trust_remote_code)."
+        )
+    try:
+        return evaluate.load(name if here is None else str(here.resolve()))
+    except (FileNotFoundError, ConnectionError) as error:
+        raise ValueError(f"There is no metric {name!r}: {expected}, or a name on the Hub. {error}") from error

@@ -23,7 +23,7 @@ from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine,
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import preserved_random_state
+from agile_trainers.rollout.seeds import EVALUATION, HELD_OUT, preserved_random_state
 from agile_trainers.types import Trajectory
 
 
@@ -37,6 +37,7 @@ def evaluate_policy(
     seed: int = 42,
     attempts: int = 1,
     sampling_seed: int | None = None,
+    held_out: bool = True,
     greedy: bool = False,
     options: EpisodeOptions | None = None,
     sampling: SamplingSettings | None = None,
@@ -48,8 +49,8 @@ def evaluate_policy(
 ) -> EpisodeResults:
     """Play a policy's episodes in an environment; nothing is trained or written.
 
-    The episodes are those of ``trainer.evaluate()`` with the same seed and settings, token for token. In a process group
-    (``accelerate launch``) each process plays its share, and all get the rows of all.
+    By default the episodes are held out: no run and no population plays them, so that nothing was chosen by them. In a
+    process group (``accelerate launch``) each process plays its share, and all get the rows of all.
 
     Args:
         model: A model, which keeps its device and mode; or the folder or Hub id of a model or of a LoRA adapter, which is
@@ -63,7 +64,8 @@ def evaluate_policy(
         seed: Of environments and sampling.
         attempts: Times that each episode is played from its start, with sampling noise of its own, for pass@k.
         sampling_seed: Seed of the sampling noise alone. Policies that are compared get different ones: they then play the
-            same episodes with independent noise. Default: the noise of ``trainer.evaluate()``.
+            same episodes with independent noise. Default: the same noise in every evaluation.
+        held_out: False plays the episodes of ``trainer.evaluate()`` with the same seed and settings, token for token.
         greedy: Take the likeliest token instead of sampling.
         options: Limits, conversation and where environments run. Default: those of the trainers' configuration.
         sampling: Temperature, filters and stop strings. Default: those of the trainers' configuration.
@@ -89,18 +91,11 @@ def evaluate_policy(
     settings = replace(sampling, do_sample=sampling.do_sample and not greedy)
     if attempts > 1 and not settings.do_sample:
         raise ValueError(f"attempts={attempts} play the same game again in greedy play. Sample, or set attempts=1.")
-    specs = evaluation_episodes(seed, episodes, rows, mixture, attempts=attempts, sampling_seed=sampling_seed)
-    if isinstance(model, str):
-        policy, tokenizer = load_model(model, tokenizer, device=device, **(model_init_kwargs or {}))
-    elif device is not None or model_init_kwargs:
-        raise ValueError(
-            f"device={device!r} and model_init_kwargs={model_init_kwargs!r} have no effect: `model` is loaded already. "
-            "Leave them unset, or pass the model's folder or Hub id."
-        )
-    else:
-        policy = model
-    if tokenizer is None:
-        tokenizer = policy.tokenizer if isinstance(policy, ServedModel) else tokenizer_of(policy)
+    domain = HELD_OUT if held_out else EVALUATION
+    specs = evaluation_episodes(
+        seed, episodes, rows, mixture, attempts=attempts, sampling_seed=sampling_seed, domain=domain
+    )
+    policy, tokenizer = _loaded(model, tokenizer, device, model_init_kwargs)
     of_model = policy.model if isinstance(policy, ServedModel) else policy
     engine = build_engine(
         options,
@@ -127,6 +122,22 @@ def evaluate_policy(
             return replace(results, greedy=not settings.do_sample)
     finally:
         engine.pool.close()
+
+
+def _loaded(
+    model: Any, tokenizer: Any, device: torch.device | str | None, init: Mapping[str, Any] | None
+) -> tuple[Any, Any]:
+    """Return the policy, loaded if its folder or Hub id is given, and its tokenizer."""
+    if isinstance(model, str):
+        model, tokenizer = load_model(model, tokenizer, device=device, **(init or {}))
+    elif device is not None or init:
+        raise ValueError(
+            f"device={device!r} and model_init_kwargs={init!r} have no effect: `model` is loaded already. Leave them unset, "
+            "or pass the model's folder or Hub id."
+        )
+    if tokenizer is None:
+        tokenizer = model.tokenizer if isinstance(model, ServedModel) else tokenizer_of(model)
+    return model, tokenizer
 
 
 def _generator(

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
+from statistics import fmean, stdev
 from typing import Any
 
 from accelerate.utils import gather_object
+from transformers.utils import logging
 
+from agile_trainers.evaluation.failures import failed_value
+from agile_trainers.evaluation.statistics import within
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
-from agile_trainers.rollout.metrics import episode_row, summarize
+from agile_trainers.rollout.metrics import environments_with_success, episode_row, summarize, with_success
 from agile_trainers.rollout.mixture import Mixture
-from agile_trainers.rollout.seeds import evaluation_specs
-from agile_trainers.types import Trajectory
+from agile_trainers.rollout.seeds import EVALUATION, evaluation_specs
+from agile_trainers.types import StopReason, Trajectory
+
+logger = logging.get_logger(__name__)
+
+Range = tuple[float, float]
+"""The lowest and highest return of an episode."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +41,51 @@ class EpisodeStart:
     seed: int
     row: str | None
     """Hash of the data set row; None without one."""
-    state: str
-    """Hash of the row, the prompt and the environment's information at reset: equal for equal starting states."""
+    prompt: str
+    """Hash of the first prompt."""
+    information: str
+    """Hash of the environment's information at reset."""
+    played: str
+    """Hash of the prompt and everything that followed, in tokens."""
+    outcome: str
+    """Hash of the rewards of the turns and of the reason of the end."""
 
-    def unit(self, greedy: bool) -> Hashable:
-        """Return the unit that the episode belongs to, of episodes that depend on each other.
+    @property
+    def key(self) -> tuple[str | None, int, str | None]:
+        """Environment, seed and row, by which episodes are paired."""
+        return self.environment, self.seed, self.row
 
-        Episodes of one row, or of one seed, are one unit. In greedy play so are those of one starting state, since each is
-        the same game again.
-        """
-        if greedy:
-            return self.environment, self.state
+    @property
+    def unit(self) -> Hashable:
+        """The unit of sampled episodes: those of one row, or of one seed, depend on each other."""
         return self.environment, self.seed if self.row is None else self.row
+
+
+def units_of(starts: Sequence[EpisodeStart], greedy: bool) -> list[Hashable]:
+    """Return the unit of each episode, of episodes that depend on each other.
+
+    Episodes of one row, or of one seed, are one unit. In greedy play so are those in which the same was said from the prompt
+    to the end, since each is the same game again, whatever the seed. If the same words had different rewards, chance that
+    the conversation does not show decided, and each seed or row is a unit.
+    """
+    if not greedy:
+        return [start.unit for start in starts]
+    outcomes: dict[Hashable, set[str]] = defaultdict(set)
+    for start in starts:
+        outcomes[start.environment, start.played].add(start.outcome)
+    games = [(start.environment, start.played) for start in starts]
+    return [game if len(outcomes[game]) == 1 else start.unit for game, start in zip(games, starts)]
+
+
+def paired_units(first: EpisodeResults, second: EpisodeResults) -> list[Hashable]:
+    """Return the unit of each pair of episodes of two policies.
+
+    Where one policy plays greedily, its repetitions are no news, whatever the other does. Where both do, pairs are the same
+    again if both play the same game.
+    """
+    if first.greedy and second.greedy:
+        return list(zip(first.units, second.units, strict=True))
+    return first.units if first.greedy else second.units
 
 
 @dataclass(frozen=True)
@@ -61,41 +105,116 @@ class EpisodeResults:
     """The start of each episode of all processes, in the order of ``rows``."""
     greedy: bool = False
     """True if the likeliest token was taken instead of sampling."""
+    ranges: Mapping[str | None, Range] = field(default_factory=dict)
+    """Name of an environment (None for one without) to the lowest and highest return that it declares."""
 
     @property
     def units(self) -> list[Hashable]:
-        """The unit of each of ``rows``, of episodes that depend on each other; see :meth:`EpisodeStart.unit`."""
-        return [start.unit(self.greedy) for start in self.starts]
+        """The unit of each of ``rows``, of episodes that depend on each other; see :func:`units_of`."""
+        return units_of(self.starts, self.greedy)
 
     @property
     def metrics(self) -> dict[str, float]:
         """Return the metrics of :func:`evaluation_metrics` over all episodes."""
-        return evaluation_metrics(self.rows)
+        return evaluation_metrics(self.rows, self.ranges)
 
     @property
     def by_environment(self) -> dict[str, dict[str, float]]:
         """The metrics of each of several environments, by its name; empty for one."""
         names = sorted({row["environment"] for row in self.rows} - {None})
-        return {name: evaluation_metrics([row for row in self.rows if row["environment"] == name]) for name in names}
+        return {
+            name: evaluation_metrics([row for row in self.rows if row["environment"] == name], self.ranges)
+            for name in names
+        }
+
+    def values(self, measure: str) -> list[float | None]:
+        """Return the success or return of each episode; None where the environment failed, or reports no success."""
+        return [
+            None if StopReason(row["stop_reason"]).failed or row[measure] is None else float(row[measure])
+            for row in self.rows
+        ]
+
+    def limits(self, measure: str) -> Range | None:
+        """Return the lowest and highest value of a measure, of all environments; None if one declares no range.
+
+        Returns that equal the reported success in every episode are between 0 and 1. A range that a return contradicts is
+        none.
+        """
+        sound = [row for row in self.rows if not StopReason(row["stop_reason"]).failed]
+        if measure == "success" or (sound and all(row["success"] == row["return"] for row in sound)):
+            return 0.0, 1.0
+        declared = [self.ranges.get(name) for name in {row["environment"] for row in self.rows}]
+        known = [one for one in declared if one is not None]
+        if len(known) < len(declared) or not known:
+            return None
+        limits = min(low for low, _ in known), max(high for _, high in known)
+        returns = [row["return"] for row in sound]
+        if returns and not within(returns, limits):
+            logger.warning_once(
+                f"The environment declares return_range={limits}, but episodes return {min(returns):g} to {max(returns):g}. "
+                "The range is not used."
+            )
+            return None
+        return limits
 
 
-def evaluation_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of evaluation episodes.
+def reported_together(results: Sequence[EpisodeResults]) -> list[EpisodeResults]:
+    """Count success alike for policies in the same environments: once one reports it, those that do not are unsuccessful."""
+    known = set[str | None]().union(*(environments_with_success(one.rows) for one in results))
+    return [replace(one, rows=with_success(one.rows, known)) for one in results]
+
+
+def evaluation_metrics(
+    rows: Sequence[dict[str, Any]], ranges: Mapping[str | None, Range] | None = None
+) -> dict[str, float]:
+    """Metrics of evaluation episodes, in which failed ones count against the policy.
 
     Args:
         rows: One row per episode, of all processes.
+        ranges: The lowest and highest return of each environment that declares them, by name.
 
     Returns:
-        Those of :func:`~agile_trainers.rollout.metrics.summarize`; ``return``, the mean return of the episodes whose
-        environment did not fail, and ``return_sem``, its standard error (NaN without any such episode); ``episodes``, their
-        number, failed ones included.
+        Those of :func:`~agile_trainers.rollout.metrics.summarize`, but ``success`` with failed episodes as unsuccessful;
+        ``return``, the mean return with failed episodes at the lowest return (see :func:`failed_value`), and ``return_sem``,
+        its standard error, both NaN if all failed; ``episodes``, their number, and ``failed``, that of the failed ones.
     """
     metrics = summarize(rows)
-    sound = len(rows) * (1 - metrics["stop/environment_error"] - metrics["stop/environment_timeout"])
-    metrics["return"] = metrics.get("return/mean", float("nan"))
-    metrics["return_sem"] = metrics["return/std"] / sound**0.5 if "return/std" in metrics else float("nan")
-    metrics["episodes"] = float(len(rows))
+    if "success" in metrics:
+        metrics["success"] = sum(bool(row["success"]) for row in with_success(rows) if not _failed(row)) / len(rows)
+    returns = [None if _failed(row) else row["return"] for row in rows]
+    metrics["return"], metrics["return_sem"] = counted_mean(returns, rows, ranges or {})
+    metrics["episodes"], metrics["failed"] = float(len(rows)), float(sum(map(_failed, rows)))
     return metrics
+
+
+def counted_mean(
+    values: Sequence[float | None], rows: Sequence[dict[str, Any]], ranges: Mapping[str | None, Range]
+) -> tuple[float, float]:
+    """Compute a mean and its standard error with failed episodes at the lowest value of their environment.
+
+    Args:
+        values: One per episode; None or NaN without a value. Of an episode that did not fail it is left out.
+        rows: The episodes.
+        ranges: The lowest and highest value of each environment, by name, as far as known.
+
+    Returns:
+        Both NaN if every episode failed.
+    """
+    found: dict[str | None, list[float]] = defaultdict(list)
+    for value, row in zip(values, rows, strict=True):
+        if value is not None and not math.isnan(value) and not _failed(row):
+            found[row["environment"]].append(value)
+    if not found:
+        return math.nan, math.nan
+    counted = [value for several in found.values() for value in several]
+    for row in filter(_failed, rows):
+        name = row["environment"]
+        counted.append(failed_value(found[name] or counted, ranges.get(name)))
+    return fmean(counted), (stdev(counted) if len(counted) > 1 else 0.0) / len(counted) ** 0.5
+
+
+def _failed(row: Mapping[str, Any]) -> bool:
+    return StopReason(row["stop_reason"]).failed
 
 
 def evaluation_episodes(
@@ -106,6 +225,7 @@ def evaluation_episodes(
     *,
     attempts: int = 1,
     sampling_seed: int | None = None,
+    domain: int = EVALUATION,
 ) -> list[EpisodeSpec]:
     """The episodes of an evaluation, of all processes.
 
@@ -117,6 +237,8 @@ def evaluation_episodes(
         attempts: Times that each is played, with sampling noise of its own.
         sampling_seed: Seed of the sampling noise, besides ``seed``, which the environments get. Policies with different ones
             play the same episodes with independent noise. Default: the noise of ``trainer.evaluate()``.
+        domain: What the evaluation is for, which has episodes of its own: ``EVALUATION``, ``SELECTION`` or ``HELD_OUT`` of
+            :mod:`~agile_trainers.rollout.seeds`.
 
     Raises:
         ValueError: If there are no episodes or attempts, ``rows`` is empty, or a row names no environment.
@@ -131,7 +253,7 @@ def evaluation_episodes(
     own = () if sampling_seed is None else (sampling_seed,)
     return [
         replace(spec, stream=(*spec.stream[:-1], attempt, *own))
-        for spec in evaluation_specs(seed, episodes, options, 0, 1, mixture)
+        for spec in evaluation_specs(seed, episodes, options, 0, 1, mixture, domain=domain)
         for attempt in range(attempts)
     ]
 
@@ -158,16 +280,54 @@ def play_evaluation(
     own, places = list(specs[rank::world_size]), list(range(rank, len(specs), world_size))
     with generator as made:
         trajectories = engine.run(own, made, on_finish)
-    played = in_order(places, [(episode_row(one), start_of_episode(one)) for one in trajectories])
-    return EpisodeResults(own, trajectories, places, [row for row, _ in played], [start for _, start in played])
+    played = in_order(places, [(episode_row(one), start_of_episode(one), one.error) for one in trajectories])
+    rows = [row for row, *_ in played]
+    engine.reports_success |= environments_with_success(rows)
+    _warn_of_failures([error for *_, error in played], rank)
+    if rank == 0 and any(_is_training_question(one) for one in trajectories):
+        logger.warning(
+            "The evaluation plays questions of the split 'train', which training plays too: the environment has no "
+            "other rows by default. Pass eval_dataset=environment.dataset('test') to the trainer, or split='test' to the "
+            "environment."
+        )
+    ranges = {name: found for name in engine.pool.factories if (found := engine.pool.return_range(name)) is not None}
+    return EpisodeResults(
+        own, trajectories, places, with_success(rows, engine.reports_success), [start for _, start, _ in played],
+        ranges=ranges,
+    )  # fmt: skip
+
+
+def _warn_of_failures(errors: Sequence[str | None], rank: int) -> None:
+    """Say how many episodes failed, and the most frequent error."""
+    failed = Counter(error for error in errors if error is not None)
+    if failed and rank == 0:
+        share = "All" if failed.total() == len(errors) else f"{failed.total()} of"
+        (error, count), *_ = failed.most_common()
+        logger.warning(
+            f"{share} {len(errors)} evaluation episodes failed in the environment, which counts against the policy. "
+            f"{count} of them with: {error}"
+        )
+
+
+def _is_training_question(trajectory: Trajectory) -> bool:
+    """Return True if the seed chose a row of a finite split for training; see ``ReasoningEnvironment``."""
+    info = trajectory.reset_info
+    # Of generated rows, each seed has its own, so that none is met twice.
+    return trajectory.options is None and info.get("split") == "train" and info.get("row") != trajectory.seed
 
 
 def start_of_episode(trajectory: Trajectory) -> EpisodeStart:
-    """Return the start of an episode."""
+    """Return the start of an episode, and what tells whether it was the same game as another."""
     seed = trajectory.seed
-    row = None if trajectory.options is None else _digest(trajectory.options, seed)
-    state = _digest([row, trajectory.prompt, trajectory.reset_info], seed)
-    return EpisodeStart(trajectory.environment_name, seed, row, state)
+    return EpisodeStart(
+        environment=trajectory.environment_name,
+        seed=seed,
+        row=None if trajectory.options is None else _digest(trajectory.options, seed),
+        prompt=_digest(trajectory.prompt_ids, seed),
+        information=_digest(trajectory.reset_info, seed),
+        played=_digest([trajectory.prompt_ids, trajectory.completion_ids], seed),
+        outcome=_digest([trajectory.rewards, trajectory.stop_reason.value], seed),
+    )
 
 
 def _digest(value: Any, seed: int) -> str:

@@ -7,34 +7,49 @@ every interval and test here is over units; without ``units`` each episode is on
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
-RESAMPLES = 10_000
-"""Default number of bootstrap resamples, and of sign flips where these are not enumerated."""
-_ENUMERATED = 14
-"""Largest number of units whose ``2**units`` sign flips are enumerated."""
+LEVEL = 0.05
+"""Largest p-value at which a difference counts as shown; 95 % of the intervals contain the true value."""
+FEWEST_UNITS = 6
+"""Smallest number of units of which a difference can be shown: five that agree still have p = 1/16."""
+FEWEST_WITHOUT_LIMITS = 150
+"""Smallest number of units for values whose range is unknown: a value that a fiftieth of the units take is then among them
+with probability .95."""
+LARGEST_SHARE = 0.15
+"""Largest share of the squared deviations that one unit may have, for values whose range is unknown."""
+DRAWS = 10_000
+"""Number of weightings of the units that are drawn."""
 _AT_ONCE = 2_000_000
 """Numbers that are drawn at once, to bound the memory."""
 
 
 class Interval(NamedTuple):
-    """A confidence interval."""
+    """A confidence interval, or the range of a value."""
 
     low: float
     high: float
 
 
-def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval of a success rate.
+class MeanTest(NamedTuple):
+    """A 95 % confidence interval of a mean, and the test that it agrees with."""
+
+    interval: Interval
+    p_value: float
+    """Two-sided, for a mean of 0: at most .05 exactly if the interval leaves 0 out."""
+
+
+def wilson_interval(successes: int, trials: int) -> Interval:
+    """Return Wilson's 95 % score interval of a success rate.
 
     Args:
         successes: Number of successes.
-        trials: Number of trials; it may be fractional, see :func:`effective_trials`.
-        confidence: Share of intervals that contain the true rate.
+        trials: Number of independent trials.
 
     Returns:
         Both bounds, in [0, 1]. Without trials, the whole of it.
@@ -48,40 +63,46 @@ def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -
         raise ValueError(f"successes={successes} must be between 0 and trials={trials}.")
     if trials == 0:
         return Interval(0.0, 1.0)
-    z, rate = _normal_quantile(confidence), successes / trials
-    center = rate + z * z / (2 * trials)
-    spread = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
-    low, high = ((center + sign * spread) / (1 + z * z / trials) for sign in (-1, 1))
-    # Exactly 0 and 1 where rounding leaves a residue.
-    return Interval(0.0 if successes == 0 else low, 1.0 if successes == trials else high)
+    return Interval(*map(float, stats.binomtest(successes, trials).proportion_ci(1 - LEVEL, "wilson")))
 
 
-def effective_trials(
-    values: Sequence[float], units: Sequence[Hashable] | None = None, confidence: float = 0.95
-) -> float:
-    """The number of independent trials that determine a mean as well as these values.
+def newcombe_interval(both: int, only_first: int, only_second: int, neither: int) -> Interval:
+    """Return Newcombe's 95 % score interval of the difference of two success rates in paired episodes.
 
-    It is the variance of one value over the variance of the mean between units, with Student's quantile for few units. It
-    is never above the number of values, and equals it if each is a unit of its own. If all values are equal, it is the
-    number of units.
+    Args:
+        both: Pairs in which both policies succeeded.
+        only_first: Pairs in which the first policy alone succeeded.
+        only_second: Pairs in which the second policy alone succeeded.
+        neither: Pairs in which both failed.
 
-    Source: Korn and Graubard (1998), "Confidence intervals for proportions with small expected number of positive counts
-    estimated from survey data".
+    Returns:
+        Both bounds of the first policy's rate minus the second's, in [-1, 1].
+
+    Source: Newcombe (1998), "Improved confidence intervals for the difference between binomial proportions based on paired
+    data", method 10.
     """
-    sums, counts = _unit_sums(values, units)
-    total, number = float(counts.sum()), len(sums)
-    if number == total or number < 2:
-        return float(number)
-    variance = float(np.mean((np.asarray(values, float) - float(sums.sum()) / total) ** 2))
-    between = _variance_between(sums, counts)
-    if variance == 0.0:
-        return float(number)
-    shrunk = (_normal_quantile(confidence) / student_quantile(confidence, number - 1)) ** 2
-    return total if between == 0.0 else max(1.0, min(total, shrunk * variance / between))
+    total = both + only_first + only_second + neither
+    first, second = both + only_first, both + only_second
+    rates = first / total, second / total
+    (low_1, high_1), (low_2, high_2) = wilson_interval(first, total), wilson_interval(second, total)
+    margins = first * (total - first) * second * (total - second)
+    shared = float(both * neither - only_first * only_second)
+    if shared > 0:
+        shared = max(shared - total / 2, 0.0)
+    correlation = shared / math.sqrt(margins) if margins else 0.0
+
+    def spread(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
+
+    difference = rates[0] - rates[1]
+    return Interval(
+        difference - spread(rates[0] - low_1, high_2 - rates[1]),
+        difference + spread(high_1 - rates[0], rates[1] - low_2),
+    )
 
 
 def standard_error(values: Sequence[float], units: Sequence[Hashable] | None = None) -> float:
-    """The standard error of a mean over units; of a mean of differences of paired episodes, the paired one.
+    """Return the standard error of a mean over units; of a mean of differences of paired episodes, the paired one.
 
     Args:
         values: One per episode.
@@ -94,48 +115,121 @@ def standard_error(values: Sequence[float], units: Sequence[Hashable] | None = N
     return math.sqrt(_variance_between(sums, counts)) if len(sums) > 1 else math.nan
 
 
-def bootstrap_interval(
-    values: Sequence[float],
-    units: Sequence[Hashable] | None = None,
-    *,
-    confidence: float = 0.95,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Interval:
-    """Bootstrap interval of a mean; of differences of paired episodes, this is the paired bootstrap.
+def mean_test(
+    values: Sequence[float], units: Sequence[Hashable] | None = None, limits: tuple[float, float] | None = None
+) -> MeanTest:
+    """Estimate a mean over units, and test whether it is 0.
 
-    Whole units are drawn with replacement. The percentiles are expanded for the number of units, since plain ones are too
-    narrow with few.
+    The interval contains two: Student's, and one that allows for values that have not come up. For the latter, one unit is
+    added at the end of the range, and all units get random weights, which are uniform over those that add up to 1; the
+    bounds are the 5 % quantile of the mean with a unit at the low end and the 95 % quantile with one at the high end. For
+    successes these are Clopper and Pearson's. Both intervals have to leave 0 out, so that skewed values cannot, and the mean
+    of values that are all equal has an interval too.
 
     Args:
         values: One per episode.
         units: The unit of each. Default: each episode is its own.
-        confidence: Share of intervals that contain the true mean.
-        resamples: Number of resamples.
-        seed: Seed of the resamples.
+        limits: The lowest and highest value that is possible. None if unknown: then the largest deviation that came up is
+            taken for the largest that is possible, which :func:`refusal` allows for many units only.
 
     Returns:
-        Both bounds; NaN with fewer than two units.
+        The interval, within the limits, and the two-sided p-value, which is at least ``1 / (1 + DRAWS)``. With one unit, the
+        interval is the whole range.
 
-    Source: Hesterberg (2015), "What teachers should know about the bootstrap", section 4.3 (expanded percentiles).
+    Raises:
+        ValueError: If there are no values, a value is outside the limits, or there is not one unit for each value.
+
+    Source: Gaffke (2005), "Three test statistics for a nonparametric one-sided hypothesis on the mean of a nonnegative
+    variable"; Learned-Miller and Thomas (2019), "A new confidence interval for the mean of a bounded random variable".
     """
     sums, counts = _unit_sums(values, units)
     number = len(sums)
-    if number < 2:
-        return Interval(math.nan, math.nan)
-    rng = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    rows = max(1, _AT_ONCE // number)
-    for first in range(0, resamples, rows):
-        drawn = rng.integers(number, size=(min(rows, resamples - first), number))
-        means[first : first + rows] = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    tail = NormalDist().cdf(-math.sqrt(number / (number - 1)) * student_quantile(confidence, number - 1))
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(low), float(high))
+    if not number:
+        raise ValueError("A mean needs at least one value.")
+    mean, most = float(sums.sum() / counts.sum()), float(counts.max())
+    if limits is None:
+        reach = float(np.abs(sums - mean * counts).max()) / most
+        limits = mean - reach, mean + reach
+    elif not within(values, limits):
+        raise ValueError(
+            f"Values from {min(values)} to {max(values)} are outside of the range {limits} of possible ones."
+        )
+    if number == 1:
+        return MeanTest(Interval(*limits), 1.0)
+    lows, highs = _weighted_means(sums, counts, (limits[0] * most, limits[1] * most), most)
+    error, tail = math.sqrt(_variance_between(sums, counts)), LEVEL / 2
+    reach = float(stats.t.ppf(1 - tail, number - 1)) * error
+    place = int(2 * tail * (DRAWS + 1)) - 1
+    low, high = min(mean - reach, float(lows[place])), max(mean + reach, float(highs[-1 - place]))
+    beyond = np.sum(lows <= 0) if mean > 0 else np.sum(highs >= 0)
+    student = 2 * float(stats.t.sf(abs(mean) / error, number - 1)) if error else 0.0
+    p_value = max(student, (1 + int(beyond)) / (1 + DRAWS)) if mean else 1.0
+    return MeanTest(Interval(max(low, limits[0]), min(high, limits[1])), p_value)
+
+
+def mean_interval(
+    values: Sequence[float], units: Sequence[Hashable] | None = None, limits: tuple[float, float] | None = None
+) -> Interval | None:
+    """Return the 95 % interval of a mean: Wilson's for independent successes, else that of :func:`mean_test`.
+
+    Args:
+        values: One per episode.
+        units: The unit of each. Default: each episode is its own.
+        limits: The lowest and highest possible value; None if unknown.
+
+    Returns:
+        Both bounds; None where :func:`refusal` gives a reason.
+    """
+    if refusal(values, units, limits) is not None:
+        return None
+    if are_independent_successes(values, units, limits):
+        return wilson_interval(round(sum(values)), len(values))
+    return mean_test(values, units, limits).interval
+
+
+def difference_test(
+    first: Sequence[float],
+    second: Sequence[float],
+    units: Sequence[Hashable] | None = None,
+    limits: tuple[float, float] | None = None,
+) -> MeanTest:
+    """Compare the means of two policies in paired episodes: :func:`success_test` for independent successes, else
+    :func:`mean_test` of the differences.
+
+    Args:
+        first: The first policy's value in each episode.
+        second: The second policy's value in the same episodes.
+        units: The unit of each pair. Default: each pair is its own.
+        limits: The lowest and highest possible value; None if unknown.
+    """
+    if are_independent_successes([*first, *second], units, limits):
+        pairs = Counter(zip(map(bool, first), map(bool, second), strict=True))
+        return success_test(pairs[True, True], pairs[True, False], pairs[False, True], pairs[False, False])
+    apart = None if limits is None else (limits[0] - limits[1], limits[1] - limits[0])
+    return mean_test([a - b for a, b in zip(first, second, strict=True)], units, apart)
+
+
+def success_test(both: int, only_first: int, only_second: int, neither: int) -> MeanTest:
+    """Compare the successes of two policies in paired episodes that are independent, by the exact McNemar test.
+
+    Args:
+        both: Pairs in which both policies succeeded.
+        only_first: Pairs in which the first policy alone succeeded.
+        only_second: Pairs in which the second policy alone succeeded.
+        neither: Pairs in which both failed.
+
+    Returns:
+        Newcombe's interval of the difference, extended to 0 where the exact test shows none, and McNemar's p-value.
+    """
+    low, high = newcombe_interval(both, only_first, only_second, neither)
+    p_value = mcnemar_p_value(only_first, only_second)
+    if p_value > LEVEL:
+        low, high = min(low, 0.0), max(high, 0.0)
+    return MeanTest(Interval(low, high), p_value)
 
 
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
-    """The two-sided p-value of the exact McNemar test.
+    """Return the two-sided p-value of the exact McNemar test.
 
     Args:
         only_first: Pairs in which the first policy alone succeeded.
@@ -143,66 +237,49 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
 
     Source: McNemar (1947); exact by the binomial distribution of the discordant pairs.
     """
-    total, fewer = only_first + only_second, min(only_first, only_second)
-    term, below = 1, 0
-    for count in range(fewer + 1):
-        below += term
-        term = term * (total - count) // (count + 1)
-    return 1.0 if 2 * below >= 1 << total else 2 * below / (1 << total)
+    total = only_first + only_second
+    return float(stats.binomtest(only_first, total).pvalue) if total else 1.0
 
 
-def sign_flip_p_value(
-    differences: Sequence[float],
-    units: Sequence[Hashable] | None = None,
-    *,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> float:
-    """The two-sided p-value of the paired randomization test, which flips the sign of each unit's sum.
-
-    If two policies are equally good, either could have played each unit, so that every pattern of signs is equally likely.
-    The test is exact for whole numbers of any size, for which the distribution of the sum is computed, and for few units,
-    whose patterns are enumerated. Otherwise patterns are drawn. For differences in success with one pair a unit it is the
-    exact McNemar test.
+def refusal(
+    values: Sequence[float], units: Sequence[Hashable] | None = None, limits: tuple[float, float] | None = None
+) -> str | None:
+    """Say why nothing can be claimed of a mean at 95 %.
 
     Args:
-        differences: The first policy's value minus the second's, of each pair of episodes.
-        units: The unit of each pair. Default: each pair is its own.
-        resamples: Number of patterns that are drawn where they are not enumerated; p is then at least ``1 / (1 +
-            resamples)``.
-        seed: Seed of the drawn patterns.
+        values: One per episode.
+        units: The unit of each. Default: each episode is its own.
+        limits: The lowest and highest value that is possible. None if unknown: then a rare value far away, which has not
+            come up, can change the mean at will.
 
-    Source: Fisher (1935), "The Design of Experiments", section 21.
+    Returns:
+        The reason, as a sentence; None if :func:`mean_test` holds.
     """
-    sums, _ = _unit_sums(differences, units)
-    sums = sums[sums != 0]
-    observed = abs(float(sums.sum()))
-    sizes = np.abs(sums)
-    if not len(sums):
-        return 1.0
-    if np.all(sizes == 1):
-        fewer = round((len(sums) - observed) / 2)
-        return mcnemar_p_value(fewer, len(sums) - fewer)
-    if np.all(sizes == np.round(sizes)) and sizes.sum() * len(sums) <= 1e9:
-        return _exact_whole(sizes.astype(int), round(observed))
-    bound = observed * (1 - 1e-12)  # a tie stays one after rounding
-    if len(sums) <= _ENUMERATED:
-        bits = (np.arange(1 << len(sums))[:, None] >> np.arange(len(sums))) & 1
-        return float(np.mean(np.abs((2 * bits - 1) @ sizes) >= bound))
-    rng, extreme, rows = np.random.default_rng(seed), 0, max(1, _AT_ONCE // len(sums))
-    for first in range(0, resamples, rows):
-        signs = rng.integers(2, size=(min(rows, resamples - first), len(sums))) * 2 - 1
-        extreme += int(np.sum(np.abs(signs @ sizes) >= bound))
-    return (1 + extreme) / (1 + resamples)
+    sums, counts = _unit_sums(values, units)
+    number = len(sums)
+    if limits is not None:
+        return None
+    declare = "Play more, or let the environment declare its return_range, such as (0.0, 1.0)."
+    if number < FEWEST_WITHOUT_LIMITS:
+        return (
+            f"{number} independent episodes are too few for values without a known range, at least {FEWEST_WITHOUT_LIMITS} "
+            f"are needed: a rare value may not have come up. {declare}"
+        )
+    squares = (sums - float(sums.sum() / counts.sum()) * counts) ** 2
+    if not squares.max() > 1e-18 * float((sums**2).max()):
+        return f"All values are equal, which does not show how far others may lie. {declare}"
+    if (share := float(squares.max() / squares.sum())) > LARGEST_SHARE:
+        return f"One episode decides the mean: {share:.0%} of the squared deviations are its own. {declare}"
+    return None
 
 
 def smallest_p_value(units: int) -> float:
-    """The smallest p-value that the paired test can give with so many units; 1 without any."""
+    """Return the smallest p-value of the exact McNemar test with so many pairs; 1 without any."""
     return min(1.0, 2.0 ** (1 - units))
 
 
 def pass_at_k(attempts: int, successes: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of ``k`` attempts succeeds.
+    """Return the unbiased estimate of the probability that at least one of ``k`` attempts succeeds.
 
     Args:
         attempts: Attempts that were played.
@@ -234,50 +311,38 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def student_quantile(confidence: float, degrees: int) -> float:
-    """The value below which the magnitude of Student's t lies with probability ``confidence``.
+def are_independent_successes(
+    values: Sequence[float], units: Sequence[Hashable] | None, limits: tuple[float, float] | None
+) -> bool:
+    """Return whether values are 1 or 0, nothing else is possible, and no two episodes (or pairs) share a unit."""
+    single = units is None or len(set(units)) == len(units)
+    return limits is not None and tuple(limits) == (0, 1) and single and all(value in (0, 1) for value in values)
+
+
+def within(values: Sequence[float], limits: tuple[float, float]) -> bool:
+    """Return whether values are in a range, up to the rounding of their sums."""
+    slack = 1e-6 * (limits[1] - limits[0])
+    return limits[0] - slack <= min(values) and max(values) <= limits[1] + slack
+
+
+def _weighted_means(sums: Any, counts: Any, ends: tuple[float, float], most: float) -> tuple[Any, Any]:
+    """Return sorted means over units and one more, at the low and at the high end, under random weights.
 
     Args:
-        confidence: In (0, 1).
-        degrees: Degrees of freedom, at least 1.
-
-    Source: Abramowitz and Stegun (1964), 26.7.3, 26.7.4 and, above 200 degrees, 26.7.5.
+        sums: Sum of the values of each unit.
+        counts: Number of its values.
+        ends: The sum of the added unit, at either end.
+        most: The number of its values.
     """
-    if degrees > 200:
-        z = _normal_quantile(confidence)
-        return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-    low, high = 0.0, math.pi / 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        if _student_within(middle, degrees) < confidence:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _student_within(angle: float, degrees: int) -> float:
-    """The probability of ``|t| < sqrt(degrees) * tan(angle)``."""
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = degrees % 2
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for power in range(1 if odd else 0, degrees - 1, 2):
-        total += term
-        term *= cosine * cosine * (power + 1) / (power + 2)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-
-def _exact_whole(sizes: Any, observed: int) -> float:
-    total = int(sizes.sum())
-    shares = np.zeros(total + 1)  # of the patterns, by the sum of the sizes with a positive sign
-    shares[0], reached = 1.0, 0
-    for size in sizes:
-        moved = shares[: reached + 1] / 2
-        shares[: reached + 1] = moved
-        shares[size : reached + size + 1] += moved
-        reached += int(size)
-    sums = 2 * np.arange(total + 1) - total
-    return min(1.0, float(shares[np.abs(sums) >= observed].sum()))
+    rng, number = np.random.default_rng(0), len(sums)
+    low, high, rows = np.empty(DRAWS), np.empty(DRAWS), max(1, _AT_ONCE // (number + 1))
+    for first in range(0, DRAWS, rows):
+        weights = rng.exponential(size=(min(rows, DRAWS - first), number + 1))  # over their sum, uniform on the simplex
+        drawn, added = weights[:, :-1], weights[:, -1]
+        total, weight = drawn @ sums, drawn @ counts + added * most
+        low[first : first + rows] = (total + added * ends[0]) / weight
+        high[first : first + rows] = (total + added * ends[1]) / weight
+    return np.sort(low), np.sort(high)
 
 
 def _unit_sums(values: Sequence[float], units: Sequence[Hashable] | None) -> tuple[Any, Any]:
@@ -300,7 +365,3 @@ def _variance_between(sums: Any, counts: Any) -> float:
     """Return the variance of the mean of all values, estimated from the differences between at least two units."""
     number, total = len(sums), float(counts.sum())
     return number / (number - 1) * float(np.sum((sums - float(sums.sum()) / total * counts) ** 2)) / total**2
-
-
-def _normal_quantile(confidence: float) -> float:
-    return NormalDist().inv_cdf((1 + confidence) / 2)

@@ -8,13 +8,10 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from agile_trainers.evaluation.results import EpisodeResults
-from agile_trainers.evaluation.statistics import (
-    bootstrap_interval,
-    effective_trials,
-    pass_at_k,
-    wilson_interval,
-)
+from agile_trainers.evaluation.failures import failed_value
+from agile_trainers.evaluation.results import EpisodeResults, reported_together
+from agile_trainers.evaluation.statistics import mean_interval, pass_at_k, refusal
+from agile_trainers.rollout.metrics import environments_with_success
 from agile_trainers.types import StopReason
 
 
@@ -23,27 +20,39 @@ class Estimate:
     """A mean over episodes, with its 95 % confidence interval."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    """Lower bound; None if the episodes allow no interval."""
+    high: float | None
+    """Upper bound."""
     episodes: int
     """Number of episodes that it is the mean of."""
+    refusal: str | None = None
+    """Reason for which there is no interval, as a sentence."""
 
 
 @dataclass(frozen=True)
 class PolicySummary:
-    """The results of one policy. Means are over the episodes whose environment did not fail."""
+    """The results of one policy.
+
+    Episodes whose environment failed count against it: as unsuccessful, and with the lowest return (see
+    :func:`~agile_trainers.evaluation.failures.failed_value`). Turns and tokens are means over the others.
+    """
 
     episodes: int
     """Number of episodes that were played."""
     failed: int
     """Number of those whose environment failed."""
+    unreported: int
+    """Number of episodes that report no success although others do; they count as unsuccessful."""
     units: int
-    """Number of independent units that the other episodes form; see :meth:`EpisodeStart.unit`."""
+    """Number of independent units that the episodes form; see :func:`~agile_trainers.evaluation.results.units_of`."""
+    information_differs: bool
+    """True in greedy play if equal games began with different information of ``reset`` (a seed, an id or the time in it)."""
     greedy: bool
     success: Estimate | None
-    """Share of successes with Wilson's interval, over the episodes that report it; None if none does."""
+    """Share of successes, with Wilson's interval if each episode is a unit; None if no episode reports it."""
     episode_return: Estimate | None
-    """Mean return with its bootstrap interval; None if every environment failed."""
+    """Mean return; None if every environment failed."""
     turns: float | None
     """Mean number of turns."""
     action_tokens: float | None
@@ -62,18 +71,25 @@ class PolicySummary:
 
 def summarize_policy(results: EpisodeResults) -> PolicySummary:
     """Summarize the episodes of one policy."""
-    sound = [index for index, row in enumerate(results.rows) if not StopReason(row["stop_reason"]).failed]
-    rows, units = [results.rows[index] for index in sound], [results.units[index] for index in sound]
-    reported = [index for index, row in enumerate(rows) if row["success"] is not None]
-    successes, of = [float(rows[index]["success"]) for index in reported], [units[index] for index in reported]
+    (results,) = reported_together([results])
+    rows = [row for row in results.rows if not StopReason(row["stop_reason"]).failed]
+    units, returns = results.units, results.values("return")
+    limits = results.limits("return")
+    lowest = failed_value([one for one in returns if one is not None], limits)
+    # Of several environments, one may report success and another not.
+    reporting = environments_with_success(results.rows)
+    counted = [index for index, row in enumerate(results.rows) if row["environment"] in reporting]
+    successes = [results.values("success")[index] or 0.0 for index in counted]
     reasons = [row["stop_reason"] for row in results.rows]
     return PolicySummary(
         episodes=len(results.rows),
-        failed=len(results.rows) - len(sound),
+        failed=len(results.rows) - len(rows),
+        unreported=sum(not row.get("success_reported", True) for row in rows),
         units=len(set(units)),
+        information_differs=results.greedy and _differing(results),
         greedy=results.greedy,
-        success=_share(successes, of),
-        episode_return=_mean([row["return"] for row in rows], units),
+        success=_mean(successes, [units[index] for index in counted]),
+        episode_return=_mean([lowest if one is None else one for one in returns], units, limits) if rows else None,
         turns=fmean(row["turns"] for row in rows) if rows else None,
         action_tokens=fmean(row["action_tokens"] for row in rows) if rows else None,
         stop_reasons={name: reasons.count(name) for name in sorted(set(reasons), key=lambda one: -reasons.count(one))},
@@ -81,32 +97,40 @@ def summarize_policy(results: EpisodeResults) -> PolicySummary:
     )
 
 
-def _share(successes: Sequence[float], units: Sequence[Hashable]) -> Estimate | None:
-    if not successes:
+def _differing(results: EpisodeResults) -> bool:
+    """Return True if equal prompts began with different information."""
+    seen: dict[Hashable, set[str]] = defaultdict(set)
+    for start in results.starts:
+        seen[start.environment, start.prompt].add(start.information)
+    return any(len(found) > 1 for found in seen.values())
+
+
+def _mean(
+    values: Sequence[float], units: Sequence[Hashable], limits: tuple[float, float] | None = (0.0, 1.0)
+) -> Estimate | None:
+    if not values:
         return None
-    share, trials = fmean(successes), effective_trials(successes, units)
-    return Estimate(share, *wilson_interval(share * trials, trials), len(successes))
-
-
-def _mean(values: Sequence[float], units: Sequence[Hashable]) -> Estimate | None:
-    return Estimate(fmean(values), *bootstrap_interval(values, units), len(values)) if values else None
+    low, high = mean_interval(values, units, limits) or (None, None)
+    return Estimate(fmean(values), low, high, len(values), refusal(values, units, limits))
 
 
 def _pass_at_k(results: EpisodeResults) -> dict[int, Estimate]:
-    """Estimate pass@k over the starts whose attempts all report success or failure."""
-    attempts: dict[Hashable, list[bool | None]] = defaultdict(list)
+    """Estimate pass@k over the starts; an attempt whose environment failed is no success."""
+    reporting = environments_with_success(results.rows)
+    attempts: dict[Hashable, list[bool]] = defaultdict(list)
     units: dict[Hashable, Hashable] = {}
     for start, row, unit in zip(results.starts, results.rows, results.units, strict=True):
-        key = (start.environment, start.seed, start.row)
-        attempts[key].append(row["success"])
-        units[key] = unit
-    counted = {key: [bool(one) for one in played] for key, played in attempts.items() if None not in played}
-    most = max(map(len, counted.values()), default=1)
+        if start.environment in reporting:
+            attempts[start.key].append(bool(row["success"]))
+            units[start.key] = unit
+    most = max(map(len, attempts.values()), default=1)
     if most == 1:
         return {}
     estimates = {}
     for k in sorted({1, most, *(2**power for power in range(most.bit_length()) if 2**power <= most)}):
-        keys = [key for key, played in counted.items() if len(played) >= k]
-        values = [pass_at_k(len(counted[key]), sum(counted[key]), k) for key in keys]
-        estimates[k] = Estimate(fmean(values), *bootstrap_interval(values, [units[key] for key in keys]), len(values))
+        keys = [key for key, played in attempts.items() if len(played) >= k]
+        values = [pass_at_k(len(attempts[key]), sum(attempts[key]), k) for key in keys]
+        estimate = _mean(values, [units[key] for key in keys])
+        assert estimate is not None
+        estimates[k] = estimate
     return estimates

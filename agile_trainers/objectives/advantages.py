@@ -24,8 +24,6 @@ class GroupAdvantages:
 
     advantages: torch.Tensor
     """(B, K), 0 where no turn happened and on failed episodes."""
-    groups_without_signal: float
-    """Share of groups in which every advantage is 0, because of equal rewards or too few members."""
     uncompared_turns: float
     """Share of turns with nothing to compare: no other member of the group reached the turn or, with anchors, the state."""
 
@@ -42,8 +40,8 @@ class _Comparison:
 
     def advantages(
         self, scale: Scale, baseline: Baseline, batch: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute advantages (0 outside the mask), and masks of values that are alone in their set and that have a signal.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute advantages (0 outside the mask), and the mask of values that are alone in their set.
 
         ``batch`` holds the values whose deviation ``scale="batch"`` divides by. Default: the compared values.
         """
@@ -51,9 +49,9 @@ class _Comparison:
         mean = self._total(self.values) / count.clamp(min=1)
         centred = self.values - mean
         std = (self._total(centred**2) / (count - 1).clamp(min=1)).sqrt()
-        # Rounding gives equal rewards a tiny spread instead of 0, which must not be scaled up to a signal.
-        signal = self.mask & (count >= 2) & (std > 1e-6 * mean.abs().clamp(min=1.0))
-        centred = torch.where(signal, centred, 0.0)
+        # Rounding gives equal rewards a tiny spread instead of 0, which must not be scaled up.
+        differ = self.mask & (count >= 2) & (std > 1e-6 * mean.abs().clamp(min=1.0))
+        centred = torch.where(differ, centred, 0.0)
         if baseline == "leave_one_out":
             centred = centred * count / (count - 1).clamp(min=1)
         if scale == "group":
@@ -62,8 +60,8 @@ class _Comparison:
             batch = self.values[self.mask] if batch is None else batch
             centred = centred / ((batch.std() if batch.numel() > 1 else 0.0) + STD_EPSILON)
         elif scale == "mean":
-            centred = torch.where(signal, centred / mean, 0.0)
-        return centred, self.mask & (count < 2), signal
+            centred = torch.where(differ, centred / mean, 0.0)
+        return centred, self.mask & (count < 2)
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of each value's set, at each of its values."""
@@ -131,10 +129,10 @@ def group_advantages(
         )
     groups = (torch.arange(len(rewards), device=rewards.device) // group_size)[:, None].expand_as(rewards)
     episodes = _Comparison(rewards.sum(dim=1), groups[:, 0], ~failed)
-    whole, uncompared, signal = episodes.advantages(scale, baseline)
+    whole, uncompared = episodes.advantages(scale, baseline)
     whole = whole[:, None] * valid
     if granularity == "trajectory":
-        return _result(whole, uncompared, ~failed, signal, group_size)
+        return _result(whole, uncompared, ~failed)
 
     values = discounted_returns(rewards, valid, gamma) if turn_credit == "return" else rewards
     indices = torch.arange(rewards.size(1), device=rewards.device).expand_as(groups)
@@ -145,16 +143,14 @@ def group_advantages(
         # A state without a name equals no other.
         compared, keys = valid & (anchors != 0), anchors
     sets = torch.stack([groups, keys], dim=-1).view(-1, 2).unique(dim=0, return_inverse=True)[1].view(keys.shape)
-    advantages, uncompared, turn_signal = _Comparison(values, sets, compared).advantages(scale, baseline)
+    advantages, uncompared = _Comparison(values, sets, compared).advantages(scale, baseline)
     uncompared |= valid & ~compared
-    signal_of_turns = turn_signal.any(dim=1)
     if granularity == "anchor":
-        advantages, signal_of_turns = whole + anchor_weight * advantages, signal | signal_of_turns
+        advantages = whole + anchor_weight * advantages
     elif trajectory_fallback and uncompared.any():
-        against_episodes, heard = _against_episodes(values, valid, uncompared, ~failed, group_size, scale, baseline)
+        against_episodes = _against_episodes(values, valid, uncompared, ~failed, group_size, scale, baseline)
         advantages = torch.where(uncompared, against_episodes, advantages)
-        signal_of_turns |= heard.any(dim=1)
-    return _result(advantages, uncompared, valid, signal_of_turns, group_size)
+    return _result(advantages, uncompared, valid)
 
 
 def _against_episodes(
@@ -165,8 +161,8 @@ def _against_episodes(
     group_size: int,
     scale: Scale,
     baseline: Baseline,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute advantages (B, K) of uncompared turns against the other members' returns from turn 0, and their signal mask.
+) -> torch.Tensor:
+    """Compute advantages (B, K) of uncompared turns against the other members' returns from turn 0.
 
     ``members`` (B,) is True for episodes that count.
     """
@@ -178,18 +174,45 @@ def _against_episodes(
         torch.arange(len(rows), device=rows.device)[:, None].expand_as(group),
         members[group],
     )
-    compared, _, heard = comparison.advantages(scale, baseline, returns[valid])
-    advantages, signal = torch.zeros_like(returns), torch.zeros_like(uncompared)
-    advantages[rows, turns], signal[rows, turns] = compared[own], heard[own]
-    return advantages, signal
+    compared, _ = comparison.advantages(scale, baseline, returns[valid])
+    advantages = torch.zeros_like(returns)
+    advantages[rows, turns] = compared[own]
+    return advantages
 
 
-def _result(
-    advantages: torch.Tensor, uncompared: torch.Tensor, valid: torch.Tensor, signal: torch.Tensor, group_size: int
-) -> GroupAdvantages:
-    silent = ~signal.view(-1, group_size).any(dim=1)
+def _result(advantages: torch.Tensor, uncompared: torch.Tensor, valid: torch.Tensor) -> GroupAdvantages:
     share = uncompared.sum() / valid.sum().clamp(min=1)
-    return GroupAdvantages(advantages.float(), silent.double().mean().item(), share.item())
+    return GroupAdvantages(advantages.float(), share.item())
+
+
+def with_advantage(advantages: torch.Tensor, mask: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return which episodes have an advantage. Everything that leaves out, replaces or counts zero-advantage episodes and
+    groups goes by this function.
+
+    Args:
+        advantages: (B, K).
+        mask: (B, K) bool, turns that count.
+        eps: Largest absolute advantage of a turn that counts as none.
+
+    Returns:
+        (B,) bool, True where the advantage of any turn is larger.
+    """
+    return ((advantages.abs() > eps) & mask).any(dim=1)
+
+
+def zero_advantage_groups(advantages: torch.Tensor, mask: torch.Tensor, eps: float, group_size: int) -> torch.Tensor:
+    """Return which groups have no episode with an advantage.
+
+    Args:
+        advantages: (B, K); rows ``i * group_size`` to ``(i + 1) * group_size`` are one group.
+        mask: (B, K) bool, turns that count.
+        eps: Largest absolute advantage of a turn that counts as none.
+        group_size: Members of a group.
+
+    Returns:
+        (groups,) bool.
+    """
+    return ~with_advantage(advantages, mask, eps).view(-1, group_size).any(dim=1)
 
 
 def whiten_each(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from agile_trainers.adapters.roles import wrap_checkpointing
@@ -110,6 +111,9 @@ def _attend(
     if dropout or refused or attention_mask is not None:
         raise NotImplementedError(f"{type(module).__name__} attends with {', '.join(refused) or 'dropout or a mask'}.")
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    if torch.is_autocast_enabled(query.device.type):  # as torch does for its own attention: norms give queries in fp32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.device.type == "cpu":
         output = trie_attention(query, key, value, plan.trie, scale)
     else:
@@ -176,7 +180,12 @@ def trie_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trie: Trie
     Returns:
         (1, heads, N, E).
     """
-    return _TrieAttention.apply(q, k, v, trie, scale)
+    size = v.size(-1)
+    if size != q.size(-1):  # the kernel takes one size: zeros add nothing to scores, and columns of zeros to the output
+        width = max(size, q.size(-1))
+        q, k, v = (pad(x, (0, width - x.size(-1))) for x in (q, k, v))
+    output: torch.Tensor = _TrieAttention.apply(q, k, v, trie, scale)
+    return output[..., :size]
 
 
 class _TrieAttention(torch.autograd.Function):

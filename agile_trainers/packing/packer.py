@@ -16,7 +16,7 @@ from agile_trainers.packing.cost import Cost, rounding_bound
 from agile_trainers.packing.forward import Forward, PackedForward, ValueReading
 from agile_trainers.packing.support import adds_virtual_tokens, longest_packed, why_padded
 from agile_trainers.packing.trie import Trie, build_trie, shared_prefixes
-from agile_trainers.train_batch import Batch, order_by_length, read_inputs
+from agile_trainers.train_batch import READ, Batch, order_by_length, read_inputs
 
 logger = logging.get_logger(__name__)
 
@@ -68,9 +68,10 @@ class Packer:
         if reason is not None and mode == "auto":
             logger.warning("Rows stay padded: %s.", reason)
         self._packs = mode != "none" and reason is None
-        multiple = BLOCK if compiled or bases[0].device.type != "cpu" else 1
+        self.multiple = BLOCK if compiled or bases[0].device.type != "cpu" else 1
+        """The tokens of a packed pass are padded to a multiple of it."""
         self._forwards = {
-            id(base): PackedForward(base, selects=not adds_virtual_tokens(model), multiple=multiple)
+            id(base): PackedForward(base, selects=not adds_virtual_tokens(model), multiple=self.multiple)
             for model, base in zip(models, bases, strict=True)
         }
         if self._packs:
@@ -113,6 +114,14 @@ class Packer:
             return None
         order, lengths, shared = shared_prefixes(ids, mask)
         return order.to(ids.device), lengths, shared
+
+    def pays(self, part: Batch, rows: torch.Tensor) -> bool:
+        """Return whether a pass of some rows (R,) of a batch is packed, whichever of their tokens it reads."""
+        inputs = read_inputs({name: part[name][rows.to(part[name].device)] for name in READ})
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        # The pass has no columns that are padding in all of its rows.
+        columns = mask.any(dim=0)
+        return self._pays(mask[:, columns], build_trie(ids, mask))
 
     def arranged(self, part: Batch) -> torch.Tensor:
         """Return an order (B,) of rows in which those that a pass should read together are neighbours."""

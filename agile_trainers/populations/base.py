@@ -40,11 +40,16 @@ class SharedBase:
             base = base.to(args.device)
         self._base: PreTrainedModel = base
 
-    def lend(self) -> PreTrainedModel | OnBase:
-        """Return what a trainer takes as ``model``: new modules on the memory of the base."""
+    def lend(self, adapters: SavedAdapters | None = None) -> PreTrainedModel | OnBase:
+        """Return what a trainer takes as ``model``: new modules on the memory of the base.
+
+        Args:
+            adapters: A saved policy to put on it. Default: the adapter that all members start from, if any.
+        """
         memo: dict[int, Any] = {id(one): _sharing(one) for one in self._base.parameters()}
         base = copy.deepcopy(self._base, memo)
-        return base if self.adapters is None else OnBase(self.adapters, base)
+        adapters = adapters or self.adapters
+        return base if adapters is None else OnBase(adapters, base)
 
     @property
     def bytes(self) -> int:

@@ -6,19 +6,23 @@ import re
 import shutil
 from pathlib import Path
 
-from agile_trainers.checkpoints.output_lock import LOCK
+from agile_trainers.adapters import CRITIC, REFERENCE
+from agile_trainers.checkpoints.disclosure import ADAPTER_FILES, CARD, CURVE, MODEL_FILES, TOKENIZER_FILES, matching
 from agile_trainers.populations.lineage import FILE, Lineage, LineageEvent
 from agile_trainers.populations.picture import PICTURE, write_picture
 
+_VOCABULARY = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
+"""Vocabularies of tokenizers that are not in ``tokenizer.json``."""
+
 
 def copy_policy(source: Path, folder: Path) -> None:
-    """Copy a policy with its tokenizer, card, critic and reference, but no checkpoint, to an empty or new folder."""
+    """Copy a policy with its tokenizer, card, critic and reference, and nothing else, to an empty or new folder."""
+    further = [f"{name}/{file}" for name in (REFERENCE, CRITIC) for file in (*ADAPTER_FILES, CARD)]
+    patterns = (*MODEL_FILES, *TOKENIZER_FILES, *_VOCABULARY, CARD, CURVE, *further)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in source.iterdir():
-        if path.is_dir() and (path / "adapter_config.json").is_file() and not path.name.startswith("checkpoint-"):
-            shutil.copytree(path, folder / path.name)
-        elif path.is_file() and path.name not in (LOCK, "training_args.bin"):
-            shutil.copy2(path, folder / path.name)
+    for path in matching(source, patterns):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / path, folder / path)
 
 
 def export_policy(
@@ -38,7 +42,7 @@ def export_policy(
         The folder.
     """
     copy_policy(source, folder)
-    lineage.write(folder)
+    lineage.public().write(folder)
     write_picture(lineage, folder)
     card = folder / "README.md"
     if card.is_file():  # a member's card may be deleted
@@ -56,9 +60,17 @@ def _section(lineage: Lineage, trained: LineageEvent) -> str:
     place = f"member {trained.member}"
     if trained == lineage.winner:
         place = f"the best policy (of member {trained.member})"
+    held_out = lineage.held_out
+    chosen = f" over {settings['num_eval_episodes']} evaluation episodes"
+    replayed = ""
+    if held_out is not None and held_out.fitness is not None and trained == lineage.winner:
+        chosen += ", by which it was chosen,"
+        own = "" if held_out.standard_error is None else f" ± {held_out.standard_error:.3f}"
+        shown = f"{held_out.fitness:.3f}{own}"
+        replayed = f" On {held_out.episodes} held-out episodes, by which nothing was chosen, it is {shown}."
     return (
         f"## Population\n\nThis is {place} of a population of {settings['members']} (strategy "
-        f"`{settings['strategy']['name']}`). Its fitness, `{settings['fitness']}` over {settings['num_eval_episodes']} "
-        f"evaluation episodes, is {trained.fitness:.3f}{error} after {trained.steps} updates. [{FILE}]({FILE}) lists what "
-        f"happened to each member.\n\n![Fitness of the members by update, and their hyperparameters]({PICTURE})\n"
+        f"`{settings['strategy']['name']}`). Its fitness, `{settings['fitness']}`{chosen} is "
+        f"{trained.fitness:.3f}{error} after {trained.steps} updates.{replayed} [{FILE}]({FILE}) lists what happened "
+        f"to each member.\n\n![Fitness of the members by update, and their hyperparameters]({PICTURE})\n"
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from agile_trainers.evaluation.failures import failed_value
 from agile_trainers.evaluation.statistics import standard_error
 
 TIE = 2.0
@@ -34,35 +34,42 @@ class Score:
     """The fitness of one member in one round."""
 
     member: int
-    values: tuple[float | None, ...]
-    """One per evaluation episode, the same episodes for all members; None where the environment failed."""
+    values: tuple[float, ...]
+    """One per evaluation episode, the same episodes for all members; failed ones as :func:`with_failures` counts them."""
     units: tuple[int, ...]
     """The unit of each episode; episodes of one unit depend on each other."""
     hyperparameters: dict[str, float]
 
     @property
     def mean(self) -> float:
-        """The fitness; NaN without a sound episode."""
-        kept = [value for value in self.values if value is not None]
-        return fmean(kept) if kept else math.nan
+        """The fitness."""
+        return fmean(self.values)
 
     @property
     def standard_error(self) -> float:
         """Its standard error, over units."""
-        return _error(self.values, self.units)
+        return standard_error(self.values, self.units)
 
     def minus(self, other: Score) -> Difference:
-        """Compare with another member on the episodes that are sound for both."""
-        pairs = [None if a is None or b is None else a - b for a, b in zip(self.values, other.values, strict=True)]
-        kept = [pair for pair in pairs if pair is not None]
-        return Difference(fmean(kept) if kept else math.nan, _error(pairs, self.units))
+        """Compare with another member, episode by episode."""
+        pairs = [a - b for a, b in zip(self.values, other.values, strict=True)]
+        # In greedy play the same game for one member may be several for another.
+        units = list(zip(self.units, other.units, strict=True))
+        return Difference(fmean(pairs), standard_error(pairs, units))
+
+
+def with_failures(values: Sequence[Sequence[float | None]], lowest: float | None) -> list[tuple[float, ...]]:
+    """Count failed episodes against the members: with the lowest value that any of them could have had.
+
+    Args:
+        values: Of each member, the fitness of each evaluation episode; None where the environment failed.
+        lowest: The lowest possible value. None if it is not known: the lowest of all members' values and 0.
+    """
+    known = [value for member in values for value in member if value is not None]
+    failed = failed_value(known, None if lowest is None else (lowest, lowest))
+    return [tuple(failed if value is None else value for value in member) for member in values]
 
 
 def ranked(scores: Sequence[Score]) -> list[Score]:
     """Sort by fitness, the best first; equal ones by their number."""
     return sorted(scores, key=lambda score: (-score.mean, score.member))
-
-
-def _error(values: Sequence[float | None], units: Sequence[int]) -> float:
-    kept = [(value, unit) for value, unit in zip(values, units, strict=True) if value is not None]
-    return standard_error([value for value, _ in kept], [unit for _, unit in kept])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,10 @@ class LineageEvent:
     """The mean over the evaluation episodes, which are the same for all members, with ``trained``."""
     standard_error: float | None = None
     """The standard error of the fitness; None with fewer than two independent episodes."""
+    failed_episodes: int = 0
+    """Evaluation episodes whose environment failed; they count in the fitness, with ``trained``."""
+    unreported_episodes: int = 0
+    """Evaluation episodes that report no success although others do; they count as unsuccessful, with ``trained``."""
     seconds: float = 0.0
     """Seconds of training and evaluation, with ``trained`` and ``failed``."""
     reason: str = ""
@@ -63,6 +67,24 @@ class Round:
     """Planned number of rounds."""
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """The best policy of all rounds, on episodes that no member was evaluated on."""
+
+    member: int
+    """Its member."""
+    round: int
+    """The round that it is of."""
+    fitness: float | None
+    """The mean over the episodes; None if all failed."""
+    standard_error: float | None
+    """The standard error of the fitness; None with fewer than two independent episodes."""
+    episodes: int
+    """Number of episodes."""
+    failed_episodes: int
+    """Number of those whose environment failed."""
+
+
 @dataclass
 class Lineage:
     """The events of a population, in order, and its settings."""
@@ -78,6 +100,8 @@ class Lineage:
     """True if the search is over."""
     best: int | None = None
     """The best member of the last round."""
+    held_out: HeldOut | None = None
+    """The winner on episodes by which nobody was chosen; None before the end."""
 
     @property
     def winner(self) -> LineageEvent | None:
@@ -103,6 +127,12 @@ class Lineage:
             return own
         return [event for event in self.course(born.parent) if event.round <= born.round] + own
 
+    def public(self) -> Lineage:
+        """Return what may leave the machine: of a failed member's error its type, and hyperparameters that are options."""
+        events = [replace(event, reason=event.reason.partition(":")[0]) if event.event == "failed" else event
+                  for event in self.events]  # fmt: skip
+        return replace(self, events=events)
+
     def write(self, folder: Path) -> None:
         """Write ``lineage.json`` atomically."""
         write_json(folder / FILE, asdict(self))
@@ -119,6 +149,8 @@ class Lineage:
             LineageEvent(**{**one, "changes": {name: (a, b) for name, (a, b) in one["changes"].items()}})
             for one in content.pop("events")
         ]
+        held_out = content.pop("held_out", None)
+        content["held_out"] = None if held_out is None else HeldOut(**held_out)
         content["member_bytes"] = {int(member): size for member, size in content["member_bytes"].items()}
         return cls(events=events, **content)
 

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from agile_trainers.evaluation.results import EpisodeResults, evaluation_episode
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.generators.base import Generator
-from agile_trainers.rollout.seeds import preserved_random_state
+from agile_trainers.rollout.seeds import HELD_OUT, SELECTION, preserved_random_state
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.sampling.served_policy import SavedAdapter
 from agile_trainers.trainers.evaluation_data import rows_of
@@ -57,6 +57,17 @@ class Result:
     """Bytes that the member adds to the base."""
     failed: str = ""
     """The error that ended the round."""
+    reported: bool = True
+    """False if the fitness is the success and no episode reported it."""
+    unreported: int = 0
+    """Number of evaluation episodes that report no success although others do."""
+    lowest: float | None = None
+    """The lowest possible fitness of an episode, if it is known."""
+
+    @property
+    def failed_episodes(self) -> int:
+        """Number of evaluation episodes whose environment failed."""
+        return self.values.count(None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
@@ -117,6 +128,27 @@ class Rounds:
         for name in ("processing_class", "peft_config"):
             arguments[name] = copy.deepcopy(arguments.get(name))  # a trainer changes them
         return self._trainer(model=self._base.lend(), args=copy.copy(args), **arguments)
+
+    def replay(self, folder: Path, args: Any, evaluation: Any) -> EpisodeResults:
+        """Play held-out episodes, by which nobody was chosen, with a saved policy.
+
+        Args:
+            folder: The policy's.
+            args: Configuration of the member that it is of.
+            evaluation: Configuration of the evaluation.
+        """
+        saved = find_adapters(str(folder))
+        assert saved is not None
+        arguments = {**self._arguments, "peft_config": None}
+        arguments["processing_class"] = copy.deepcopy(arguments.get("processing_class"))
+        trainer = self._trainer(model=self._base.lend(saved), args=copy.copy(args), **arguments)
+        try:
+            if trainer.sampler.vllm is None:
+                return evaluate_trainer(trainer, evaluation, HELD_OUT)
+            return evaluate_adapters(trainer, [saved_adapter(folder)], evaluation, HELD_OUT)[0]
+        finally:
+            del trainer
+            _let_go()
 
     def run(self, assignments: Sequence[Assignment], evaluation: Any) -> Iterator[Result]:
         """Train and evaluate members. An error of its own ends a member's round, not the population.
@@ -205,6 +237,9 @@ class _Round:
             with self.own_part():
                 values = fitness_values(self.results, fitness)
         sound = [value for value in values if value is not None]
+        if not self.failed and values and not sound:
+            error = next((one.error for one in self.results.trajectories if one.error), "") if self.results else ""
+            self.failed = f"All {len(values)} evaluation episodes failed in the environment: {error}"
         if not self.failed and not (sound and all(map(math.isfinite, sound))):
             self.failed = "The fitness is not a finite number."
         of, failed = self.assignment, bool(self.failed)
@@ -214,11 +249,22 @@ class _Round:
             0 if failed else self.steps,
             of.episodes,
             values,
-            [] if self.results is None else _numbered(self.results.units),
+            [] if self.results is None else numbered(self.results.units),
             self.seconds,
             0 if failed else self.bytes,
             self.failed,
+            fitness != "success"
+            or self.results is None
+            or any(row["success"] is not None for row in self.results.rows),
+            0 if self.results is None else sum(not row.get("success_reported", True) for row in self.results.rows),
+            _lowest(self.results, fitness),
         )
+
+
+def _lowest(results: EpisodeResults | None, fitness: Fitness) -> float | None:
+    """Return the lowest possible fitness of an episode, if it is known."""
+    limits = results.limits(fitness) if results is not None and isinstance(fitness, str) else None
+    return None if limits is None else limits[0]
 
 
 class _EndOfRound(TrainerCallback):
@@ -236,19 +282,20 @@ class _EndOfRound(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def evaluate_trainer(trainer: MultiTurnTrainer, evaluation: Any) -> EpisodeResults:
+def evaluate_trainer(trainer: MultiTurnTrainer, evaluation: Any, domain: int = SELECTION) -> EpisodeResults:
     """Play the evaluation episodes of a population with a member's policy, through its trainer's own sampler.
 
     Args:
         trainer: The member's.
         evaluation: Configuration with the seed, number and sampling of the episodes, the same for all members.
+        domain: What the episodes are for: ``SELECTION`` or ``HELD_OUT``.
     """
     generator = trainer.sampler.generator(settings=sampling_settings(evaluation, not evaluation.eval_greedy))
-    return _play(trainer, _episodes(trainer, evaluation), generator)
+    return _play(trainer, _episodes(trainer, evaluation, domain), generator)
 
 
 def evaluate_adapters(
-    trainer: MultiTurnTrainer, adapters: Sequence[SavedAdapter], evaluation: Any
+    trainer: MultiTurnTrainer, adapters: Sequence[SavedAdapter], evaluation: Any, domain: int = SELECTION
 ) -> list[EpisodeResults]:
     """Play the evaluation episodes of a population with several members' policies, in one batch on vLLM.
 
@@ -256,26 +303,32 @@ def evaluate_adapters(
         trainer: One with ``use_vllm``; its own policy does not matter.
         adapters: The policies, at most as many as its engine serves at the same time.
         evaluation: As for :func:`evaluate_trainer`.
+        domain: As for :func:`evaluate_trainer`.
 
     Returns:
         The results of each policy.
     """
-    specs = _episodes(trainer, evaluation)
+    specs = _episodes(trainer, evaluation, domain)
     number, settings = len(specs), sampling_settings(evaluation, not evaluation.eval_greedy)
     generator = trainer.sampler.generator_of_several(adapters, lambda episode: episode // number, settings)
     played = _play(trainer, specs * len(adapters), generator)
     parts = (slice(start, start + number) for start in range(0, len(played.rows), number))
     return [
-        EpisodeResults(
-            specs, played.trajectories[part], list(range(number)), played.rows[part], played.starts[part], played.greedy
+        replace(
+            played,
+            specs=specs,
+            trajectories=played.trajectories[part],
+            places=list(range(number)),
+            rows=played.rows[part],
+            starts=played.starts[part],
         )
         for part in parts
     ]
 
 
-def _episodes(trainer: MultiTurnTrainer, evaluation: Any) -> list[EpisodeSpec]:
-    rows = rows_of(trainer.setup.eval_rows, None)
-    return evaluation_episodes(evaluation.seed, evaluation.num_eval_episodes, rows, trainer.setup.mixture)
+def _episodes(trainer: MultiTurnTrainer, evaluation: Any, domain: int) -> list[EpisodeSpec]:
+    rows, number = rows_of(trainer.setup.eval_rows, None), evaluation.num_eval_episodes
+    return evaluation_episodes(evaluation.seed, number, rows, trainer.setup.mixture, domain=domain)
 
 
 def _play(
@@ -284,7 +337,8 @@ def _play(
     assert trainer.engine is not None
     try:
         with preserved_random_state():
-            return play_evaluation(trainer.engine, generator, specs, rank=0, world_size=1)
+            played = play_evaluation(trainer.engine, generator, specs, rank=0, world_size=1)
+            return replace(played, greedy=bool(trainer.args.eval_greedy))
     finally:
         trainer.engine.pool.close()
 
@@ -305,14 +359,11 @@ def saved_adapter(folder: Path) -> SavedAdapter:
 
 
 def fitness_values(results: EpisodeResults, fitness: Fitness) -> list[float | None]:
-    """Return the fitness of each episode; None where the environment failed.
+    """Return the fitness of each episode; None where the environment failed. Success that is not reported is 0.
 
     Args:
         results: Of an evaluation in one process.
         fitness: See :data:`Fitness`.
-
-    Raises:
-        ValueError: With ``success``, if the environment does not report it.
     """
     values: list[float | None] = []
     for row, trajectory in zip(results.rows, results.trajectories, strict=True):
@@ -320,12 +371,7 @@ def fitness_values(results: EpisodeResults, fitness: Fitness) -> list[float | No
             values.append(None)
             continue
         value = row[fitness] if isinstance(fitness, str) else fitness(trajectory)
-        if value is None:
-            raise ValueError(
-                f"fitness={fitness!r}: the environment reports no {fitness} (in the information of the last step). "
-                "Use fitness='return', or a function of the episode."
-            )
-        values.append(float(value))
+        values.append(float(value or 0.0))
     return values
 
 
@@ -336,7 +382,8 @@ def forget_checkpoints(folder: Path, before: int | None) -> None:
             shutil.rmtree(checkpoint)
 
 
-def _numbered(units: Sequence[Any]) -> list[int]:
+def numbered(units: Sequence[Any]) -> list[int]:
+    """Return units as numbers, in the order of their first episode."""
     places: dict[Any, int] = {}
     return [places.setdefault(unit, len(places)) for unit in units]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, is_dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,22 @@ from transformers.utils import logging
 from agile_trainers.adapters import find_adapters
 from agile_trainers.adapters.folders import lora_settings, read_json, write_json
 from agile_trainers.adapters.initialization import changes_base
+from agile_trainers.checkpoints.disclosure import (
+    check_public,
+    differences,
+    flat_environment,
+    note_private,
+    public_arguments,
+    public_options,
+    withheld_values,
+)
 from agile_trainers.checkpoints.hub import push_written
 from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import recorded_options
-from agile_trainers.checkpoints.secrets import blanked
-from agile_trainers.envs.registry import describe_environment
+from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.export import copy_policy, export_policy
-from agile_trainers.populations.fitness import Score, ranked
+from agile_trainers.populations.fitness import Score, ranked, with_failures
 from agile_trainers.populations.hyperparameters import (
     HyperparameterConfig,
     Values,
@@ -32,8 +43,16 @@ from agile_trainers.populations.hyperparameters import (
     search_space,
     with_values,
 )
-from agile_trainers.populations.lineage import EventKind, Lineage, LineageEvent, Round, finite
-from agile_trainers.populations.members import Assignment, Fitness, Result, Rounds, forget_checkpoints
+from agile_trainers.populations.lineage import EventKind, HeldOut, Lineage, LineageEvent, Round, finite
+from agile_trainers.populations.members import (
+    Assignment,
+    Fitness,
+    Result,
+    Rounds,
+    fitness_values,
+    forget_checkpoints,
+    numbered,
+)
 from agile_trainers.populations.processes import Processes, check_alone
 from agile_trainers.populations.schedule import Schedule
 from agile_trainers.populations.selection import Strategy, Successor, strategy_of
@@ -49,6 +68,12 @@ logger = logging.get_logger(__name__)
 BEST = "best"
 """Folder of the best policy of all rounds so far, in a population's."""
 _SETTINGS = "population.json"
+_STREAMED = 1000
+"""Rows of a streamed data set that tell it from another."""
+_BY_VALUE = ("environment_arguments", "options", "data")
+"""Settings whose values may be withheld."""
+_APART = (*_BY_VALUE, "max_hours")
+"""Settings that are compared on their own, or that may change."""
 _MAX_ADAPTERS = 8
 """Most members whose policies a vLLM engine samples in one batch."""
 _OWN_LOGS = ("none", "tensorboard")
@@ -151,7 +176,10 @@ class Population:
             "reward_funcs": reward_funcs, "processing_class": processing_class, "peft_config": peft_config,
         }  # fmt: skip
         self._loaded: SharedBase | None = None
-        self.lineage = Lineage(self._settings(hyperparameters))
+        self._reported = False
+        check_public(args.public_values, environment, vars(args))
+        self._hyperparameters = hyperparameters
+        self.lineage = Lineage(self._settings())
         """The events so far; :meth:`run` fills it."""
 
     # ---------------------------------------------------------------------------------------------------------- run
@@ -191,12 +219,10 @@ class Population:
                 number += 1
                 assignments = [self._assignment(one, number, start, end) for one in living]
                 results, replayed = self._play(assignments)
+                results = self._with_reports(results)
                 episodes += sum(one.episodes for one in results)
                 seconds += sum(one.seconds for one in results)
-                scores = [
-                    Score(one.number, tuple(result.values), tuple(result.units), one.hyperparameters)
-                    for one, result in zip(living, results) if not result.failed
-                ]  # fmt: skip
+                scores = _scores(living, results)
                 trained = self._trained(living, results, scores, end)
                 lineage.events += trained
                 lineage.member_bytes |= {result.member: result.bytes for result in results if not result.failed}
@@ -221,9 +247,40 @@ class Population:
                     planned = len(self._schedule.ends)
                     on_round(Round(number, trained, decided, episodes, seconds, replayed, planned))
                 start = end
+            lineage.held_out = self._replay_winner()
             lineage.finished = True
             self._write()
         return lineage
+
+    def _with_reports(self, results: list[Result]) -> list[Result]:
+        """Fail all members if the fitness is the success, and no episode of any member has ever reported it."""
+        self._reported = self._reported or any(one.reported for one in results if not one.failed)
+        if self._reported:
+            return results
+        reason = (
+            f"fitness={self._fitness!r}: the environment reports no success (in the information of the last step). Use "
+            "fitness='return', or a function of the episode."
+        )
+        return [one if one.failed else replace(one, failed=reason) for one in results]
+
+    def _replay_winner(self) -> HeldOut | None:
+        """Play the winner's policy on episodes by which nobody was chosen; read them if that was done before."""
+        winner, file = self.lineage.winner, self.output_dir / "rounds" / "held_out.json"
+        if winner is None:
+            return None
+        if self._processes.is_main and not file.is_file():
+            rounds = Rounds(self.base, self._trainer, self._arguments, self._fitness)
+            args = self._configured(winner.member, winner.hyperparameters)
+            results = rounds.replay(self.output_dir / BEST, args, self._args)
+            values = fitness_values(results, self._fitness)
+            limits = results.limits(self._fitness) if isinstance(self._fitness, str) else None
+            (counted,) = with_failures([values], None if limits is None else limits[0])
+            score = Score(winner.member, counted, tuple(numbered(results.units)), winner.hyperparameters)
+            failed, every = values.count(None), len(values)
+            mean, error = (None, None) if failed == every else (score.mean, finite(score.standard_error))
+            write_json(file, asdict(HeldOut(winner.member, winner.round, mean, error, every, failed)))
+        self._processes.wait_for([file])
+        return HeldOut(**read_json(file))
 
     @property
     def base(self) -> SharedBase:
@@ -239,12 +296,22 @@ class Population:
             lock.enter_context(locked(self.output_dir))
             if not file.is_file():
                 write_json(file, settings)
+            note_private(self.output_dir, self._arguments["environment"], recorded_options(self._args))
         self._processes.wait_for([file])
-        there, here = _flat(read_json(file)), _flat(settings)
-        names = sorted({*there, *here} - {"max_hours"})
-        pairs = {name: (there.get(name), here.get(name)) for name in names}
-        different = [f"{name} is {a!r} there and {b!r} here" for name, (a, b) in pairs.items() if a != b]
-        if different:
+        there, here = read_json(file), self._settings(withheld=False)
+        changed, unknown = dict[str, str](), list[str]()
+        for name in _BY_VALUE:
+            found, unreadable = differences(there.get(name) or {}, here[name], settings[name])
+            changed, unknown = changed | found, unknown + unreadable
+        others = [_flat({name: one[name] for name in one if name not in _APART}) for one in (there, here)]
+        changed |= differences(others[0], others[1], others[1])[0]
+        if unknown:
+            logger.warning(
+                "%s records these values by digests that another user or machine made, so it is not known whether they are "
+                "the same here: %s.",
+                file, ", ".join(unknown),
+            )  # fmt: skip
+        if different := list(changed.values()):
             raise PopulationError(
                 f"{self.output_dir} holds another population: {'; '.join(different)}. Use its settings to go on with it, or "
                 "another output_dir."
@@ -307,7 +374,8 @@ class Population:
         for score in ranked(scores):
             one, result = by_member[score.member]
             fitness = {"fitness": score.mean, "standard_error": finite(score.standard_error)}
-            events.append(_of(result, one, "trained", steps=result.steps, episodes=played, **fitness))
+            counts = {"failed_episodes": result.failed_episodes, "unreported_episodes": result.unreported}
+            events.append(_of(result, one, "trained", steps=result.steps, episodes=played, **fitness, **counts))
         failed = [(one, result) for one, result in by_member.values() if result.failed]
         return events + [_of(result, one, "failed", reason=result.failed) for one, result in failed]
 
@@ -461,27 +529,81 @@ class Population:
             raise ValueError(f"There is no member {member} that trained; there are {self.lineage.members}.")
         return trained[-1]
 
-    def _settings(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the result depends on, as JSON types, without secrets."""
+    def _settings(self, withheld: bool = True) -> dict[str, Any]:
+        """Return what the result depends on, as JSON types, without values that may not leave the machine.
+
+        Args:
+            withheld: False to return these values too.
+        """
+        environment, options = self._arguments["environment"], recorded_options(self._args)
+        public, ranges = self._args.public_values, {name: asdict(one) for name, one in self._hyperparameters.items()}
+        described = flat_environment(environment)
+        data: dict[str, Any] = {name: _digest_of(self._arguments[name]) for name in ("train_dataset", "eval_dataset")}
+        data |= {"environment_files": _files_of(described["environment_arguments"])}
+        if withheld:
+            data = withheld_values(data)
+            described = public_arguments(environment, public)
+            options = public_options(options, type(self._args), public)
         peft_config, fitness = self._arguments["peft_config"], self._fitness
         strategy = asdict(self._strategy) if is_dataclass(self._strategy) else {"name": self._strategy.name}
+        given = self._arguments["reward_funcs"]
+        functions = [] if given is None else given if isinstance(given, list) else [given]
         settings = {
             "algorithm": f"{self._trainer.__module__}:{self._trainer.__qualname__}",
             "model": str(self._model),
-            **describe_environment(self._arguments["environment"]),
+            **described,
+            "data": data,
+            "reward_funcs": [
+                one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__) for one in functions
+            ],
             "members": self._members,
             "rounds": list(self._schedule.ends),
             "strategy": strategy,
-            "hyperparameters": {name: asdict(one) for name, one in hyperparameters.items()},
+            "hyperparameters": ranges,
             "fitness": fitness if isinstance(fitness, str) else getattr(fitness, "__qualname__", repr(fitness)),
             "num_eval_episodes": self._args.num_eval_episodes,
             "max_episodes": self._max_episodes,
             "max_hours": self._max_hours,
             "seed": self._seed,
             "lora": None if peft_config is None else lora_settings(peft_config),
-            "options": recorded_options(self._args),
+            "options": options,
         }
-        return blanked(settings)  # an environment may take an API's key as an argument
+        return masked(settings) if withheld else settings
+
+
+def _scores(living: Sequence[_Member], results: Sequence[Result]) -> list[Score]:
+    """Make the scores of the members that did not fail; failed episodes count against them."""
+    sound = [(one, result) for one, result in zip(living, results) if not result.failed]
+    lowest = next((result.lowest for _, result in sound if result.lowest is not None), None)
+    values = with_failures([result.values for _, result in sound], lowest)
+    return [
+        Score(one.number, counted, tuple(result.units), one.hyperparameters)
+        for (one, result), counted in zip(sound, values)
+    ]
+
+
+def _digest_of(dataset: Any) -> str | None:
+    """Return a digest of a data set's rows; of a stream, of its first thousand. None without a data set."""
+    if dataset is None:
+        return None
+    digest = hashlib.sha256()
+    rows = dataset if hasattr(dataset, "__len__") else islice(dataset, _STREAMED)
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=repr).encode(errors="backslashreplace"))
+    return digest.hexdigest()[:16]
+
+
+def _files_of(arguments: Any) -> dict[str, str]:
+    """Return a digest of each file that an environment's arguments name."""
+    if isinstance(arguments, Mapping):
+        arguments = list(arguments.values())
+    if isinstance(arguments, list):
+        return {name: digest for one in arguments for name, digest in _files_of(one).items()}
+    path = Path(arguments).expanduser() if isinstance(arguments, str) and 0 < len(arguments) < 1000 else None
+    with suppress(OSError, ValueError):
+        if path is not None and path.is_file():
+            return {str(arguments): hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
+    return {}
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Converts any object of an environment to text or JSON that can be written to disk."""
+"""Converts any object of an environment to text or JSON that can be written to disk, and reads such JSON."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 from math import isfinite
 from typing import Any
 
+from agile_trainers.imports import pass_on_interrupt
+
 _DEEPEST = 20
 """Nesting levels of an environment's dicts and lists that are written."""
+_NESTED = 100
+"""Nesting levels of JSON that is read."""
 _LONGEST_TEXT = 10_000
 """Characters that are written of a value that JSON cannot represent."""
 _MOST_BITS = 1024
@@ -31,15 +35,18 @@ class Plain:
                     return f"<{type(value).__name__}: left out>"
                 inside = (*inside, id(value))
                 if isinstance(value, dict):
-                    return {_text(key): self(item, inside) for key, item in value.items() if self._left >= 0}
-                return [self(item, inside) for item in value if self._left >= 0]
+                    # What is stored: the methods of a subclass may never end.
+                    return {_text(key): self(item, inside) for key, item in dict.items(value) if self._left >= 0}
+                stored = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+                return [self(item, inside) for item in stored if self._left >= 0]
             if value is None or isinstance(value, (bool, str)):
                 return value
             if isinstance(value, int) and value.bit_length() <= _MOST_BITS:
                 return int(value)
             if isinstance(value, float) and isfinite(value):
                 return float(value)
-        except Exception as error:  # of the environment's own class
+        except BaseException as error:  # of the environment's own class
+            pass_on_interrupt(error)
             return f"<{type(value).__name__}: {type(error).__name__}>"
         return _text(value)
 
@@ -47,6 +54,29 @@ class Plain:
 def to_json(value: Any) -> str:
     """Convert any object to JSON in UTF-8. Values that JSON cannot represent (NaN too) become their ``str``."""
     return encodable(json.dumps(Plain()(value), ensure_ascii=False))
+
+
+def from_json(text: str | bytes) -> Any:
+    """Decode JSON of at most :data:`_NESTED` levels, so that whatever reads it may call itself for each.
+
+    Raises:
+        ValueError: If it is no JSON, or nested deeper.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deep") from error
+    layer, levels = [value], 0
+    while layer:
+        if (levels := levels + 1) > _NESTED:
+            raise ValueError(f"the JSON is nested in more than {_NESTED} levels")
+        layer = [
+            item
+            for one in layer
+            if isinstance(one, (dict, list))
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
+    return value
 
 
 def encodable(text: str) -> str:
@@ -57,5 +87,6 @@ def encodable(text: str) -> str:
 def _text(value: Any) -> str:
     try:
         return str(value)[:_LONGEST_TEXT]
-    except Exception as error:
+    except BaseException as error:
+        pass_on_interrupt(error)
         return f"<{type(value).__name__}: its str raises {type(error).__name__}>"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -12,10 +12,23 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agile_trainers.records.schema import EPISODE, LIGHT, TRAINED
+from agile_trainers.records.digests import digest_problem, has_digest
+from agile_trainers.records.plain import from_json, to_json
+from agile_trainers.records.schema import EPISODE, LIGHT, TRAINED, VOCABULARY
 from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
 from agile_trainers.types import NO_TURN, StopReason
 
+_MOST_ROWS = 1_000_000
+"""Episodes of a file; a few bytes of Parquet can stand for billions of equal rows."""
+_MOST_COLUMNS = 1000
+_MOST_VALUES = 100_000_000
+"""Values of a column of a file."""
+_MOST_BYTES = 2**31
+"""Bytes of a file's values in memory: one long text can stand in a million rows of a small file."""
+_BATCH_BYTES = 2**28
+_LARGEST_LOG = 2**30
+"""Bytes of a file of JSON; one that is a hole has no size on the disk."""
+_LARGEST_STEP = 2**53
 _JSON = ("prompt", "reset_info", "row")
 """Columns that :meth:`RunRecords.episode` decodes, besides those of turns."""
 
@@ -33,7 +46,11 @@ class RunRecords:
     """Files of episodes, Parquet or JSON lines, in the order of their names. Made anew by :meth:`refresh`."""
     name: str
     info: dict[str, Any] = field(default_factory=dict)
-    """Content of ``run.json``; empty for JSON lines of earlier releases."""
+    """Content of ``run.json``; empty for JSON lines of earlier releases, and if the file cannot be read."""
+    problems: list[str] = field(default_factory=list)
+    """A sentence for each file that could not be read when the run was opened."""
+    member: dict[str, Any] | None = None
+    """The run's place in a population; set by the viewer."""
 
     def refresh(self) -> None:
         """Look for new files, of a run that is going on. A run of a single file stays as it is."""
@@ -42,29 +59,34 @@ class RunRecords:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read the logs of the run: ``step`` and metrics by name, in order. A line of a killed run is left out."""
-        path = self.folder / METRICS
-        return [] if not path.is_file() else list(_whole_lines(path))
+        return _whole_lines(self.folder / METRICS)[0]
 
     def findings(self) -> list[dict[str, Any]]:
         """Read what the run's diagnosis reported: ``name``, ``step``, ``evidence`` and ``advice``, in order."""
-        path = self.folder / FINDINGS
-        return [] if not path.is_file() else list(_whole_lines(path))
+        return _whole_lines(self.folder / FINDINGS)[0]
+
+    def unread_lines(self) -> list[str]:
+        """Say of each log how many of its lines are no JSON object and are left out."""
+        logs = [(path, _whole_lines(path)[1]) for path in (self.folder / METRICS, self.folder / FINDINGS)]
+        return [f"{path}: {count} of its lines are no JSON objects and are left out." for path, count in logs if count]
 
     def vocabulary(self) -> dict[int, tuple[bytes, bool]]:
         """Read the bytes of each token id, and whether the token is special; empty for records without a vocabulary."""
         path = self.folder / VOCABULARY_FILE
         if not path.is_file():
             return {}
-        columns = _read(path, None).to_pydict()
-        return dict(zip(columns["id"], zip(columns["piece"], columns["special"])))
+        columns = _read(path, None, VOCABULARY).to_pydict()
+        rows = zip(columns["id"], columns["piece"], columns["special"])
+        return {token: (piece, bool(special)) for token, piece, special in rows if None not in (token, piece)}
 
     def index(self) -> list[dict[str, Any]]:
-        """List every episode without its texts and tokens: ``key`` and the columns of ``records.schema.LIGHT``."""
-        rows = []
-        for path in self.files:
-            found = _old_episodes(path) if path.suffix == ".jsonl" else _read(path, list(LIGHT)).to_pylist()
-            rows += [{"key": f"{path.name}#{n}", **{name: row[name] for name in LIGHT}} for n, row in enumerate(found)]
-        return rows
+        """List every episode without its texts and tokens: ``key`` and the columns of ``records.schema.LIGHT``.
+
+        Raises:
+            RecordsError: If a file cannot be read, or its bytes are not those that were written. Of a file without a digest,
+                all columns are read.
+        """
+        return [row for path in self.files for row in _light(path)]
 
     def episode(self, key: str) -> dict[str, Any]:
         """Read all columns of one episode, with JSON decoded. Only the part of the file that holds it is read.
@@ -74,6 +96,7 @@ class RunRecords:
 
         Raises:
             KeyError: If there is no such episode.
+            RecordsError: If the file cannot be read.
         """
         name, _, row = key.rpartition("#")
         path = next((path for path in self.files if path.name == name), None)
@@ -85,7 +108,11 @@ class RunRecords:
         raise KeyError(f"{path} has no episode {row}.")
 
     def episodes(self) -> Iterator[dict[str, Any]]:
-        """Read all columns of every episode, with JSON decoded, one part of a file after another."""
+        """Read all columns of every episode, with JSON decoded, one part of a file after another.
+
+        Raises:
+            RecordsError: If a file cannot be read.
+        """
         for path in self.files:
             yield from _episodes(path)
 
@@ -105,7 +132,7 @@ def open_records(path: Path | str) -> list[RunRecords]:
     """
     path = Path(path)
     if path.is_file() and path.suffix in (".parquet", ".jsonl"):
-        return [RunRecords(path.parent, [path], path.name, _info(path.parent))]
+        return [RunRecords(path.parent, [path], path.name, *_info(path.parent))]
     folders = {path, *path.glob("*")} if path.name == ROLLOUTS else {path}
     for rollouts in path.rglob(ROLLOUTS):
         folders |= {rollouts, *rollouts.glob("*")}
@@ -114,7 +141,7 @@ def open_records(path: Path | str) -> list[RunRecords]:
         files = _episode_files(folder) if folder.is_dir() else []
         if files or (folder / RUN).is_file():
             named = folder.name if folder.name != ROLLOUTS else folder.parent.name
-            runs.append(RunRecords(folder, files, named, _info(folder)))
+            runs.append(RunRecords(folder, files, named, *_info(folder)))
     if not runs:
         raise RecordsError(
             f"{path} holds no episode records. Expected an output_dir, its {ROLLOUTS}/ folder, the folder of a run in it, "
@@ -149,53 +176,158 @@ def _episode_files(folder: Path) -> list[Path]:
     return sorted([*new, *(path for path in folder.glob("*rank*.jsonl"))])
 
 
-def _info(folder: Path) -> dict[str, Any]:
+def _info(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Read ``run.json``; return its content, and what is wrong with it."""
     path = folder / RUN
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _read(path: Path, columns: list[str] | None) -> pa.Table:
+    if not path.is_file():
+        return {}, []
     try:
-        return pq.read_table(path, columns=columns, partitioning=None)
-    except (pa.ArrowException, OSError) as error:
-        raise RecordsError(f"{path} cannot be read: {error}. Delete the file to open the others.") from error
+        info = from_json(_content(path))
+    except (ValueError, OSError) as error:
+        return {}, [f"{path} cannot be read: {str(error)[:200]}."]
+    if not isinstance(info, dict):
+        return {}, [f"{path} holds a {type(info).__name__}, expected an object."]
+    return info, []
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file of an error."""
+    try:
+        yield
+    except RecordsError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        raise RecordsError(
+            f"{path} cannot be read: {type(error).__name__}: {str(error)[:500]}. `agile-trainers view` leaves it out; "
+            "delete it to read the others."
+        ) from error
+
+
+@contextmanager
+def _opened(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file that is whole and has the columns of a schema."""
+    with _naming(path):
+        if not path.is_file():
+            raise ValueError("it is no regular file")
+        if (problem := digest_problem(path)) is not None:
+            raise ValueError(problem)
+        with pq.ParquetFile(path) as file:
+            if file.metadata.num_columns > _MOST_COLUMNS:
+                raise ValueError(f"it has {file.metadata.num_columns:,} columns, expected at most {_MOST_COLUMNS:,}")
+            found = file.schema_arrow
+            for column in schema:
+                place = found.get_field_index(column.name)
+                if place < 0:
+                    raise ValueError(f"it has no column {column.name!r}")
+                if found.field(place).type != column.type:
+                    raise ValueError(f"its column {column.name!r} is {found.field(place).type}, expected {column.type}")
+            if file.metadata.num_rows > _MOST_ROWS:
+                raise ValueError(
+                    f"it says that it has {file.metadata.num_rows:,} rows, expected at most {_MOST_ROWS:,}"
+                )
+            yield file
+
+
+def _read(path: Path, columns: list[str] | None, schema: pa.Schema = EPISODE) -> pa.Table:
+    with _opened(path, schema) as file:
+        return _table(file, columns, range(file.num_row_groups))
+
+
+def _table(file: pq.ParquetFile, columns: list[str] | None, groups: Sequence[int]) -> pa.Table:
+    """Read row groups, a few rows at a time, and stop where their values take more memory than a file of episodes does."""
+    chunks = [file.metadata.row_group(group).column(n) for group in groups for n in range(file.metadata.num_columns)]
+    if (values := max((chunk.num_values for chunk in chunks), default=0)) > _MOST_VALUES:
+        raise ValueError(f"a column of it has {values:,} values, expected at most {_MOST_VALUES:,}")
+    # Every row may repeat the longest text.
+    longest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+    rows = min(1024, max(1, _BATCH_BYTES // max(1, longest)))
+    found, size = list[pa.RecordBatch](), 0
+    for batch in file.iter_batches(rows, row_groups=list(groups), columns=columns):
+        if (size := size + batch.nbytes) > _MOST_BYTES:
+            raise ValueError(f"its values take more than {_MOST_BYTES:,} bytes of memory")
+        found.append(batch)
+    schema = file.schema_arrow if columns is None else pa.schema([file.schema_arrow.field(name) for name in columns])
+    return pa.Table.from_batches(found, schema=None if found else schema)
+
+
+def _light(path: Path) -> list[dict[str, Any]]:
+    """Return the index of a file."""
+    with _naming(path):
+        if path.suffix == ".jsonl":
+            found = _old_episodes(path)
+        else:
+            found = _read(path, list(LIGHT) if has_digest(path) else None).to_pylist()
+        return [{"key": f"{path.name}#{n}", **_checked(row, n)} for n, row in enumerate(found)]
+
+
+def _checked(row: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the columns of the index, in which everything that leads to an episode has its type and range."""
+    if not 0 <= row["step"] < _LARGEST_STEP:
+        raise ValueError(f"episode {number} has the step {row['step']}, expected 0 or more")
+    if row["phase"] not in ("train", "eval"):
+        raise ValueError(f"episode {number} has the phase {row['phase']!r:.100}, expected 'train' or 'eval'")
+    StopReason(row["stop_reason"])
+    return {name: row[name] for name in LIGHT}
 
 
 def _episodes(path: Path, row: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the episodes of a file, or that of one row."""
     if path.suffix == ".jsonl":
-        yield from _old_episodes(path)[slice(None) if row is None else slice(row, row + 1)]
+        with _naming(path):
+            found = _old_episodes(path)
+        yield from found[slice(None) if row is None else slice(row, row + 1)]
         return
-    try:
-        with pq.ParquetFile(path) as file:
-            first = 0
-            for group in range(file.num_row_groups):
-                size = file.metadata.row_group(group).num_rows
-                if row is None or first <= row < first + size:
-                    table = file.read_row_group(group)
-                    chosen = table if row is None else table.slice(row - first, 1)
-                    yield from map(_decoded, chosen.to_pylist())
-                first += size
-    except (pa.ArrowException, OSError) as error:
-        raise RecordsError(f"{path} cannot be read: {error}. Delete the file to open the others.") from error
+    with _opened(path, EPISODE) as file:
+        first = 0
+        for group in range(file.num_row_groups):
+            size = file.metadata.row_group(group).num_rows
+            if row is None or first <= row < first + size:
+                table = _table(file, None, [group])
+                chosen = table if row is None else table.slice(row - first, 1)
+                yield from map(_decoded, chosen.to_pylist())
+            first += size
 
 
 def _decoded(episode: dict[str, Any]) -> dict[str, Any]:
     for name in _JSON:
-        episode[name] = None if episode[name] is None else json.loads(episode[name])
+        episode[name] = _cell(episode[name])
+    for name in ("prompt_ids", "completion_ids", "turn_ids"):
+        episode[name] = [-1 if token is None else token for token in episode[name] or ()]
+    episode["turns"] = [turn for turn in episode["turns"] or () if turn is not None]
     for turn in episode["turns"]:
-        turn["info"] = json.loads(turn["info"])
+        turn["info"] = _cell(turn["info"])
         if turn.pop("observation_is_json"):
-            turn["observation"] = json.loads(turn["observation"])
+            turn["observation"] = _cell(turn["observation"])
     return episode
 
 
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_bytes().split(b"\n"):
+def _cell(text: str | None) -> Any:
+    """Decode JSON; what is none stays the text that it is."""
+    try:
+        return None if text is None else from_json(text)
+    except ValueError:
+        return text
+
+
+def _content(path: Path) -> bytes:
+    """Read a file of JSON; of one that no run writes, the first byte, which is no JSON either."""
+    return path.read_bytes() if path.stat().st_size <= _LARGEST_LOG else b"?"
+
+
+def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the JSON objects of a file of lines, and the number of other lines, such as half a line of a killed run."""
+    found, others = [], 0
+    for line in _content(path).split(b"\n") if path.is_file() else ():
         try:
-            yield json.loads(line)
+            entry = from_json(line) if line.strip() else None
         except ValueError:
-            continue
+            entry = False
+        if isinstance(entry, dict):
+            found.append(entry)
+        elif line.strip():
+            others += 1
+    return found, others
 
 
 # --------------------------------------------------------------------------------------------- JSON lines, format 1
@@ -208,22 +340,48 @@ def _old_episodes(path: Path) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=8)
 def _old_file(path: Path, _modified: int, _size: int) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError("it is no regular file")
+    if _size > _LARGEST_LOG:
+        raise ValueError(f"it has {_size:,} bytes, expected at most {_LARGEST_LOG:,}")
+    rows = []
     with path.open(encoding="utf-8") as file:
-        return [_converted(json.loads(line), index) for index, line in enumerate(file)]
+        for index, line in enumerate(file):
+            try:
+                rows.append(_converted(from_json(line), index))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"line {index + 1} is no episode: {type(error).__name__}: {str(error)[:200]}"
+                ) from error
+    # Through today's columns, so that every value has their type.
+    return [_decoded(row) for row in pa.Table.from_pylist(rows, schema=EPISODE).to_pylist()]
 
 
 def _converted(old: dict[str, Any], index: int) -> dict[str, Any]:
     """Convert an episode of JSON lines to the columns of today; what it does not say is None."""
     turn_ids, to_go = old["turn_ids"], 0.0
+    places: dict[Any, list[int]] = {}
+    for place, turn_id in enumerate(turn_ids):
+        places.setdefault(turn_id, []).append(place)
     turns = [dict.fromkeys(("value", "advantage")) | turn for turn in old["turns"]]
     for k, turn in reversed(list(enumerate(turns))):
-        places = [place for place, turn_id in enumerate(turn_ids) if turn_id == k]
         to_go += turn["reward"]
-        turn |= {"start": min(places, default=0), "end": max(places, default=-1) + 1, "return": to_go}
+        is_text = turn.get("observation") is None or isinstance(turn["observation"], str)
+        turn |= {
+            "observation": turn.get("observation") if is_text else to_json(turn["observation"]),
+            "observation_is_json": not is_text,
+            "info": to_json(turn.get("info")),
+        }
+        turn |= {
+            "start": min(places.get(k, ()), default=0),
+            "end": max(places.get(k, ()), default=-1) + 1,
+            "return": to_go,
+        }
     sampled = [None if turn_ids[n] == NO_TURN else value for n, value in enumerate(old["sampling_logprobs"])]
     trained = bool(turns) and "advantage" in old["turns"][0]
     return dict.fromkeys(EPISODE.names) | {
         **{name: old[name] for name in old if name in EPISODE.names},
+        **{name: None if old.get(name) is None else to_json(old[name]) for name in _JSON},
         "step": old.get("step", 0),
         "phase": "train" if trained or old.get("group") is not None else "eval",
         "index": index,

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from agile_trainers.records.digests import DIGESTS, digest_entry
 from agile_trainers.records.plain import Plain, to_json
 from agile_trainers.records.schema import EPISODE, FORMAT, PARQUET, TRAINED, VOCABULARY, to_table
 from agile_trainers.records.vocabulary import pieces
@@ -91,6 +92,8 @@ def episode_row(
             "value": None if values is None else values[k],
             "info": to_json(turn.info),
         })  # fmt: skip
+    if trajectory.end_reward is not None:
+        turns[-1]["info"] = to_json({**trajectory.turns[-1].info, "end_reward": trajectory.end_reward})
     return {
         "step": step,
         "generation": generation,
@@ -119,19 +122,23 @@ def episode_row(
     }
 
 
-def write_episodes(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_episodes(path: Path, rows: Iterable[dict[str, Any]], digests: Path | None = None) -> None:
     """Write a Parquet file atomically: it is there as a whole or not at all.
 
     Args:
         path: The file.
         rows: Of :func:`episode_row`; read one after another, so that long texts need not be in memory at once.
+        digests: File to which the digest is appended; see :mod:`agile_trainers.records.digests`. Default: none.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    with _replacing(path) as partial, pq.ParquetWriter(partial, EPISODE, **PARQUET) as writer:
-        for part in _row_groups(rows):
-            writer.write_table(to_table(part))
+    with _replacing(path) as partial:
+        with pq.ParquetWriter(partial, EPISODE, **PARQUET) as writer:
+            for part in _row_groups(rows):
+                writer.write_table(to_table(part))
+        if digests is not None:
+            _append(digests, digest_entry(path, partial))
 
 
 def thinned(generations: Sequence[int]) -> int:
@@ -179,6 +186,13 @@ class RecordWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         for partial in self.folder.glob(f"*-rank{rank}.parquet{_PARTIAL}"):  # of a killed process
             partial.unlink()
+        if not self._digests.is_file():  # files of a run that an earlier release began, which kept no digests
+            there = [
+                *self.folder.glob(f"*-rank{rank}.parquet"),
+                *(self.folder.glob(VOCABULARY_FILE) if rank == 0 else ()),
+            ]
+            for path in there:
+                _append(self._digests, digest_entry(path, path))
         if rank == 0 and not (self.folder / RUN).is_file():
             started = datetime.now(UTC).isoformat(timespec="seconds")
             entries = {"format": FORMAT, "kind": kind, "started": started, **info, "run": self.run}
@@ -243,6 +257,7 @@ class RecordWriter:
             table = pa.table([list(ids), list(texts), list(special)], schema=VOCABULARY)
             with _replacing(path) as partial:
                 pq.write_table(table, partial, compression="zstd", write_statistics=False, store_schema=False)
+                _append(self._digests, digest_entry(path, partial))
 
     def rewind(self, generation: int, step: int) -> int:
         """Delete what a resumed run writes again: what came after its checkpoint.
@@ -265,6 +280,10 @@ class RecordWriter:
                     partial.write_bytes(b"".join(kept))
         return len(later)
 
+    @property
+    def _digests(self) -> Path:
+        return self.folder / DIGESTS.replace("*", str(self._rank))
+
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}-rank{self._rank}.parquet"
 
@@ -275,7 +294,7 @@ class RecordWriter:
 
     def _write(self, name: str, rows: Iterable[dict[str, Any]]) -> Path:
         path = self._path(name)
-        write_episodes(path, rows)
+        write_episodes(path, rows, self._digests)
         self._keep_size(path)
         return path
 

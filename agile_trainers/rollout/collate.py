@@ -59,6 +59,7 @@ def collate(
         turn_mask=torch.zeros(size, num_turns, dtype=torch.bool),
         state_positions=torch.zeros(size, num_turns + 1, dtype=torch.long),
         truncated=torch.tensor([trajectory.stop_reason.truncated for trajectory in trajectories]),
+        unfinished=torch.tensor([it.stop_reason.truncated and it.end_reward is None for it in trajectories]),
         failed=torch.tensor([trajectory.stop_reason.failed for trajectory in trajectories]),
         sampling_logprobs=torch.zeros(size, length),
         anchors=torch.zeros(size, num_turns, dtype=torch.long),

@@ -15,9 +15,11 @@ from agile_trainers.envs.checker import (
     LARGEST_REWARD,
     EnvironmentProtocolError,
     describe_error,
+    validate_end,
     validate_reset,
     validate_step,
 )
+from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.cutting import cut_observation
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
@@ -78,6 +80,9 @@ class _Episode:
     turns: list[Turn] = field(default_factory=list)
     reset_info: dict[str, Any] = field(default_factory=dict)
     stop_reason: StopReason | None = None
+    ending: bool = False
+    """True once the environment was told that a limit ends the episode."""
+    end_reward: float | None = None
     error: str | None = None
     observations_cut: int = 0
 
@@ -98,6 +103,7 @@ class _Episode:
             seed=self.spec.seed,
             environment_name=self.spec.environment,
             error=self.error,
+            end_reward=self.end_reward,
             observations_cut=self.observations_cut,
             options=self.spec.options,
         )
@@ -132,6 +138,8 @@ class RolloutEngine:
         self.environment_limits = environment_limits or {}
         self.system_prompt = system_prompt
         self.append_final_observation = append_final_observation
+        self.reports_success: set[str | None] = set()
+        """Names of the environments of which an episode has reported its success, on any process; others fill it."""
         self._played: list[ref[Trajectory]] = []
         """Trajectories of the last rollout."""
 
@@ -154,7 +162,7 @@ class RolloutEngine:
 
         Raises:
             Exception: Any exception of the generator or ``on_finish``.
-            BaseException: An environment's exception that is no ``Exception`` (KeyboardInterrupt, SystemExit).
+            KeyboardInterrupt: The user's Ctrl-C, or one that an environment raises inline.
             ValueError: If ``environment_timeout`` is set for an environment that is stepped inline.
             RuntimeError: If the generator never answers a request.
         """
@@ -188,7 +196,7 @@ class RolloutEngine:
                 self._on_outcome(outcome, episode)
                 if episode.stop_reason is None:
                     self._ask(index, episode, generator)
-                if episode.stop_reason is not None:
+                if episode.stop_reason is not None and not self._ends(index, episode):
                     generator.release(index)
                     finished[index] = episode.finished()
                     if not episode.stop_reason.failed:
@@ -223,14 +231,29 @@ class RolloutEngine:
         if error is None:
             try:
                 self._take(outcome.value, episode)
-            except Exception as unusable:  # any error here is caused by this environment's answer
+            except BaseException as unusable:  # any error here is caused by this environment's answer
+                pass_on_interrupt(unusable)
                 error = unusable
         if error is not None:
             timeout = isinstance(error, EnvironmentTimeoutError)
             episode.stop_reason = StopReason.ENVIRONMENT_TIMEOUT if timeout else StopReason.ENVIRONMENT_ERROR
             episode.error = describe_error(error)
 
+    def _ends(self, index: int, episode: _Episode) -> bool:
+        """Tell the environment that a limit of the trainer ends an episode; True if it answers with a reward."""
+        limits = (StopReason.MAX_TURNS, StopReason.CONTEXT_FULL)
+        if episode.ending or not episode.turns or episode.stop_reason not in limits:
+            return False
+        episode.ending = True
+        return self.pool.end(index, str(episode.stop_reason))
+
     def _take(self, answer: Any, episode: _Episode) -> None:
+        if episode.ending:
+            episode.end_reward = validate_end(answer)
+            if episode.end_reward is not None:
+                _check_return(episode.end_reward, episode)
+                episode.turns[-1].reward += episode.end_reward
+            return
         if not episode.turns:
             observation, episode.reset_info = validate_reset(answer)
             observation, cut = self.cut(observation, episode.spec.environment)
@@ -241,11 +264,7 @@ class RolloutEngine:
                 raise EnvironmentProtocolError(f"reset() returned {observation!r}, which tokenizes to nothing.")
             return
         observation, reward, terminated, truncated, info = validate_step(answer)
-        total = reward + sum(turn.reward for turn in episode.turns)
-        if abs(total) > LARGEST_REWARD:
-            raise EnvironmentProtocolError(
-                f"the rewards of the episode add up to {total:.3g}; expected at most {LARGEST_REWARD:.3g} (float32)."
-            )
+        _check_return(reward, episode)
         observation, cut = self.cut(observation, episode.spec.environment)
         episode.observations_cut += cut
         frame = [] if terminated else self.chat.frame(observation, episode.completion_ids[-1])
@@ -287,6 +306,14 @@ class RolloutEngine:
         text = self.chat.decode(output.token_ids)
         episode.turns.append(Turn(start, len(episode.completion_ids), text, output.finish_reason))
         self.pool.step(output.episode, text)
+
+
+def _check_return(reward: float, episode: _Episode) -> None:
+    total = reward + sum(turn.reward for turn in episode.turns)
+    if abs(total) > LARGEST_REWARD:
+        raise EnvironmentProtocolError(
+            f"the rewards of the episode add up to {total:.3g}; expected at most {LARGEST_REWARD:.3g} (float32)."
+        )
 
 
 def _noise(stream: tuple[int, ...]) -> np.random.Generator:

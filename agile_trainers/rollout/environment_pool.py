@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import queue
 import sys
 import threading
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_reset, bound_step
+from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_end, bound_reset, bound_step
+from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.process_environment import ProcessEnvironment, pickled
 
-_FAILURES = (Exception, asyncio.CancelledError)
-"""Exceptions that end an environment's episode. All others (KeyboardInterrupt, SystemExit) end the rollout."""
+_CANCEL_SECONDS = 5.0
+"""Seconds that coroutines have to end when the event loop is stopped."""
 
 _Attempt = Callable[[], "tuple[Any, BaseException | None]"]
 _Report = Callable[[Any, "BaseException | None"], None]
@@ -107,6 +109,7 @@ class EnvironmentPool:
         )
         self.titles = {name: getattr(make, "__name__", "the environment") for name, make in self.factories.items()}
         """Environment name to the name used in messages."""
+        self._made = dict(self.factories)
         if processes:
             for name, make in self.factories.items():
                 pickled(make)
@@ -138,14 +141,48 @@ class EnvironmentPool:
         """Send an action; :meth:`outcomes` returns the outcome."""
         self._call(episode, "step", bound_step, action)
 
+    def return_range(self, name: str | None = None) -> tuple[float, float] | None:
+        """Return the lowest and highest return that an environment declares as ``return_range``; None if it does not.
+
+        Raises:
+            ValueError: If it is no pair of finite numbers in order.
+        """
+        made: Any = self._made[name]
+        while isinstance(made, partial):
+            made = made.func
+        # An instance in a process of its own is asked by its class.
+        declared = next((it.return_range for it in (*self._idle[name], made) if hasattr(it, "return_range")), None)
+        if declared is None or isinstance(declared, property):
+            return None
+        try:
+            low, high = map(float, declared)
+        except (TypeError, ValueError):
+            low = high = math.nan
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            raise ValueError(
+                f"{self.titles[name]} declares return_range={declared!r}; expected the lowest and highest return of an "
+                "episode, such as (0.0, 1.0)."
+            )
+        return low, high
+
+    def end(self, episode: int, reason: str) -> bool:
+        """Tell the environment that a limit ends an episode. False if it does not define ``end``.
+
+        Otherwise :meth:`outcomes` returns the reward, or None.
+        """
+        try:
+            if getattr(self._playing[episode], "end", None) is None:
+                return False
+        except BaseException as error:  # of the environment's own attribute; the call raises it again
+            pass_on_interrupt(error)
+        self._call(episode, "end", bound_end, reason)
+        return True
+
     def outcomes(self, block: bool) -> list[Outcome]:
         """Return the calls that have been answered or have timed out since the last call of this method.
 
         Args:
             block: Wait for at least one outcome if a call is pending.
-
-        Raises:
-            BaseException: An environment's exception that is no ``Exception`` (KeyboardInterrupt, SystemExit).
         """
         taken: list[Outcome] = []
         while self._running or not self._answers.empty():
@@ -156,8 +193,6 @@ class EnvironmentPool:
                 if not block or taken:
                     break
                 continue
-            if outcome.error is not None and not isinstance(outcome.error, _FAILURES):
-                raise outcome.error
             if self._running.get(call.episode) is call:
                 self._end(call)
                 taken.append(outcome)
@@ -210,7 +245,8 @@ class EnvironmentPool:
         try:
             call.environment = self.environment(episode, self._names[episode])
             call.function = bind(call.environment, *arguments)
-        except _FAILURES as error:
+        except BaseException as error:
+            pass_on_interrupt(error)
             self._running[episode] = call
             self._answers.put((call, Outcome(episode, error=error)))
             return
@@ -264,16 +300,20 @@ class EnvironmentPool:
                 self._loop = _Loop()
             return self._loop.start(_attempt_async(function, report))
         if self.workers:
-            self._threads.run(partial(_attempt, function, (BaseException,)), report)
+            self._threads.run(partial(_attempt, function), report)
         else:
-            report(*_attempt(function, _FAILURES))
+            value, error = _attempt(function)
+            if error is not None:
+                pass_on_interrupt(error)
+            report(value, error)
         return lambda: None
 
     def _close(self, environment: Environment | None, report: _Report = lambda value, error: None) -> None:
         """Close an instance without waiting; errors are ignored."""
         try:
             self._launch(getattr(environment, "close", lambda: None), report)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            pass_on_interrupt(error)
             report(None, error)
 
     def _patience(self, block: bool) -> float | None:
@@ -330,18 +370,28 @@ class _Threads:
 
 
 class _Loop:
-    """An event loop in a separate thread."""
+    """An event loop in a separate thread, which an environment can neither stop nor end."""
 
     def __init__(self) -> None:
-        started: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._stopped = False
+        threading.Thread(target=self._serve, daemon=True).start()
 
-        async def serve() -> None:
-            self._stop = asyncio.Event()
-            started.put(asyncio.get_running_loop())
-            await self._stop.wait()
-
-        threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
-        self._loop = started.get()
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        while not self._stopped and not self._loop.is_closed():
+            # A task that an environment has started and that exits, or its `loop.stop()`, ends `run_forever`; the other
+            # environments' coroutines go on where they were.
+            with suppress(BaseException):
+                self._loop.run_forever()
+        with suppress(BaseException):
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_SECONDS))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], object]:
         """Start a coroutine. Return a function that cancels it."""
@@ -349,15 +399,14 @@ class _Loop:
 
     def stop(self) -> None:
         """Cancel the running coroutines and end the thread."""
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self._stopped = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-def _attempt(
-    function: Callable[[], Any], failures: tuple[type[BaseException], ...]
-) -> tuple[Any, BaseException | None]:
+def _attempt(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
         return function(), None
-    except failures as error:
+    except BaseException as error:  # in a thread, also a KeyboardInterrupt: the user's reaches the main thread alone
         return None, error
 
 

@@ -12,12 +12,15 @@ from agile_trainers.envs.checker import (
     EnvironmentProtocolError,
     check_methods,
     describe_error,
+    validate_end,
     validate_reset,
     validate_step,
 )
+from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool, InlineTimeoutError
 from agile_trainers.rollout.process_environment import ProcessEnvironment
+from agile_trainers.types import StopReason
 
 logger = logging.get_logger(__name__)
 
@@ -30,7 +33,7 @@ def probe_environment(
     *,
     with_rows: bool = False,
 ) -> ResetResult:
-    """Reset and step once, in the pool and from the state that the first episode will have; the instance is kept for it.
+    """Reset, step and end once, in the pool and from the state of the first episode; the instance is kept for it.
 
     Args:
         pool: Where the run's environments will run.
@@ -59,13 +62,17 @@ def probe_environment(
         start = validate_reset(_outcome(pool))
         method = "step()"
         pool.step(0, "0")
-        validate_step(_outcome(pool))
+        _, _, terminated, truncated, _ = validate_step(_outcome(pool))
+        method = "end()"
+        if not (terminated or truncated) and pool.end(0, StopReason.MAX_TURNS):
+            validate_end(_outcome(pool))
         reusable = True
     except EnvironmentProtocolError as error:
         raise EnvironmentProtocolError(f"{name} cannot be trained on:\n- {error}") from error
-    except (Exception, SystemExit) as error:
-        if isinstance(error, InlineTimeoutError):
-            raise
+    except InlineTimeoutError:
+        raise
+    except BaseException as error:
+        pass_on_interrupt(error)
         raise EnvironmentProtocolError(
             f"{name} cannot be trained on:\n- {method} raised {describe_error(error)}"
         ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from statistics import fmean, stdev
@@ -64,19 +64,49 @@ def differing_groups(starts: Sequence[Start | None], group_size: int) -> list[in
     return [n for n, group in enumerate(groups) if len({start.digest for start in group if start is not None}) > 1]
 
 
-def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def environments_with_success(rows: Sequence[dict[str, Any]]) -> set[str | None]:
+    """Return the names of the environments of which an episode reports whether it succeeded."""
+    return {row["environment"] for row in rows if row["success"] is not None}
+
+
+def with_success(rows: Sequence[dict[str, Any]], known: Collection[str | None] = ()) -> list[dict[str, Any]]:
+    """Count episodes that report no success as unsuccessful, where the environment reports it of others.
+
+    An environment that reports success only when it wins would otherwise have a success rate of 100 %. Episodes whose
+    environment failed stay as they are.
+
+    Args:
+        rows: The :func:`episode_row` of each episode.
+        known: Names of further environments that report success, as known from other episodes.
+
+    Returns:
+        The rows; a row that was changed has ``success=False`` and ``success_reported=False``.
+    """
+    reporting = environments_with_success(rows) | set(known)
+    return [
+        {**row, "success": False, "success_reported": False}
+        if row["success"] is None and row["environment"] in reporting and not StopReason(row["stop_reason"]).failed
+        else row
+        for row in rows
+    ]
+
+
+def summarize(rows: Sequence[dict[str, Any]], known: Collection[str | None] = ()) -> dict[str, float]:
     """Compute the metrics of a batch of episodes.
 
     Args:
         rows: The :func:`episode_row` of each episode of all ranks.
+        known: Names of environments that are known to report success; see :func:`with_success`.
 
     Returns:
         ``return/mean|std|min|max`` and ``success`` over the episodes whose environment did not fail (``success`` only if
-        an environment reports it), ``turns/mean|max``, ``tokens_per_turn``, ``answers_cut`` (share of answers that ended
+        an environment reports it; ``success/unreported`` is then the share of these episodes that do not, if there are any,
+        which count as unsuccessful), ``turns/mean|max``, ``tokens_per_turn``, ``answers_cut`` (share of answers that ended
         at a token limit), ``observations_cut`` (number per episode) and ``stop/<reason>`` (share of all episodes) for
         every stop reason. Keys whose population is empty are left out.
     """
     metrics: dict[str, float] = {}
+    rows = with_success(rows, known)
     sound = [row for row in rows if not StopReason(row["stop_reason"]).failed]
     if sound:
         returns = [row["return"] for row in sound]
@@ -88,6 +118,9 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     successes = [row["success"] for row in sound if row["success"] is not None]
     if successes:
         metrics["success"] = fmean(successes)
+    unreported = sum(not row.get("success_reported", True) for row in sound)
+    if unreported:
+        metrics["success/unreported"] = unreported / len(sound)
     answers = sum(row["turns"] for row in rows)
     if answers:
         metrics["tokens_per_turn"] = sum(row["action_tokens"] for row in rows) / answers

@@ -20,12 +20,13 @@ def systematic_sample(weights: np.ndarray, count: int, random: np.random.Generat
     Args:
         weights: (n,) non-negative, not all 0.
         count: Number of draws.
-        random: Random generator; it is used for one number and one permutation.
+        random: Random generator.
 
     Returns:
         (count,) int64, in random order. An index is drawn ``count * weight / sum of weights`` times on average, exactly.
     """
-    drawn = np.flatnonzero(weights)
+    # In an order of its own: draws are evenly spaced, and in a regular order all would meet indices of one kind.
+    drawn = random.permutation(np.flatnonzero(weights))
     ends = np.cumsum(weights[drawn])
     points = (np.arange(count) + random.random()) / count * ends[-1]
     return drawn[random.permutation(np.searchsorted(ends[:-1], points, side="right"))]

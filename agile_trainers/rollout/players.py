@@ -38,6 +38,7 @@ class RecordingEnvironment:
         self.messages: list[Message] = []
         self.reset = _tapped(environment.reset, self._on_reset)
         self.step = _tapped(environment.step, self._on_step)
+        self.end = getattr(environment, "end", None)
         self.close = getattr(environment, "close", lambda: None)
         self._hear = hear
 

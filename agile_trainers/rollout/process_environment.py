@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
@@ -19,9 +20,19 @@ from typing import Any, cast
 
 import cloudpickle
 
-from agile_trainers.envs.base import Environment, EnvironmentFactory, ResetResult, StepResult, bound_reset, bound_step
+from agile_trainers.envs.base import (
+    Environment,
+    EnvironmentFactory,
+    ResetResult,
+    StepResult,
+    bound_end,
+    bound_reset,
+    bound_step,
+)
 from agile_trainers.envs.checker import describe_error
 
+_STARTS, _PAUSE = 50, 0.1
+"""Attempts to start a process, and the seconds between them, in which a killed server comes to its end."""
 _CLOSING_SECONDS = 5.0
 """Seconds that an environment has to close before its process is killed."""
 
@@ -65,8 +76,17 @@ class ProcessEnvironment:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(sent, theirs), daemon=True)
         with _without_main_module():
-            self._process.start()
+            for attempt in range(_STARTS):
+                try:
+                    self._process.start()
+                    break
+                except (EOFError, ConnectionError):  # an environment killed the server; the next attempt starts another
+                    if attempt + 1 == _STARTS:
+                        raise
+                    time.sleep(_PAUSE)
         theirs.close()
+        self._calls = 0
+        """Number of the last call, which its answer repeats."""
 
     async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
         """Start an episode in the process."""
@@ -76,6 +96,10 @@ class ProcessEnvironment:
         """Step the environment in the process."""
         return await self._call("step", action)
 
+    async def end(self, reason: str) -> float | None:
+        """Tell the environment in the process that a limit ends the episode; None if it does not define ``end``."""
+        return cast("float | None", await self._call("end", reason))
+
     async def close(self) -> None:
         """Close the environment, then end its process."""
         with suppress(EnvironmentProcessError, TimeoutError):
@@ -83,10 +107,14 @@ class ProcessEnvironment:
         self._end()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
+        self._calls += 1
         try:
-            self._connection.send((method, arguments))
+            self._connection.send((self._calls, method, arguments))
             await self._readable()
-            error, value = self._connection.recv()
+            number, error, value = self._connection.recv()
+            if number != self._calls:  # a second answer to an earlier call, which would shift all later ones
+                self._end()
+                raise EnvironmentProcessError(f"the environment's process answered {method} twice")
         except asyncio.CancelledError:
             self._end()
             raise
@@ -114,7 +142,7 @@ class ProcessEnvironment:
         self._connection.close()
 
 
-_BOUND: dict[str, Callable[..., Callable[[], Any]]] = {"reset": bound_reset, "step": bound_step}
+_BOUND: dict[str, Callable[..., Callable[[], Any]]] = {"reset": bound_reset, "step": bound_step, "end": bound_end}
 
 
 def _module(factory: Any) -> list[str]:
@@ -159,10 +187,11 @@ def _serve(sent: bytes, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process handles interrupts
     loop = asyncio.new_event_loop()
     environment: Any = None
+    own = os.getpid()
     while True:
         try:
-            method, arguments = connection.recv()
-        except EOFError:
+            number, method, arguments = connection.recv()
+        except (EOFError, OSError):  # the training process has ended, or the environment closed the connection
             return
         try:
             if environment is None and method != "close":
@@ -179,11 +208,13 @@ def _serve(sent: bytes, connection: Connection) -> None:
             )
         except BaseException as error:
             answer = describe_error(error), None
+        if os.getpid() != own:  # a process that the environment forked and that came back from its code
+            os._exit(0)
         try:
-            connection.send(answer)
+            connection.send((number, *answer))
         except OSError:  # the training process has ended
             return
         except Exception as error:
             connection.send(
-                (f"the result of {method} cannot be sent to another process: {describe_error(error)}", None)
+                (number, f"the result of {method} cannot be sent to another process: {describe_error(error)}", None)
             )

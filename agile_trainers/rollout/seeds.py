@@ -13,9 +13,10 @@ import torch
 from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.mixture import Mixture
 
-TRAINING, EVALUATION = 0, 1
-"""First key of every random stream. The choice of environments (2), the choice of tasks (3) and the seeds of a pool (4) have
-separate streams."""
+TRAINING, EVALUATION, SELECTION, HELD_OUT = 0, 1, 5, 6
+"""First key of every random stream: of training, of evaluations during a run, of those by which a population selects, and of
+those that choose nothing. The choice of environments (2), the choice of tasks (3) and the seeds of a pool (4) have separate
+streams."""
 
 
 def environment_seed(seed: int, domain: int, generation: int, group: int) -> int:
@@ -68,10 +69,13 @@ def evaluation_specs(
     rank: int,
     world_size: int,
     mixture: Mixture | None = None,
+    *,
+    domain: int = EVALUATION,
 ) -> list[EpisodeSpec]:
     """Return one rank's part of ``count`` evaluation episodes, the same in every evaluation; rows repeat in order.
 
-    In a run of several environments without rows, each plays the same episodes as in a run of its own.
+    In a run of several environments without rows, each plays the same episodes as in a run of its own. Evaluations of
+    another ``domain`` (``SELECTION``, ``HELD_OUT``) play other episodes of the same seed.
     """
     places = mixture.evaluated(count) if mixture is not None and rows is None else [(None, n) for n in range(count)]
     specs = []
@@ -80,8 +84,8 @@ def evaluation_specs(
         row = None if rows is None else dict(rows[index % len(rows)])
         if mixture is not None and row is not None:
             name, row = mixture.of_row(row, "eval_dataset")
-        stream = (seed, EVALUATION, 0, number, 0)
-        specs.append(EpisodeSpec(environment_seed(seed, EVALUATION, 0, number), stream, row, name))
+        stream = (seed, domain, 0, number, 0)
+        specs.append(EpisodeSpec(environment_seed(seed, domain, 0, number), stream, row, name))
     return specs
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import torch
 from trl import GRPOConfig
 
-from agile_trainers.checkpoints.secrets import blanked
+from agile_trainers.checkpoints.disclosure import is_withheld, public_options
 from agile_trainers.trainers.build_locks import remove_abandoned_locks
 from agile_trainers.trainers.config_rules import CISPO_BOUND, EPISODES, SIZES, VALUES, Rule, check_rules
 from agile_trainers.trainers.environment_options import check_environments, check_names, longest_completion
@@ -19,6 +20,9 @@ TRL_COMPLETION_LENGTH = 512
 """TRL's default for ``max_completion_length``, which applies when there is no environment."""
 TRL_SAMPLING_MODE = "sequence_mask"
 """TRL's default for ``vllm_importance_sampling_mode``, which applies when there is no environment."""
+
+_SIMPLE = (bool, int, float, type(None), torch.device)
+"""Types of the attributes besides the options that are pickled."""
 
 
 @with_args
@@ -152,10 +156,10 @@ class MultiTurnConfig(GRPOConfig):
         "Number of seeds that a run without a data set plays again and again; each is a task. Default: every group has a "
         "seed of its own.",
     )
-    resample_silent_groups: int = option(
+    resample_zero_advantage_groups: int = option(
         0,
-        "Replace groups without signal by fresh ones before the update, up to this many times for each generation batch "
-        "(dynamic sampling, DAPO). Groups that are silent then stay.",
+        "Replace zero-advantage groups by fresh ones before the update, up to this many times for each generation batch "
+        "(dynamic sampling, DAPO). Those that are left then stay.",
     )
     group_filter: str = option(
         "none",
@@ -197,9 +201,9 @@ class MultiTurnConfig(GRPOConfig):
     )
     skip_zero_advantage: str = option(
         "auto",
-        "Leave episodes without signal out of the forward passes: `auto`, `True` or `False`. Loss and gradient stay those "
-        "of the whole batch; TRL's metrics (entropy, clip ratios) are then over the remaining episodes. A micro-batch "
-        "without any signal keeps its shortest episode, so that all ranks stay in step. `auto` does so unless something "
+        "Leave episodes without advantage out of the forward passes: `auto`, `True` or `False`. Loss and gradient stay "
+        "those of the whole batch; TRL's metrics (entropy, clip ratios) are then over the remaining episodes. A micro-batch "
+        "without any advantage keeps its shortest episode, so that all ranks stay in step. `auto` does so unless something "
         "trains episodes without advantage: `beta` with `kl_placement=loss`, an entropy bonus or quantile, a router's "
         "auxiliary loss, a critic. `True` is rejected with these.",
     )
@@ -218,9 +222,9 @@ class MultiTurnConfig(GRPOConfig):
         "`auto`, rows stay padded where they must be, and a line of the log says why; with `prefix` that is an error.",
     )
     zero_advantage_eps: float = option(
-        0.0,
-        "Largest absolute advantage that counts as none, with `skip_zero_advantage`. An episode has a signal if any of its "
-        "advantages is larger.",
+        1e-6,
+        "Largest absolute advantage of a turn that counts as none: for `skip_zero_advantage`, adaptive draws, replaced "
+        "groups and metrics. A zero-advantage group is one in which no turn of any member has a larger one.",
     )
     reference_adapter: bool = option(
         False,
@@ -269,6 +273,13 @@ class MultiTurnConfig(GRPOConfig):
         "Parts of the run that are pushed to the Hub besides the policy: any of `reference`, `critic` and `rollouts` (the "
         "episodes in `output_dir/rollouts/`).",
     )
+    public_values: list[str] = option(
+        [],
+        "Environment arguments and options whose values may leave the machine, such as `level`, or `guess.level` of one of "
+        "several environments. The values of other arguments, and of options that are texts, lists "
+        "or dictionaries, are written as their type and a digest into records, model cards and trackers "
+        "([what leaves the machine](checkpoints.md#what-leaves-the-machine)).",
+    )
     keep_reference: bool = option(
         False,
         "Keep the reference that the adapter was saved with. If `model` is a folder of adapters, its `ref` is the "
@@ -308,8 +319,12 @@ class MultiTurnConfig(GRPOConfig):
         check_environments(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # `Trainer` pickles its arguments into every folder that it saves.
-        return blanked(self.__dict__, instead=None)
+        # `Trainer` pickles its arguments into every folder that it saves, and W&B uploads them with a model.
+        options = {one.name: one for one in fields(self)}
+        shown = public_options({name: getattr(self, name) for name in options}, type(self), self.public_values)
+        hidden = {name: value for name, value in shown.items() if is_withheld(value)}
+        state = {name: value for name, value in vars(self).items() if name in options or isinstance(value, _SIMPLE)}
+        return state | {name: default_of(options[name]) for name in hidden} | {"withheld": hidden}
 
     def __copy__(self) -> "MultiTurnConfig":
         copied = object.__new__(type(self))
@@ -322,8 +337,8 @@ class MultiTurnConfig(GRPOConfig):
         return copied
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options for reporters (W&B, TensorBoard, Trackio, ...), without tokens, keys and passwords."""
-        return blanked(super().to_dict())
+        """Return the options for trackers (W&B, TensorBoard, Trackio, ...): those values that may leave the machine."""
+        return public_options(super().to_dict(), type(self), self.public_values)
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"

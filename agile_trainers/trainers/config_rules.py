@@ -192,7 +192,7 @@ VALUES: tuple[Rule, ...] = (
     one_of("vllm_importance_sampling_mode", *MODES, optional=True),
     one_of("task_sampling", "uniform", "adaptive"),
     one_of("group_filter", "none", "variance"),
-    at_least(0, "resample_silent_groups"),
+    at_least(0, "resample_zero_advantage_groups"),
     positive("group_filter_share"),
     in_unit_interval("group_filter_share"),
     at_least(2, "task_seeds", optional=True),
@@ -376,7 +376,7 @@ _HUB = (
 )
 
 
-def skips_silent_episodes(args: Any) -> bool:
+def skips_zero_advantage(args: Any) -> bool:
     """Return whether episodes without advantage are left out: as asked for, or where nothing trains them."""
     if args.skip_zero_advantage != "auto":
         return bool(args.skip_zero_advantage)
@@ -397,7 +397,6 @@ _RECORDS = (
 )
 
 _SKIPPING = (
-    acts_with("skip_zero_advantage=True", lambda args: skips_silent_episodes(args), "zero_advantage_eps"),
     Rule(
         ("skip_zero_advantage",),
         lambda args, value: value is not True or args.beta == 0.0 or args.kl_placement != "loss",
@@ -423,7 +422,8 @@ _SKIPPING = (
 _GROUPS = (
     Rule(
         (
-            "task_sampling", "task_column", "task_seeds", "resample_silent_groups", "group_filter", "group_filter_share",
+            "task_sampling", "task_column", "task_seeds", "resample_zero_advantage_groups", "group_filter",
+            "group_filter_share",
         ),
         lambda args, _: not args.groupless,
         "{name}={value!r} acts on groups of episodes from the same start, and {args.__class__.__name__} has none. Leave "
@@ -505,7 +505,7 @@ MACHINE: tuple[Rule, ...] = (
 
 BY_HAND: tuple[Rule, ...] = (
     Rule(
-        ("task_sampling", "task_column", "task_seeds", "resample_silent_groups"),
+        ("task_sampling", "task_column", "task_seeds", "resample_zero_advantage_groups"),
         lambda args, _: False,
         "{name}={value!r} chooses the groups that train() plays; with rollout() and update() the caller chooses them. Leave "
         "{name} unset, or call train().",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from agile_trainers.objectives.advantages import pool_over_turns, whiten
+from agile_trainers.objectives.advantages import pool_over_turns, whiten, with_advantage
 from agile_trainers.objectives.group_filter import group_variances, top_share
 from agile_trainers.objectives.segments import turn_lengths
 from agile_trainers.types import TurnBatch
@@ -104,22 +104,6 @@ def gather_turns(
     return inputs
 
 
-_NONE = 1e-6
-"""Largest absolute advantage that counts as none in the metric ``advantage/silent``."""
-
-
-def live_groups(credit: Credit, mask: torch.Tensor, group_size: int) -> list[bool]:
-    """Return for each group whether any of its turns has an advantage.
-
-    Args:
-        credit: The output of a credit rule.
-        mask: (B, K) bool, turns that count.
-        group_size: Members of a group.
-    """
-    live = ((credit.advantages.abs() > _NONE) & mask).any(dim=1)
-    return live.view(-1, group_size).any(dim=1).tolist()
-
-
 def filter_groups(
     credit: Credit, mask: torch.Tensor, rewards: torch.Tensor, group_size: int, share: float
 ) -> tuple[Credit, torch.Tensor]:
@@ -153,8 +137,8 @@ def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bo
         per_sequence: True if the importance ratio is one per sequence; the advantage is then pooled over it too.
     """
     advantages, metrics = credit.advantages, dict(credit.metrics)
-    live = ((advantages.abs() > _NONE) & mask).any(dim=1)[mask.any(dim=1)].float()
-    metrics["advantage/silent"] = 1.0 - live.mean().item() if live.numel() else 1.0
+    live = with_advantage(advantages, mask, args.zero_advantage_eps)[mask.any(dim=1)].float()
+    metrics["advantage/zero"] = 1.0 - live.mean().item() if live.numel() else 1.0
     if args.whiten_advantages:
         advantages = whiten(advantages, mask)
     if args.advantage_clip_range is not None:

@@ -204,7 +204,7 @@ class Critic:
         if by_token:
             starts = (batch.state_positions[:, :-1] - batch.prompt_ids.size(1) + 1).clamp(max=values.size(1) - 1)
             turn_values = values.gather(1, starts)
-        final_values = torch.where(batch.truncated, read[:, -1], 0.0)
+        final_values = torch.where(batch.unfinished, read[:, -1], 0.0)
         return CriticValues(offsets[:, :-1], values, turn_values, final_values, by_token)
 
     def _learn(self, found: CriticValues, batch: TurnBatch, rows: torch.Tensor, lesson: _Lesson) -> None:

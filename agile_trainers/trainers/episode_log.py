@@ -10,8 +10,16 @@ from accelerate.utils import gather_object
 from transformers.utils import logging
 from trl import GRPOTrainer
 
+from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.objectives.advantages import pool_over_turns
-from agile_trainers.rollout.metrics import differing_groups, episode_row, start_of
+from agile_trainers.rollout.metrics import (
+    differing_groups,
+    environments_with_success,
+    episode_row,
+    start_of,
+    with_success,
+)
+from agile_trainers.trainers.health_metrics import health_metrics, task_of
 from agile_trainers.trainers.reporting import environment_summaries, training_summary
 from agile_trainers.trainers.reward_functions import drained_columns, reward_summary, share_without_spread, totals
 from agile_trainers.types import Trajectory
@@ -52,12 +60,17 @@ class EpisodeLog:
         rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
         per_episode = totals(rewards, trainer.reward_weights)
         unused = gather_object([episode_row(trajectory) for _, trajectory in discarded])
-        summary = training_summary(rows, max(gather_object([seconds])), unused)
+        known = trainer.engine.reports_success
+        known |= environments_with_success(rows)
+        summary = training_summary(rows, max(gather_object([seconds])), unused, known)
         summary |= reward_summary(rewards, trainer.reward_weights, trainer.reward_func_names)
-        summary |= environment_summaries(rows, per_episode.tolist())
+        summary |= environment_summaries(rows, per_episode.tolist(), known)
         grouped = trainer.num_generations > 1 and trainer.scale_rewards != "batch"
         group_size = trainer.num_generations if grouped else len(rows)
         summary["frac_reward_zero_std"] = share_without_spread(per_episode, group_size)
+        tasks = gather_object([task_of(trajectory) for trajectory in trajectories])
+        compared = trainer.num_generations if trainer.num_generations > 1 else len(rows)
+        summary |= health_metrics(with_success(rows, known), per_episode.tolist(), tasks, compared)
         if trainer.num_generations > 1:
             summary["groups_with_different_starts"] = self._compare_starts(trajectories)
         trainer.state.num_input_tokens_seen += sum(row["tokens"] for row in [*rows, *unused])
@@ -77,7 +90,7 @@ class EpisodeLog:
         advantages: torch.Tensor,
         turn_mask: torch.Tensor,
     ) -> None:
-        """Add a generation batch to TRL's table of completions.
+        """Add a generation batch to TRL's table of completions, with secrets of known forms masked.
 
         Args:
             tables: TRL's ``_logs``.
@@ -90,10 +103,11 @@ class EpisodeLog:
         trainer = self._trainer
         for index, name in enumerate(trainer.reward_func_names):
             tables["rewards"][name].extend(rewards[:, index].tolist())
-        tables["prompt"].extend(gather_object([trajectory.prompt for trajectory in trajectories]))
-        tables["completion"].extend(gather_object([trajectory.messages for trajectory in trajectories]))
+        # Trackers get the tables.
+        tables["prompt"].extend(masked(gather_object([trajectory.prompt for trajectory in trajectories])))
+        tables["completion"].extend(masked(gather_object([trajectory.messages for trajectory in trajectories])))
         for name, values in drained_columns(pending_columns, len(trajectories)).items():
-            tables["extra"][name].extend(values)
+            tables["extra"][name].extend(masked(values))
         pooled = pool_over_turns(advantages, turn_mask)[:, 0].contiguous()
         tables["advantages"].extend(trainer.accelerator.gather(pooled).tolist())
 

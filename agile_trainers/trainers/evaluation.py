@@ -17,7 +17,7 @@ from agile_trainers.rollout.seeds import preserved_random_state
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.trainers.evaluation_table import Evaluated
 from agile_trainers.trainers.mixture import with_names
-from agile_trainers.trainers.reporting import environment_evaluations, evaluation_summary
+from agile_trainers.trainers.reporting import evaluation_summary
 from agile_trainers.trainers.reward_functions import (
     drained_columns,
     drained_metrics,
@@ -102,7 +102,7 @@ class EpisodeEvaluator:
         scores["num_tokens"] = float(trainer.state.num_input_tokens_seen)
         local = rewards.view(world_size, -1, rewards.size(1))[rank, : len(specs)]
         rewarded = in_order(results.places, totals(local, trainer.reward_weights).tolist())
-        metrics = evaluation_summary(results.rows, scores, prefix, started)
-        metrics |= environment_evaluations(results.rows, rewarded, prefix)
+        only_return = len(trainer.reward_func_names) == 1
+        metrics = evaluation_summary(results, rewarded, scores, prefix, started, only_return=only_return)
         extra = drained_columns(pending_columns, len(specs))
         return Evaluated(trajectories, results.places, metrics, local.tolist(), extra)

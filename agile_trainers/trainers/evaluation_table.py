@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.types import Trajectory
 
 
@@ -45,7 +46,7 @@ def completions_table(trainer: Any, played: Evaluated, prefix: str) -> Iterator[
         yield
         return
     prompts, completions, rewards = (
-        gather_object(part)
+        masked(gather_object(part))
         for part in ([t.prompt for t in played.trajectories], [t.messages for t in played.trajectories], played.rewards)
     )
     shown = {
@@ -54,7 +55,7 @@ def completions_table(trainer: Any, played: Evaluated, prefix: str) -> Iterator[
         "completion": completions,
         "rewards": {name: [row[place] for row in rewards] for place, name in enumerate(trainer.reward_func_names)},
         "advantages": [float("nan")] * len(prompts),
-        "extra": played.columns,
+        "extra": masked(played.columns),
     }
     path = Path(trainer.args.output_dir, "completions", f"completions_{trainer.state.global_step:05d}.parquet")
     aside = path.with_suffix(".training")

@@ -1,4 +1,4 @@
-"""Plays the groups of a generation batch, and replaces those without signal by fresh ones."""
+"""Plays the groups of a generation batch, and replaces zero-advantage groups by fresh ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Row = dict[str, Any]
 Play = Callable[[list[EpisodeSpec]], list[Trajectory]]
 Score = Callable[[list[Row], list[Trajectory]], torch.Tensor]
 """Computes rewards (B, F) of all processes; every process passes equally many rows."""
-Signals = Callable[[TurnBatch], list[bool]]
-"""Returns for each group of all processes whether an advantage in it is not 0, from the batch of this process."""
+ZeroAdvantage = Callable[[TurnBatch], list[bool]]
+"""Returns for each group of all processes whether it is a zero-advantage group, from the batch of this process."""
 Collate = Callable[[list[Trajectory], torch.Tensor], TurnBatch]
 """Makes the batch of this process, from its episodes and the rewards (B, F) of all."""
 
@@ -63,8 +63,8 @@ class _Round:
 class GroupRollouts:
     """Plays the episodes of generation batches.
 
-    Without ``resample_silent_groups`` a batch is played once. With it, the groups in which every advantage is 0 are played
-    again from fresh starts, up to that many times; groups that are silent then stay (dynamic sampling, DAPO: Yu et al.,
+    Without ``resample_zero_advantage_groups`` a batch is played once. With it, zero-advantage groups are played again from
+    fresh starts, up to that many times; those that are left then stay (dynamic sampling, DAPO: Yu et al.,
     2025, https://huggingface.co/papers/2503.14476, which samples until the batch is full). All processes do so together;
     each plays the episodes of its own places. Rows, environments and seeds of fresh groups come from the run's
     :class:`~agile_trainers.trainers.task_sampling.TaskSampling`.
@@ -75,16 +75,23 @@ class GroupRollouts:
         play: Plays episodes with the current policy.
         score: Calls the trainer's reward functions.
         collate: Makes a batch.
-        signals: Applies the credit rule.
+        zero_advantage: Applies the credit rule.
     """
 
     def __init__(
-        self, trainer: GRPOTrainer, setup: RunSetup, play: Play, score: Score, collate: Collate, signals: Signals
+        self,
+        trainer: GRPOTrainer,
+        setup: RunSetup,
+        play: Play,
+        score: Score,
+        collate: Collate,
+        zero_advantage: ZeroAdvantage,
     ) -> None:
         self._trainer: Any = trainer
-        self._setup, self._play, self._score, self._collate, self._signals = setup, play, score, collate, signals
+        self._setup, self._play, self._score, self._collate = setup, play, score, collate
+        self._zero_advantage = zero_advantage
         args = trainer.args
-        self._members, self._limit = setup.args.num_generations, setup.args.resample_silent_groups
+        self._members, self._limit = setup.args.num_generations, setup.args.resample_zero_advantage_groups
         self._groups = args.generation_batch_size // self._members
         self.tasks = TaskSampling(setup.args, setup.tasks, self._groups)
         self.discarded = 0
@@ -92,7 +99,7 @@ class GroupRollouts:
 
     @property
     def _watches(self) -> bool:
-        """True if something depends on which groups have a signal."""
+        """True if something depends on which groups have an advantage."""
         return bool(self._limit or self.tasks.adaptive or self._setup.args.task_column)
 
     def play(self, inputs: list[Row], generation: int, columns: dict[str, list[Any]]) -> PlayedGroups:
@@ -111,25 +118,25 @@ class GroupRollouts:
         batch = PlayedGroups(trajectories, first.rows, places, rewards, self._collate(trajectories, rewards))
         if not self._watches:
             return batch
-        signals = self._signals(batch.batch)
-        self.tasks.observe(first.draw.tasks, first.names, signals)
+        zero = self._zero_advantage(batch.batch)
+        self.tasks.observe(first.draw.tasks, first.names, zero)
         if self._limit:
             known = {name: values[:size] for name, values in columns.items()}
             mean = totals(rewards, self._trainer.reward_weights).nanmean().item()
-            metrics = {"resampling/first_signal": sum(signals) / len(signals), "resampling/first_reward": mean}
+            metrics = {"resampling/first_zero_advantage": sum(zero) / len(zero), "resampling/first_reward": mean}
             replaced = 0
             for attempt in range(1, self._limit + 1):
-                silent = [group for group, signal in enumerate(signals) if not signal]
-                if not silent:
+                again = [group for group, none in enumerate(zero) if none]
+                if not again:
                     break
-                replaced += len(silent)
+                replaced += len(again)
                 columns.clear()
-                signals = self._replace(batch, silent, inputs, generation, attempt, columns, known)
+                zero = self._replace(batch, again, inputs, generation, attempt, columns, known)
             columns.clear()
             columns.update(known)
             self.discarded += replaced * self._members
             metrics["resampling/groups"] = float(replaced)
-            metrics["resampling/signal"] = sum(signals) / len(signals)
+            metrics["resampling/zero_advantage"] = sum(zero) / len(zero)
             episodes = self._groups * self._members * (generation + 1)
             batch.metrics = metrics | {"episodes_played": float(episodes + self.discarded)}
         batch.metrics |= self.tasks.metrics()
@@ -170,18 +177,18 @@ class GroupRollouts:
     def _replace(
         self,
         batch: PlayedGroups,
-        silent: list[int],
+        again: list[int],
         inputs: list[Row],
         generation: int,
         attempt: int,
         columns: dict[str, list[Any]],
         known: dict[str, list[Any]],
     ) -> list[bool]:
-        """Replace the silent groups of a batch in place, and return which groups have a signal now."""
+        """Replace groups of a batch in place, and return which groups are zero-advantage groups now."""
         accelerator, members, size = self._trainer.accelerator, self._members, len(inputs)
         rank = accelerator.process_index
         first = rank * size
-        by_rank = list(_places(silent, members, size, accelerator.num_processes))
+        by_rank = list(_places(again, members, size, accelerator.num_processes))
         fresh = self._round(inputs, generation, attempt, by_rank[rank], first)
         played = self._play(fresh.specs)
         # TRL gathers the same number of rewards from every process.
@@ -201,14 +208,14 @@ class GroupRollouts:
                 values = columns.get(name)
                 known.setdefault(name, [None] * size)[slot] = None if values is None else values[number]
         batch.batch = self._collate(batch.trajectories, batch.rewards)
-        signals = self._signals(batch.batch)
+        zero = self._zero_advantage(batch.batch)
         tasks = fresh.draw.tasks
         self.tasks.observe(
-            None if tasks is None else [tasks[group] for group in silent],
-            [fresh.names[group] for group in silent],
-            [signals[group] for group in silent],
+            None if tasks is None else [tasks[group] for group in again],
+            [fresh.names[group] for group in again],
+            [zero[group] for group in again],
         )
-        return signals
+        return zero
 
     # ---------------------------------------------------------------------------------------------------- checkpoint
 

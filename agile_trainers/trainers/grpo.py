@@ -120,7 +120,6 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
             anchors=turns.anchors,
             anchor_weight=args.anchor_weight,
         )
-        metrics = {"groups_without_signal": result.groups_without_signal}
-        if args.advantage_granularity != "trajectory":
-            metrics["turns_without_comparison"] = result.uncompared_turns
-        return Credit(result.advantages, metrics)
+        if args.advantage_granularity == "trajectory":
+            return Credit(result.advantages)
+        return Credit(result.advantages, {"turns_without_comparison": result.uncompared_turns})

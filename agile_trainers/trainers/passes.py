@@ -40,36 +40,57 @@ class Pass:
     """Tokens that are trained on, over all processes: the weight in metrics."""
 
 
+_TOO_LONG = (
+    "An episode does not fit into memory with its gradient. Lower max_model_length, or set gradient_checkpointing=True."
+)
+
 LossOf = Callable[[Pass], torch.Tensor]
 _T = TypeVar("_T")
 _Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
 
 
-def deal(lengths: torch.Tensor, budget: int, shared: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Deal ordered rows to passes of neighbours.
-
-    A pass of padded rows costs its rows times the longest; a packed one its distinct tokens. A row whose start is longer in
-    common with its neighbour than the rest of it joins the neighbour's pass in any case, since a new pass would read that
-    start again.
+def deal_padded(prompts: torch.Tensor, completions: torch.Tensor, budget: int, multiple: int = 1) -> list[torch.Tensor]:
+    """Deal ordered rows to passes of neighbours, each of which costs its rows times its columns.
 
     Args:
-        lengths: (B,) int64, in the order of the passes; ascending without ``shared``.
-        budget: Tokens of a pass. A longer row has a pass of its own.
-        shared: (B,) int64, tokens in common with the row before, if rows are packed.
+        prompts: (B,) int64, prompt tokens of each row, which are padded on the left.
+        completions: (B,) int64, completion tokens, which are padded on the right.
+        budget: Tokens of a pass. Only a pass of a single row may have more.
+        multiple: Columns of prompts and of completions are padded to a multiple of it.
+
+    Returns:
+        Positions in the order, pass by pass.
+    """
+    passes: list[list[int]] = []
+    width = length = 0
+    for place, own in enumerate(zip(prompts.tolist(), completions.tolist(), strict=True)):
+        own_width, own_length = (-(-tokens // multiple) * multiple for tokens in own)
+        columns = max(width, own_width) + max(length, own_length)
+        if passes and (len(passes[-1]) + 1) * columns <= budget:
+            passes[-1].append(place)
+            width, length = max(width, own_width), max(length, own_length)
+        else:
+            passes.append([place])
+            width, length = own_width, own_length
+    return [torch.tensor(rows) for rows in passes]
+
+
+def deal_packed(lengths: torch.Tensor, shared: torch.Tensor, budget: int, multiple: int = 1) -> list[torch.Tensor]:
+    """Deal ordered rows to passes of neighbours, each of which costs its distinct tokens.
+
+    Args:
+        lengths: (B,) int64.
+        shared: (B,) int64, tokens in common with the row before.
+        budget: Tokens of a pass. Only a pass of a single row may have more.
+        multiple: The tokens of a pass are padded to a multiple of it.
 
     Returns:
         Positions in the order, pass by pass.
     """
     passes: list[list[int]] = []
     used = 0
-    for place, length in enumerate(lengths.tolist()):
-        common = 0 if shared is None or not passes else int(shared[place])
-        fits = bool(passes) and (
-            (len(passes[-1]) + 1) * length <= budget
-            if shared is None
-            else used + length - common <= budget or common > length - common
-        )
-        if fits:
+    for place, (length, common) in enumerate(zip(lengths.tolist(), shared.tolist(), strict=True)):
+        if passes and -(-(used + length - common) // multiple) * multiple <= budget:
             passes[-1].append(place)
             used += length - common
         else:
@@ -140,7 +161,7 @@ class Passes:
         if len(dealt) == 1:
             parts = [batch]
         else:
-            parts = [batch.rows(rows) if len(rows) else batch.rows(torch.tensor([0])).silenced() for rows in dealt]
+            parts = [batch.rows(rows) if len(rows) else batch.rows(torch.tensor([0])).untrained() for rows in dealt]
         tokens = torch.stack([part.counted.sum() for part in parts])
         if self._trainer.accelerator.num_processes > 1:
             tokens = self._trainer.accelerator.reduce(tokens, reduction="sum")
@@ -164,28 +185,51 @@ class Passes:
         Returns:
             The rows of each pass.
         """
-        trainer: Any = self._trainer
-        accelerator: Accelerator = trainer.accelerator
+        accelerator: Accelerator = self._trainer.accelerator
         if self.budget is None:
             self.budget = self._fitting()
-        lengths = part["prompt_mask"].sum(dim=1) + part["completion_mask"].sum(dim=1)
-        order = lengths.argsort(stable=True)
-        # The largest first: where it fits, the others do.
-        dealt = deal(lengths[order], self.budget)[::-1]
-        packed = trainer.packer.sharing(part)
-        if packed is not None:
-            padded_tokens = sum(len(rows) * int(lengths[order][rows].max()) for rows in dealt)
-            new = deal(packed[1], self.budget, packed[2])
-            # The first row of a pass shares nothing with the pass before.
-            tokens = int(packed[1].sum()) - sum(int(packed[2][rows[1:]].sum()) for rows in new)
-            if tokens <= _PACKED_GAIN * padded_tokens:
-                order, dealt = packed[0], new
-        order = order.to(part["prompt_ids"].device)
-        passes = [order[places.to(order.device)] for places in dealt]
+        prompts, completions = (part[f"{name}_mask"].sum(dim=1).cpu() for name in ("prompt", "completion"))
+        passes, tokens = self._padded(torch.arange(len(prompts)), prompts, completions)
+        packed, fewer = self._packed(part, prompts, completions)
+        if packed and fewer <= _PACKED_GAIN * tokens:
+            passes = packed
+        passes = [rows.to(part["prompt_ids"].device) for rows in passes]
         if accelerator.num_processes > 1:
             number = torch.tensor([len(passes)], device=accelerator.device)
             passes = in_number(passes, int(accelerator.gather(number).max()))
         return passes
+
+    def _padded(
+        self, rows: torch.Tensor, prompts: torch.Tensor, completions: torch.Tensor
+    ) -> tuple[list[torch.Tensor], int]:
+        """Deal some rows to padded passes; return these, and the sum of their tokens."""
+        assert self.budget is not None
+        ordered = rows[(prompts + completions)[rows].argsort(stable=True)]
+        widths, lengths = prompts[ordered], completions[ordered]
+        dealt = deal_padded(widths, lengths, self.budget, self._trainer.pad_to_multiple_of or 1)
+        tokens = sum(len(places) * int(widths[places].max() + lengths[places].max()) for places in dealt)
+        # The largest first: where it fits, the others do.
+        return [ordered[places] for places in dealt[::-1]], tokens
+
+    def _packed(self, part: Batch, prompts: torch.Tensor, completions: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+        """Deal rows to packed passes, and to padded ones where packing does not pay; return these, and their tokens."""
+        packer, budget = self._trainer.packer, self.budget
+        sharing = packer.sharing(part)
+        if sharing is None:
+            return [], 0
+        assert budget is not None
+        order, lengths, shared = sharing[0].cpu(), sharing[1], sharing[2]
+        passes, tokens = list[torch.Tensor](), 0
+        for places in deal_packed(lengths, shared, budget, packer.multiple):
+            rows = order[places]
+            if len(rows) == 1 or packer.pays(part, rows):
+                passes.append(rows)
+                # The first row of a pass shares nothing with the pass before.
+                tokens += int(lengths[places].sum() - shared[places[1:]].sum())
+            else:
+                padded, more = self._padded(rows, prompts, completions)
+                passes, tokens = passes + padded, tokens + more
+        return passes, tokens
 
     def _fitting(self) -> int:
         """Return the tokens of a pass that fit, the smallest number of all processes."""
@@ -225,11 +269,11 @@ class Passes:
                 if gradients is None:
                     error.add_note("Lower max_tokens_per_micro_batch or per_device_train_batch_size.")
                     raise
-                self._halve(alone=len(part.batch.prompt_ids) == 1)
+                smaller = self._smaller(part, whole)
                 for name, values in metrics.items():
                     del values[lengths.get(name, 0) :]
                 _put_back(gradients)
-                pending = [again for old in (part, *pending) for again in self.of(old.batch, whole)]
+                pending = smaller + [again for old in pending for again in self.of(old.batch, whole)]
                 continue
             done.append(part)
             if not pending:
@@ -252,7 +296,10 @@ class Passes:
             except torch.OutOfMemoryError:
                 if gradients is None or self.budget is None:
                     raise
-                self._halve(alone=self.budget < longest)
+                if self.budget < longest:  # and every pass of several rows is smaller than that row
+                    raise RuntimeError(_TOO_LONG) from None
+                self.budget //= 2
+                self._tell()
                 _put_back(gradients)
 
     def _backward(self, model: Any, part: Pass, loss_of: LossOf) -> torch.Tensor:
@@ -280,19 +327,29 @@ class Passes:
         trained = (p for p in self._trainer.model.parameters() if p.requires_grad)
         return [(p, None if p.grad is None else p.grad.clone()) for p in trained]
 
-    def _halve(self, *, alone: bool) -> None:
-        """Halve the budget after a pass that did not fit into memory.
+    def _smaller(self, part: Pass, whole: TrainBatch) -> list[Pass]:
+        """Halve the budget until a pass that did not fit into memory is split, and return its parts.
 
         Raises:
-            RuntimeError: If the pass had a single row.
+            RuntimeError: If it cannot be split.
         """
-        if alone:
+        if len(part.batch.prompt_ids) == 1:
+            raise RuntimeError(_TOO_LONG) from None
+        if self._whole:
             raise RuntimeError(
-                "An episode does not fit into memory with its gradient. Lower max_model_length, or set "
-                "gradient_checkpointing=True."
-            )
+                "A micro-batch does not fit into memory, and a term of its loss needs all of its episodes at once: an "
+                "adaptive entropy bonus, an entropy quantile, a router's auxiliary loss, or an optimizer that steps in the "
+                "backward pass. Lower per_device_train_batch_size."
+            ) from None
         assert self.budget is not None
-        self.budget = max(1, self.budget // 2)
+        while True:  # a pass of a budget below its tokens has one row
+            self.budget //= 2
+            passes = self.of(part.batch, whole)
+            if len(passes) > 1:
+                self._tell()
+                return passes
+
+    def _tell(self) -> None:
         logger.warning(
             "A forward pass did not fit into memory. From now on a pass has at most %d tokens; set "
             "max_tokens_per_micro_batch=%d to start with that.",

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import isnan
 from statistics import fmean
 from typing import Any
 
 from transformers.trainer_utils import speed_metrics
 
-from agile_trainers.evaluation.results import evaluation_metrics
+from agile_trainers.evaluation.results import EpisodeResults, Range, counted_mean, evaluation_metrics
 from agile_trainers.rollout.metrics import summarize
 from agile_trainers.types import StopReason
 
 
 def training_summary(
-    rows: Sequence[dict[str, Any]], seconds: float, discarded: Sequence[dict[str, Any]] = ()
+    rows: Sequence[dict[str, Any]],
+    seconds: float,
+    discarded: Sequence[dict[str, Any]] = (),
+    known: Collection[str | None] = (),
 ) -> dict[str, float]:
     """Compute the metrics of one generation batch.
 
@@ -23,6 +26,7 @@ def training_summary(
         rows: One row per episode, of all ranks.
         seconds: Wall time of the rollout on the slowest rank; 0 for episodes that were played before.
         discarded: Rows of episodes that were played in this time and are not part of the batch.
+        known: Names of environments that are known to report success.
 
     Returns:
         The metrics of :func:`~agile_trainers.rollout.metrics.summarize` and of :func:`length_summary`, ``time/rollout``,
@@ -31,7 +35,7 @@ def training_summary(
     tokens = sum(row["action_tokens"] for row in [*rows, *discarded])
     speed = {"time/rollout": seconds, "rollout_tokens_per_second": tokens / seconds} if seconds else {}
     return {
-        **summarize(rows),
+        **summarize(rows, known),
         **length_summary(rows),
         **_cut_returns(rows),
         **speed,
@@ -63,31 +67,53 @@ def length_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def evaluation_summary(
-    rows: Sequence[dict[str, Any]], rewards: dict[str, float], prefix: str, started: float
+    results: EpisodeResults,
+    rewarded: Sequence[float],
+    scores: dict[str, float],
+    prefix: str,
+    started: float,
+    *,
+    only_return: bool,
 ) -> dict[str, float]:
     """Compute the metrics of one evaluation, as :meth:`MultiTurnTrainer.evaluate` returns them.
 
+    Failed episodes count against the policy (see :func:`~agile_trainers.evaluation.results.evaluation_metrics`), also in
+    ``reward``, the weighted sum of all reward functions.
+
     Args:
-        rows: One row per episode, of all ranks.
-        rewards: Metrics of their rewards.
+        results: The episodes, of all ranks.
+        rewarded: The weighted sum of all reward functions for each of them; NaN without a reward.
+        scores: Metrics of their rewards.
         prefix: Put before every name.
         started: ``time.time()`` at its start.
+        only_return: True if the return is the only reward, whose lowest value an environment may declare.
     """
-    metrics = _evaluated(rows, rewards | length_summary(rows), prefix)
+    rows, ranges = results.rows, results.ranges
+    declared = ranges if only_return else {}
+    mean, error = counted_mean(rewarded, rows, declared)
+    scores = {**scores, "reward": mean, "reward_sem": error}
+    metrics = _evaluated(rows, ranges, scores | length_summary(rows), prefix)
+    for name, (own, reward) in _by_environment(rows, rewarded, declared).items():
+        metrics |= _evaluated(own, ranges, length_summary(own) | reward, f"{prefix}_{name}")
     return metrics | speed_metrics(prefix, started, num_samples=len(rows))
 
 
-def _evaluated(rows: Sequence[dict[str, Any]], others: dict[str, float], prefix: str) -> dict[str, float]:
-    summary = others | evaluation_metrics(rows)
+def _evaluated(
+    rows: Sequence[dict[str, Any]], ranges: Mapping[str | None, Range], others: dict[str, float], prefix: str
+) -> dict[str, float]:
+    summary = others | evaluation_metrics(rows, ranges)
     return {f"{prefix}_{name}": value for name, value in summary.items()}
 
 
-def environment_summaries(rows: Sequence[dict[str, Any]], rewards: Sequence[float]) -> dict[str, float]:
+def environment_summaries(
+    rows: Sequence[dict[str, Any]], rewards: Sequence[float], known: Collection[str | None] = ()
+) -> dict[str, float]:
     """Compute the metrics of each of several environments in one generation batch; empty in a run of one.
 
     Args:
         rows: One row per episode, of all ranks.
         rewards: The weighted sum of all reward functions for each of them; NaN without a reward.
+        known: Names of environments that are known to report success.
 
     Returns:
         Under ``environments/<name>/``: the metrics of :func:`~agile_trainers.rollout.metrics.summarize`, ``reward`` and
@@ -95,32 +121,24 @@ def environment_summaries(rows: Sequence[dict[str, Any]], rewards: Sequence[floa
     """
     metrics: dict[str, float] = {}
     for name, (own, reward) in _by_environment(rows, rewards).items():
-        summary = {**summarize(own), **reward, "share": len(own) / len(rows)}
+        summary = {**summarize(own, known), **reward, "share": len(own) / len(rows)}
         metrics |= {f"environments/{name}/{metric}": value for metric, value in summary.items()}
     return metrics
 
 
-def environment_evaluations(rows: Sequence[dict[str, Any]], rewards: Sequence[float], prefix: str) -> dict[str, float]:
-    """Compute the metrics of each of several environments in an evaluation; empty in a run of one.
-
-    Args:
-        rows: One row per episode, of all ranks.
-        rewards: As for :func:`environment_summaries`.
-        prefix: The evaluation's; names begin with ``<prefix>_<name>_``.
-    """
-    metrics: dict[str, float] = {}
-    for name, (own, reward) in _by_environment(rows, rewards).items():
-        metrics |= _evaluated(own, length_summary(own) | reward, f"{prefix}_{name}")
-    return metrics
-
-
 def _by_environment(
-    rows: Sequence[dict[str, Any]], rewards: Sequence[float]
+    rows: Sequence[dict[str, Any]], rewards: Sequence[float], ranges: Mapping[str | None, Range] | None = None
 ) -> dict[str, tuple[list[dict[str, Any]], dict[str, float]]]:
-    """Split the rows by environment, in order of name, with the mean ``reward`` if an episode has one."""
+    """Split the rows by environment, in order of name, with the mean ``reward`` if an episode has one.
+
+    With ``ranges``, failed episodes count in it.
+    """
     found = {}
     for name in sorted({row["environment"] for row in rows} - {None}):
         own = [(row, reward) for row, reward in zip(rows, rewards, strict=True) if row["environment"] == name]
         known = [reward for _, reward in own if not isnan(reward)]
-        found[name] = [row for row, _ in own], {"reward": fmean(known)} if known else {}
+        mean = fmean(known) if known else 0.0
+        if ranges is not None:
+            mean, _ = counted_mean([reward for _, reward in own], [row for row, _ in own], ranges)
+        found[name] = [row for row, _ in own], {"reward": mean} if known else {}
     return found

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from math import isnan
+from numbers import Real
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
+from transformers.utils import logging
 from trl.trainer.utils import get_callable_name, is_async_callable, nanstd
 
 from agile_trainers.envs.libraries.trl_tools import TRLEnvironment
+from agile_trainers.imports import exits_reported
 from agile_trainers.types import StopReason, Trajectory
 
+logger = logging.get_logger(__name__)
+
+PATIENCE = 3
+"""Batches without a reward of a function, from the first on, after which it is warned of."""
 EPISODES, ENVIRONMENTS = "trajectories", "environments"
 """Names of the arguments that a reward function gets in addition to TRL's."""
+NOT_A_NUMBER = "rewards/nan"
+"""Metric: the share of episodes for which a reward function returned NaN."""
 _TRLS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 RewardFunction = Callable[..., Any]
@@ -67,7 +77,7 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
         function: The user's.
         environments: True if every episode had an instance of its own, which ``function`` may then read.
     """
-    takes = _parameters(function)
+    takes, called = _parameters(function), f"The reward function {get_callable_name(function)!r}"
 
     def select(given: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         episodes = given[EPISODES]
@@ -77,7 +87,7 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
             given[ENVIRONMENTS] = [_unwrapped(episode.environment) for episode in episodes]
             if ENVIRONMENTS in takes and any(given[ENVIRONMENTS][place] is None for place in sound):
                 raise ValueError(
-                    f"The reward function {get_callable_name(function)!r} takes environments, but those of an episode have "
+                    f"{called} takes environments, but those of an episode have "
                     "been played again since, or are not known. Call update() with what the last rollout() returned, whole."
                 )
         given = {
@@ -93,21 +103,27 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
         if len(values) != len(sound):
             told = "returned" if column is None else f"logged as {column!r}"
             raise ValueError(
-                f"The reward function {get_callable_name(function)!r} {told} {len(values)} values for {len(sound)} "
-                "completions. Give one value for each."
+                f"{called} {told} {len(values)} values for {len(sound)} completions. Give one value for each."
             )
         by_place = dict(zip(sound, values))
         return [by_place.get(place) for place in range(count)]
 
+    def counted(rewards: list[Any], log_metric: Callable[[str, float], None]) -> list[Any]:
+        """Log the share of NaN. TRL reads it as None, by which a function says that it does not score an episode."""
+        log_metric(NOT_A_NUMBER, sum(isinstance(one, Real) and isnan(one) for one in rewards) / len(rewards))
+        return rewards
+
     async def score_async(**given: Any) -> list[Any]:
-        count = len(given[EPISODES])
+        count, log_metric = len(given[EPISODES]), given["log_metric"]
         sound, given = select(given)
-        return spread(await function(**given) if sound else [], sound, count)
+        with exits_reported(called):
+            return counted(spread(await function(**given) if sound else [], sound, count), log_metric)
 
     def score(**given: Any) -> list[Any]:
-        count = len(given[EPISODES])
+        count, log_metric = len(given[EPISODES]), given["log_metric"]
         sound, given = select(given)
-        return spread(function(**given) if sound else [], sound, count)
+        with exits_reported(called):
+            return counted(spread(function(**given) if sound else [], sound, count), log_metric)
 
     chosen: Any = score_async if is_async_callable(function) else score
     chosen.__name__ = get_callable_name(function)
@@ -180,17 +196,43 @@ def reward_inputs(rows: Sequence[dict[str, Any]], trajectories: Sequence[Traject
     }
 
 
-def without_failed(rewards: torch.Tensor, trajectories: Sequence[Trajectory], accelerator: Accelerator) -> torch.Tensor:
-    """Set the rewards of failed episodes to NaN, also those of reward models, which score every episode.
+class RewardColumns:
+    """Takes the rewards of all functions, batch by batch, and says which function never gives one.
 
     Args:
-        rewards: (B, F), of all processes.
-        trajectories: This process's.
+        names: Names of the functions.
         accelerator: The trainer's.
     """
-    failed = [trajectory.stop_reason.failed for trajectory in trajectories]
-    everywhere: torch.Tensor = accelerator.gather(torch.tensor(failed, device=rewards.device))
-    return rewards.masked_fill(everywhere[:, None], torch.nan)
+
+    def __init__(self, names: Sequence[str], accelerator: Accelerator) -> None:
+        self._names, self._accelerator = names, accelerator
+        self._silent = [0] * len(names)
+        """Batches in which a function gave no reward, since the first; -1 once it gave one."""
+
+    def without_failed(self, rewards: torch.Tensor, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        """Set the rewards of failed episodes to NaN, also those of reward models, which score every episode.
+
+        Args:
+            rewards: (B, F), of all processes.
+            trajectories: This process's.
+        """
+        failed = [trajectory.stop_reason.failed for trajectory in trajectories]
+        everywhere: torch.Tensor = self._accelerator.gather(torch.tensor(failed, device=rewards.device))
+        if not everywhere.all():
+            self._look((~rewards[~everywhere].isnan()).any(dim=0).tolist())
+        return rewards.masked_fill(everywhere[:, None], torch.nan)
+
+    def _look(self, rewarded: Sequence[bool]) -> None:
+        for place, gave in enumerate(rewarded):
+            if gave:
+                self._silent[place] = -1
+            elif self._silent[place] >= 0:
+                self._silent[place] += 1
+                if self._silent[place] == PATIENCE and self._accelerator.is_main_process:
+                    logger.warning(
+                        f"The reward function {self._names[place]!r} gave no reward (None or NaN) to any episode of the "
+                        f"{PATIENCE} batches so far, so that it has no effect. Check its conditions and divisions."
+                    )
 
 
 def totals(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

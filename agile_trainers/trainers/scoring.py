@@ -81,12 +81,11 @@ class Scorer:
         with disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
             self._packer.prepare(trainer.model, part)
 
-    def live_rows(self, advantages: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the rows (R,) with an advantage above ``eps``, padded with others to the same number on every rank.
+    def even_rows(self, live: torch.Tensor) -> torch.Tensor:
+        """Return the rows (R,) where ``live`` (B,) is True, padded with others to the same number on every rank.
 
         Where weights are sharded, every rank must run equally many forward passes.
         """
-        live = (advantages.abs() > eps).any(dim=1)
         most = int(self._trainer.accelerator.gather(live.sum()).max())
         return live.int().argsort(descending=True, stable=True)[:most]
 

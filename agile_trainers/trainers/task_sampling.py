@@ -1,4 +1,4 @@
-"""Draws the tasks of groups: uniformly, or by how often the groups of a task still carry signal."""
+"""Draws the tasks of groups: uniformly, or by how often groups of the task have an advantage."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _LOGGED = 32
 
 @dataclass(frozen=True)
 class TaskPool:
-    """The items that groups can start from: rows, environments or seeds; and the task that each belongs to."""
+    """The tasks that groups can start from: rows or sets of rows, environments or seeds."""
 
     kind: str
     """``"rows"``, ``"environments"`` or ``"seeds"``."""
     base: np.ndarray
-    """(n,) float64, weights of the items without adaptation."""
-    task_of: np.ndarray
-    """(n,) int64, the task of each item."""
+    """(tasks,) float64, weights of the tasks without adaptation."""
     names: tuple[str, ...] = ()
-    """Names of the tasks; empty where each item is a task, which its index names."""
+    """Names of the tasks; empty where their indices name them."""
+    task_of: np.ndarray | None = None
+    """(rows,) int64, the task of each row; None without rows."""
 
     @property
     def size(self) -> int:
         """Number of tasks."""
-        return int(self.task_of.max()) + 1
+        return len(self.base)
 
     def name(self, task: int) -> str:
         """Return the name of a task."""
@@ -63,10 +63,10 @@ class Draw:
 
 @dataclass
 class _Seen:
-    """Groups that a generation batch played: name of each one's task, and whether it had a signal."""
+    """Groups that a generation batch played: name of each one's task, and whether it was a zero-advantage group."""
 
     names: list[str | None] = field(default_factory=list)
-    signals: list[bool] = field(default_factory=list)
+    zero: list[bool] = field(default_factory=list)
 
 
 def task_pool(args: MultiTurnConfig, dataset: Any, mixture: Mixture | None) -> TaskPool | None:
@@ -95,10 +95,9 @@ def task_pool(args: MultiTurnConfig, dataset: Any, mixture: Mixture | None) -> T
     if dataset is not None:
         return _rows(args, dataset, adaptive)
     if mixture is not None:
-        number = len(mixture.names)
-        return TaskPool("environments", np.array(mixture.weights, dtype=float), np.arange(number), mixture.names)
+        return TaskPool("environments", np.array(mixture.weights, dtype=float), mixture.names)
     if args.task_seeds is not None:
-        return TaskPool("seeds", np.ones(args.task_seeds), np.arange(args.task_seeds))
+        return TaskPool("seeds", np.ones(args.task_seeds))
     if adaptive:
         raise ValueError(
             "task_sampling='adaptive' needs tasks that are played again and again, and without a train_dataset every group "
@@ -108,7 +107,7 @@ def task_pool(args: MultiTurnConfig, dataset: Any, mixture: Mixture | None) -> T
 
 
 def _rows(args: MultiTurnConfig, dataset: Any, adaptive: bool) -> TaskPool | None:
-    options = {"task_sampling": adaptive, "resample_silent_groups": args.resample_silent_groups > 0}
+    options = {"task_sampling": adaptive, "resample_zero_advantage_groups": args.resample_zero_advantage_groups > 0}
     used = [f"{name}={getattr(args, name)!r}" for name, on in options.items() if on]
     if used and isinstance(dataset, IterableDataset):
         raise ValueError(
@@ -128,17 +127,28 @@ def _rows(args: MultiTurnConfig, dataset: Any, adaptive: bool) -> TaskPool | Non
         return None
     number = len(dataset)
     if column is None:
-        return TaskPool("rows", np.ones(number), np.arange(number))
+        return TaskPool("rows", np.ones(number), task_of=np.arange(number))
     names, task_of = np.unique([str(value) for value in dataset.with_format(None)[column][:]], return_inverse=True)
-    return TaskPool("rows", np.ones(number), task_of, tuple(names.tolist()))
+    return TaskPool("rows", np.ones(len(names)), tuple(names.tolist()), task_of)
+
+
+def _rows_of(tasks: np.ndarray, task_of: np.ndarray, random: np.random.Generator) -> list[int]:
+    """Draw a row of each task; a task's rows repeat only once all of them are drawn."""
+    rows = np.empty_like(tasks)
+    for task in np.unique(tasks):
+        places, own = np.flatnonzero(tasks == task), np.flatnonzero(task_of == task)
+        rounds = -(-len(places) // len(own))
+        rows[places] = np.concatenate([random.permutation(own) for _ in range(rounds)])[: len(places)]
+    return rows.tolist()
 
 
 class TaskSampling:
-    """Draws the tasks of a run, and counts how often their groups carried a signal.
+    """Draws the tasks of a run, and counts how often their groups had an advantage.
 
-    With ``task_sampling="adaptive"`` an item's weight is multiplied by ``(informative + 1) / (observed + 2)`` of its task
-    (AgileRL's rule). ``informative`` and ``observed`` count the task's groups with a signal and all its groups; before each
-    new group of the task both are multiplied by ``0.5 ** (1 / 8)``. A task that was not played yet has weight 1/2.
+    With ``task_sampling="adaptive"`` a task's weight is ``(informative + 1) / (observed + 2)``, whatever its number of rows;
+    that of an environment is multiplied by it (AgileRL's rule). ``observed`` counts the task's groups, ``informative`` those
+    that were no zero-advantage groups; before each new group of the task both are multiplied by ``0.5 ** (1 / 8)``. A task
+    that was not played yet has weight 1/2. Of the rows of a drawn task each is equally likely.
 
     The draw depends on the run's seed, the generation batch and these counts alone, which are the same on all processes.
 
@@ -161,43 +171,46 @@ class TaskSampling:
         return (self._informative + 1) / (self._observed + 2)
 
     def draw(self, generation: int, attempt: int = 0) -> Draw:
-        """Draw an item for each group of a generation batch, by systematic sampling.
+        """Draw a task for each group of a generation batch by systematic sampling, and a row of the task.
 
         Args:
             generation: Index of the generation batch in the run.
             attempt: 0 for the batch itself, n for the groups that replace others for the n-th time.
 
         Returns:
-            The items; nothing where the batch takes TRL's order of the rows, or every group has a seed of its own.
+            The draw; nothing where the batch takes TRL's order of the rows, or every group has a seed of its own.
         """
         pool = self._pool
         if pool is None or not (self.adaptive or attempt or pool.kind == "seeds"):
             return Draw()
-        weights = pool.base * self.weights[pool.task_of] if self.adaptive else pool.base
         entropy = np.random.SeedSequence((self._seed, _STREAM, generation, attempt))
-        items = systematic_sample(weights, self._groups, np.random.Generator(np.random.Philox(entropy)))
-        draw = Draw(pool.task_of[items].tolist())
-        if pool.kind == "rows":
-            draw.rows = items.tolist()
+        random = np.random.Generator(np.random.Philox(entropy))
+        if pool.task_of is not None and not self.adaptive:  # each row is equally likely
+            rows = systematic_sample(np.ones(len(pool.task_of)), self._groups, random)
+            return Draw(pool.task_of[rows].tolist(), rows.tolist())
+        tasks = systematic_sample(pool.base * self.weights if self.adaptive else pool.base, self._groups, random)
+        draw = Draw(tasks.tolist())
+        if pool.task_of is not None:
+            draw.rows = _rows_of(tasks, pool.task_of, random)
         elif pool.kind == "environments":
-            draw.environments = [pool.names[item] for item in items]
+            draw.environments = [pool.names[task] for task in tasks]
         else:
-            draw.seeds = [environment_seed(self._seed, _POOL, 0, int(item)) for item in items]
+            draw.seeds = [environment_seed(self._seed, _POOL, 0, int(task)) for task in tasks]
         return draw
 
-    def observe(self, tasks: Sequence[int] | None, names: Sequence[str | None], signals: Sequence[bool]) -> None:
+    def observe(self, tasks: Sequence[int] | None, names: Sequence[str | None], zero: Sequence[bool]) -> None:
         """Count groups that were played.
 
         Args:
             tasks: The task of each, as drawn; None where they were not drawn.
             names: The name of each one's task; None without a name.
-            signals: Whether its advantages are not all 0.
+            zero: Whether each is a zero-advantage group.
         """
         self._seen.names += names
-        self._seen.signals += signals
+        self._seen.zero += zero
         if self.adaptive and tasks is not None:
-            for task, signal in zip(tasks, signals, strict=True):
-                self._informative[task] = self._informative[task] * _DECAY + signal
+            for task, none in zip(tasks, zero, strict=True):
+                self._informative[task] = self._informative[task] * _DECAY + (not none)
                 self._observed[task] = self._observed[task] * _DECAY + 1
 
     def names_of(self, draw: Draw) -> list[str | None]:
@@ -211,21 +224,22 @@ class TaskSampling:
         """Compute the metrics of the generation batch, and forget its groups.
 
         Returns:
-            ``tasks/<name>/share`` of the groups that were played, replaced ones included, and ``tasks/<name>/signal``, the
-            share of these with a signal, for up to 32 tasks with names; with adaptive sampling ``tasks/seen``, the share of
-            tasks that were ever played, and ``tasks/effective``, the number of equally likely tasks that would be drawn as
-            unevenly (the inverse of the sum of squared probabilities) over the number of tasks.
+            ``tasks/<name>/share`` of the groups that were played, replaced ones included, and
+            ``tasks/<name>/zero_advantage``, the share of zero-advantage groups among these, for up to 32 tasks with names;
+            with adaptive sampling ``tasks/seen``, the share of tasks that were ever played, and ``tasks/effective``, the
+            number of equally likely tasks that would be drawn as unevenly (the inverse of the sum of squared probabilities)
+            over the number of tasks.
         """
         seen, self._seen = self._seen, _Seen()
         played = Counter(seen.names)
         metrics: dict[str, float] = {}
         if None not in played and len(played) <= _LOGGED:
-            heard = Counter(name for name, signal in zip(seen.names, seen.signals) if signal)
+            without = Counter(name for name, none in zip(seen.names, seen.zero) if none)
             for name in sorted(name for name in played if name is not None):
                 metrics[f"tasks/{name}/share"] = played[name] / len(seen.names)
-                metrics[f"tasks/{name}/signal"] = heard[name] / played[name]
+                metrics[f"tasks/{name}/zero_advantage"] = without[name] / played[name]
         if self.adaptive and self._pool is not None:
-            weights = np.bincount(self._pool.task_of, self._pool.base) * self.weights
+            weights = self._pool.base * self.weights
             metrics["tasks/seen"] = float((self._observed > 0).mean())
             metrics["tasks/effective"] = float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
         return metrics

@@ -34,15 +34,25 @@ from agile_trainers.adapters import (
     plain_copies,
     restore_adapter,
 )
-from agile_trainers.adapters.folders import RECORD, naming_full_disk, step_of, write_json
+from agile_trainers.adapters.folders import (
+    RECORD,
+    CheckpointError,
+    check_complete,
+    naming_full_disk,
+    step_of,
+    write_json,
+)
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.sharding import is_zero3
+from agile_trainers.checkpoints.disclosure import clean_tokenizer, note_private
 from agile_trainers.checkpoints.hub import HubPushes, make_repository
+from agile_trainers.checkpoints.machines import on_each_disk
 from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints, record_without_environment
-from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options
+from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options, recorded_options
 from agile_trainers.checkpoints.run_cards import RunCards
 from agile_trainers.checkpoints.stopping import GracefulStop
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.objectives.advantages import with_advantage, zero_advantage_groups
 from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
 from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
@@ -56,7 +66,7 @@ from agile_trainers.sampling.gap import GapMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows
 from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.config_rules import skips_silent_episodes
+from agile_trainers.trainers.config_rules import skips_zero_advantage
 from agile_trainers.trainers.construction import (
     RunSetup,
     activation_offloading,
@@ -66,7 +76,7 @@ from agile_trainers.trainers.construction import (
     prepare_run,
     reject_argument,
 )
-from agile_trainers.trainers.credit import Credit, CreditInputs, filter_groups, gather_turns, live_groups, normalize
+from agile_trainers.trainers.credit import Credit, CreditInputs, filter_groups, gather_turns, normalize
 from agile_trainers.trainers.critic import TARGETS, Critic, CriticValues
 from agile_trainers.trainers.episode_log import EpisodeLog
 from agile_trainers.trainers.episode_records import EpisodeRecords
@@ -82,7 +92,7 @@ from agile_trainers.trainers.nonfinite import StepGuard, check_finite
 from agile_trainers.trainers.passes import Pass, Passes, gathering_ragged
 from agile_trainers.trainers.recipe import decide_learning_rate, warn_of_idle_recipe
 from agile_trainers.trainers.reference import ReferencePolicy
-from agile_trainers.trainers.reward_functions import drained_metrics, reward_inputs, totals, without_failed
+from agile_trainers.trainers.reward_functions import RewardColumns, drained_metrics, reward_inputs, totals
 from agile_trainers.trainers.scoring import Scorer, Scores
 from agile_trainers.trainers.turn_metrics import TurnEntropies, credit_by_turn
 from agile_trainers.trainers.updates import Updates, rows_of_episodes
@@ -275,6 +285,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if setup is not None:
             self.use_vllm = self.args.use_vllm = use_vllm
             self._set_up(setup, inputs)
+        self.hub = HubPushes(self)
 
     def _set_up(self, setup: RunSetup, inputs: TrainerInputs) -> None:
         """Make the parts of a run of episodes, after TRL's own constructor."""
@@ -311,7 +322,6 @@ class MultiTurnTrainer(GRPOTrainer):
         self.guard = StepGuard()
         self.passes = Passes(self)
         self.turn_entropies = TurnEntropies()
-        self.hub = HubPushes(self)
         self._offloading = activation_offloading(args, self.model)
         if args.skip_zero_advantage is True and self.aux_loss_enabled:
             raise ValueError(
@@ -328,7 +338,8 @@ class MultiTurnTrainer(GRPOTrainer):
         self.add_callback(self.records)
         self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
         self.episode_log = EpisodeLog(self, self.environment, self.watch.note)
-        self.rollouts = GroupRollouts(self, setup, self._play, self._reward, self._collate, self._groups_with_signal)
+        self.reward_columns = RewardColumns(self.reward_func_names, self.accelerator)
+        self.rollouts = GroupRollouts(self, setup, self._play, self._reward, self._collate, self._zero_advantage_groups)
         self.evaluator = EpisodeEvaluator(self, self.engine, self.sampler, setup.mixture, self._reward)
         if args.has_critic:
             self.critic = Critic(self, self.packer, inputs.saved)
@@ -364,9 +375,9 @@ class MultiTurnTrainer(GRPOTrainer):
         return self._corrects_mismatch or self.args.gradient_accumulation_steps % self.micro_steps_per_generation != 0
 
     @property
-    def _skips_silent_episodes(self) -> bool:
+    def _skips_zero_advantage(self) -> bool:
         """True if episodes without advantage are left out of the forward passes."""
-        return skips_silent_episodes(self.args) and not self.aux_loss_enabled
+        return skips_zero_advantage(self.args) and not self.aux_loss_enabled
 
     def _local(self, size: int) -> slice:
         """Return the rows of this process among those of all."""
@@ -676,25 +687,25 @@ class MultiTurnTrainer(GRPOTrainer):
         batch.turn_rewards[rows, last] += extra * batch.turn_mask.any(dim=1)
         return batch
 
-    def _groups_with_signal(self, batch: TurnBatch) -> list[bool]:
-        """Return for each group of all ranks whether the credit rule gives any of its turns an advantage.
+    def _zero_advantage_groups(self, batch: TurnBatch) -> list[bool]:
+        """Return for each group of all ranks whether the credit rule gives none of its turns an advantage.
 
         A penalty for leaving the reference is not part of it.
         """
         turns = gather_turns(batch, self.accelerator)
-        return live_groups(self.assign_credit(turns), turns.mask, self.num_generations)
+        advantages, eps = self.assign_credit(turns).advantages, self.args.zero_advantage_eps
+        return zero_advantage_groups(advantages, turns.mask, eps, self.num_generations).tolist()
 
     def _reward(self, rows: list[dict[str, Any]], trajectories: list[Trajectory]) -> torch.Tensor:
         """Compute rewards (B, functions) of all ranks, NaN for failed episodes. Every rank must pass equally many rows."""
-        return without_failed(
-            self._calculate_rewards(**reward_inputs(rows, trajectories)), trajectories, self.accelerator
-        )
+        rewards = self._calculate_rewards(**reward_inputs(rows, trajectories))
+        return self.reward_columns.without_failed(rewards, trajectories)
 
     def _score(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Scores:
         """Score policy and reference where the step needs them; with ``advantages`` (B, K), maybe only rows with one."""
         rows = None
-        if advantages is not None and self._skips_silent_episodes:
-            rows = self.scorer.live_rows(advantages, self.args.zero_advantage_eps)
+        if advantages is not None and self._skips_zero_advantage:
+            rows = self.scorer.even_rows(with_advantage(advantages, batch.turn_mask, self.args.zero_advantage_eps))
         old = self._scores_old_policy or self.args.kl_placement != "loss"
         return self.scorer.score(batch, old=old, reference=self.beta != 0.0, rows=rows)
 
@@ -714,6 +725,10 @@ class MultiTurnTrainer(GRPOTrainer):
         values = (None, None) if read is None else (read.turn_values, read.final_values)
         turns = gather_turns(batch, self.accelerator, *values)
         credit, mask = self.assign_credit(turns), turns.mask
+        if not self.args.groupless:
+            eps, size = self.args.zero_advantage_eps, self.num_generations
+            none = zero_advantage_groups(credit.advantages, mask, eps, size)
+            self._add_metrics({"zero_advantage_groups": none.double().mean().item()})
         if self.args.group_filter == "variance":
             returns = totals(rewards, self.reward_weights)
             credit, mask = filter_groups(credit, mask, returns, self.num_generations, self.args.group_filter_share)
@@ -729,6 +744,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def _train_batch(self, batch: TurnBatch, credit: Credit, scores: Scores, read: CriticValues | None) -> TrainBatch:
         """Make the generation batch of the loss, with TRL's columns and those of the credit rule."""
         num_turns = batch.turn_mask.size(1)
+        live = with_advantage(credit.advantages, batch.turn_mask, self.args.zero_advantage_eps)
         if self.critic is not None and read is not None and read.by_token:
             spread = self.critic.token_advantages(read, credit.columns[TARGETS], batch)
         else:
@@ -736,7 +752,8 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.args.kl_placement == "advantage":
             assert scores.old is not None and scores.reference is not None
             unit = "turn" if self._turn_ratios else self.importance_sampling_level
-            spread = spread - self.beta * token_kl_penalty(scores.old, scores.reference, batch.turn_ids, unit)
+            penalty = self.beta * token_kl_penalty(scores.old, scores.reference, batch.turn_ids, unit)
+            spread, live = spread - penalty, live | penalty.any(dim=1)
         if self._turn_ratios and self.args.turn_ratio_pooling == "sum":
             lengths = turn_lengths(batch.turn_ids, num_turns).clamp(min=1)
             spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
@@ -756,6 +773,7 @@ class MultiTurnTrainer(GRPOTrainer):
             old_per_token_logps=scores.old if self._scores_old_policy else None,
             ref_per_token_logps=scores.reference if self.args.kl_placement == "loss" else None,
             episodes=torch.arange(len(batch.turn_ids), device=trained.device),
+            has_advantage=live,
             recorded_reference=scores.reference,
             turn_columns={name: column for name, column in credit.columns.items() if name != TARGETS},
         )
@@ -790,7 +808,7 @@ class MultiTurnTrainer(GRPOTrainer):
             # The reference's forward pass left only the policy trainable.
             self.critic.thaw()
         whole = TrainBatch.from_trl(inputs)
-        read = whole.with_signal(self.args.zero_advantage_eps) if self._skips_silent_episodes else whole
+        read = whole.with_advantage() if self._skips_zero_advantage else whole
         loss = self.passes.loss(model, read, whole, lambda part: self._loss_of(model, part))
         first_epoch_ends = self._step % self.micro_steps_per_generation == self.args.steps_per_generation - 1
         if self.is_in_train and self.gap.is_open and (first_epoch_ends or self.accelerator.sync_gradients):
@@ -987,10 +1005,13 @@ class MultiTurnTrainer(GRPOTrainer):
         folder = Path(output_dir or self.args.output_dir)
         if self.engine is not None and self.args.should_save:
             write_json(folder / RECORD, self.checkpoints.record())
+            if self.checkpoints.building is None:
+                note_private(folder, self.environment, recorded_options(self.args))
         sharded = is_zero3(self.accelerator.state.deepspeed_plugin) and isinstance(self.model, PeftModel)
         with naming_full_disk(folder), every_adapter_trainable(self.model) if sharded else nullcontext():
             super().save_model(output_dir, _internal_call)
             if self.args.should_save:
+                clean_tokenizer(folder, self.processing_class)
                 self.cards.write(folder)
 
     def _record(self, parent: dict[str, Any] | None) -> dict[str, Any]:
@@ -1066,6 +1087,15 @@ class MultiTurnTrainer(GRPOTrainer):
             self.critic.forget_step()
 
     def _load_best_model(self) -> None:
+        if self.engine is not None:
+            # Its path comes from a checkpoint's state, and engines read it as they read one to resume from.
+            best = Path(self.state.best_model_checkpoint)
+            try:
+                on_each_disk(self.args.should_save, lambda: check_complete(best, resumes=False))
+            except CheckpointError as error:
+                logger.warning("The best checkpoint is not loaded, and the last weights are kept: %s", error)
+                self.state.best_model_checkpoint = None  # with `save_total_limit=1`, `Trainer` would delete all others
+                return
         super()._load_best_model()
         if self.critic is not None:
             self.critic.restore(Path(self.state.best_model_checkpoint))
@@ -1120,8 +1150,6 @@ class MultiTurnTrainer(GRPOTrainer):
         Returns:
             ``huggingface_hub.CommitInfo``, a future of it if not ``blocking``; None on all processes but the main one.
         """
-        if self.engine is None:
-            return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
         token = token or self.args.hub_token
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
@@ -1134,14 +1162,13 @@ class MultiTurnTrainer(GRPOTrainer):
         return self.hub.push(commit_message, blocking, token, revision)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push nothing where `Trainer` calls it, since the folder is incomplete. See :meth:`_save_checkpoint`."""
+        """Push nothing where `Trainer` calls it with episodes: the folder is incomplete. See :meth:`_save_checkpoint`."""
         if self.engine is None:
-            super()._push_from_checkpoint(checkpoint_folder)
+            self.hub.push_checkpoint(Path(checkpoint_folder))
 
     def _finish_current_push(self) -> None:
         super()._finish_current_push()
-        if self.engine is not None:
-            self.hub.summarize()
+        self.hub.summarize()
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

@@ -8,6 +8,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +23,8 @@ from agile_trainers.viewer.parts import (
     most_telling_first,
     outline_part,
     read_section,
+    readable_rows,
+    readable_vocabulary,
     run_index,
     sections,
 )
@@ -43,6 +46,8 @@ class Written:
     """Episodes whose texts and tokens did not fit; the timeline and the tables count them too."""
     size: int
     """Bytes of the file."""
+    problems: tuple[str, ...] = ()
+    """A sentence for each file that could not be read; the page has them too."""
 
 
 def write_page(runs: Sequence[RunRecords], path: Path, *, megabytes: float = 100, compared: int = 0) -> Written:
@@ -60,12 +65,14 @@ def write_page(runs: Sequence[RunRecords], path: Path, *, megabytes: float = 100
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile() as parts:
-        entries, episodes, left_out = [], 0, 0
+        entries, episodes, left_out, problems = list[dict[str, Any]](), 0, 0, list[str]()
         for number, run in enumerate(runs):
             budget = int(megabytes * 1e6 * (number + 1) / len(runs))
-            found = sections(run.index())
+            rows, unread = readable_rows(run)
+            found = sections(rows)
             part_of = _write_parts(parts, number, run, found, budget)
-            entries.append(run_index(run, found, part_of))
+            entries.append(run_index(run, found, part_of, unread))
+            problems += unread
             episodes += len(part_of)
             left_out += sum(len(section.rows) for section in found) - len(part_of)
         parts.seek(0)
@@ -83,7 +90,7 @@ def write_page(runs: Sequence[RunRecords], path: Path, *, megabytes: float = 100
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-    return Written(path, episodes, left_out, path.stat().st_size)
+    return Written(path, episodes, left_out, path.stat().st_size, tuple(problems))
 
 
 def page_around(*, live: bool) -> tuple[bytes, bytes]:
@@ -111,18 +118,19 @@ def script_tag(name: str, content: bytes) -> bytes:
     """Return an element with compressed data, which the browser does not read until the script asks for it.
 
     Args:
-        name: The part's name.
+        name: The part's name, any text. This is the only place where text becomes markup.
         content: Any bytes; as Base64 they cannot end the element.
     """
     packed = base64.b64encode(gzip.compress(content, 6, mtime=0))
-    return b'<script type="application/octet-stream" id="%s">%s</script>\n' % (name.encode(), packed)
+    escaped = escape(name, quote=True).encode("ascii", "xmlcharrefreplace")
+    return b'<script type="application/octet-stream" id="%s">%s</script>\n' % (escaped, packed)
 
 
 def _write_parts(
     file: IO[bytes], number: int, run: RunRecords, found: Sequence[Section], budget: int
 ) -> dict[str, int]:
     """Write outlines and episodes until the file has the given size; return the part of each episode by its key."""
-    vocabulary = run.vocabulary()
+    vocabulary = readable_vocabulary(run)
     part_of: dict[str, int] = {}
     parts = 0
     for place in most_telling_first(len(found)):

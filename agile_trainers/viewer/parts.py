@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
-from agile_trainers.records.reader import RunRecords
+from agile_trainers.records.reader import RecordsError, RunRecords
 from agile_trainers.types import StopReason
 
 OUTLINE_TEXT = 200
@@ -26,6 +27,10 @@ STOP_REASONS = {
     StopReason.ENVIRONMENT_TIMEOUT: "The environment did not answer in time; the episode is not trained on.",
 }
 """The page's sentence for each stop reason."""
+_FACTS = ("kind", "run", "algorithm", "model", "environment", "policy", "seed", "started", "options")
+"""Entries of ``run.json`` that the page shows."""
+_LARGEST = 1e300
+"""Numbers from which on the charts have no place."""
 _COLUMNS = ("generation", "group", "member", "seed", "return", "success", "num_turns", "num_tokens")
 _TOKENS = ("turn_ids", "sampling_logprobs", "logprobs", "advantages", "ratios", "clipped", "kl")
 _AS_IT_IS = frozenset({int, bool, str, type(None)})
@@ -47,6 +52,36 @@ class Section:
         return f"{self.phase}-{self.step}-{len(self.rows)}"
 
 
+def readable_rows(
+    run: RunRecords, index: Callable[[Path], list[dict[str, Any]]] | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """List the episodes of the files that can be read, and what is wrong with the others and with the run's logs.
+
+    Args:
+        run: The run.
+        index: Lists the episodes of a file. Default: reads it.
+    """
+    rows, problems = list[dict[str, Any]](), [*run.problems, *run.unread_lines()]
+    for path in run.files:
+        try:
+            rows += RunRecords(run.folder, [path], path.name).index() if index is None else index(path)
+        except RecordsError as error:
+            problems.append(str(error))
+    try:
+        run.vocabulary()
+    except RecordsError as error:
+        problems.append(str(error))
+    return rows, problems
+
+
+def readable_vocabulary(run: RunRecords) -> dict[int, tuple[bytes, bool]]:
+    """Read the vocabulary of a run; empty if its file cannot be read, so that tokens are shown by their numbers."""
+    try:
+        return run.vocabulary()
+    except RecordsError:
+        return {}
+
+
 def sections(index: Iterable[dict[str, Any]]) -> list[Section]:
     """Split the episodes of a run into sections, by step; training comes before evaluation."""
 
@@ -58,21 +93,39 @@ def sections(index: Iterable[dict[str, Any]]) -> list[Section]:
 
 
 def read_section(run: RunRecords, section: Section) -> Iterator[dict[str, Any]]:
-    """Read the episodes of a section in order, file by file: to ask for each by its key would read a file once for each."""
-    wanted = {row["key"] for row in section.rows}
+    """Read the episodes of a section in order, file by file: to ask for each by its key would read a file once for each.
+
+    In the place of one that cannot be read is :func:`unreadable`.
+    """
+    wanted = dict.fromkeys(row["key"] for row in section.rows)
     for name in dict.fromkeys(row["key"].rpartition("#")[0] for row in section.rows):
-        for number, record in enumerate(RunRecords(run.folder, [run.folder / name], name).episodes()):
-            if f"{name}#{number}" in wanted:
-                yield record
+        left = [key for key in wanted if key.rpartition("#")[0] == name]
+        problem = f"{run.folder / name} changed while it was read."
+        try:
+            for number, record in enumerate(RunRecords(run.folder, [run.folder / name], name).episodes()):
+                if left and f"{name}#{number}" == left[0]:
+                    yield record
+                    left.pop(0)
+        except RecordsError as error:
+            problem = str(error)
+        yield from (unreadable(problem) for _ in left)
 
 
-def run_index(run: RunRecords, found: Sequence[Section], part_of: dict[str, int]) -> dict[str, Any]:
+def unreadable(problem: str) -> dict[str, Any]:
+    """Return an episode that shows why it cannot be read."""
+    return {"turns": [], "error": problem, "completion_ids": []}
+
+
+def run_index(
+    run: RunRecords, found: Sequence[Section], part_of: dict[str, int], problems: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return a run's part of the index: what is known of each episode without its texts and tokens, by column.
 
     Args:
         run: The run.
         found: Its sections.
         part_of: Key of an episode to the number of the part that holds it; others are not on the page.
+        problems: What could not be read.
     """
     rows = [row for section in found for row in section.rows]
     environments = sorted({row["environment"] for row in rows if row["environment"] is not None})
@@ -82,16 +135,21 @@ def run_index(run: RunRecords, found: Sequence[Section], part_of: dict[str, int]
     ]
     columns["stop"] = [row["stop_reason"] for row in rows]
     columns["part"] = [part_of.get(row["key"], -1) for row in rows]
-    metrics = run.metrics()
+    metrics = [entry for entry in run.metrics() if _is_step(entry.get("step"))]
     return {
         "name": run.name,
-        "info": _exact(run.info),
+        "info": _info(run),
         "environments": environments,
         "sections": [[section.phase, section.step, len(section.rows), section.name] for section in found],
         "episodes": columns,
-        "findings": run.findings(),
+        "findings": [
+            {"step": finding["step"], **{name: _text(finding.get(name)) for name in ("name", "evidence", "advice")}}
+            for finding in run.findings()
+            if _is_step(finding.get("step"))
+        ],
+        "problems": list(problems),
         "metrics": {
-            name: [entry.get(name) for entry in metrics]
+            name: [entry[name] if _is_number(entry.get(name)) else None for entry in metrics]
             for name in sorted({name for entry in metrics for name, value in entry.items() if _is_number(value)})
         },
     }
@@ -207,8 +265,25 @@ def _exact(value: Any) -> Any:
     return [_exact(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def _info(run: RunRecords) -> dict[str, Any]:
+    """Return what the page shows of ``run.json``, each entry with the type that it expects, and of a population's member."""
+    known = {name: run.info[name] for name in _FACTS if run.info.get(name) is not None}
+    facts = {name: _text(value) for name, value in known.items() if name != "options"}
+    options = known.get("options")
+    given = {"options": _exact(options)} if isinstance(options, dict) else {}
+    return facts | given | ({"member": _exact(run.member)} if run.member is not None else {})
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else json.dumps(_exact(value), default=str)
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
 def _last_message(prompt: Any) -> Any:

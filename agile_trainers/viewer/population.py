@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agile_trainers.records.plain import from_json
 from agile_trainers.records.reader import RunRecords
 
 LINEAGE = "lineage.json"
@@ -18,10 +18,11 @@ def with_members(runs: Sequence[RunRecords]) -> list[RunRecords]:
     """Name the runs of members after them, the best first, before the other runs in their order.
 
     Args:
-        runs: Any runs. Those in ``member-<number>/rollouts/`` beside a lineage are of members. Their ``info`` gets
-            ``member``: number, parent, hyperparameters, steps, fitness, standard error, state, and the fitness's name.
+        runs: Any runs. Those in ``member-<number>/rollouts/`` beside a lineage are of members. They get ``member``: number,
+            parent, hyperparameters, steps, fitness, standard error, state, and the fitness's name. A lineage that cannot be
+            read is named in their ``problems``.
     """
-    lineages: dict[Path, dict[int, dict[str, Any]]] = {}
+    lineages: dict[Path, dict[int, dict[str, Any]] | str] = {}
     members, others = [], []
     for run in runs:
         found = None
@@ -29,40 +30,51 @@ def with_members(runs: Sequence[RunRecords]) -> list[RunRecords]:
         if folder.name.startswith("member-") and (folder.parent / LINEAGE).is_file():
             if folder.parent not in lineages:
                 lineages[folder.parent] = _members(folder.parent / LINEAGE)
-            number = folder.name.removeprefix("member-")
-            found = lineages[folder.parent].get(int(number)) if number.isdecimal() else None
+            number, lineage = folder.name.removeprefix("member-"), lineages[folder.parent]
+            if isinstance(lineage, str):
+                run = replace(run, problems=[*run.problems, lineage])
+            elif number.isascii() and number.isdecimal() and len(number) < 10:
+                found = lineage.get(int(number))
         if found is None:
             others.append(run)
         else:
-            members.append(replace(run, name=f"{folder.name} {run.name}", info={**run.info, "member": found}))
+            members.append(replace(run, name=f"{folder.name} {run.name}", member=found))
     return sorted(members, key=_place) + others
 
 
 def _place(run: RunRecords) -> tuple[str, int, float]:
     """Order members: by population, then by how long they lived, then by fitness."""
-    member = run.info["member"]
+    member = run.member
+    assert member is not None
     fitness = -1e9 if member["fitness"] is None else member["fitness"]
     return str(run.folder.parents[2]), -member["round"], -fitness
 
 
-def _members(path: Path) -> dict[int, dict[str, Any]]:
-    """Read what became of each member: its last hyperparameters and result, and whether it lives."""
-    lineage = json.loads(path.read_text(encoding="utf-8"))
+def _members(path: Path) -> dict[int, dict[str, Any]] | str:
+    """Read what became of each member: its last hyperparameters and result, and whether it lives; or what is wrong."""
+    try:
+        return _read_members(from_json(path.read_bytes()))
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
+        return f"{path} is no lineage of a population: {type(error).__name__}: {str(error)[:200]}."
+
+
+def _read_members(lineage: dict[str, Any]) -> dict[int, dict[str, Any]]:
     winner: dict[str, Any] | None = None
     found: dict[int, dict[str, Any]] = {}
     for event in lineage["events"]:
         if event["event"] == "born":
             found[event["member"]] = {
-                "member": event["member"], "parent": event["parent"], "round": 0, "steps": event["steps"], "fitness": None,
-                "error": None, "state": "", "measured": lineage["settings"]["fitness"],
+                "member": int(event["member"]), "parent": event["parent"] and int(event["parent"]), "round": 0,
+                "steps": int(event["steps"]), "fitness": None, "error": None, "state": "",
+                "measured": str(lineage["settings"]["fitness"]),
             }  # fmt: skip
         member = found[event["member"]]
-        member["hyperparameters"] = {name: f"{value:.4g}" for name, value in event["hyperparameters"].items()}
+        member["hyperparameters"] = {str(name): f"{value:.4g}" for name, value in event["hyperparameters"].items()}
         if event["event"] == "trained":
             if winner is None or (event["fitness"], event["round"]) > (winner["fitness"], winner["round"]):
                 winner = event
             member |= {
-                "round": event["round"], "steps": event["steps"], "fitness": round(event["fitness"], 4),
+                "round": int(event["round"]), "steps": int(event["steps"]), "fitness": round(event["fitness"], 4),
                 "error": event["standard_error"] and round(event["standard_error"], 4),
             }  # fmt: skip
         elif event["event"] in ("stopped", "failed"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import secrets
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +17,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from agile_trainers.records.reader import RunRecords
+from agile_trainers.records.reader import RecordsError, RunRecords
 from agile_trainers.viewer.html import page_around, script_tag
 from agile_trainers.viewer.parts import (
     STOP_REASONS,
@@ -26,8 +27,11 @@ from agile_trainers.viewer.parts import (
     encode,
     outline_part,
     read_section,
+    readable_rows,
+    readable_vocabulary,
     run_index,
     sections,
+    unreadable,
 )
 
 SECONDS = 3
@@ -53,13 +57,13 @@ class LiveRuns:
         self._rows: dict[tuple[Path, int], list[dict[str, Any]]] = {}
         self._keys: list[dict[int, str]] = []
         self._outlines: dict[str, tuple[RunRecords, Section]] = {}
-        self.vocabulary = lru_cache(8)(lambda folder: RunRecords(folder, [], "").vocabulary())
+        self.vocabulary = lru_cache(8)(lambda folder: readable_vocabulary(RunRecords(folder, [], "")))
 
     def index(self, after: str = "") -> bytes | None:
         """Return the index as JSON; None if it is still that of the version ``after``."""
         with self._lock:
             runs = self._find()
-            stamp = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for run in runs for path in _files(run)]
+            stamp = [(str(path), *_state(path)) for run in runs for path in _files(run)]
             version = f"{hash(tuple(stamp)):x}"
             if version != self._version:
                 self._take(runs, version)
@@ -79,29 +83,31 @@ class LiveRuns:
             if kind != "episodes" or key is None:
                 return None
             run = self._runs[int(number)]
-        return detail_part(self.vocabulary(run.folder), [detail(run.episode(key))])
+        try:
+            record = run.episode(key)
+        except (RecordsError, KeyError) as error:
+            record = unreadable(str(error))
+        return detail_part(self.vocabulary(run.folder), [detail(record)])
 
-    def _index_of(self, run: RunRecords) -> list[dict[str, Any]]:
-        """Return the index of a run; a file is read again only when it is another."""
-        rows = []
-        for path in run.files:
-            known = (path, path.stat().st_mtime_ns)
-            if known not in self._rows:
-                self._rows[known] = RunRecords(run.folder, [path], path.name).index()
-            rows += self._rows[known]
-        return rows
+    def _index_of(self, path: Path) -> list[dict[str, Any]]:
+        """Return the index of a file, which is read again only when it is another."""
+        known = (path, _state(path)[0])
+        if known not in self._rows:
+            self._rows[known] = RunRecords(path.parent, [path], path.name).index()
+        return self._rows[known]
 
     def _take(self, runs: list[RunRecords], version: str) -> None:
         entries, keys = [], []
         outlines: dict[str, tuple[RunRecords, Section]] = {}
         for number, run in enumerate(runs):
-            found = sections(self._index_of(run))
-            times = {path.name: path.stat().st_mtime_ns for path in run.files}
+            rows, problems = readable_rows(run, self._index_of)
+            found = sections(rows)
+            times = {path.name: _state(path)[0] for path in run.files}
             part_of = {}
             for row in (row for section in found for row in section.rows):
                 known = (str(run.folder), row["key"], times[row["key"].rpartition("#")[0]])
                 part_of[row["key"]] = self._numbers.setdefault(known, len(self._numbers))
-            entries.append(run_index(run, found, part_of))
+            entries.append(run_index(run, found, part_of, problems))
             keys.append({part: key for key, part in part_of.items()})
             outlines |= {f"{number}/{section.name}": (run, section) for section in found}
         index = {"live": True, "seconds": SECONDS, "version": version, "compared": self._compared}
@@ -124,6 +130,11 @@ class Server(ThreadingHTTPServer):
         self.runs = runs
         self.secret = secrets.token_urlsafe(16)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of an error, unless the browser left before it had the answer."""
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         """The page's address."""
@@ -134,8 +145,14 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version, sys_version = "agile-trainers", ""
 
+    timeout = 30.0
+    """Seconds that a request may take to arrive, or an answer to leave."""
+
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+        except ValueError:  # http://[
+            return self._answer(404, b"There is nothing here.\n", "text/plain")
         names = {f"{host}:{self.server.server_port}" for host in ("127.0.0.1", "localhost")}
         if self.headers.get("Host", "").lower() not in names:
             return self._answer(421, b"This server answers to 127.0.0.1 and localhost alone.\n", "text/plain")
@@ -183,6 +200,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Return a file's time and size; zeros for one that was deleted meanwhile, or a link to nothing."""
+    try:
+        state = path.stat()
+    except OSError:
+        return 0, 0
+    return state.st_mtime_ns, state.st_size
 
 
 def _files(run: RunRecords) -> list[Any]:

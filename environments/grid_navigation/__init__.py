@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from agile_trainers.envs.base import ResetResult
-from agile_trainers.envs.task import GameTask, demonstrations_of, preferences_of
+from agile_trainers.envs.task import INVALID, WON, GameTask, demonstrations_of, preferences_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (3, 0, 6), "normal": (5, 5, 12), "hard": (7, 14, 24)}
@@ -60,14 +60,14 @@ class GridNavigation(GameTask):
         direction = text.lower()
         reward, said = 0.0, "moved"
         if direction not in DIRECTIONS:
-            reward, said = -0.2, "invalid"
+            reward, said = INVALID, "invalid"
         elif (cell := neighbour(self._agent, direction)) in free_cells(self._grid):
             self._agent = cell
         else:
             said = "blocked"
         info = {"success": self._agent == self._goal, "anchor": self._anchor()}
         if info["success"]:
-            return "arrived", 1.0, info
+            return "arrived", WON, info
         return f"{said}\n{self._map()}", reward, info
 
     def _anchor(self) -> str:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from agile_trainers.envs.base import ResetResult
-from agile_trainers.envs.task import GameTask, demonstrations_of, draw, preferences_of
+from agile_trainers.envs.task import INVALID, WON, GameTask, demonstrations_of, draw, preferences_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (6, 3), "normal": (12, 4), "hard": (24, 5)}
@@ -63,9 +63,9 @@ class GuessNumber(GameTask):
         """Take a guess."""
         guess = _number(text)
         if guess == self.secret:
-            return "correct", 1.0, {"success": True}
+            return "correct", WON, {"success": True}
         if not 1 <= guess <= self.high:
-            return "invalid", -0.2, {"success": False}
+            return "invalid", INVALID, {"success": False}
         return "higher" if self.secret > guess else "lower", 0.0, {"success": False}
 
 

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from agile_trainers.envs.base import ResetResult
-from agile_trainers.envs.task import GameTask, demonstrations_of, draw, preferences_of
+from agile_trainers.envs.task import INVALID, WON, GameTask, demonstrations_of, draw, preferences_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (2, 4, 4), "normal": (3, 6, 7), "hard": (4, 6, 6)}
@@ -67,9 +67,9 @@ class Mastermind(GameTask):
         """Take a guess."""
         guess = "".join(text.split())
         if guess == self.secret:
-            return "correct", 1.0, {"success": True, "anchor": self.secret}
+            return "correct", WON, {"success": True, "anchor": self.secret}
         if guess not in codes(self.length, self.highest):
-            return "invalid", -0.2, {"success": False, "anchor": self._anchor()}
+            return "invalid", INVALID, {"success": False, "anchor": self._anchor()}
         right, misplaced = score(guess, self.secret)
         self._clues.append(f"{guess}:{right},{misplaced}")
         hint = f"{right} in the right place, {misplaced} in the wrong place"

@@ -10,7 +10,7 @@ from typing import Any
 
 from agile_environments.wordle.words import WORDS
 from agile_trainers.envs.base import ResetResult
-from agile_trainers.envs.task import GameTask, demonstrations_of, draw, preferences_of
+from agile_trainers.envs.task import INVALID, WON, GameTask, demonstrations_of, draw, preferences_of
 from agile_trainers.types import Message
 
 LEVELS = {"easy": (20, 4), "normal": (len(WORDS), 6), "hard": (len(WORDS), 4)}
@@ -70,9 +70,9 @@ class Wordle(GameTask):
         """Take a guess."""
         guess = text.lower()
         if guess == self.secret:
-            return "correct", 1.0, {"success": True, "anchor": self.secret}
+            return "correct", WON, {"success": True, "anchor": self.secret}
         if not re.fullmatch("[a-z]{5}", guess):
-            return "invalid", -0.2, {"success": False, "anchor": self._anchor()}
+            return "invalid", INVALID, {"success": False, "anchor": self._anchor()}
         marks = score(guess, self.secret)
         self._clues.append(guess + marks)
         return " ".join(marks), 0.0, {"success": False, "anchor": self._anchor()}

@@ -33,7 +33,7 @@ def states(request: pytest.FixtureRequest) -> str:
 
 
 def save(folder: Path, engine: str) -> Path:
-    write_json(folder / RECORD, {"lora": {}, "algorithm": "Multi-turn GRPO"})
+    write_json(folder / RECORD, {"lora": {}, "algorithm": "Multi-turn GRPO", "global_step": 4})
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
     (folder / STATES[engine]).parent.mkdir(parents=True)
     (folder / STATES[engine]).write_bytes(b"a pickle")
@@ -88,7 +88,7 @@ def test_forgeries(tmp_path: Path, key: Path, states: str, forgery: str, monkeyp
 
 def test_other_checkpoints_need_no_key(tmp_path: Path, key: Path) -> None:
     folder = tmp_path / "checkpoint-1"
-    write_json(folder / RECORD, {"lora": {}, "algorithm": "Multi-turn GRPO"})
+    write_json(folder / RECORD, {"lora": {}, "algorithm": "Multi-turn GRPO", "global_step": 1})
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
     (folder / "optimizer.pt").write_bytes(b"states")
     mark_complete(folder)

@@ -294,7 +294,15 @@ def test_gems_code_tasks_are_judged_by_isolated_runs(monkeypatch: pytest.MonkeyP
     assert not target.exists()
 
 
-def test_gems_mathematical_grader_is_isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def two_letters(code: str) -> str:
+    """A program in GEM's grammar of evaluated answers: sqrt, frac and two more letters, here h alone."""
+    characters = "+'+'+".join(f"'frac'[3]+'h'+'frac'[1]+'({ord(character)})'" for character in code)
+    return f"frac('frac('+{characters}+')')"
+
+
+def test_gems_mathematical_grader_is_isolated_and_executes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("pylatexenc", reason="GEM's grader needs pylatexenc, which GEM does not install")
     from datasets import Dataset
 
@@ -305,7 +313,12 @@ def test_gems_mathematical_grader_is_isolated(monkeypatch: pytest.MonkeyPatch, t
     for answer, paid in {
         "0.5": 1.0,
         "1/2": 1.0,
+        "sqrt(1)/2": 1.0,
+        "(1 + x - x)/2": 1.0,
         "2": 0.0,
+        two_letters("exec('import sympy; sympy.simplify = lambda x: 0') or 0"): 0.0,
+        "frac('1/4') + 1/4": 0.0,
+        "x.diff(x)/2": 0.0,
         f"__import__('os').system('echo x > {target}')": 0.0,
     }.items():
         assert environment.step(f"So \\boxed{{{answer}}}")[1] == paid, answer  # type: ignore[misc, index]

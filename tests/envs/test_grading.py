@@ -7,12 +7,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import forging_functions
 import isolated_functions
 import pytest
 from grading_table import GRADERS, Pair, pairs
 
 from agile_environments.countdown import reward
-from agile_trainers.envs.isolation.calls import IsolatedError, run_isolated
+from agile_trainers.envs.isolation import calls as isolation_calls
+from agile_trainers.envs.isolation import levels as isolation
+from agile_trainers.envs.isolation.calls import IsolatedDeath, IsolatedError, run_isolated
 from agile_trainers.envs.questions import answers
 from agile_trainers.envs.questions.answers import (
     exact_match,
@@ -83,6 +86,8 @@ def test_scans_are_linear() -> None:
     assert last_boxed("{" * MANY + "\\boxed{1}") == "1"
     assert final_answer("<answer>" * MANY + "</answer>" * 2) == ""
     assert final_answer("<answer>" * MANY).startswith("<answer>")
+    assert normalized("\\text{" * MANY + "1" + "}" * MANY) == "\\text{" * (MANY - 20) + "1" + "}" * (MANY - 20)
+    assert exact_match("\\text{" * 20 + "1" + "}" * 20, "1") == 1.0
     assert tagged("<search>" * MANY, "search", "answer") == []
     assert len(tagged("<search></search>" * MANY, "search", "answer")) == MANY
     assert exact_match("<answer>" * MANY, "1") == exact_match("9" * MANY, "1") == exact_match("=" * MANY, "1") == 0.0
@@ -123,7 +128,7 @@ def test_the_process_is_kept_and_replaced_when_it_had_to_be_killed() -> None:
     ("function", "message"),
     [
         (isolated_functions.much_memory, "MemoryError"),
-        (isolated_functions.die, "exit code 3"),
+        (isolated_functions.die, "died .exit code 3"),
         (isolated_functions.exit_early, "SystemExit: 4"),
         (isolated_functions.unsayable, "TypeError"),
         (isolated_functions.raise_unprintable, "Unprintable"),
@@ -133,6 +138,53 @@ def test_whatever_happens_there_is_an_error_here(function: Any, message: str) ->
     with pytest.raises(IsolatedError, match=message):
         run_isolated(function)
     assert run_isolated(isolated_functions.echo, [1, "\ud800", None]) == [1, "\ud800", None]
+
+
+FORGERIES = {
+    "the old form": '["value", 1.0]\n',
+    "no number": '["", "value", 1.0]\n',
+    "the number of the request": '["NUMBER", "value", 1.0]\n',
+    "the end of the call": '["NUMBER", "done", null]\n',
+    "the end and a value": '["NUMBER", "done", null]\n["NUMBER", "value", 1.0]\n',
+    "the end and a value, before the call ends": '["NUMBER", "done", null]\n["NUMBER", "value", 1.0]\n',
+    "half a line": "[",
+    "an empty line": "\n",
+    "deep": "[" * 100_000 + "\n",
+    "many digits": "[" + "9" * 5_000 + "]\n",
+    "no JSON": "x\n",
+    "no UTF-8": "\udcff\n",
+    "a number": "1\n",
+    "an object": '{"number": "NUMBER"}\n',
+    "text": '"NUMBER"\n',
+    "short": '["NUMBER"]\n',
+    "long": '["NUMBER", "done", null, null]\n',
+    "a kind that is a list": '["NUMBER", ["done"], null]\n',
+    "a flood without a line": "x" * 17_000_000,
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_reply_is_one_kind_of_error_and_shifts_nothing(forgery: str) -> None:
+    """Six calls after it are answered as they are; the process that was written from is gone."""
+    process = run_isolated(forging_functions.process)
+    with pytest.raises(IsolatedDeath):
+        run_isolated(forging_functions.forge, FORGERIES[forgery], 0.3 * forgery.endswith("ends"))
+    assert [run_isolated(forging_functions.echo, float(n % 2)) for n in range(6)] == [0.0, 1.0] * 3
+    assert run_isolated(forging_functions.process) != process
+
+
+def test_a_process_that_speaks_unasked_or_dies_between_calls_is_replaced() -> None:
+    """The six calls of a rollout get their own rewards, with nothing of the call before."""
+    for unasked in ("late", "dead"):
+        process = run_isolated(forging_functions.process)
+        [worker] = idle = isolation_calls._idle[isolation.level(), forging_functions.__file__]
+        if unasked == "late":
+            worker._begun = b'["", "value", 1.0]\n'
+        else:
+            worker._process.kill()
+            worker._process.wait()
+        assert [run_isolated(forging_functions.echo, float(n % 2)) for n in range(6)] == [0.0, 1.0] * 3
+        assert run_isolated(forging_functions.process) != process and worker not in idle
 
 
 def test_the_process_knows_no_environment_variable_and_writes_no_file(

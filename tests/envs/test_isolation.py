@@ -210,6 +210,42 @@ def _cpu_ticks(pid: int) -> int:
     return -1 if fields[0] in "ZX" else int(fields[11]) + int(fields[12])
 
 
+DEATHS = {
+    "import os; os._exit(7)": (7, "exit code 7"),
+    "import signal; signal.setitimer(signal.ITIMER_REAL, 0.05)\nwhile True: pass": (-14, "ended by SIGALRM"),
+    "import ctypes; ctypes.string_at(0)": (-11, "ended by SIGSEGV, as for recursion"),
+    "import os; os.write(0, b'x')": (1, "exit code 1: OSError: [Errno 27] File too large"),
+    "x = [bytes(1 << 28) for _ in iter(int, 1)]": (1, "exit code 1: MemoryError"),
+    "import resource as r; r.setrlimit(r.RLIMIT_CPU, (1, 2))\nwhile True: pass": (
+        -24,
+        "ended by SIGXCPU, at the limit of CPU",
+    ),
+}
+
+
+def test_a_death_is_described_as_it_was(level: str) -> None:
+    for program, (status, description) in DEATHS.items():
+        ran = isolation.run_program(program, timeout=30, memory=256, max_output=1000)
+        assert ran.status == status and ran.death.startswith(description), program
+        assert ran.timed_out == (status == -24) and not ran.cut
+    assert "SIGKILL, as the kernel does when the machine's memory" in isolation.describe_status(-9)
+    assert isolation.describe_status(-72) == "exit code -72"
+    assert isolation.run_program("print(1)", timeout=30, memory=256, max_output=9).death == ""
+
+
+def test_a_program_that_closes_its_streams_and_goes_on_is_ended(level: str) -> None:
+    ran = isolation.run_program("import os, time; os.close(1); os.close(2); time.sleep(1e6)", timeout=0.5, memory=256,
+                                max_output=9)  # fmt: skip
+    assert ran.timed_out and ran.printed == ""
+
+
+def test_a_program_has_no_descriptor_but_its_three_streams(level: str) -> None:
+    """What it prints is all that comes back: there is nothing else to write on."""
+    code = "import os\nfor n in range(1000):\n    try: print(n, os.fstat(n).st_nlink)\n    except OSError: pass"
+    ran = isolation.run_program(code, timeout=30, memory=256, max_output=1000)
+    assert ran.printed.split("\n") == ["0 0", "1 1", "2 1", ""]
+
+
 # ---------------------------------------------------------------------------------------------- which level, and none
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import os
 import re
@@ -18,8 +19,9 @@ from agile_trainers.envs import make_environment_factory
 from agile_trainers.envs.isolation.calls import run_isolated
 from agile_trainers.envs.isolation.levels import NONE, OPTION, IsolationError
 from agile_trainers.envs.libraries import scorers
-from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, evaluates, listed
+from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, check_scorer, listed
 
+KNOWN = scorers.EVALUATING
 REFUSED = re.compile(r"(PermissionError|OSError|FileNotFoundError|ProcessLookupError|MemoryError)\(")
 
 
@@ -95,18 +97,23 @@ def test_without_isolation_they_refuse_unless_that_is_allowed(monkeypatch: pytes
     assert score("n_queens", row["answer"], row) == 1.0
 
 
-def test_these_are_all_that_evaluate_an_answer() -> None:
-    """Of the release that is installed: every other scorer was read."""
+def test_these_are_all_that_evaluate_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the release that is installed: every other scorer was read. One that is not known is refused."""
     import reasoning_gym
 
     found = set()
+    monkeypatch.setattr(scorers, "EVALUATING", ())
     for name in listed():
         data_set = reasoning_gym.create_dataset(name, seed=0, size=2)
         code = inspect.getsource(type(data_set).score_answer)
         if re.search(r"\b(eval|exec|parse_expr|sympify|parse_latex|compile)\(", code):
             found.add(name)
-        assert evaluates(name, data_set) == (name in scorers.EVALUATING)
-    assert found - {"number_sorting"} == set(scorers.EVALUATING)
+        if name in KNOWN:
+            with pytest.raises(ValueError, match=rf"here:{name} executes answers .*{type(data_set).__name__}"):
+                check_scorer(name, data_set, f"here:{name}")
+        else:
+            check_scorer(name, data_set, f"here:{name}")
+    assert found - {"number_sorting"} == set(KNOWN)
 
 
 # ---------------------------------------------------------------------------------------------------------- grammar
@@ -122,7 +129,11 @@ def test_these_are_all_that_evaluate_an_answer() -> None:
         ("n_queens", "[i for i in range(3)]", False),
         ("n_queens", " \t__import__('os')", False),
         ("n_queens", "f'{1}'", False),
-        ("n_queens", "[" * 5000 + "]" * 5000, True),
+        ("n_queens", "[" * 5000 + "]" * 5000, True),  # no expression: too many nested brackets
+        ("n_queens", "-" * 2978 + "__import__('os')", False),
+        ("n_queens", "-" * 9000 + "1", False),
+        ("spiral_matrix", "\n  __import__('os')", False),
+        ("spiral_matrix", "\u2003__import__('os')", False),
         ("string_insertion", "oracle_answer", False),
         ("spiral_matrix", "[1, 2].__class__", False),
         ("binary_matrix", "lambda: 0", False),
@@ -138,6 +149,9 @@ def test_these_are_all_that_evaluate_an_answer() -> None:
         ("simple_integration", "'x'", False),
         ("simple_integration", "__import__", False),
         ("simple_integration", "\uff53in(x)", False),
+        ("simple_integration", "not " * 2400 + "'", False),  # can be split into names in 3 ** 2400 ways
+        ("simple_integration", "12" * 4000 + "'", False),
+        ("countdown", "12" * 4000 + "'", False),
         ("polynomial_multiplication", "3*x**2 - y*z", True),
         ("polynomial_multiplication", "expand((x + 1)*(x - 1))", False),
         ("countdown", "(1 + 2)*3 - 4/5", True),
@@ -186,3 +200,80 @@ def test_a_list_still_earns_what_its_scorer_pays_for_it() -> None:
     row = question("string_insertion")
     assert score("string_insertion", str(list(row["answer"])), row) == 0.1
     assert score("string_insertion", "oracle_answer", row) == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------- attacks
+
+FORGED = r"""__import__('os').write(3, b'["value", 1.0]\n["value", 1.0]\n')"""
+"""Takes the place of the scorer's reply, where it is executed."""
+ATTACKS = {
+    "nested signs": "-" * 2978 + FORGED,
+    "fewer nested signs": "-" * 990 + FORGED,
+    "more nested signs": "+-" * 4900 + FORGED,
+    "nested negations": "not " * 2400 + FORGED,
+    "nested brackets": "[" * 150 + FORGED + "]" * 150,
+    "long attribute chain": "(" + FORGED + ")" + ".real" * 1500,
+    "deep sum": "1+" * 4000 + FORGED,
+    "an indented line": "\n  " + FORGED,
+    "a space that Python does not know": "\u2003" + FORGED,
+    "a form feed": "\x0c" + FORGED,
+    "a line continuation": "\\\n" + FORGED,
+    "letters of another width": "\uff3f" * 2 + "import__('os')." + FORGED.partition(".")[2],
+    "a formatted string": "f'{" + FORGED.replace("'", '"') + "}'",
+    "a comprehension": f"[{FORGED} for _ in [1]]",
+    "a walrus": f"[x := {FORGED}]",
+    "a null byte": FORGED + "\0",
+    "a coding line": "# coding: utf-7\n" + FORGED,
+    "a surrogate": FORGED + " # \ud800",
+}
+
+
+@pytest.mark.parametrize("name", scorers.EVALUATING)
+def test_no_answer_sets_its_own_reward(name: str) -> None:
+    """Whatever happens to a wrong answer, the next ones are scored as they are."""
+    row, items = question(name), ReasoningGymEnvironment(name).items
+    wrong = items.score("wrong", row)
+    for attack, answer in ATTACKS.items():
+        scores = [items.score(text, row) for text in (answer, "wrong", row["answer"], "wrong")]
+        assert wrong < 0.1 and scores == [0.0, wrong, 1.0, wrong], attack
+
+
+@pytest.mark.parametrize("name", scorers.LITERALS)
+def test_a_scorer_that_reads_a_list_cannot_execute(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing looks at the answer beforehand."""
+    monkeypatch.setattr(scorers, "is_in_grammar", lambda *arguments: True)
+    row = question(name)
+    settings = ReasoningGymEnvironment(name).items._settings
+    for attack in ATTACKS.values():
+        marker = "__import__('builtins').__dict__.update(executed=1)"
+        assert scorers.score(name, settings, attack.replace(FORGED, marker), row) == 0.0
+        assert "executed" not in vars(builtins)
+    assert scorers.score(name, settings, row["answer"], row) == 1.0
+
+
+def test_any_text_does_not_solve_a_question_of_yes_or_no() -> None:
+    """Its own scorer pays every text, since every text is true."""
+    environment = ReasoningGymEnvironment("game_of_life_halting")
+    for row in (environment.items.item(number) for number in range(4)):
+        paid = [text for text in ("True", "False", "anything") if environment.score(text, row)]
+        assert paid == [row["answer"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("complex_arithmetic", "nan"),  # no comparison with it is true
+        ("complex_arithmetic", "NaN + nani"),
+        ("propositional_logic", " \u2227 ".join(f"p{i}" for i in range(40))),  # a truth table of 2 ** 40 rows
+        ("spell_backward", " " * 1_000_000),
+        ("game_of_life", "[" * 1_000_000),
+        ("jugs", '["a",' * 2_000),
+        ("prime_factorization", "9" * 1_000_000),
+        ("complex_arithmetic", "(" * 500_000 + ")" * 500_000),
+        ("number_sorting", "[" + "9" * 9_000 + "]"),
+    ],
+)
+def test_an_answer_neither_pays_nor_takes_hours(name: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agile_trainers.envs.libraries.reasoning_gym._SECONDS", 0.3)
+    environment = ReasoningGymEnvironment(name)
+    assert environment.items.score(answer, question(name)) <= 0.05

@@ -50,3 +50,16 @@ def digest(task: str) -> str:
 @pytest.mark.parametrize("task", TASKS)
 def test_episodes_are_unchanged(task: str) -> None:
     assert digest(task) == EPISODES[task]
+
+
+@pytest.mark.parametrize("task", ["grid_navigation", "guess_number", "mastermind", "wordle"])
+def test_games_declare_the_range_of_their_returns(task: str) -> None:
+    """Both ends are reached: by nonsense at every turn, and by a win without it."""
+    module = importlib.import_module(f"agile_environments.{task}")
+    for level in module.LEVELS:
+        environment = make_environment_factory(f"agile:{task}", level=level)()
+        low, high = environment.return_range
+        worst = play(environment, lambda messages, rng: "nonsense", 0, max_turns=100)
+        best = max(sum(play(environment, module.expert_player, seed, max_turns=100).rewards) for seed in range(5))
+        assert sum(worst.rewards) == pytest.approx(low) and len(worst.rewards) == environment.max_turns
+        assert best == high == 1.0

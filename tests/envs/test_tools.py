@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from agile_trainers.envs import check_environment
 from agile_trainers.envs.tools.calculator import calculate
 from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
 from agile_trainers.envs.tools.environment import ToolEnvironment
-from agile_trainers.envs.tools.toolbox import describe_tools
+from agile_trainers.envs.tools.toolbox import Toolbox, describe_tools
 from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.types import Message
 
@@ -324,3 +325,26 @@ def test_calculate_refuses(expression: str, error: str) -> None:
     with pytest.raises(ValueError) as caught:
         calculate(expression)
     assert error in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), ValueError("no")], ids=repr)
+def test_the_model_sees_an_exit_of_a_tool_as_its_failure(error: BaseException) -> None:
+    def leave() -> str:
+        """Leave."""
+        raise error
+
+    made = ToolEnvironment([leave], ROWS)
+    made.reset(options={"question": "What is 3 + 4?", "answer": "7"})
+    observation, _, terminated, _, info = made.step(hermes("leave"))
+    assert (info["failed_calls"], terminated) == (1, False) and str(error) in str(observation)
+    run = Toolbox([leave]).run_awaited(ToolCall("leave"))
+    assert str(error) in asyncio.run(run)
+
+
+def test_ctrl_c_in_a_tool_stays_ctrl_c() -> None:
+    def interrupted() -> str:
+        """Wait."""
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Toolbox([interrupted]).run(ToolCall("interrupted"))

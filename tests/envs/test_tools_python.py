@@ -136,6 +136,12 @@ def test_memory_and_output_are_limited() -> None:
     assert printed.endswith("\n[output cut at 1000 bytes]") and len(printed) < 1100
 
 
+def test_a_death_of_the_interpreter_is_said_as_it_was() -> None:
+    assert python("import sys; print(1); sys.stdout.close()") == (
+        "1\nError: the interpreter died (exit code 1: ValueError: I/O operation on closed file.; the memory limit is 256 MB)"
+    )
+
+
 def test_bad_limits() -> None:
     with pytest.raises(ValueError, match="timeout=0"):
         run_python("1", timeout=0)

@@ -163,6 +163,31 @@ def test_async_tools_and_rewards_are_awaited() -> None:
     assert ended[1:3] == (1.0, True)
 
 
+@pytest.mark.parametrize("kind", [Counter, AsyncCounter])
+def test_a_limit_rewards_the_episode_as_trl_does(kind: Any) -> None:
+    """TRL scores every rollout: value 2 reached when the calls are used up is worth 1, and 3 of the function's."""
+
+    async def doubled(environments: Any, **_: Any) -> list[float]:
+        return [2.0 * environments[0].value]
+
+    environment = made(kind, reward_funcs=[doubled if kind is AsyncCounter else lambda environments, **_: [4.0]],
+                       reward_weights=[0.5])  # fmt: skip
+    environment.reset(seed=0, options={"target": 2})
+
+    async def episode() -> Any:
+        step, over = environment.step(call("add", amount=2)), environment.end("max_turns")
+        return [await it if asyncio.iscoroutine(it) else it for it in (step, over)]
+
+    step, reward = asyncio.run(episode())
+    assert step[1:4] == (0.0, False, False) and reward == 1.0 + 0.5 * 4.0
+
+
+def test_all_rewards_may_be_the_trainers() -> None:
+    environment = made(Silent, announce="no")
+    environment.reset(seed=0, options={"prompt": "Look around."})
+    assert environment.step("no")[1:4] == (0.0, True, False) and environment.end("max_turns") == 0.0
+
+
 def test_the_seed_reaches_reset_and_starts_are_reproducible() -> None:
     environment = made(Counter)
     starts = [environment.reset(seed=seed)[0][-1]["content"] for seed in range(20)]
@@ -204,7 +229,6 @@ def test_by_id() -> None:
 @pytest.mark.parametrize(
     ("factory", "kwargs", "message"),
     [
-        (Silent, {}, r"trl:Silent.*get_reward.*reward_funcs"),
         (Counter, {"reward_weights": [1.0]}, "0 reward_funcs need as many weights"),
         (Counter, {"announce": "user"}, "announce must be 'system' or 'no'"),
         (object, {}, "at least one public method"),

@@ -20,8 +20,14 @@ from agile_trainers.evaluation import (
     evaluate_policy,
     summarize_policy,
 )
-from agile_trainers.evaluation.results import start_of_episode
-from agile_trainers.evaluation.statistics import bootstrap_interval, mcnemar_p_value, sign_flip_p_value, wilson_interval
+from agile_trainers.evaluation.results import reported_together, start_of_episode
+from agile_trainers.evaluation.statistics import (
+    difference_test,
+    mcnemar_p_value,
+    mean_test,
+    newcombe_interval,
+    wilson_interval,
+)
 from agile_trainers.rollout.metrics import episode_row
 from agile_trainers.types import StopReason, Trajectory, Turn
 
@@ -32,8 +38,9 @@ def episode(
     seed: int, reward: float, success: bool | None, reason: StopReason = StopReason.TERMINATED, **row: Any
 ) -> Any:
     turn = Turn(0, 2, "a", "stop", reward, "", {} if success is None else {"success": success})
-    state = {"secret": seed % 3}
-    return Trajectory([1], [2, 3], [0.0, 0.0], [turn], reason, [], state, seed, options=row or None)
+    game = row.pop("game", seed % 3)
+    played = [2, 3 + game]
+    return Trajectory([1], played, [0.0, 0.0], [turn], reason, [], {"secret": game}, seed, options=row or None)
 
 
 def results(episodes: list[Trajectory], greedy: bool = False) -> EpisodeResults:
@@ -49,28 +56,113 @@ def outcomes(text: str, greedy: bool = False) -> EpisodeResults:
 
 def test_a_summary_by_hand() -> None:
     summary = summarize_policy(outcomes("wwlwf"))
-    assert summary.success == Estimate(0.75, *wilson_interval(3, 4), 4)
-    assert summary.episode_return == Estimate(0.75, *bootstrap_interval([1, 1, 0, 1]), 4)
-    assert (summary.episodes, summary.failed, summary.units, summary.turns, summary.action_tokens) == (
-        5,
-        1,
-        4,
-        1.0,
-        2.0,
-    )
+    assert summary.success == Estimate(0.6, *wilson_interval(3, 5), 5), "a failed episode counts against the policy"
+    assert summary.episode_return == summary.success, "returns that equal the success are between 0 and 1"
+    assert (summary.episodes, summary.failed, summary.units, summary.unreported) == (5, 1, 5, 0)
+    assert (summary.turns, summary.action_tokens) == (1.0, 2.0)
     assert summary.stop_reasons == {"terminated": 4, "environment_error": 1} and summary.pass_at_k == {}
     silent = summarize_policy(outcomes("..f"))
-    assert silent.success is None and silent.episode_return is not None and silent.episode_return.value == 0.5
+    assert silent.success is None and silent.episode_return is not None
+    assert silent.episode_return.value == pytest.approx(1 / 3) and silent.episode_return.low is None
+    assert "3 independent episodes are too few" in str(silent.episode_return.refusal)
     failed = summarize_policy(outcomes("ff"))
     assert failed.success is failed.episode_return is failed.turns is None
 
 
-def test_units_are_rows_or_seeds_and_in_greedy_play_starting_states() -> None:
+def test_units_are_rows_or_seeds_and_in_greedy_play_what_was_played() -> None:
     assert summarize_policy(outcomes("w" * 9)).units == 9
-    assert summarize_policy(outcomes("w" * 9, greedy=True)).units == 3, "each of three games, again and again"
+    greedy = summarize_policy(outcomes("w" * 9, greedy=True))
+    assert greedy.units == 3, "each of three games, again and again"
     repeated = results([episode(seed, 1.0, True, question=seed % 2) for seed in range(8)])
     assert summarize_policy(repeated).units == 2
-    assert summarize_policy(outcomes("w" * 9, greedy=True)).success == Estimate(1.0, *wilson_interval(3, 3), 9)
+    assert greedy.success == Estimate(1.0, *mean_test([1.0] * 9, [0, 1, 2] * 3, (0, 1)).interval, 9)
+    assert greedy.success.low == pytest.approx(0.05 ** (1 / 3), abs=0.01), "three games, not nine"
+
+
+def test_information_of_reset_makes_no_other_game() -> None:
+    """A seed, an id or the time in it: 12 games of 500 episodes are 12 units, and a difference in one shows nothing."""
+    games = [seed % 12 for seed in range(500)]
+    sides = []
+    for won in ({0, 1, 2}, {0, 1}):
+        played = [episode(seed, float(game in won), game in won, game=game) for seed, game in enumerate(games)]
+        for seed, one in enumerate(played):
+            one.reset_info = {"seed": seed, "time": 1e9 + seed}
+        sides.append(results(played, greedy=True))
+    summary = summarize_policy(sides[0])
+    assert (summary.units, summary.information_differs) == (12, True)
+    (found,) = compare_policies(*sides)
+    assert (found.units, found.verdict) == (12, "no difference shown") and found.p_value > 0.3
+    for start in (one.reset_info for side in sides for one in side.trajectories):
+        start.clear()
+    assert not summarize_policy(results(sides[0].trajectories, greedy=True)).information_differs
+
+
+def test_different_rewards_after_the_same_words_are_hidden_chance() -> None:
+    """Then each seed is a draw of its own; where the rewards agree, the game is one."""
+    coin = [replace(episode(seed, float(seed % 2), None), completion_ids=[9, 9]) for seed in range(20)]
+    certain = [replace(episode(seed, 1.0, None), completion_ids=[8, 8]) for seed in range(20, 30)]
+    assert summarize_policy(results(coin + certain, greedy=True)).units == 20 + 1
+    ended = [replace(one, stop_reason=FAILED if seed else one.stop_reason) for seed, one in enumerate(certain)]
+    assert summarize_policy(results(ended, greedy=True)).units == 10, "one that fails now and then is not the same"
+    turns = [replace(episode(seed, 0.0, None), completion_ids=[9, 9]) for seed in range(4)]
+    for seed, one in enumerate(turns):
+        first, second = Turn(0, 1, "a", "stop", seed % 2), Turn(1, 2, "a", "stop", 1 - seed % 2)
+        one.turns[:] = [first, second]
+    assert summarize_policy(results(turns, greedy=True)).units == 4, "equal returns, but not equal rewards"
+
+
+def test_success_that_only_winners_report() -> None:
+    """Without a word an episode did not succeed, if another episode of any policy says so."""
+    winners = results([episode(seed, 1.0, True if won else None) for seed, won in enumerate([1] * 25 + [0] * 15)])
+    rarer = results([episode(seed, 1.0, True if won else None) for seed, won in enumerate([1] * 18 + [0] * 22)])
+    never = results([episode(seed, 1.0, None) for seed in range(40)])
+    summary = summarize_policy(winners)
+    assert summary.success == Estimate(0.625, *wilson_interval(25, 40), 40) and summary.unreported == 15
+    found = compare_policies(winners, rarer, never)
+    assert [(one.measure, one.first, one.second, one.episodes) for one in found] == [
+        ("success", 0.625, 0.45, 40),
+        ("success", 0.625, 0.0, 40),
+    ]
+    assert summarize_policy(never).success is None
+    (together,) = reported_together([never, winners])[:1]
+    assert summarize_policy(together).success.value == 0.0
+    with pytest.raises(ValueError, match="measure='success'"):
+        compare_policies(never, never, measure="success")
+
+
+def test_failed_episodes_forbid_a_verdict() -> None:
+    """The environment does ``int(answer)``: 6.5 % of one policy's episodes are left, and win."""
+    untrained = outcomes("w" * 10 + "l" * 3 + "f" * 187)
+    trained = outcomes("wl" * 100)
+    (found,) = compare_policies(untrained, trained)
+    assert found.verdict == "no verdict" and "187 of 200 pairs have no value" in str(found.refusal)
+    assert (found.episodes, found.left_out) == (13, 187)
+    assert found.bounds == pytest.approx((10 / 200 - 0.5, 197 / 200 - 0.5))
+    sentence = found.sentence("untrained", "sft")
+    assert sentence.startswith("No verdict on untrained and sft: 187 of 200 pairs have no value")
+    assert "In the 13 pairs of episodes that are left, success is 76.9% against 53.8%." in sentence
+    assert "between -45.0 points (failed episodes of the first policy lost" in sentence and "+48.5 points" in sentence
+    assert found.to_dict()["refusal"] == found.refusal
+    (none_left,) = compare_policies(outcomes("f" * 9), trained_few := outcomes("w" * 9))
+    assert none_left.verdict == "no verdict" and none_left.bounds == pytest.approx((-1.0, 0.0))
+    assert "No pair is left." in none_left.sentence("a", "b")
+    few = compare_policies(outcomes("w" * 39 + "f"), outcomes("l" * 40))[0]
+    assert few.verdict == "no verdict", "2.5 points apart"
+    assert compare_policies(outcomes("w" * 59 + "f"), outcomes("l" * 60))[0].verdict == "better"
+    assert compare_policies(trained_few, trained_few)[0].bounds is None
+
+
+def test_the_bounds_of_returns_are_those_that_the_environment_declares() -> None:
+    ours = replace(results([episode(seed, 0.5, None) for seed in range(10)]), ranges={})
+    theirs = results([episode(seed, 0.5, None, *([FAILED] if seed < 5 else [])) for seed in range(10)])
+    (unknown,) = compare_policies(ours, theirs)
+    assert unknown.bounds is None and "declares no return_range" in unknown.sentence("a", "b")
+    declared = [replace(one, ranges={None: (-1.0, 3.0)}) for one in (ours, theirs)]
+    (found,) = compare_policies(*declared)
+    assert found.bounds == pytest.approx((0.5 - (0.25 + 1.5), 0.5 - (0.25 - 0.5)))
+    assert "-1.250" in found.sentence("a", "b") and "+0.750" in found.sentence("a", "b")
+    summary = summarize_policy(declared[1])
+    assert summary.episode_return is not None and summary.episode_return.value == pytest.approx(0.25 - 0.5)
 
 
 def test_pass_at_k_over_the_attempts_at_each_start() -> None:
@@ -86,17 +178,17 @@ def test_pass_at_k_over_the_attempts_at_each_start() -> None:
 
 
 def test_a_comparison_by_hand() -> None:
-    ours, theirs = outcomes("wwwwwwwwlwlf"), outcomes("lllllllwwwlw")
+    ours, theirs = outcomes("wwwwwwwwlwl"), outcomes("lllllllwwwl")
     (found,) = compare_policies(ours, theirs)
-    assert (found.measure, found.episodes, found.units, found.left_out) == ("success", 11, 11, 1)
+    assert (found.measure, found.episodes, found.units, found.left_out) == ("success", 11, 11, 0)
     assert found.p_value == found.adjusted_p_value == mcnemar_p_value(7, 1)
     assert (found.first, found.second, found.difference) == pytest.approx((9 / 11, 3 / 11, 6 / 11))
-    differences = [1] * 7 + [0, -1, 0, 0]
-    assert (found.low, found.high) == bootstrap_interval(differences)
+    low, high = newcombe_interval(2, 7, 1, 1)
+    assert low > 0 and (found.low, found.high) == (0, high), "the interval agrees with the test"
     assert found.verdict == "no difference shown" and found.test == "exact McNemar test"
     sentence = found.sentence("ours", "theirs")
     assert "No difference shown between ours and theirs: success 81.8% against 27.3%" in sentence
-    assert "+54.5 points" in sentence and "p = 0.07" in sentence and "1 pairs have no value" in sentence
+    assert "+54.5 points" in sentence and "p = 0.07" in sentence
 
 
 def test_better_worse_and_the_correction_for_several() -> None:
@@ -109,7 +201,15 @@ def test_better_worse_and_the_correction_for_several() -> None:
     assert "Holm's correction for 4 comparisons" in several[0].sentence("a", "b")
     assert "ours is better than theirs" in compare_policies(ours, theirs)[0].sentence("ours", "theirs")
     few = compare_policies(outcomes("w" * 5), outcomes("l" * 5))[0]
-    assert few.verdict == "no difference shown" and "cannot show any difference" in few.sentence("a", "b")
+    assert few.verdict == "no verdict" and few.low is few.p_value is few.adjusted_p_value is None
+    sentence = (
+        "No verdict on a and b: 5 independent pairs of episodes cannot show any difference; at least 6 are needed. "
+    )
+    assert few.sentence("a", "b") == sentence + "In 5 pairs of episodes, success is 100.0% against 0.0%."
+    assert "With 7 different starts and 4 comparisons no difference can be shown" in several[0].sentence("a", "b")
+    assert [one.p_value for one in compare_policies(outcomes("w" * 20), outcomes("w" * 20))] == [1.0]
+    mixed = compare_policies(ours, theirs, replace(theirs, greedy=True))
+    assert [one.adjusted_p_value for one in mixed] == [4 / 128, None], "one without a verdict counts for the correction"
 
 
 def test_repeats_of_a_starting_state_are_one_unit_where_a_policy_plays_greedily() -> None:
@@ -117,25 +217,48 @@ def test_repeats_of_a_starting_state_are_one_unit_where_a_policy_plays_greedily(
     assert compare_policies(ours, theirs)[0].verdict == "better"
     for first, second in ((True, True), (True, False), (False, True)):
         (found,) = compare_policies(replace(ours, greedy=first), replace(theirs, greedy=second))
-        assert (found.units, found.p_value, found.test) == (3, 1.0, "paired randomization test")
+        assert (found.units, found.verdict, found.test) == (3, "no verdict", "paired test of the mean")
+        assert "3 independent pairs" in str(found.refusal)
         assert (found.episodes, found.difference) == (90, pytest.approx(1 / 3))
 
 
 def test_returns_are_compared_where_success_is_not_reported() -> None:
     ours = results([episode(seed, seed / 10, None) for seed in range(30)])
     theirs = results([episode(seed, seed / 20, None) for seed in range(30)])
+    (unknown,) = compare_policies(ours, theirs)
+    assert (unknown.measure, unknown.verdict) == ("return", "no verdict") and "return_range" in str(unknown.refusal)
+    assert unknown.sentence("a", "b").endswith("In 30 pairs of episodes, return is 1.450 against 0.725.")
+    ours, theirs = (replace(one, ranges={None: (0.0, 3.0)}) for one in (ours, theirs))
     (found,) = compare_policies(ours, theirs)
-    assert found.measure == "return" and found.verdict == "better"
-    assert found.p_value == sign_flip_p_value([seed / 20 for seed in range(30)]) < 0.01
+    assert found.verdict == "better" and found.test == "paired test of the mean"
+    expected = mean_test([seed / 20 for seed in range(30)], None, (-3, 3))
+    assert (found.low, found.high, found.p_value) == (*expected.interval, expected.p_value) and expected.p_value < 0.02
     assert "return 1.450 against 0.725, +0.725" in found.sentence("a", "b")
     assert compare_policies(outcomes("wl"), outcomes("ww"), measure="return")[0].measure == "return"
+    contradicted = replace(ours, ranges={None: (0.0, 2.0)})
+    assert contradicted.limits("return") is None, "an episode returned 2.9"
+
+
+def test_both_measures_are_said_when_they_disagree() -> None:
+    """One policy succeeds more often, but is slower by more than that is worth."""
+    ours = results([episode(seed, 0.3, seed % 4 > 0) for seed in range(40)])
+    theirs = results([episode(seed, 0.9 if seed % 4 == 1 else 0.5, seed % 4 == 1) for seed in range(40)])
+    ours, theirs = (replace(one, ranges={None: (0.0, 1.0)}) for one in (ours, theirs))
+    (found,) = compare_policies(ours, theirs)
+    assert found.other is not None and (found.verdict, found.other.verdict) == ("better", "worse")
+    assert "By the return it is not the same: a is worse than b: return 0.300" in found.sentence("a", "b")
+    assert found.to_dict()["other"]["verdict"] == "worse"
+    (turned,) = compare_policies(ours, theirs, measure="return")
+    assert (turned.measure, turned.verdict) == ("return", "worse")
+    assert "By the success it is not the same: a is better than b" in turned.sentence("a", "b")
+    several = compare_policies(ours, theirs, theirs)
+    assert [one.other.adjusted_p_value for one in several if one.other] == [2 * (found.other.p_value or 0)] * 2
+    assert "By the" not in compare_policies(outcomes("w" * 9), outcomes("l" * 9))[0].sentence("a", "b")
 
 
 def test_policies_that_played_other_episodes_are_not_compared() -> None:
     with pytest.raises(ValueError, match=r"3 and 2, different from number 2"):
         compare_policies(outcomes("www"), outcomes("ww"))
-    with pytest.raises(ValueError, match="No pair of episodes has a return"):
-        compare_policies(outcomes("ff"), outcomes("ww"))
 
 
 # ------------------------------------------------------------------------------------------------- played by a model
@@ -157,7 +280,7 @@ SHORT = EpisodeOptions(max_turns=1, max_new_tokens=3)
 
 
 def test_an_adapter_against_itself_is_hardly_ever_called_different(embedded_model: Path) -> None:
-    """1,000 comparisons of 120 episodes each, resampled from recorded ones, with sampling noise of each side's own."""
+    """300 comparisons of 120 episodes each, resampled from recorded ones, with sampling noise of each side's own."""
     base = AutoModelForCausalLM.from_pretrained(embedded_model)
     adapter = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     played = [
@@ -172,11 +295,12 @@ def test_an_adapter_against_itself_is_hardly_ever_called_different(embedded_mode
     pool = np.concatenate(pools, axis=1)
     assert 0.1 < pool.mean() < 0.9 and np.ptp(pool.mean(axis=1)) > 0.2
     rng, different = np.random.default_rng(0), np.zeros(2)
-    for _ in range(1000):
+    for _ in range(300):
         states = rng.integers(6, size=120)
         ours, theirs = (pool[states, rng.integers(120, size=120)] for _ in range(2))
-        different += [sign_flip_p_value(ours - theirs, units) <= 0.05 for units in (None, states.tolist())]
-    assert max(different) <= 70, different
+        for place, units in enumerate((None, states.tolist())):
+            different[place] += difference_test(ours, theirs, units, (0, 1)).p_value <= 0.05
+    assert max(different) <= 24, different
 
 
 def test_attempts_share_their_start_and_policies_share_all_but_the_noise(embedded_model: Path) -> None:
@@ -192,7 +316,8 @@ def test_attempts_share_their_start_and_policies_share_all_but_the_noise(embedde
     assert [one.seed for one in thrice.starts] == [one.seed for one in once.starts for _ in range(3)]
     assert answers(thrice)[::3] == answers(once), "the first attempt is the episode of one attempt"
     assert len({tuple(one) for one in answers(thrice)}) > 4
-    assert other.starts == once.starts and answers(other) != answers(once) != answers(play(sampling_seed=1))
+    assert [one.key for one in other.starts] == [one.key for one in once.starts]
+    assert answers(other) != answers(once) != answers(play(sampling_seed=1))
     assert answers(play(sampling_seed=0)) == answers(other) and summarize_policy(thrice).pass_at_k.keys() == {1, 2, 3}
     ended: list[Trajectory] = []
     greedy = play(greedy=True, on_finish=ended.append)
@@ -214,7 +339,7 @@ def test_the_start_of_an_episode_with_information_that_is_no_json() -> None:
         trajectory = episode(5, 1.0, True)
         trajectory.reset_info = info
         starts.append(start_of_episode(trajectory))
-    assert len({one.seed for one in starts}) == 1 and all(len(one.state) == 32 for one in starts)
+    assert len({one.seed for one in starts}) == 1 and all(len(one.information) == 32 for one in starts)
     again = episode(5, 1.0, True)
     again.reset_info = {"at": object()}
     assert start_of_episode(again) == starts[-1], "addresses in memory are no part of a state"

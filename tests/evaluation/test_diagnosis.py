@@ -5,38 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from diagnosed import HEALTHY, Options
 
-from agile_trainers.evaluation.diagnosis import METRICS, QUIET, SYMPTOMS, Diagnosis, History, findings_before
+from agile_trainers.evaluation.diagnosis import (
+    FAILING,
+    METRICS,
+    QUIET,
+    REPEATED,
+    SYMPTOMS,
+    Diagnosis,
+    History,
+    findings_before,
+)
 
-
-@dataclass(frozen=True)
-class Options:
-    """The options that conditions look at."""
-
-    has_critic: bool = False
-    max_new_tokens: int = 64
-    max_turns: int = 4
-    max_model_length: int | None = 512
-    mask_truncated_completions: bool = False
-    loss_type: str = "grpo"
-    importance_sampling_level: str = "token"
-    beta: float = 0.0
-
-
-HEALTHY: dict[str, float] = {
-    "success": 0.4, "advantage/silent": 0.2, "return/mean": 0.4, "return/std": 0.5, "return/min": 0.0, "return/max": 1.0,
-    "entropy": 1.0, "answers_cut": 0.05, "return/answers_cut": 0.0, "stop/truncated": 0.0, "stop/max_turns": 0.1,
-    "stop/context_full": 0.0, "stop/environment_error": 0.0, "stop/environment_timeout": 0.0,
-    "groups_with_different_starts": 0.0, "clip_ratio/region_mean": 0.02,
-    "sampling/sampling_logp_difference/mean": 1e-6, "kl": 0.05, "prompt_information": 0.9, "policy_change": 0.05,
-    "value/error": 0.4, "value/spread": 0.5,
-}  # fmt: skip
-"""The metrics of a step of a healthy run."""
-SILENT = {"advantage/silent": 1.0, "return/std": 0.0, "return/max": 0.0, "return/mean": 0.0}
+SILENT = {"advantage/zero": 1.0, "return/std": 0.0, "return/max": 0.0, "return/mean": 0.0}
 
 Planted = Callable[[int], dict[str, float]]
 
@@ -61,23 +47,30 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
     "solved, and nothing moves any more": (
         ["solved"],
         lambda step: {} if step < 20 else {
-            "success": 1.0, "advantage/silent": 1.0, "return/std": 0.0, "return/min": 1.0, "return/mean": 1.0,
+            "success": 1.0, "advantage/zero": 1.0, "return/std": 0.0, "return/min": 1.0, "return/mean": 1.0,
             "entropy": 1e-4, "value/spread": 0.0, "value/error": 0.02,
         },
         Options(has_critic=True),
     ),
     "solved from the start, and nothing moves": (
-        ["solved"], always({"success": 1.0, "advantage/silent": 1.0, "policy_change": 0.0}), Options(),
+        ["solved"], always({"success": 1.0, "advantage/zero": 1.0, "policy_change": 0.0}), Options(),
+    ),
+    "every end of an episode is reported as a success": (["success_doubtful"], always({"success": 1.0}), Options()),
+    "all succeed from the start, some in fewer turns": (
+        ["solved"], always({"success": 1.0, "return/min": 0.6}), Options(),
+    ),
+    "all succeed, once the policy has learned it": (
+        ["solved"], lambda step: {"success": 0.4 if step < 5 else 1.0}, Options(),
     ),
     "no success": (["too_hard"], always({**SILENT, "success": 0.0}), Options()),
     "no success and no learning": (["too_hard"], always({**SILENT, "success": 0.0, "policy_change": 0.0}), Options()),
-    "a constant reward, success unknown": (["dead_groups"], always({**SILENT, "success": math.nan}), Options()),
-    "no signal at half success": (["dead_groups"], always({"advantage/silent": 0.97}), Options()),
+    "a constant reward, success unknown": (["zero_advantage_groups"], always({**SILENT, "success": math.nan}), Options()),
+    "no signal at half success": (["zero_advantage_groups"], always({"advantage/zero": 0.97}), Options()),
     "no signal, and two states of fifty are left": (
-        [], lambda step: {"advantage/silent": min(step / 20, 0.97), "success": min(0.4 + step / 20, 0.93)}, Options(),
+        [], lambda step: {"advantage/zero": min(step / 20, 0.97), "success": min(0.4 + step / 20, 0.93)}, Options(),
     ),
     "a constant reward with a critic": (
-        ["dead_groups"], always({**SILENT, "advantage/silent": 0.0, "value/spread": 0.5}), Options(has_critic=True),
+        ["zero_advantage_groups"], always({**SILENT, "advantage/zero": 0.0, "value/spread": 0.5}), Options(has_critic=True),
     ),
     "easy from the start": (["too_easy"], always({"success": 0.85}), Options()),
     "entropy falls": (["entropy_collapse"], falling("entropy", 0.05), Options()),
@@ -128,7 +121,83 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
                                  Options(has_critic=True)),
     "weights that stay": (["no_weight_change"], always({"policy_change": 1e-5}), Options()),
     "an environment that fails at times": (["environment_failing"], always({"stop/environment_error": 0.01}), Options()),
-    "an environment that hangs": (["environment_failing"], always({"stop/environment_timeout": 0.2}), Options()),
+    "an environment that hangs": (["environment_failing"] * 4, always({"stop/environment_timeout": 0.2}), Options()),
+    "an environment that dies, and the entropy with it": (
+        ["environment_failing"] * 3,
+        lambda step: {} if step < 10 else {
+            "stop/environment_error": 0.9, "success": 1.0, "entropy": 1e-3, "answers_cut": 1.0, "advantage/zero": 1.0,
+        },
+        Options(),
+    ),
+    "all that do not fail succeed": (["environment_failing"], always({"stop/environment_error": 0.01, "success": 1.0}),
+                                     Options()),
+    "success is known of the winners alone": ([], always({"success": 1.0, "success/unreported": 0.4}), Options()),
+    "a reward that is not a number": (["rewards_missing"], always({"rewards/nan": 0.1, "success": 1.0}), Options()),
+    "a flipped sign": (
+        ["reward_misses_success"],
+        lambda step: {
+            "reward_success_correlation": -1.0, "success": max(0.4 - 0.05 * step, 0.0), **(SILENT if step > 8 else {}),
+        },
+        Options(),
+    ),
+    "a random reward": (
+        ["reward_misses_success"], lambda step: {"reward_success_correlation": 0.1 * (-1) ** step}, Options(),
+    ),
+    "a reward that pays little for success": ([], lambda step: {"reward_success_correlation": 0.3 + 0.1 * (-1) ** step},
+                                              Options()),
+    "the reward rises as success falls": (
+        ["reward_misses_success"],
+        lambda step: {"reward": 0.4 + 0.01 * step, "success": 0.4 - 0.01 * step, "answers_cut": min(0.02 * step, 1.0)},
+        Options(),
+    ),
+    "the policy forgets": (
+        ["worse_than_start"],
+        lambda step: {
+            "success": 0.4 if step < 10 else 0.01, "advantage/zero": 1.0 if step > 10 else 0.1, "entropy": 1 - step / 60,
+        },
+        Options(),
+    ),
+    "the policy forgets, success unknown": (
+        ["worse_than_start"], lambda step: {"success": math.nan, "reward": 0.4 if step < 10 else 0.2}, Options(),
+    ),
+    "hard rows are drawn more often": (
+        [], lambda step: {"success": 0.4 if step < 10 else 0.1}, Options(task_sampling="adaptive"),
+    ),
+    "rows are sorted by difficulty": (
+        [], lambda step: {"success": 0.4 if step < 10 else 0.1}, Options(shuffle_dataset=False),
+    ),
+    "the first update destroys the policy": (
+        ["worse_than_start"], lambda step: {"success": 0.6 if step == 0 else 0.1 + 0.02 * (-1) ** step}, Options(),
+    ),
+    "the first of few groups was lucky": (
+        [], lambda step: {"success": 0.6 if step == 0 else 0.1 + 0.02 * (-1) ** step}, Options(generation_batch_size=64),
+    ),
+    "a small loss, success unknown": (
+        [], lambda step: {"success": math.nan, "reward": 0.4 if step < 10 else 0.32}, Options(),
+    ),
+    "a small loss": ([], lambda step: {"success": 0.4 if step < 10 else 0.33}, Options()),
+    "a loss within the noise": (
+        [], lambda step: {"success": (0.4 if step < 10 else 0.3) + 0.2 * (-1) ** step}, Options(),
+    ),
+    "variety for its own sake": (
+        ["entropy_runaway"],
+        lambda step: {"entropy": 1 + 0.2 * step, "answers_cut": 0.05 + 0.02 * step, "success": 0.4 - 0.005 * step},
+        Options(),
+    ),
+    "a penalty that nothing outweighs": (
+        ["kl_pins_policy"], lambda step: {"kl": 2e-4 * (1 + step % 3), "policy_change": 1e-4}, Options(beta=10.0),
+    ),
+    "a penalty, and steps that are small": (
+        [], lambda step: {"kl": 1e-6 * step**2}, Options(beta=1.0),
+    ),
+    "a penalty that leaves room to learn": (
+        [], lambda step: {"kl": 2e-4 * (1 + step % 3), "reward": 0.4 + 0.01 * step, "success": 0.4 + 0.01 * step},
+        Options(beta=1.0),
+    ),
+    "a weak penalty, and a policy that stays": ([], always({"kl": 2e-4}), Options(beta=0.1)),
+    "one row": (
+        ["one_task"], lambda step: {"distinct_tasks": 1.0, "success": min(0.4 + 0.05 * step, 1.0)}, Options(),
+    ),
     "starts that differ": (["environment_ignores_seed"], always({"groups_with_different_starts": 0.5}), Options()),
 }  # fmt: skip
 
@@ -169,8 +238,8 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
     [
         ("solved", {"success": 0.949}, {}),
         ("too_hard", {**SILENT, "success": 0.03}, {}),
-        ("dead_groups", {"advantage/silent": 0.94}, {}),
-        ("dead_groups", {"advantage/silent": 0.97, "success": 0.91}, {}),
+        ("zero_advantage_groups", {"advantage/zero": 0.94}, {}),
+        ("zero_advantage_groups", {"advantage/zero": 0.97, "success": 0.91}, {}),
         ("too_easy", {"success": 0.79}, {}),
         ("entropy_collapse", {"entropy": 0.0051}, {}),
         ("cut_answers", {"answers_cut": 0.24}, {}),
@@ -181,6 +250,9 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
         ("kl_runaway", {"kl": 0.99}, {}),
         ("value_not_learning", {"value/error": 0.62}, {"has_critic": True}),
         ("no_weight_change", {"policy_change": 1.1e-3}, {}),
+        ("kl_pins_policy", {"kl": 0.011}, {"beta": 10.0}),
+        ("one_task", {"distinct_tasks": 2.0}, {}),
+        ("reward_misses_success", {"reward_success_correlation": 0.21}, {}),
     ],
 )
 def test_just_below_the_threshold_nothing_is_named(
@@ -189,10 +261,19 @@ def test_just_below_the_threshold_nothing_is_named(
     assert name not in told(always(metrics), replace(Options(), **options))
 
 
+def test_weights_that_stay_may_have_no_gradient() -> None:
+    """An adapter without trained layers moves nothing at any learning rate: the gradient is named first."""
+    diagnosis = Diagnosis(Options())
+    (finding,) = (f for step in range(40) for f in diagnosis.look(step, {**HEALTHY, "policy_change": 0.0}))
+    assert finding.name == "no_weight_change" and finding.advice.startswith("If grad_norm is 0")
+
+
 @pytest.mark.parametrize(
     ("name", "batches"),
-    [("dead_groups", 5), ("solved", 5), ("cut_answers", 5), ("ratio_clipped", 10), ("no_weight_change", 20),
-     ("value_not_learning", 30), ("environment_failing", 1), ("environment_ignores_seed", 1)],
+    [("zero_advantage_groups", 5), ("solved", 5), ("cut_answers", 5), ("ratio_clipped", 10), ("no_weight_change", 15),
+     ("value_not_learning", 30), ("environment_failing", 1), ("environment_ignores_seed", 1), ("one_task", 10),
+     ("rewards_missing", 1),
+     ("kl_pins_policy", 15)],
 )  # fmt: skip
 def test_patience(name: str, batches: int) -> None:
     """A condition must hold for a number of batches; failures of the environment are named at the first."""
@@ -204,10 +285,37 @@ def test_patience(name: str, batches: int) -> None:
 
 def test_a_finding_is_repeated_when_it_doubles_or_comes_back() -> None:
     diagnosis, told = Diagnosis(Options()), {}
-    shares = {1: 0.1, 2: 0.1, 3: 0.19, 4: 0.2, 5: 0.3, 6: 0.4, 7: 0.0, 50: 0.4, 50 + QUIET: 0.4, 151 + QUIET: 0.1}
-    for step, share in shares.items():
+    shares = {1: 10, 2: 10, 3: 19, 4: 20, 5: 30, 6: 40, 7: 0, 50: 40, 50 + QUIET: 40, 151 + QUIET: 10}
+    for step, share in ((step, FAILING * share / 1000) for step, share in shares.items()):
         told[step] = len(diagnosis.look(step, {"stop/environment_error": share, "stop/environment_timeout": 0.0}))
     assert [step for step, count in told.items() if count] == [1, 4, 6, 151 + QUIET]
+
+
+def test_a_failing_environment_is_repeated_while_it_holds() -> None:
+    planted = always({"stop/environment_error": FAILING})
+    diagnosis = Diagnosis(Options())
+    steps = [step for step in range(3 * REPEATED) for _ in diagnosis.look(step, {**HEALTHY, **planted(step)})]
+    assert steps == [0, REPEATED, 2 * REPEATED]
+
+
+def test_a_shift_by_hand() -> None:
+    """Values 1 2 1 2 1 and 5 6 5 6 5: successive differences are 1 but for one of 4; the error is sqrt(24 / 9 / 5)."""
+    history = History()
+    for value in (1, 2, 1, 2, 1, 5, 6, 5, 6, 5):
+        assert history.shift("success") is None
+        history.add({"success": value})
+    shift = history.shift("success")
+    assert shift is not None
+    assert (shift.first, shift.now) == (pytest.approx(1.4), pytest.approx(5.4))
+    assert shift.errors == pytest.approx(4 / (24 / 9 / 5) ** 0.5)
+
+
+def test_the_first_values_are_kept_for_the_whole_run() -> None:
+    history = History()
+    for step in range(200):
+        history.add({"success": 0.5 + 0.01 * (-1) ** step - (0.2 if step > 150 else 0)})
+    shift = history.shift("success")
+    assert shift is not None and shift.fell and shift.now == pytest.approx(0.3, abs=0.01)
 
 
 def test_notes_are_the_evidence_until_they_are_withdrawn() -> None:

@@ -8,9 +8,15 @@ from typing import Any
 import evaluate
 import pytest
 
-from agile_trainers.evaluation.modules import METRICS_FOLDER, compute_metrics, metric_columns, metric_names
+from agile_trainers.evaluation.modules import (
+    METRICS_FOLDER,
+    compute_metrics,
+    load_metrics,
+    metric_columns,
+    metric_names,
+)
 from agile_trainers.evaluation.results import EpisodeResults, start_of_episode
-from agile_trainers.evaluation.statistics import bootstrap_interval, wilson_interval
+from agile_trainers.evaluation.statistics import wilson_interval
 from agile_trainers.rollout.metrics import episode_row
 from agile_trainers.types import StopReason, Trajectory, Turn
 
@@ -68,10 +74,9 @@ def test_each_of_ours_is_opened_from_its_folder_and_agrees_with_the_functions() 
         "answer_match": {"predictions": ["\\boxed{1/2}", "3"], "references": ["0.5", "4"]},
     }
     low, high = wilson_interval(2, 3)
-    worst, best = bootstrap_interval([1.0, 0.0, 4.0])
     expected: dict[str, Any] = {
         "success": {"success": 2 / 3, "success_low": low, "success_high": high},
-        "episode_return": {"return": 5 / 3, "return_low": worst, "return_high": best},
+        "episode_return": {"return": 5 / 3, "return_low": None, "return_high": None},
         "pass_at_k": {"pass@1": 0.25, "pass@2": 0.5},
         "answer_match": {"answer_match": 0.5},
     }
@@ -126,3 +131,16 @@ def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch: 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"agile-trainers\[eval\]"):
         compute_metrics(["success"], PLAYED)
+
+
+@pytest.mark.parametrize("name", ["exact_match", "someone/metric", "https://example.org/metric.py"])
+def test_code_of_the_hub_runs_with_consent_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(evaluate, "load", asked.append)
+    with pytest.raises(ValueError, match=r"runs code of its repository.*--trust_remote_code"):
+        compute_metrics([name], PLAYED)
+    assert asked == []
+    load_metrics([name, "success"], trust_remote_code=True)
+    assert asked == [name, str(METRICS_FOLDER / "success")]
+    load_metrics(["success"])
+    assert len(asked) == 3

@@ -9,17 +9,25 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from agile_environments.guess_number import GuessNumber
 from agile_trainers.evaluation.statistics import (
-    bootstrap_interval,
-    effective_trials,
+    DRAWS,
+    FEWEST_UNITS,
+    FEWEST_WITHOUT_LIMITS,
+    LARGEST_SHARE,
+    difference_test,
     holm,
     mcnemar_p_value,
+    mean_interval,
+    mean_test,
+    newcombe_interval,
     pass_at_k,
-    sign_flip_p_value,
+    refusal,
     smallest_p_value,
-    student_quantile,
+    standard_error,
+    success_test,
     wilson_interval,
 )
 
@@ -35,20 +43,14 @@ def test_wilson_interval_is_the_published_one(successes: int, trials: int, low: 
     assert mirrored == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
-def wilson_coverage(trials: int, rate: float) -> float:
-    """Exactly: the probability of the counts whose interval contains the rate."""
-    total = 0.0
-    for count in range(trials + 1):
-        low, high = wilson_interval(count, trials)
-        total += math.comb(trials, count) * rate**count * (1 - rate) ** (trials - count) * (low <= rate <= high)
-    return total
-
-
-@pytest.mark.parametrize("trials", [20, 100, 500])
-def test_coverage_of_wilson_exactly_by_binomial_sum(trials: int) -> None:
-    covered = [wilson_coverage(trials, rate) for rate in np.linspace(0.02, 0.98, 49)]
-    assert 0.945 < np.mean(covered) < 0.96
-    assert min(covered) > {20: 0.89, 100: 0.915, 500: 0.93}[trials]
+@pytest.mark.parametrize(("trials", "lowest"), [(20, 0.89), (100, 0.915)])
+def test_coverage_of_wilson_exactly_by_binomial_sum(trials: int, lowest: float) -> None:
+    """The probability of the counts whose interval contains the rate."""
+    rates, counts = np.linspace(0.02, 0.98, 49), np.arange(trials + 1)
+    low, high = np.array([wilson_interval(count, trials) for count in counts.tolist()]).T
+    inside = (low <= rates[:, None]) & (rates[:, None] <= high)
+    covered = (stats.binom.pmf(counts, trials, rates[:, None]) * inside).sum(axis=1)
+    assert 0.945 < np.mean(covered) < 0.96 and min(covered) > lowest
 
 
 def test_wilson_without_trials_and_beyond_them() -> None:
@@ -57,32 +59,177 @@ def test_wilson_without_trials_and_beyond_them() -> None:
     )
     with pytest.raises(ValueError, match=r"successes=3.*trials=2"):
         wilson_interval(3, 2)
-    assert wilson_interval(5, 10, 0.99).low < wilson_interval(5, 10).low
 
 
-@pytest.mark.parametrize(
-    ("confidence", "degrees", "expected"),
-    [(0.95, 1, 12.7062), (0.95, 2, 4.3027), (0.95, 5, 2.5706), (0.95, 11, 2.2010), (0.99, 30, 2.7500),
-     (0.9, 4, 2.1318), (0.95, 120, 1.9799), (0.95, 1000, 1.9623)],
-)  # fmt: skip
-def test_quantiles_of_student(confidence: float, degrees: int, expected: float) -> None:
-    assert student_quantile(confidence, degrees) == pytest.approx(expected, abs=6e-5)
+def test_wilson_by_hand() -> None:
+    """For 1 of 4 with z = 1.96: (.25 + .4802 +- 1.96 sqrt(.046875 + .060025)) / 1.9604."""
+    assert wilson_interval(1, 4) == pytest.approx((0.045587, 0.699358), abs=2e-5)
+
+
+def test_newcombe_by_hand() -> None:
+    """Newcombe (1998), Statistics in Medicine 17, page 2635: 36, 12, 2 and 0 of 50 pairs give .0569 to .3404."""
+    assert newcombe_interval(36, 12, 2, 0) == pytest.approx((0.0569, 0.3404), abs=5e-5)
+    # Of 20 and 20 successes each rate is in [.8389, 1], and the correlation is 0.
+    assert newcombe_interval(20, 0, 0, 0) == pytest.approx((-0.1611, 0.1611), abs=5e-5)
+    # Of 10 pairs that always agree: correlation (5 * 5 - 10 / 2) / 25 = .8, and both distances are .5 - .2366.
+    assert newcombe_interval(5, 0, 0, 5) == pytest.approx((-0.2634 * 0.4**0.5, 0.2634 * 0.4**0.5), abs=1e-4)
+    # Without a correlation the distances add up in squares.
+    assert newcombe_interval(3, 2, 2, 3) == pytest.approx((-0.2634 * 2**0.5, 0.2634 * 2**0.5), abs=1e-4)
+    low, high = newcombe_interval(7, 5, 2, 6)
+    assert newcombe_interval(7, 2, 5, 6) == pytest.approx((-high, -low)), "the policies are exchanged"
+    assert newcombe_interval(6, 2, 5, 7) == pytest.approx((-high, -low)), "failures are counted instead"
+
+
+def tables(number: int) -> list[tuple[int, int, int, int]]:
+    """All counts of pairs with both, one, the other or no success."""
+    return [
+        (both, first, second, number - both - first - second)
+        for both in range(number + 1)
+        for first in range(number + 1 - both)
+        for second in range(number + 1 - both - first)
+    ]
+
+
+def test_successes_test_and_interval_agree_and_cover_by_enumeration() -> None:
+    """All tables of 10 pairs, with their exact probabilities."""
+    found = {table: success_test(*table) for table in tables(10)}
+    for table, ((low, high), p_value) in found.items():
+        assert (low > 0 or high < 0) == (p_value <= 0.05) and low <= (table[1] - table[2]) / 10 <= high
+        assert p_value == mcnemar_p_value(table[1], table[2])
+        raw = newcombe_interval(*table)
+        assert (low, high) == (raw if p_value <= 0.05 else (min(raw.low, 0), max(raw.high, 0)))
+    low, high, p_value = np.array([(*one.interval, one.p_value) for one in found.values()]).T
+    covered = []
+    for first, second in itertools.product((0.05, 0.3, 0.5, 0.8, 0.95), repeat=2):
+        shares = (first * second, first * (1 - second), (1 - first) * second, (1 - first) * (1 - second))
+        weights = stats.multinomial.pmf(list(found), 10, shares)
+        covered.append(weights @ ((low <= first - second + 1e-12) & (first - second - 1e-12 <= high)))
+        if first == second:
+            assert weights @ (p_value <= 0.05) <= 0.05
+    assert np.mean(covered) >= 0.95 and min(covered) >= 0.9
+
+
+def test_the_mean_of_successes_has_clopper_and_pearsons_bounds_and_students() -> None:
+    """The bounds from random weights are beta quantiles; the wider of both intervals counts."""
+    for successes, trials in [(10, 10), (0, 7), (1, 30), (6, 8), (9, 12)]:
+        values = [1.0] * successes + [0.0] * (trials - successes)
+        exact = (stats.beta.ppf(0.05, successes, trials - successes + 1) if successes else 0.0,
+                 stats.beta.ppf(0.95, successes + 1, trials - successes) if successes < trials else 1.0)  # fmt: skip
+        student = stats.t.interval(0.95, trials - 1, np.mean(values), max(stats.sem(values), 1e-12))
+        expected = max(0, min(exact[0], student[0])), min(1, max(exact[1], student[1]))
+        assert mean_test(values, limits=(0, 1)).interval == pytest.approx(expected, abs=0.008)
+
+
+def test_the_test_of_a_mean_is_students_for_many_values_and_allows_for_unseen_ones() -> None:
+    values = np.random.default_rng(0).uniform(-1, 1, 300)
+    values += 0.07 - values.mean()
+    expected = stats.ttest_1samp(values, 0)
+    found = mean_test(values, limits=(-2, 2))
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-9) and 0.001 < found.p_value < 0.2
+    assert (
+        found.interval.low
+        <= expected.confidence_interval().low
+        < expected.confidence_interval().high
+        <= found.interval.high
+    )
+    # Eight equal differences: with one more at the other end, the mean is below 0 with probability 2 ** -8.
+    assert mean_test([1.0] * 8, limits=(-1, 1)).p_value == pytest.approx(2**-8, abs=0.002)
+    # Of smaller ones, a single unseen one is worth several.
+    assert mean_test([0.125] * 8, limits=(-1, 1)).p_value == pytest.approx((8 / 9) ** 8, abs=0.015)
+    assert mean_test([1, -1], limits=(-1, 1)).p_value == 1.0 == mean_test([0.0] * 4, limits=(-1, 1)).p_value
+    assert mean_test([3.0], limits=(0, 4)) == ((0, 4), 1.0) and mean_test([1.0] * 60, limits=(-1, 1)).p_value == 1 / (
+        1 + DRAWS
+    )
+    with pytest.raises(ValueError, match=r"from 0.5 to 3.0 are outside of the range \(0, 2\)"):
+        mean_test([0.5, 3.0], limits=(0, 2))
+    with pytest.raises(ValueError, match="at least one value"):
+        mean_test([], limits=(0, 2))
+
+
+def test_interval_and_test_of_a_mean_agree_whatever_the_values() -> None:
+    rng = np.random.default_rng(1)
+    for place in range(60):
+        size = int(rng.integers(6, 30))
+        values = rng.choice([-1, -0.5, 0, 0.25, 1], size, p=rng.dirichlet(np.ones(5)))
+        units = rng.integers(size, size=size).tolist() if place % 2 else None
+        (low, high), p_value = mean_test(values, units, (-1, 1))
+        assert (low > 0 or high < 0) == (p_value <= 0.05)
+        mirrored = mean_test(-values, units, (-1, 1))
+        assert mirrored == ((pytest.approx(-high), pytest.approx(-low)), pytest.approx(p_value))
+        scaled = mean_test(values * 8 + 16, units, (8, 24)).interval
+        assert scaled == pytest.approx((8 * low + 16, 8 * high + 16))
+
+
+@pytest.mark.parametrize("units", [6, 10, 20])
+def test_false_verdicts_on_two_values_by_enumeration(units: int) -> None:
+    """A rare 1 - q against a frequent -q: the sign-flip test saw a difference in up to 73 % of such samples."""
+    for q in (0.02, 0.05, 0.1, 0.2, 0.35, 0.5):
+        false = 0.0
+        for count in range(units + 1):
+            values = [1 - q] * count + [-q] * (units - count)
+            shown = mean_test(values, limits=(-1, 1)).p_value <= 0.05
+            false += stats.binom.pmf(count, units, q) * shown
+        assert false <= 0.05, (q, false)
+
+
+def test_rows_that_one_policy_wins_always_are_no_verdict_for_the_other() -> None:
+    """Ten rows, eight attempts: a tenth of the rows always, against every row a tenth of the time."""
+    rng = np.random.default_rng(0)
+    rows, shown = np.repeat(np.arange(10), 8).tolist(), 0
+    for _ in range(100):
+        ours = np.repeat(rng.random(10) < 0.1, 8).astype(float)
+        theirs = (rng.random(80) < 0.1).astype(float)
+        shown += difference_test(ours, theirs, rows, (0, 1)).p_value <= 0.05
+    assert shown == 0, "the sign-flip test: 20"
+    better = difference_test((rng.random(80) < 0.9) * 1.0, (rng.random(80) < 0.2) * 1.0, rows, (0, 1))
+    assert better.p_value < 0.02 and better.interval.low > 0
+
+
+def test_values_without_a_range_need_many_units_of_which_none_decides() -> None:
+    """1 always against 50 with probability .02: most small samples see no 50."""
+    rng = np.random.default_rng(0)
+    for number in (1, 20, FEWEST_WITHOUT_LIMITS - 1):
+        assert "too few for values without a known range" in str(refusal(rng.normal(size=number)))
+        assert refusal([1.0] * number, limits=(0, 50)) is None
+    assert "All values are equal" in str(refusal([1.0] * 500)) and "All values are equal" in str(refusal([0.1] * 500))
+    values = rng.normal(size=FEWEST_WITHOUT_LIMITS)
+    assert refusal(values) is None
+    values[0] = values.mean() + 1000
+    assert "One episode decides the mean" in str(refusal(values)) and mean_interval(values) is None
+    # Of m equal deviations among n zeros each has a share of about 1 / m.
+    for wins, decided in ((6, True), (8, False)):
+        assert (refusal([-49.0] * wins + [1.0] * 400) is not None) == decided, LARGEST_SHARE
+    assert "too few" in str(refusal(values, ["row"] * 75 + list(range(75))))
+    low, high = mean_interval(rng.normal(size=4000)) or (0, 0)
+    assert (low, high) == pytest.approx((-1.96 / 4000**0.5, 1.96 / 4000**0.5), abs=0.04) and high - low < 0.08
+
+
+def test_which_interval_a_mean_has() -> None:
+    assert mean_interval([1, 0, 1, 1], limits=(0, 1)) == wilson_interval(3, 4)
+    assert mean_interval([1, 0, 1, 1], "aabb", limits=(0, 1)) == mean_test([1, 0, 1, 1], "aabb", (0, 1)).interval
+    assert mean_interval([1, 0, 1, 1], limits=(0, 2)) == mean_test([1, 0, 1, 1], None, (0, 2)).interval
+    assert mean_interval([1, 0, 1, 1]) is None
+    assert difference_test([1, 0, 1, 1], [0, 0, 1, 0], limits=(0, 1)) == success_test(1, 2, 0, 1)
+    clustered = difference_test([1, 0, 1, 1], [0, 0, 1, 0], "aabb", (0, 1))
+    assert clustered == mean_test([1, 0, 0, 1], "aabb", (-1, 1))
+    assert difference_test([1, 2.5], [0, 3], limits=(0, 3)) == mean_test([1, -0.5], None, (-3, 3))
+    assert (FEWEST_UNITS, smallest_p_value(5) > 0.05, smallest_p_value(6) < 0.05) == (6, True, True)
 
 
 def test_intervals_cover_what_is_known_of_a_scripted_player() -> None:
-    """1,000 evaluations of 60 games of guess-the-number: a random number, or, in a quarter of the turns, an invalid one."""
+    """150 evaluations of 60 games of guess-the-number: a random number, or, in a quarter of the turns, an invalid one."""
     rng, game = random.Random(0), GuessNumber()
     right = 0.75 / 12
     wins = 1 - (1 - right) ** 4
     mean = wins - 0.2 * 0.25 * sum((1 - right) ** turn for turn in range(4))
     covered = {"return": 0, "success": 0}
-    for seed in range(1000):
+    for _ in range(150):
         games = [scripted_game(game, rng) for _ in range(60)]
-        low, high = bootstrap_interval([total for total, _ in games], resamples=1000, seed=seed)
+        low, high = mean_test([total for total, _ in games], limits=(-0.8, 1)).interval
         covered["return"] += low <= mean <= high
         low, high = wilson_interval(sum(won for _, won in games), 60)
         covered["success"] += low <= wins <= high
-    assert min(covered.values()) >= 925, covered
+    assert min(covered.values()) >= 135, covered
 
 
 def scripted_game(game: GuessNumber, rng: random.Random) -> tuple[float, bool]:
@@ -96,56 +243,25 @@ def scripted_game(game: GuessNumber, rng: random.Random) -> tuple[float, bool]:
     return total, info["success"]
 
 
-def clustered(rng: np.random.Generator, units: int, each: int) -> tuple[np.ndarray, np.ndarray]:
-    """Outcomes whose rate is drawn once for each unit, .1 or .9: the mean is .5."""
-    rates = np.where(rng.random(units) < 0.5, 0.1, 0.9)
-    return (rng.random((units, each)) < rates[:, None]).ravel().astype(float), np.repeat(np.arange(units), each)
-
-
 @pytest.mark.parametrize("units", [12, 40])
 def test_intervals_cover_when_whole_units_vary(units: int) -> None:
-    """Without the units, the same intervals are far too narrow."""
+    """The rate of each unit is .1 or .9. Without the units, the same intervals are far too narrow."""
     rng = np.random.default_rng(2)
-    covered = np.zeros(4)
-    for seed in range(400):
-        values, names = clustered(rng, units, 10)
-        trials = effective_trials(values, names.tolist())
-        for place, (low, high) in enumerate(
-            [
-                bootstrap_interval(values, names.tolist(), resamples=600, seed=seed),
-                wilson_interval(values.mean() * trials, trials),
-                bootstrap_interval(values, resamples=600, seed=seed),
-                wilson_interval(values.sum(), len(values)),
-            ]
-        ):
+    covered, names = np.zeros(2), np.repeat(np.arange(units), 10).tolist()
+    for _ in range(100):
+        rates = np.where(rng.random(units) < 0.5, 0.1, 0.9)
+        values = (rng.random((units, 10)) < rates[:, None]).ravel().astype(float)
+        for place, of in enumerate((names, None)):
+            low, high = mean_interval(values, of, (0, 1)) or (1, 0)
             covered[place] += low <= 0.5 <= high
-    assert all(covered[:2] >= 0.925 * 400) and all(covered[2:] < 0.75 * 400)
+    assert covered[0] >= 92 and covered[1] < 75
 
 
-def test_effective_trials_by_hand() -> None:
-    assert effective_trials([0, 1, 1, 0]) == 4.0 == effective_trials([0, 1, 1, 0], "abcd")
-    assert effective_trials([1, 1, 1, 1], "aabb") == 2.0
-    # Two copies of each of 201 outcomes are worth about 201, up to Student's quantile.
-    values = [float(index % 3 == 0) for index in range(201)]
-    shrunk = (1.959964 / student_quantile(0.95, 200)) ** 2
-    assert effective_trials([*values, *values], [*range(201), *range(201)]) == pytest.approx(shrunk * 200, rel=1e-6)
-
-
-def test_bootstrap_by_hand() -> None:
-    """Two values: a mean is the lower, the middle or the higher one, and the expanded percentiles reach the ends."""
-    assert bootstrap_interval([0.0, 1.0]) == (0.0, 1.0)
-    assert bootstrap_interval([3.0] * 9) == (3.0, 3.0)
-    assert all(map(math.isnan, bootstrap_interval([1.0])))
-    assert all(map(math.isnan, bootstrap_interval([1.0, 2.0], "aa")))
-    assert bootstrap_interval([1.0, 2.0, 5.0], seed=3) == bootstrap_interval([1.0, 2.0, 5.0], "abc", seed=3)
+def test_the_standard_error_over_units_by_hand() -> None:
+    assert standard_error([1, 3]) == 1.0 and math.isnan(standard_error([1, 2], "aa"))
+    assert standard_error([1, 1, 3, 3], "aabb") == 1.0
     with pytest.raises(ValueError, match="2 values but 3 units"):
-        bootstrap_interval([1.0, 2.0], "abc")
-
-
-def test_bootstrap_is_the_normal_interval_for_many_values() -> None:
-    values = np.random.default_rng(0).normal(size=4000)
-    half = 1.959964 * values.std(ddof=1) / 4000**0.5
-    assert bootstrap_interval(values) == pytest.approx((values.mean() - half, values.mean() + half), abs=2e-3)
+        standard_error([1.0, 2.0], "abc")
 
 
 def test_mcnemar_by_exact_binomial_sums() -> None:
@@ -156,38 +272,7 @@ def test_mcnemar_by_exact_binomial_sums() -> None:
     for first, second in [(3, 9), (17, 30), (1, 2)]:
         total = first + second
         tail = sum(Fraction(math.comb(total, count), 2**total) for count in range(min(first, second) + 1))
-        assert mcnemar_p_value(first, second) == float(min(1, 2 * tail))
-
-
-def enumerated(sums: list[float]) -> float:
-    patterns = list(itertools.product((-1, 1), repeat=len(sums)))
-    observed = abs(sum(sums)) - 1e-9
-    return sum(abs(sum(s * x for s, x in zip(signs, sums))) >= observed for signs in patterns) / len(patterns)
-
-
-def test_sign_flips_are_the_enumeration_of_all_patterns() -> None:
-    for sums in ([3, 1, -2, 4], [5, -1], [1, 1, 1, 1, 1, -1], [2, 2, 7, 3, -1, 4, 4], [0.5, -0.25, 1.75, 0.3]):
-        assert sign_flip_p_value(sums) == pytest.approx(enumerated(sums), abs=1e-12)
-    assert sign_flip_p_value([1, 1, 0, -1, 2], ["a", "a", "b", "c", "c"]) == enumerated([2, 1])
-    assert sign_flip_p_value([0, 0]) == 1.0 == sign_flip_p_value([])
-
-
-def test_sign_flips_of_single_pairs_are_mcnemars_test() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        first, second = rng.integers(2, size=40), rng.integers(2, size=40)
-        expected = mcnemar_p_value(int((first > second).sum()), int((second > first).sum()))
-        assert sign_flip_p_value(first - second) == expected
-        drawn = sign_flip_p_value((first - second) * 1.5, resamples=20_000)
-        assert drawn == pytest.approx(expected, abs=0.015)
-
-
-def test_clusters_are_what_the_null_is_about() -> None:
-    """Copies of each of six differences add nothing; taken for independent pairs, they call everything different."""
-    values, units = [1, 1, 1, 1, 1, -1] * 50, list(range(6)) * 50
-    assert sign_flip_p_value(values, units) == pytest.approx(14 / 64, abs=1e-12)
-    assert sign_flip_p_value(values) < 1e-30
-    assert smallest_p_value(6) == sign_flip_p_value([1] * 6) and smallest_p_value(0) == 1.0
+        assert mcnemar_p_value(first, second) == pytest.approx(float(min(1, 2 * tail)), rel=1e-12)
 
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_attempts() -> None:

@@ -1,11 +1,14 @@
 # ruff: noqa: E402
-"""Kill training runs at random moments and see that nothing is lost (``make faults``).
+"""Kill runs at random moments and see that nothing is lost (``make faults``).
 
-Each setting is trained once undisturbed, and once while SIGKILL and SIGTERM hit it at random times, and at random file
-operations inside a save. After every signal the run is started again with ``resume_from_checkpoint="auto"``. Counted are the
-optimizer steps that were finished but not saved (at most one each), processes that outlive the run (none), files of episode
-records that cannot be read (none), and weights or episode records that differ at the end (none for environments stepped
-inline). The exit code is 1 if a count is too high.
+Trainings, populations, chains and evaluations. Each setting runs once undisturbed, and once while SIGKILL and SIGTERM hit it
+at random times, and at random file operations inside a save. After every signal it is started again: a training with
+``resume_from_checkpoint="auto"``, a command as it was. Counted are the optimizer steps that were finished but not saved (at
+most one each), processes that outlive the run (none), files of episode records that cannot be read (none), entries of the
+temporary folder that outlive the run (none), and weights, results or episode records that differ at the end (none for
+environments stepped inline). Then each command runs on a disk that becomes full and on one that becomes read-only: it must
+end with a message that names the folder, and go on when there is room again, to an equal result. The exit code is 1 if a
+count is too high.
 
 Resumable: finished settings are read from ``runs/faults/results.jsonl``. Everything is seeded, except when a signal arrives.
 """
@@ -13,14 +16,15 @@ Resumable: finished settings are read from ``runs/faults/results.jsonl``. Everyt
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,13 +35,16 @@ os.environ |= {
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "trainers"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "trainers"), str(ROOT / "tests"), str(ROOT)]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    sys.path[:3]
+)  # environments in processes of their own find the tests' modules
 
 import psutil
 import torch
+from commands import Command, weights
 from games import Chatter, make_trainer
 from ppo_games import make_ppo
-from safetensors.torch import load_file
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -60,18 +67,39 @@ class Setting:
     lora: bool
     environments: str
     ranks: int
+    packing: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm}, {'LoRA' if self.lora else 'whole model'}, {self.environments}, {self.ranks} rank(s)"
+        whole = f"{self.algorithm}, {'LoRA' if self.lora else 'whole model'}, {self.environments}, {self.ranks} rank(s)"
+        return whole + (", packed" if self.packing else "")
+
+    def play(self, model: Path, run: Path) -> None:
+        """Train to the end, from the newest checkpoint if there is one."""
+        train(self, model, run)
+
+    def finished(self, run: Path) -> bool:
+        return (run / "final").is_dir()
+
+    def result(self, run: Path) -> Any:
+        """What must be equal, killed or not."""
+        return weights(run / "final"), trained(run)
 
 
-SETTINGS = [
+SETTINGS: list[Setting | Command] = [
     Setting(algorithm, lora, environments, ranks)
     for ranks in (1, 2)
     for environments in ("inline", "threads", "processes")
     for algorithm, lora in (("grpo", True), ("grpo", False), ("reinforce", True), ("reinforce", False), ("ppo", True))
 ]
+SETTINGS += [
+    Setting("ppo", True, environments, ranks, packing=True)
+    for ranks in (1, 2)
+    for environments in ("inline", "processes")
+]
+SETTINGS += [
+    Command(command, environments) for command in ("evolve", "chain") for environments in ("inline", "processes")
+] + [Command("eval", "inline")]
 
 
 @dataclass
@@ -84,6 +112,7 @@ class Outcome:
     inside_saves: int = 0
     lost_steps: list[int] = field(default_factory=list)
     left_behind: int = 0
+    temporary: int = 0
     unreadable: int = 0
     equal: bool = False
     seconds: float = 0.0
@@ -124,6 +153,8 @@ def train(setting: Setting, model: Path, run: Path) -> None:
         "steps_per_generation": 4,
         "callbacks": [Progress(run.parent / "progress")],
     }
+    if setting.packing:
+        options["sequence_packing"] = "prefix"
     if setting.environments == "threads":
         options["environment_workers"] = 4
     elif setting.environments == "processes":
@@ -138,7 +169,7 @@ def train(setting: Setting, model: Path, run: Path) -> None:
     trainer.accelerator.end_training()
 
 
-def start(setting: Setting, model: Path, run: Path, die_at: int | None = None) -> list[int]:
+def start(setting: Setting | Command, model: Path, run: Path, die_at: int | None = None) -> list[int]:
     """Fork one process per rank; return their ids. ``die_at``: the file operation inside a save that kills the first."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -152,6 +183,7 @@ def start(setting: Setting, model: Path, run: Path, die_at: int | None = None) -
         code = 1
         try:
             os.setpgid(0, 0)
+            os.environ["TMPDIR"] = tempfile.tempdir = str(run.parent / "tmp")
             log = os.open(run.parent / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1), os.dup2(log, 2)
             if setting.ranks > 1:
@@ -161,7 +193,7 @@ def start(setting: Setting, model: Path, run: Path, die_at: int | None = None) -
                 }  # fmt: skip
             if rank == 0 and die_at is not None:
                 _die_inside_save(run, die_at)
-            train(setting, model, run)
+            setting.play(model, run)
             code = 0
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
@@ -221,13 +253,19 @@ def end(processes: list[int], hit: int | None) -> tuple[list[int], int]:
     return list(codes.values()), len(alive)
 
 
-def digest(run: Path) -> str:
-    """Of every weight that was saved at the end."""
-    sha = hashlib.sha256()
-    for file in sorted((run / "final").rglob("*.safetensors")):
-        for name, value in sorted(load_file(file).items()):
-            sha.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
+def temporary(run: Path) -> list[str]:
+    """What is left of a run in the folder of temporary files; emptied."""
+    folder = run.parent / "tmp"
+    left = sorted(path.name for path in folder.iterdir())
+    for name in left:
+        print(f"left in the temporary folder: {name}", flush=True)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return left
+
+
+def _newest(run: Path) -> str:
+    return newest_complete(run)[0].name if checkpoints(run) else ""
 
 
 def unreadable(run: Path) -> int:
@@ -251,21 +289,23 @@ def trained(run: Path) -> list[dict[str, Any]]:
     return [episode for episode in runs[-1].episodes() if episode["phase"] == "train"]
 
 
-def disturb(setting: Setting, model: Path, folder: Path, signals: int, chance: random.Random) -> Outcome:
+def disturb(setting: Setting | Command, model: Path, folder: Path, signals: int, chance: random.Random) -> Outcome:
     """Train a setting undisturbed and disturbed, and compare."""
     outcome, started = Outcome(setting.name), time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     whole, run = folder / "whole" / "run", folder / "disturbed" / "run"
-    whole.mkdir(parents=True)
-    run.mkdir(parents=True)
+    for each in (whole, run):
+        each.mkdir(parents=True)
+        (each.parent / "tmp").mkdir()
     begun = time.monotonic()
     end(start(setting, model, whole), None)
     duration = time.monotonic() - begun
-    expected = digest(whole)
-    while not (run / "final").is_dir():
+    expected = setting.result(whole)
+    assert not temporary(whole)
+    while not setting.finished(run):
         for name in ("progress", "inside"):
             (run.parent / name).unlink(missing_ok=True)
-        before = newest_complete(run)[0].name if checkpoints(run) else ""
+        before = _newest(run)
         if outcome.signals >= signals:
             end(start(setting, model, run), None)
             break
@@ -280,6 +320,7 @@ def disturb(setting: Setting, model: Path, folder: Path, signals: int, chance: r
             outcome.kills += number == signal.SIGKILL
         _, left = end(processes, processes[0])
         outcome.left_behind += left
+        outcome.temporary += len(temporary(run))
         outcome.unreadable += unreadable(run)
         hit = not inside or (run.parent / "inside").is_file()
         outcome.signals += hit
@@ -289,18 +330,70 @@ def disturb(setting: Setting, model: Path, folder: Path, signals: int, chance: r
         if progress.is_file():
             saved = int(newest_complete(run)[0].name.rpartition("-")[2]) if checkpoints(run) else 0
             outcome.lost_steps.append(int(progress.read_text()) - saved)
-        if (
-            not hit
-            and not (run / "final").is_dir()
-            and before == (newest_complete(run)[0].name if checkpoints(run) else "")
-        ):
+        if not hit and not setting.finished(run) and before == _newest(run):
             raise RuntimeError(f"{setting.name} failed by itself; see {run.parent}/log-0")
-        if (run / "final").is_dir() and outcome.signals < signals:
+        if setting.finished(run) and outcome.signals < signals:
             shutil.rmtree(run)  # it got through: once more from the beginning
             run.mkdir()
-    outcome.equal = digest(run) == expected and trained(run) == trained(whole)
+            (run.parent / "finished").unlink(missing_ok=True)
+    found = setting.result(run)
+    outcome.equal = found == expected
+    if not outcome.equal:
+        print(f"{setting.name}: expected {expected}, found {found}", flush=True)
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+def on_disks(setting: Setting | Command, model: Path, folder: Path, fraction: float) -> tuple[list[str], list[str]]:
+    """Run on a disk that becomes full, and on one that becomes read-only after a kill; mounts, so in a namespace of its own.
+
+    Args:
+        setting: What is run.
+        model: The model's folder.
+        folder: Where everything goes; emptied.
+        fraction: Share of an undisturbed run's bytes that the full disk holds.
+
+    Returns:
+        What is wrong, and the last line of each refused run.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    wrong, said = [], []
+    for kind in ("whole", "full", "read-only"):
+        run = folder / kind / "run"
+        run.mkdir(parents=True)
+        (run.parent / "tmp").mkdir()
+        if kind == "whole":
+            end(start(setting, model, run), None)
+            expected, size = setting.result(run), sum(path.stat().st_blocks * 512 for path in run.rglob("*"))
+            continue
+        room = f"size={int(size * fraction) if kind == 'full' else 10 * size}"
+        _mount("-t", "tmpfs", "-o", room, "tmpfs", str(run))
+        if kind == "read-only":
+            processes, begun = start(setting, model, run), time.monotonic()
+            while time.monotonic() - begun < PATIENCE and not any(path.is_file() for path in run.rglob("*")):
+                time.sleep(0.02)
+            os.kill(processes[0], signal.SIGKILL)
+            end(processes, processes[0])
+            _mount("-o", "remount,ro", str(run))
+        (run.parent / "log-0").unlink(missing_ok=True)
+        end(start(setting, model, run), None)
+        lines = [line for line in (run.parent / "log-0").read_text(errors="replace").splitlines() if line.strip()]
+        said.append(f"{kind}: {lines[-1] if lines else 'nothing'}")
+        if setting.finished(run):
+            wrong.append(f"{kind}: ended as if nothing were wrong")
+        if any(line.startswith("Traceback") for line in lines) and isinstance(setting, Command):
+            wrong.append(f"{kind}: a traceback")
+        _mount("-o", f"remount,rw,size={10 * size}", str(run))
+        end(start(setting, model, run), None)
+        if not setting.finished(run) or setting.result(run) != expected:
+            wrong.append(f"{kind}: {'differs' if setting.finished(run) else 'does not go on'} when there is room again")
+        wrong += [f"{kind}: {name} in the temporary folder" for name in temporary(run)]
+        subprocess.run(["umount", "-l", str(run)], check=True)
+    return wrong, said
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
 
 
 def main() -> int:
@@ -309,6 +402,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "faults", help="where runs and results go")
     parser.add_argument("--signals", type=int, default=4, help="per setting")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="settings whose name contains this")
+    parser.add_argument("--disks", action="store_true", help="full and read-only disks alone; needs unshare -rm")
     options = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -321,8 +416,10 @@ def main() -> int:
         if not (options.output / "model").is_dir()
         else options.output / "model"
     )
+    if options.disks:
+        return _all_disks([setting for setting in SETTINGS if options.only in setting.name], model, options)
     for index, setting in enumerate(SETTINGS):
-        if setting.name in {outcome.setting for outcome in done}:
+        if setting.name in {outcome.setting for outcome in done} or options.only not in setting.name:
             continue
         chance = random.Random(1000 * options.seed + index)
         outcome = disturb(setting, model, options.output / "work", options.signals, chance)
@@ -330,14 +427,29 @@ def main() -> int:
         with results.open("a") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
         print(_row(outcome), flush=True)
+    if not options.only:
+        inside = [sys.executable, __file__, "--disks", "--output", str(options.output), "--seed", str(options.seed)]
+        disks = subprocess.run(["unshare", "-rm", *inside]).returncode
+        return _verdict(done) or disks
     return _verdict(done)
+
+
+def _all_disks(settings: list[Setting | Command], model: Path, options: argparse.Namespace) -> int:
+    failed = False
+    for index, setting in enumerate(each for each in settings if each.ranks == 1 and each.environments == "inline"):
+        fraction = random.Random(options.seed + index).uniform(0.2, 0.9)
+        wrong, said = on_disks(setting, model, options.output / "disks", fraction)
+        failed = failed or bool(wrong)
+        print(f"{setting.name:44} {'; '.join(wrong) or 'ok'}", *said, sep="\n    ", flush=True)
+    return int(failed)
 
 
 def _row(outcome: Outcome) -> str:
     lost = max(outcome.lost_steps, default=0)
     return (
         f"{outcome.setting:44} {outcome.signals:3} signals ({outcome.kills} SIGKILL, {outcome.inside_saves} inside a save)  "
-        f"lost at most {lost}  left behind {outcome.left_behind}  unreadable {outcome.unreadable}  "
+        f"lost at most {lost}  left behind {outcome.left_behind}  temporary {outcome.temporary}  "
+        f"unreadable {outcome.unreadable}  "
         f"{'equal' if outcome.equal else 'differs'}"
     )
 
@@ -347,14 +459,15 @@ def _verdict(done: list[Outcome]) -> int:
     lost = max((max(outcome.lost_steps, default=0) for outcome in done), default=0)
     left = sum(outcome.left_behind for outcome in done)
     broken = sum(outcome.unreadable for outcome in done)
+    temporary = sum(outcome.temporary for outcome in done)
     unequal = [outcome.setting for outcome in done if not outcome.equal and "inline" in outcome.setting]
     kills, inside = (sum(getattr(outcome, name) for outcome in done) for name in ("kills", "inside_saves"))
     print(
         f"\n{len(done)} settings, {signals} signals ({kills} SIGKILL, {inside} inside a save): at most {lost} step(s) lost "
-        f"each, {left} processes left behind, {broken} runs with unreadable records, "
+        f"each, {left} processes left behind, {temporary} temporary entries, {broken} runs with unreadable records, "
         f"{sum(outcome.equal for outcome in done)} of {len(done)} bit-equal at the end"
     )
-    return int(lost > 1 or left > 0 or broken > 0 or bool(unequal) or signals < LEAST_SIGNALS)
+    return int(lost > 1 or left > 0 or temporary > 0 or broken > 0 or bool(unequal) or signals < LEAST_SIGNALS)
 
 
 def _become_subreaper() -> None:

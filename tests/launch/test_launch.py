@@ -140,6 +140,17 @@ def test_a_whole_model_loads(runs, single, case):
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
 
 
+def test_deepspeed_reads_no_strangers_pickle(embedded_model, tmp_path):
+    """The trainer refuses five checkpoints whose pickle DeepSpeed runs."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agile-trainers[deepspeed]'")
+    done = launch("cpu/zero2", "--num_processes", "1", SCRIPT.with_name("hostile.py"), embedded_model, tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found.keys() == {"dot", "outside", "absolute", "link", "unsigned"}
+    for kind, result in found.items():
+        assert result["by_deepspeed"] and not result["by_trainer"] and result["refused"], kind
+
+
 def by_command(config: str, model: Path, output: Path, *more: str) -> subprocess.CompletedProcess[str]:
     options = ["--environment", "agile:guess_number", "--max_steps", "1", "--bf16", "False", "--report_to", "none"]
     where = ["--model_name_or_path", model, "--output_dir", output]

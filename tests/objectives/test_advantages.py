@@ -7,7 +7,13 @@ import pytest
 import torch
 from trl.trainer.utils import nanstd
 
-from agile_trainers.objectives.advantages import group_advantages, pool_over_turns, whiten
+from agile_trainers.objectives.advantages import (
+    group_advantages,
+    pool_over_turns,
+    whiten,
+    with_advantage,
+    zero_advantage_groups,
+)
 from agile_trainers.objectives.returns import discounted_returns
 
 NEVER = torch.zeros(4, dtype=torch.bool)
@@ -34,7 +40,6 @@ def test_trajectory_advantages_are_trls(scale):
     std = nanstd(grouped, dim=1).repeat_interleave(size) if scale == "group" else nanstd(returns)
     expected = centred if scale == "none" else centred / (std + 1e-4)
     torch.testing.assert_close(result.advantages, expected[:, None].expand(-1, 3), rtol=1e-5, atol=1e-6)
-    assert result.groups_without_signal == 0.0
 
 
 def test_turn_advantages_by_hand():
@@ -98,13 +103,13 @@ def test_failed_episodes_are_left_out_of_every_statistic():
         alone = group_advantages(
             rewards[:2], torch.ones(2, 1) > 0, torch.tensor([False, True]), group_size=2, granularity=granularity
         )
-        assert alone.advantages.tolist() == [[0.0], [0.0]] and alone.groups_without_signal == 1.0
+        assert alone.advantages.tolist() == [[0.0], [0.0]]
 
 
 def test_equal_rewards_of_rounding_size_spread_give_exactly_zero():
     rewards = torch.tensor([[0.1 + 0.2], [0.3], [0.3], [0.1 + 0.2]], dtype=torch.float64) * 1e3
     result = group_advantages(rewards, torch.ones(4, 1) > 0, NEVER, group_size=4)
-    assert result.advantages.eq(0).all() and result.groups_without_signal == 1.0
+    assert result.advantages.eq(0).all()
 
 
 def test_groups_do_not_mix():
@@ -159,7 +164,7 @@ def test_an_uncompared_turn_is_compared_with_the_episodes_of_the_others():
     assert advantages(trajectory_fallback=False).advantages[0, 1:].tolist() == [0.0, 0.0]
 
 
-def test_an_uncompared_turn_is_a_signal_only_if_it_differs():
+def test_an_uncompared_turn_has_an_advantage_only_if_it_differs():
     """Rows 0, 1: equal episodes, but turn 1 of row 0 gave 2 of its 5. Row 2: no other member is left to be compared with."""
     rewards = torch.tensor([[3.0, 2.0], [5.0, 0.0], [1.0, 1.0], [7.0, 0.0]])
     mask = torch.tensor([[True, True], [True, False], [True, True], [True, False]])
@@ -167,8 +172,17 @@ def test_an_uncompared_turn_is_a_signal_only_if_it_differs():
     options = {"group_size": 2, "scale": "none", "baseline": "leave_one_out"}
     result = group_advantages(rewards, mask, failed, trajectory_fallback=True, **options)
     assert result.advantages.tolist() == [[0.0, -3.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
-    assert result.groups_without_signal == 0.5
-    assert group_advantages(rewards, mask, failed, **options).groups_without_signal == 1.0
+    assert group_advantages(rewards, mask, failed, **options).advantages.eq(0).all()
+
+
+def test_a_zero_advantage_group_has_no_turn_with_an_advantage_above_eps():
+    """Of three groups of two: one turn above eps, one at eps, one above but of a turn that does not count."""
+    advantages = torch.zeros(6, 2)
+    advantages[1, 1], advantages[2, 0], advantages[5, 1] = -0.11, 0.1, 7.0
+    mask = torch.tensor([[True, True]] * 5 + [[True, False]])
+    assert with_advantage(advantages, mask, 0.1).tolist() == [False, True, False, False, False, False]
+    assert zero_advantage_groups(advantages, mask, 0.1, 2).tolist() == [False, True, True]
+    assert zero_advantage_groups(advantages, mask, 0.0, 2).tolist() == [False, False, True]
 
 
 def expected_gradient(episodes, size, **options):
@@ -253,3 +267,20 @@ def test_anchors_that_are_the_turn_index_add_the_turn_advantage():
     ]
     both = group_advantages(REWARDS, MASK, NEVER, granularity="anchor", anchors=anchors, **options)
     torch.testing.assert_close(both.advantages, sum(parts))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_maxrl_estimates_the_gradient_of_a_truncated_log(size, baseline):
+    """All groups of answers that are right with probability p = .3: of -sum of (1 - p)^k / k, k < N, by the logit of p."""
+    p, total = 0.3, 0.0
+    for answers in itertools.product((0.0, 1.0), repeat=size):
+        rewards = torch.tensor(answers, dtype=torch.float64)
+        chance = math.prod(p if right else 1 - p for right in answers)
+        result = group_advantages(
+            rewards[:, None], torch.ones(size, 1) > 0, torch.zeros(size) > 0, group_size=size, scale="mean",
+            granularity="trajectory", baseline=baseline,
+        )  # fmt: skip
+        total += chance * float((result.advantages[:, 0].double() * (rewards - p)).mean())
+    exact = p * (1 - p) * sum((1 - p) ** (k - 1) for k in range(1, size))
+    assert total == pytest.approx(exact * (size / (size - 1) if baseline == "leave_one_out" else 1), rel=1e-6)

@@ -28,13 +28,15 @@ def inputs(trie: Trie, heads: int, key_heads: int, dtype: torch.dtype) -> list[t
     return [torch.randn(shape, dtype=dtype).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_output_and_gradients_equal_those_of_a_full_mask(heads, key_heads):
+@pytest.mark.parametrize(("heads", "key_heads", "values"), [(4, 4, 16), (4, 2, 16), (6, 1, 16), (4, 2, 8), (4, 4, 24)])
+def test_output_and_gradients_equal_those_of_a_full_mask(heads, key_heads, values):
+    """Heads of values may be smaller or larger than those of queries and keys."""
     torch.manual_seed(0)
     trie = random_trie(6, 9)
     assert max(s.end - s.stop for s in trie.segments) > 0 and len(trie.segments) > 6
-    q, k, v = inputs(trie, heads, key_heads, torch.float32)
-    weights = torch.randn(1, heads, trie.size, 16)
+    q, k, _ = inputs(trie, heads, key_heads, torch.float32)
+    v = torch.randn(1, key_heads, trie.size, values).requires_grad_()
+    weights = torch.randn(1, heads, trie.size, values)
     found = trie_attention(q, k, v, trie, 0.3)
     expected = scaled_dot_product_attention(q, k, v, attn_mask=visible(trie), scale=0.3, enable_gqa=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)

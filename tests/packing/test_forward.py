@@ -1,4 +1,4 @@
-"""Packed against padded rows, on tiny models of seven architectures: log-probabilities, entropies and gradients."""
+"""Packed against padded rows, on tiny models of eight architectures: log-probabilities, entropies and gradients."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     GemmaConfig,
     GPT2Config,
     LlamaConfig,
@@ -42,6 +43,10 @@ CONFIGS: dict[str, Any] = {
     "gpt2": GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, attn_pdrop=0.0,
                        embd_pdrop=0.0, bos_token_id=1, eos_token_id=2),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "deepseek": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4}, kv_lora_rank=8, q_lora_rank=None, qk_rope_head_dim=4, qk_nope_head_dim=8,
+        v_head_dim=6, first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+    ),  # heads of values are smaller than those of queries and keys
 }  # fmt: skip
 ANSWER = 16
 """Columns of the completions."""
@@ -118,6 +123,20 @@ def test_packed_rows_equal_padded_rows(name):
     padded = run(model, forward, packed=False)
     assert_same(run(model, forward, packed=True), padded)
     torch.testing.assert_close(padded[0], trls.log_probs[:, -ANSWER:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_packed_rows_equal_padded_rows_under_autocast(name):
+    """Weights in fp32, matrix products in bf16, as ``bf16=True`` computes; qwen3's norms give queries and keys in fp32."""
+    model = make_model(name)
+    forward, bound = PackedForward(model), rounding_bound(model, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        padded = run(model, forward, packed=False)
+        packed = run(model, forward, packed=True)
+    scored = padded[0] != 0
+    assert 0 < (packed[0] - padded[0])[scored].abs().mean() < bound
+    error = sum(((a - b) ** 2).sum() for a, b in zip(packed[2:], padded[2:], strict=True))
+    assert (error / sum((b**2).sum() for b in padded[2:])).sqrt() < 0.03
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.populations import HyperparameterConfig, Lineage, PopulationError, Range, Selection, Successor
 from agile_trainers.populations import population as module
 from agile_trainers.populations.base import SharedBase
+from agile_trainers.populations.lineage import HeldOut
 from agile_trainers.populations.members import Assignment, Rounds, saved_adapter
 from agile_trainers.populations.picture import PICTURE
+from agile_trainers.rollout.seeds import SELECTION
 from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.types import Trajectory
 
@@ -146,17 +150,20 @@ def test_the_winner_is_the_best_policy_of_all_rounds(embedded_model, tmp_path):
         assert all(torch.equal(weights[name], then[name]) for name in then) and weights.keys() == then.keys()
         assert not all(torch.equal(weights[name], now[name]) for name in then)
         assert "is 2.000 ± 0.000 after 1 updates" in (exported / "README.md").read_text(encoding="utf-8")
-    assert len(calls) == 18  # no evaluation was repeated
+    assert len(calls) == 18 + 6  # no evaluation was repeated; the last is of held-out episodes
+    assert made.lineage.held_out == HeldOut(1, 1, 1.0, 0.0, 6, 0), "chosen by 2, worth 1"
+    assert {one.seed for one in calls[18:]}.isdisjoint(one.seed for one in calls[:18])
 
 
 def test_an_exported_card_tells_of_the_population(trained, tmp_path):
     folder = trained.export(tmp_path / "winner")
     text = (folder / "README.md").read_text(encoding="utf-8")
-    won = trained.lineage.winner
+    won, held_out = trained.lineage.winner, trained.lineage.held_out
     for line in (
         "# winner", 'PeftModel.from_pretrained(base, "winner")',
         f"the best policy (of member {won.member}) of a population of 2 (strategy `halving`)",
-        f"`return` over 6 evaluation episodes, is {won.fitness:.3f} ± {won.standard_error:.3f} after {won.steps} updates",
+        f"`return` over 6 evaluation episodes, by which it was chosen, is {won.fitness:.3f} ± {won.standard_error:.3f} "
+        f"after {won.steps} updates. On 6 held-out episodes, by which nothing was chosen, it is {held_out.fitness:.3f} ± ",
     ):  # fmt: skip
         assert line in text, line
     assert "member-0" not in text and yaml.safe_load(text.split("---")[1])["model_name"] == "winner"
@@ -188,7 +195,8 @@ def test_the_winner_on_the_hub(embedded_model, tmp_path):
     card = files["README.md"].decode()
     assert 'PeftModel.from_pretrained(base, "tester/winner")' in card and "# winner\n" in card
     assert "Cannot push to repo_id='winner'" in found["refused"] and "may write" in found["refused"]
-    for content in [*files.values(), *(path.read_bytes() for path in (tmp_path / "population").glob("*.json"))]:
+    local = [path for path in (tmp_path / "population").glob("*.json") if path.name != "private.json"]
+    for content in [*files.values(), *(path.read_bytes() for path in local)]:
         assert not any(secret.encode() in content for secret in (TOKEN, KEY))
 
 
@@ -276,7 +284,7 @@ def test_a_killed_population_is_the_same_bit_for_bit(embedded_model, tmp_path, m
 
 def test_a_folder_of_another_population_is_refused(embedded_model, trained):
     name = algorithm_of(trained)
-    with pytest.raises(PopulationError, match="seed is 0 there and 1 here"):
+    with pytest.raises(PopulationError, match="seed: 0 -> 1"):
         population(embedded_model, trained.output_dir, name, search_seed=1, **OPTIONS[name]).run()
 
 
@@ -393,9 +401,79 @@ def test_a_member_that_crashes_or_turns_nan_loses_only_itself(embedded_model, tm
     assert [events[n].event for n in range(3)] == ["trained", "failed", "failed"] and made.best == 0
     assert events[1].reason == "OSError: the simulator is gone" and events[2].reason
     assert json.loads((tmp_path / "rounds/0001/member-01.json").read_text())["failed"] == events[1].reason
-    lengths = [1 + spec.seed % 2 for spec in evaluation_episodes(3, 6)]
+    lengths = [1 + spec.seed % 2 for spec in evaluation_episodes(3, 6, domain=SELECTION)]
     assert events[0].fitness == pytest.approx(sum(lengths) / 6)
     assert lineage.finished and max(event.round for event in lineage.events) == 1  # the hours were over
+
+
+class Brittle(Talk):
+    """Fails on a third of the answers, and speaks of success only when it wins."""
+
+    def step(self, action: str) -> Any:
+        if sum(map(ord, action)) % 3 == 1:
+            raise ValueError("no number")
+        observation, reward, over, cut, info = super().step(action)
+        return observation, reward, over, cut, info if info["success"] else {}
+
+
+def test_failed_and_silent_episodes_count_against_a_member(embedded_model, tmp_path):
+    made = population(embedded_model, tmp_path, environment=Brittle, fitness="success", rounds=1, num_eval_episodes=24)
+    lineage = made.run()
+    trained = [event for event in lineage.events if event.event == "trained"]
+    assert len(trained) == 2
+    for event in trained:
+        result = json.loads((tmp_path / f"rounds/0001/member-{event.member:02d}.json").read_text())
+        assert event.failed_episodes == result["values"].count(None) > 0
+        assert event.unreported_episodes == result["unreported"] == result["values"].count(0.0) > 0
+        assert event.fitness == pytest.approx(result["values"].count(1.0) / 24)
+    written = json.loads((tmp_path / "lineage.json").read_text())
+    told = {event["member"]: event["failed_episodes"] for event in written["events"] if event["event"] == "trained"}
+    assert told == {event.member: event.failed_episodes for event in trained}
+    assert written["held_out"]["episodes"] == 24 and written["held_out"]["failed_episodes"] > 0
+    assert lineage == Lineage.read(tmp_path)
+
+
+def test_success_that_nobody_reports_is_no_fitness(embedded_model, tmp_path):
+    class Mute(Talk):
+        def step(self, action: str) -> Any:
+            return *super().step(action)[:4], {}
+
+    with pytest.raises(PopulationError, match="fitness='success': the environment reports no success"):
+        population(embedded_model, tmp_path, environment=Mute, fitness="success").run()
+
+
+def test_a_population_knows_its_data(embedded_model, tmp_path):
+    """Other rows, another file that the environment reads, and other reward functions are another population."""
+
+    class Reads(Talk):
+        def __init__(self, path: str = "") -> None:
+            self.path = path
+
+    def judge(completions: Any, **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    file = tmp_path / "questions.jsonl"
+    file.write_text("one")
+    given = {
+        "environment": functools.partial(Reads, str(file)), "train_dataset": [{"level": 1}], "eval_dataset": [{"level": 2}],
+    }  # fmt: skip
+    first = population(embedded_model, tmp_path / "out", **given)
+    with ExitStack() as stack:
+        first._open(stack)
+    with ExitStack() as stack:
+        population(embedded_model, tmp_path / "out", **given)._open(stack)
+    for name, changes in {
+        "train_dataset": {"train_dataset": [{"level": 3}]},
+        "eval_dataset": {"eval_dataset": [{"level": 2}, {"level": 2}]},
+        "reward_funcs": {"reward_funcs": judge},
+    }.items():
+        other = population(embedded_model, tmp_path / "out", **{**given, **changes})
+        with pytest.raises(PopulationError, match=f"another population: {name}: "), ExitStack() as stack:
+            other._open(stack)
+    file.write_text("two")
+    changed = population(embedded_model, tmp_path / "out", **given)
+    with pytest.raises(PopulationError, match="environment_files: another value"), ExitStack() as stack:
+        changed._open(stack)
 
 
 def turns(episode: Trajectory) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from agile_trainers.evaluation.statistics import standard_error
 from agile_trainers.populations import PBT, Halving, HyperparameterConfig, Range, Score, Tournament
+from agile_trainers.populations.fitness import ranked, with_failures
 from agile_trainers.populations.hyperparameters import SearchSpace, search_space
 from agile_trainers.populations.schedule import Schedule
 from agile_trainers.populations.selection import strategy_of
@@ -19,7 +21,7 @@ RANGES = {"learning_rate": Range(1e-4, 1e-2, log=True), "num_iterations": Range(
 SPACE = SearchSpace(RANGES, frozenset({"num_iterations"}))
 
 
-def score(member: int, *values: float | None, rate: float = 1e-3) -> Score:
+def score(member: int, *values: float, rate: float = 1e-3) -> Score:
     return Score(member, values, tuple(range(len(values))), {"learning_rate": rate, "num_iterations": 2})
 
 
@@ -116,7 +118,6 @@ def test_a_fitness_has_the_error_of_a_mean_over_units():
     assert standard_error(values) == pytest.approx(np.std(values, ddof=1) / 2)
     assert standard_error([1.0, 1.0, 4.0, 4.0], [0, 0, 1, 1]) == pytest.approx(np.std([1, 4], ddof=1) / 2**0.5)
     assert math.isnan(standard_error([1.0, 2.0], [0, 0]))
-    assert score(0, 1.0, None, 3.0).mean == 2.0
 
 
 def test_differences_are_paired_and_ties_are_no_wins():
@@ -128,7 +129,17 @@ def test_differences_are_paired_and_ties_are_no_wins():
     assert score(0, 1.0, 0.0, 1.0, 1.0).minus(score(1, 0.0, 1.0, 1.0, 0.0)).tied
     assert score(0, 1.0, 2.0).minus(score(1, 1.0, 2.0)).tied  # equal: no error, no difference
     assert not score(0, 1.5, 2.5).minus(score(1, 1.0, 2.0)).tied
-    assert one.minus(score(2, None, 4.0, 9.2, 3.1)).mean == pytest.approx(1.1 / 3)
+
+
+def test_a_member_that_fails_where_it_would_lose_does_not_win():
+    """Of 256 episodes one fails 235 and wins the others; another wins half of all."""
+    brittle, honest = with_failures([[None] * 235 + [1.0] * 21, [0.0, 1.0] * 128], None)
+    assert sum(brittle) / 256 == 21 / 256 and set(honest) == {0.0, 1.0}
+    assert [one.member for one in ranked([score(0, *brittle), score(1, *honest)])] == [1, 0]
+    assert with_failures([[None, 2.0], [5.0, -3.0]], None) == [(-3.0, 2.0), (5.0, -3.0)], "the lowest of all members"
+    assert with_failures([[None, 2.0]], -9.0) == [(-9.0, 2.0)], "or the lowest that there is"
+    units = score(0, 1.0, 2.0, 3.0), replace(score(1, 0.0, 0.0, 0.0), units=(0, 0, 0))
+    assert units[1].minus(units[0]).standard_error == units[0].minus(units[1]).standard_error > 0
 
 
 # ---------------------------------------------------------------------------------------------------------- selection

@@ -234,7 +234,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="half way"):
         writer.write_train(0, ending())
     assert [episode["seed"] for episode in read_records(tmp_path)] == [1]
-    assert {file.name for file in path.parent.iterdir()} == {path.name, "run.json"}
+    assert {file.name for file in path.parent.iterdir()} == {path.name, "run.json", "digests-0.jsonl"}
 
 
 def test_half_a_line_does_not_swallow_the_next(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_json_lines_of_earlier_releases_still_open(tmp_path: Path) -> None:
     assert set(found) == set(EPISODE.names)
     assert (found["phase"], found["index"], found["truncated"], found["num_tokens"]) == ("train", 1, True, 4)
     assert [(turn["start"], turn["end"], turn["return"]) for turn in found["turns"]] == [(0, 2, 1.5), (3, 4, 1.0)]
-    assert found["sampling_logprobs"] == [-0.123457, -1.0, None, -2.5] and found["ratios"] is None
+    assert found["sampling_logprobs"] == [pytest.approx(-0.123457), -1.0, None, -2.5] and found["ratios"] is None
     assert read_records(path) == list(earlier.episodes()) == [earlier.episode(f"{path.name}#0"), found]
 
 

@@ -52,3 +52,23 @@ class AsyncToy(Toy):
 
     async def step(self, text: str) -> Any:  # type: ignore[override]
         return super().step(text)
+
+
+class Scored(Elsewhere):
+    """Never over by itself; its end is worth ten times its turns, less for a full context."""
+
+    def step(self, action: str) -> Any:
+        observation, reward, *_ = super().step(action)
+        return observation, reward, False, False, {}
+
+    def end(self, reason: str) -> float:
+        if self.what == "raise at the end":
+            raise KeyError("a bug")
+        return {"max_turns": 10.0, "context_full": 5.0}[reason] * self.turns
+
+
+class AsyncScored(Scored):
+    """The same, awaited."""
+
+    async def end(self, reason: str) -> float:  # type: ignore[override]
+        return super().end(reason)

@@ -7,14 +7,21 @@ imported by the processes that play it, so it imports little.
 from __future__ import annotations
 
 import asyncio
+import builtins
+import copy
+import itertools
+import locale
 import os
 import random
+import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
@@ -296,6 +303,302 @@ def messages_that_hold_themselves() -> Any:
     return messages, {}
 
 
+class Leaves(BaseException):
+    """A library's own, such as trio's ``Cancelled``."""
+
+
+class LeavesAsError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(0)
+
+
+class LeavesOnText:
+    def __str__(self) -> str:
+        raise SystemExit(0)
+
+    __repr__ = __str__
+
+
+class LeavesOnFloat(float):
+    def __float__(self) -> float:
+        raise SystemExit(0)
+
+
+class LeavesWhenSent:
+    def __reduce__(self) -> Any:
+        raise SystemExit(0)
+
+
+class LeavesWhenReceived:
+    def __reduce__(self) -> Any:
+        return sys.exit, (0,)
+
+
+class EndlessDict(dict):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return itertools.count()
+
+    def keys(self) -> Any:
+        return itertools.count()
+
+    def items(self) -> Any:
+        return ((n, n) for n in itertools.count())
+
+
+class EndlessList(list):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return itertools.repeat({"role": "user", "content": "go"})
+
+
+UP = ("up", 0.5, True, False, {})
+
+
+def raise_group_of_all() -> Any:
+    """Every exception of the interpreter that can be made without arguments and is no interrupt, in one group."""
+    made = []
+    for kind in vars(builtins).values():
+        if isinstance(kind, type) and issubclass(kind, BaseException) and kind is not KeyboardInterrupt:
+            with suppress(TypeError):
+                made.append(kind())
+    raise BaseExceptionGroup("all", made)
+
+
+def leave_in_finally(environment: Misbehaving) -> Any:
+    try:
+        raise ValueError("first")
+    finally:
+        sys.exit(0)
+
+
+def leak_threads(environment: Misbehaving) -> Any:
+    for _ in range(20):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return UP
+
+
+def thread_exits(environment: Misbehaving) -> Any:
+    thread = threading.Thread(target=sys.exit)
+    thread.start()
+    thread.join()
+    return UP
+
+
+def leak_children(environment: Misbehaving) -> Any:
+    for _ in range(3):
+        subprocess.Popen(["sleep", "3"], stdout=subprocess.DEVNULL)
+    return UP
+
+
+def fork_and_end(environment: Misbehaving) -> Any:
+    if (child := os.fork()) == 0:
+        os._exit(7)
+    os.waitpid(child, 0)
+    return UP
+
+
+def fork_and_go_on(environment: Misbehaving) -> Any:
+    """Both answer, the child first."""
+    if (child := os.fork()) == 0:
+        return "from the child", 1.0, True, False, {}
+    os.waitpid(child, 0)
+    return UP
+
+
+def flood(environment: Misbehaving) -> Any:
+    for stream in (sys.stdout, sys.stderr):
+        stream.write("flood " * 50_000)
+    return UP
+
+
+def copy_itself(environment: Misbehaving) -> Any:
+    environment.said = [environment]  # type: ignore[list-item]
+    environment.lock = threading.Lock()  # type: ignore[attr-defined]
+    return copy.deepcopy(environment)
+
+
+def leak_descriptor(environment: Misbehaving) -> Any:
+    LEAKED.append(os.open(os.devnull, os.O_RDONLY))
+    return UP
+
+
+LEAKED: list[Any] = []
+
+
+def collect_exits(environment: Misbehaving) -> Any:
+    class Exits:
+        def __del__(self) -> None:
+            sys.exit(0)
+
+    Exits()
+    return UP
+
+
+def low_recursion_limit(environment: Misbehaving) -> Any:
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(limit + 500)
+    finally:
+        sys.setrecursionlimit(limit)
+    return UP
+
+
+def replace_json(environment: Misbehaving) -> Any:
+    import json
+
+    json.dumps = json.loads = None  # type: ignore[assignment]
+    return UP
+
+
+def replace_pickle(environment: Misbehaving) -> Any:
+    from multiprocessing import reduction
+
+    reduction.ForkingPickler.dumps = None  # type: ignore[assignment]
+    return UP
+
+
+def move_away(environment: Misbehaving) -> Any:
+    os.chdir("/")
+    os.umask(0o777)
+    return UP
+
+
+def ignore_signals(environment: Misbehaving) -> Any:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN)
+    return UP
+
+
+def alarm(environment: Misbehaving) -> Any:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    threading.Event().wait()
+
+
+def alter_locale(environment: Misbehaving) -> Any:
+    locale.setlocale(locale.LC_ALL, "C")
+    os.environ.clear()
+    return UP
+
+
+def close_stdout(environment: Misbehaving) -> Any:
+    os.close(1)
+    os.close(2)
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    return UP
+
+
+def reuse_descriptors(environment: Misbehaving) -> Any:
+    os.closerange(3, 256)
+    LEAKED.extend(os.open(os.devnull, os.O_RDWR) for _ in range(50))
+    return UP
+
+
+def lower_limits(environment: Misbehaving) -> Any:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    os.nice(19)
+    return UP
+
+
+def stop_itself(environment: Misbehaving) -> Any:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the process may have played another kind before
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait()
+
+
+def kill_server(environment: Misbehaving) -> Any:
+    """Unless it is dead already, and the parent somebody else."""
+    with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+        if b"forkserver" in file.read():
+            os.kill(os.getppid(), signal.SIGKILL)
+    return UP
+
+
+# -------------------------------------------------------------------------------------------- constructor, close, __del__
+
+
+def _broken(at: str, what: Callable[[], Any], *, sound: bool) -> Life:
+    """An environment that behaves, except in its constructor, ``close`` or ``__del__``."""
+
+    class Broken(Misbehaving):
+        def __init__(self) -> None:
+            if at == "constructor":
+                what()
+
+        def close(self) -> None:
+            if at == "close":
+                what()
+
+        def __del__(self) -> None:
+            if at == "__del__":
+                what()
+
+    return Life(Broken, sound)
+
+
+@dataclass(frozen=True)
+class Life:
+    """An environment that misbehaves where it begins or ends."""
+
+    factory: Callable[[], Any]
+    sound: bool
+
+
+def _raise(error: BaseException) -> Callable[[], Any]:
+    def act() -> Any:
+        raise error
+
+    return act
+
+
+_ERRORS: dict[str, BaseException] = {
+    "ValueError": ValueError("no"), "OSError": OSError(5, "gone"), "MemoryError": MemoryError(), "exit": SystemExit(0),
+    "GeneratorExit": GeneratorExit(), "its own": Leaves(), "group": BaseExceptionGroup("g", [SystemExit(0), ValueError()]),
+    "leaves on its text": LeavesAsError(),
+}  # fmt: skip
+LIVES: dict[str, Life] = {
+    f"{at}: {name}": _broken(at, _raise(error), sound=at != "constructor")
+    for at in ("constructor", "close", "__del__")
+    for name, error in _ERRORS.items()
+} | {
+    "end exits": Life(lambda: Unending(_raise(SystemExit(0))), False),
+    "end returns text": Life(lambda: Unending(lambda: "1"), False),
+    "end returns NaN": Life(lambda: Unending(lambda: float("nan")), False),
+    "end is an attribute that exits": Life(lambda: EndExits(), False),
+    "factory returns None": Life(lambda: None, False),
+    "factory returns a class": Life(lambda: Misbehaving, False),
+    "factory returns a generator": Life(lambda: (n for n in range(3)), False),
+    "factory returns what raises on every attribute": Life(lambda: NoAttributes(), False),
+}
+
+
+class Unending(Misbehaving):
+    """Goes on until a limit ends it."""
+
+    def __init__(self, what: Callable[[], Any]) -> None:
+        self.what = what
+
+    def step(self, action: str) -> Any:
+        observation, reward, _, truncated, info = super().step(action)
+        return observation, reward, False, truncated, info
+
+    def end(self, reason: str) -> Any:
+        return self.what()
+
+
+class EndExits(Unending):
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+
+    @property
+    def end(self) -> Any:  # type: ignore[override]
+        raise SystemExit(0)
+
+
+class NoAttributes:
+    def __getattribute__(self, name: str) -> Any:
+        raise SystemExit(0)
+
+
 HERE = "inline threads"
 """For what cannot be sent from another process."""
 LONG = "word " * 2_000_000
@@ -320,6 +623,11 @@ KINDS: dict[str, Kind] = {
     "message with content None": Kind("reset", returning((user(None), {}))),
     "message with a number as role": Kind("reset", returning(([{"role": 1, "content": "go"}], {}))),
     "prompt ends with the model's message": Kind("reset", returning(([{"role": "assistant", "content": "a"}], {}))),
+    "messages never end": Kind("reset", made(lambda: (EndlessList(user("go")), {})), sound=True, where=HERE),
+    "first observation never ends": Kind("reset", made(lambda: (itertools.count(), {}))),
+    "first observation leaves on its repr": Kind("reset", made(lambda: (LeavesOnText(), {})), where=HERE),
+    "reset exits": Kind("reset", raising(SystemExit(0))),
+    "reset raises GeneratorExit": Kind("reset", raising(GeneratorExit)),
     "messages that hold themselves": Kind("reset", made(messages_that_hold_themselves)),
     "info None": Kind("reset", returning(("go", None))),
     "info a list": Kind("reset", returning(("go", []))),
@@ -363,6 +671,7 @@ KINDS: dict[str, Kind] = {
     "reward 3e38": Kind("step", step_of(reward=3e38), sound=True),
     "rewards add up to more than float32": Kind("step", step_of(reward=3e38, terminated=False)),
     "reward subnormal": Kind("step", step_of(reward=5e-324), sound=True),
+    "reward leaves on float": Kind("step", made(lambda: ("up", LeavesOnFloat(), True, False, {})), where=HERE),
     "reward complex": Kind("step", step_of(reward=1j)),
     "reward an array": Kind("step", step_of(reward=np.ones(2))),
     "reward a decimal": Kind("step", step_of(reward=Decimal(1))),
@@ -385,7 +694,16 @@ KINDS: dict[str, Kind] = {
     "info with a hostile key": Kind("step", with_info(lambda: {HostileKey(): 1}), sound=True),
     "info with NaN": Kind("step", step_of(info={"loss": float("nan"), "n": np.float32("inf")}), sound=True),
     "info with a huge integer": Kind("step", step_of(info={"n": 10**5000}), sound=True),
-    "info a hostile dict": Kind("step", with_info(HostileDict)),
+    "info a hostile dict": Kind("step", with_info(HostileDict), sound=True, where=HERE),
+    "info a hostile dict, sent": Kind("step", with_info(HostileDict), where="processes"),
+    "info never ends": Kind("step", with_info(lambda: EndlessDict(a=1)), sound=True, where=HERE),
+    "info holds what never ends": Kind(
+        "step",
+        with_info(lambda: {"x": EndlessDict(a=1), "y": EndlessList([1]), "z": itertools.count()}),
+        sound=True,
+        where=HERE,
+    ),
+    "info leaves on its text": Kind("step", with_info(lambda: {"x": LeavesOnText()}), sound=True, where=HERE),
     "info holds a hostile dict": Kind("step", with_info(lambda: {"x": HostileDict(a=1)}), sound=True, where=HERE),
     "info raises on its class": Kind("step", with_info(lambda: {"x": RaisingMapping()}), sound=True, where=HERE),
     "info of 100,000 keys": Kind("step", with_info(lambda: dict.fromkeys(map(str, range(100_000)))), sound=True),
@@ -411,6 +729,45 @@ KINDS: dict[str, Kind] = {
     "ends the process": Kind("step", end_process, where="processes"),
     "kills the process": Kind("step", kill_process, where="processes"),
     "closes every file": Kind("step", close_everything, where="processes"),
-    "exits": Kind("step", raising(SystemExit(1)), where="processes"),
-    "interrupts": Kind("step", raising(KeyboardInterrupt), where="processes"),
+    "exits": Kind("step", raising(SystemExit(0))),
+    "exits with a text": Kind("step", raising(SystemExit("over"))),
+    "quits": Kind("step", lambda environment: quit()),
+    "raises GeneratorExit": Kind("step", raising(GeneratorExit)),
+    "raises its own BaseException": Kind("step", made(lambda: raising(Leaves())(Misbehaving()))),
+    "raises a group": Kind("step", raising(ExceptionGroup("several", [ValueError(), KeyError()]))),
+    "raises a group of exits": Kind("step", raising(BaseExceptionGroup("several", [SystemExit(0), GeneratorExit()]))),
+    "raises a group of an interrupt": Kind(
+        "step", raising(BaseExceptionGroup("several", [KeyboardInterrupt()])), where="threads processes"
+    ),
+    "interrupts": Kind("step", raising(KeyboardInterrupt), where="threads processes"),
+    "raises an error that leaves on its text": Kind("step", made(lambda: raising(LeavesAsError())(Misbehaving()))),
+    "raises every builtin": Kind("step", made(lambda: raise_group_of_all())),
+    "raises out of a finally": Kind("step", leave_in_finally),
+    "leaks threads": Kind("step", leak_threads, sound=True),
+    "a thread of its own exits": Kind("step", thread_exits, sound=True),
+    "leaks children": Kind("step", leak_children, sound=True),
+    "forks a child that ends": Kind("step", fork_and_end, sound=True),
+    "forks a child that goes on": Kind("step", fork_and_go_on, sound=True, where="processes"),
+    "floods stdout": Kind("step", flood, sound=True),
+    "copies itself deeply": Kind("step", copy_itself),
+    "leaks a descriptor": Kind("step", leak_descriptor, sound=True),
+    "collects garbage that exits": Kind("step", collect_exits, sound=True),
+    "sets the recursion limit": Kind("step", low_recursion_limit, sound=True),
+    "replaces json": Kind("step", replace_json, where="processes", sound=True),
+    "replaces pickle": Kind("step", replace_pickle, where="processes"),
+    "moves to another folder": Kind("step", move_away, where="processes", sound=True),
+    "ignores signals": Kind("step", ignore_signals, where="processes", sound=True),
+    "sets an alarm": Kind("step", alarm, where="processes"),
+    "alters the locale": Kind("step", alter_locale, where="processes", sound=True),
+    "closes stdout": Kind("step", close_stdout, where="processes", sound=True),
+    "closes the connection and opens files": Kind("step", reuse_descriptors, where="processes"),
+    "lowers its limits": Kind("step", lower_limits, where="processes", sound=True),
+    "stops itself": Kind("step", stop_itself, where="processes"),
+    "kills the server of processes": Kind("step", kill_server, where="processes", sound=True),
+    "exits while it is sent": Kind(
+        "step", made(lambda: ("up", 0.5, True, False, {"x": LeavesWhenSent()})), where="processes"
+    ),
+    "exits while it is received": Kind(
+        "step", made(lambda: ("up", 0.5, True, False, {"x": LeavesWhenReceived()})), where="processes"
+    ),
 }

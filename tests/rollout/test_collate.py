@@ -68,13 +68,14 @@ def test_every_field_by_hand() -> None:
         "turn_mask": [[True, True], [True, False], [False, False]],
         "state_positions": [[2, 5, 6], [2, 7, 7], [3, 3, 3]],
         "truncated": [False, True, False],
+        "unfinished": [False, True, False],
         "failed": [False, False, True],
         "sampling_logprobs": [[-21 / 8, -22 / 8, 0, -23 / 8, 0], [-3, 0, 0, 0, 0], [0, 0, 0, 0, 0]],
     }
     integers = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "turn_ids", "state_positions")
     for name in integers:
         assert getattr(batch, name).dtype == torch.int64, name
-    for name in ("turn_mask", "truncated", "failed"):
+    for name in ("turn_mask", "truncated", "unfinished", "failed"):
         assert getattr(batch, name).dtype == torch.bool, name
     for name in ("turn_rewards", "sampling_logprobs"):
         assert getattr(batch, name).dtype == torch.float32, name

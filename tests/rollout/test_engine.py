@@ -456,19 +456,6 @@ def test_a_lost_request_is_an_error_and_no_endless_wait() -> None:
         make_engine().run(specs({}), Forgetful())
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("where", ["start", "answers"])
-def test_an_interrupt_in_an_environment_ends_the_rollout(
-    interrupt: type[BaseException], workers: int, where: str
-) -> None:
-    bad: dict[str, Any] = {"start": interrupt()} if where == "start" else {"answers": [interrupt()]}
-    engine = make_engine(workers=workers)
-    with pytest.raises(interrupt):
-        engine.run(specs({}, bad, {}), Player())
-    assert [trajectory.seed for trajectory in engine.run(specs({}, {}), Player())] == [0, 1]
-
-
 # ---------------------------------------------------------------------------------------------------------------- noise
 
 

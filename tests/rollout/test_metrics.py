@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agile_trainers.rollout.metrics import episode_row, summarize
+from agile_trainers.rollout.metrics import episode_row, summarize, with_success
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 
@@ -36,7 +36,10 @@ def test_a_row_by_hand() -> None:
 
 
 def test_a_summary_by_hand() -> None:
-    """Returns 1, 3, -1 (mean 1, sample deviation 2); the failed episode counts for tokens and stop reasons alone."""
+    """Returns 1, 3, -1 (mean 1, sample deviation 2); the failed episode counts for tokens and stop reasons alone.
+
+    The third episode reports no success, as others of its environment do, and counts as unsuccessful.
+    """
     episodes = [
         episode(StopReason.TERMINATED, [(2, "stop", 0.5), (4, "length", 0.5)], success=True),
         replace(episode(StopReason.MAX_TURNS, [(3, "stop", 3.0)], success=False), observations_cut=2),
@@ -48,7 +51,8 @@ def test_a_summary_by_hand() -> None:
         "return/std": 2.0,
         "return/min": -1.0,
         "return/max": 3.0,
-        "success": 0.5,
+        "success": 1 / 3,
+        "success/unreported": 1 / 3,
         "turns/mean": 4 / 3,
         "turns/max": 2.0,
         "tokens_per_turn": 3.0,
@@ -61,6 +65,18 @@ def test_a_summary_by_hand() -> None:
         "stop/environment_error": 0.25,
         "stop/environment_timeout": 0.0,
     }
+
+
+def test_success_is_reported_by_environment() -> None:
+    """One environment's word says nothing of another; what is known of earlier episodes counts."""
+    silent = replace(episode(StopReason.TERMINATED, [(1, "stop", 1.0)]), environment_name="a")
+    other = replace(episode(StopReason.TERMINATED, [(1, "stop", 1.0)], success=True), environment_name="b")
+    rows = [episode_row(one) for one in (silent, other)]
+    assert summarize(rows)["success"] == 1.0 and "success/unreported" not in summarize(rows)
+    assert summarize(rows, {"a"})["success"] == 0.5 and summarize(rows[:1], {"a"})["success"] == 0.0
+    assert summarize(rows[:1], {"a"})["success/unreported"] == 1.0
+    failed = episode_row(replace(episode(StopReason.ENVIRONMENT_ERROR, []), environment_name="a"))
+    assert with_success([failed], {"a"}) == [failed] and "success" not in summarize([failed], {"a"})
 
 
 def test_a_summary_leaves_out_what_has_no_episodes() -> None:

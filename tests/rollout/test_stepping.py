@@ -6,6 +6,7 @@ Waits have a limit of ``LONG`` seconds, so that a defect fails rather than hangs
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -296,12 +297,73 @@ def test_errors_cost_only_their_own_episodes(kind: type, workers: int) -> None:
     engine.pool.close()
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_in_a_coroutine_ends_the_rollout_and_not_the_loop(interrupt: type[BaseException]) -> None:
-    engine = make_engine(AsyncScripted)
-    with pytest.raises(interrupt):
-        run(engine, TWO_TURNS, {"answers": [interrupt()]})
+class Leaving(BaseException):
+    """A library's own, such as trio's ``Cancelled``."""
+
+
+EXITS = [SystemExit(0), GeneratorExit(), Leaving(), BaseExceptionGroup("several", [SystemExit(0), ValueError()])]
+
+
+@pytest.mark.parametrize("exit_", EXITS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", ["start", "answers"])
+@pytest.mark.parametrize("kind, workers", [(Scripted, 0), (Scripted, 2), (AsyncScripted, 0)])
+def test_an_exit_of_an_environment_costs_its_episode(
+    kind: type, workers: int, where: str, exit_: BaseException
+) -> None:
+    engine = make_engine(kind, workers=workers)
+    bad: Script = {"start": exit_} if where == "start" else {"answers": [exit_]}
+    trajectories = engine.run(specs(TWO_TURNS, bad, TWO_TURNS), Player())
+    assert reasons(trajectories) == [TERMINATED, ERROR, TERMINATED]
+    assert str(trajectories[1].error).startswith(type(exit_).__name__)
+    engine.pool.close()
+
+
+GROUP = BaseExceptionGroup("several", [ValueError(), BaseExceptionGroup("inner", [KeyboardInterrupt()])])
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), GROUP], ids=["alone", "in a group"])
+@pytest.mark.parametrize("where", ["start", "answers"])
+def test_ctrl_c_during_an_inline_call_ends_the_rollout(interrupt: BaseException, where: str) -> None:
+    engine = make_engine()
+    bad: Script = {"start": interrupt} if where == "start" else {"answers": [interrupt]}
+    with pytest.raises(type(interrupt)):
+        run(engine, TWO_TURNS, bad, TWO_TURNS)
     assert run(engine, TWO_TURNS, TWO_TURNS) == [TERMINATED] * 2
+
+
+@pytest.mark.parametrize("kind, workers", [(Scripted, 2), (AsyncScripted, 0)])
+def test_outside_the_main_thread_an_interrupt_is_not_the_users(kind: type, workers: int) -> None:
+    engine = make_engine(kind, workers=workers)
+    assert run(engine, TWO_TURNS, {"answers": [KeyboardInterrupt()]}) == [TERMINATED, ERROR]
+    engine.pool.close()
+
+
+def _leave_in_a_task() -> None:
+    async def leave() -> None:
+        raise SystemExit(0)
+
+    _TASKS.append(asyncio.get_running_loop().create_task(leave()))
+
+
+def _leave_in_a_callback() -> None:
+    asyncio.get_running_loop().call_soon(lambda: sys.exit(0))
+
+
+_TASKS: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    "attack", [_leave_in_a_task, _leave_in_a_callback, lambda: asyncio.get_running_loop().stop()],
+    ids=["a task exits", "a callback exits", "stops the loop"],
+)  # fmt: skip
+def test_the_event_loop_outlives_its_environments(attack: Callable[[], None]) -> None:
+    def answer(action: str) -> Any:
+        attack()
+        return go_on("up")
+
+    engine = make_engine(AsyncScripted)
+    assert run(engine, TWO_TURNS, {"answers": [answer, go_on("up")]}, TWO_TURNS)[::2] == [TERMINATED] * 2
+    assert run(engine, TWO_TURNS) == [TERMINATED]
     engine.pool.close()
 
 

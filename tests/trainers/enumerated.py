@@ -132,6 +132,7 @@ def turn_batch(episodes: torch.Tensor) -> TurnBatch:
         turn_mask=turns > 0,
         state_positions=torch.zeros(size, 3, dtype=torch.long),
         truncated=turns[:, 0] < 0,
+        unfinished=turns[:, 0] < 0,
         failed=turns[:, 0] < 0,
         sampling_logprobs=torch.zeros(size, 4),
         anchors=torch.zeros(size, 2, dtype=torch.long),

@@ -78,7 +78,7 @@ def test_the_diagnosis_goes_on(embedded_model, tmp_path):
     resumed = make_trainer(embedded_model, tmp_path, **{**settings, "max_steps": 3})
     resumed.train(resume_from_checkpoint=True)
     state = resumed.watch.state()
-    assert state["diagnosis"]["history"]["latest"]["advantage/silent"] == [1.0, 1.0, 1.0]
+    assert state["diagnosis"]["history"]["latest"]["advantage/zero"] == [1.0, 1.0, 1.0]
     # The answers of the first measurement are those that a resumed run compares.
     assert resumed.state.log_history[-2]["policy_change"] == 0.0
     once = json.loads((tmp_path / "checkpoint-2" / "rollout" / "position.json").read_text())["watch"]

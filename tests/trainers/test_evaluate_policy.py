@@ -80,7 +80,7 @@ def test_the_episodes_are_those_of_the_trainer(trained: MultiTurnTrainer, source
     model = trained.model if source == "object" else f"{trained.args.output_dir}/policy"
     modes = [module.training for module in trained.model.modules()]
     results = evaluate_policy(
-        model, None, Listener, 7, rows=ROWS, seed=3, greedy=greedy, options=OPTIONS, sampling=SAMPLING
+        model, None, Listener, 7, rows=ROWS, seed=3, held_out=False, greedy=greedy, options=OPTIONS, sampling=SAMPLING
     )
     assert said(results.trajectories) == said(expected) and len(expected) == 7
     ours = results.metrics
@@ -92,7 +92,8 @@ def test_the_episodes_are_those_of_the_trainer(trained: MultiTurnTrainer, source
 
 def test_the_adapter_is_what_is_played(trained: MultiTurnTrainer, embedded_model: Path) -> None:
     def play(model: Any, **changes: Any) -> EpisodeResults:
-        return evaluate_policy(model, None, OneTurn, 6, **{"options": OPTIONS, "sampling": SAMPLING, **changes})
+        settings = {"options": OPTIONS, "sampling": SAMPLING, "held_out": False}
+        return evaluate_policy(model, None, OneTurn, 6, **{**settings, **changes})
 
     base = AutoModelForCausalLM.from_pretrained(embedded_model)
     state = torch.get_rng_state()
@@ -103,6 +104,8 @@ def test_the_adapter_is_what_is_played(trained: MultiTurnTrainer, embedded_model
     longer = play(base, options=EpisodeOptions(max_turns=1, max_new_tokens=9, environment_workers=2), rows=None)
     assert max(row["action_tokens"] for row in longer.rows) > 5
     assert torch.equal(state, torch.get_rng_state())
+    seeds = {one.seed for one in play(base, held_out=True).starts}
+    assert len(seeds) == 6 and not seeds & {one.seed for one in plain.starts}, "nothing was chosen by these episodes"
 
 
 def test_several_environments_play_equally_many_within_their_own_limits(embedded_model: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -9,6 +11,8 @@ import pytest
 from datasets import Dataset, IterableDataset
 from games import Chatter, make_trainer, settings
 
+from agile_trainers.envs.questions.environment import ReasoningEnvironment
+from agile_trainers.evaluation import results
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.evaluation_data import with_best_metric
 
@@ -109,3 +113,57 @@ def test_the_metric_is_chosen_where_one_is_needed(tmp_path):
     assert given.metric_for_best_model == "turns/mean" and given.greater_is_better is False
     with pytest.raises(ValueError, match="greater_is_better=False"):
         chosen(save_strategy="best", greater_is_better=False)
+
+
+class Fails(Chatter):
+    """Fails on some answers once training has begun, and wins on the others."""
+
+    training, share = False, 2
+    return_range = (-1.0, 1.0)
+
+    def step(self, action):
+        if self.training and sum(map(ord, action)) % self.share == 0:
+            raise ValueError("invalid literal for int()")
+        return "", 1.0, True, False, {"success": True}
+
+
+def test_failed_episodes_count_in_what_chooses_the_best_checkpoint(embedded_model, tmp_path, monkeypatch):
+    """In the return, the success and the reward; and they are told, above all if every episode failed."""
+    said = []
+    monkeypatch.setattr(results.logger, "warning", said.append)
+    trainer = make_trainer(
+        embedded_model,
+        tmp_path,
+        environment=Fails,
+        num_eval_episodes=20,
+        reward_funcs=lambda completions, **_: [0.5] * len(completions),
+    )
+    monkeypatch.setattr(Fails, "training", True)
+    metrics = trainer.evaluate()
+    failed = metrics["eval_failed"]
+    won = 20 - failed
+    assert 0 < failed < 20 and metrics["eval_return/mean"] == 1.0
+    assert metrics["eval_return"] == pytest.approx((won - failed) / 20) and metrics["eval_success"] == won / 20
+    assert metrics["eval_reward"] == pytest.approx(1.5 * won / 20), "nothing is declared of the function's rewards"
+    assert f"{failed:.0f} of 20 evaluation episodes failed" in said[0] and "invalid literal for int()" in said[0]
+    monkeypatch.setattr(Fails, "share", 1)
+    metrics = trainer.evaluate()
+    assert math.isnan(metrics["eval_return"]) and math.isnan(metrics["eval_reward"]) and "eval_success" not in metrics
+    assert "All 20 evaluation episodes failed" in said[1]
+
+
+def test_training_questions_are_told_apart(embedded_model, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(results.logger, "warning", said.append)
+    table = {name: [{"question": f"{name} {n}", "answer": "1"} for n in range(5)] for name in ("train", "test")}
+    make = functools.partial(ReasoningEnvironment, table)
+    trainer = make_trainer(embedded_model, tmp_path, environment=make, num_eval_episodes=4, max_turns=1)
+    trainer.evaluate()
+    assert len(said) == 1 and "plays questions of the split 'train'" in said[0]
+    trainer.evaluate(make().dataset("test"))
+    assert len(said) == 1
+    generated = functools.partial(ReasoningEnvironment, lambda rng: {"question": str(rng.random()), "answer": "1"})
+    make_trainer(
+        embedded_model, tmp_path / "generated", environment=generated, num_eval_episodes=4, max_turns=1
+    ).evaluate()
+    assert len(said) == 1, "a generated question is not met twice"

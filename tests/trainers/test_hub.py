@@ -181,8 +181,8 @@ def card(**changes) -> str:
 def test_the_card_tells_the_stages_and_the_base():
     text = card(dataset="org/rows", paper={"title": "A paper", "id": "1.2", "citation": "@misc{a}"})
     assert (
-        "| this model | Multi-turn GRPO | `agile:guess_number` |\n| org/dpo at 0123456789 | DPO |  |\n| org/sft | SFT |  |"
-        in text
+        "| this model | Multi-turn GRPO | `agile:guess_number` |\n| `org/dpo at 0123456789` | `DPO` |  |\n"
+        "| `org/sft` | `SFT` |  |" in text
     )
     assert 'from_pretrained("org/base", revision="c0ffee")' in text and "base_model: org/base" in text
     assert "[org/rows](https://huggingface.co/datasets/org/rows)" in text and "@misc{a}" in text
@@ -253,7 +253,8 @@ def test_hyperparameters_are_what_was_chosen(tmp_path):
         hub_model_id="a/b", system_prompt="Be brief.", log_rollouts=False,
     )  # fmt: skip
     found = hyperparameters(args)
-    assert found["max_turns"] == 3 and found["learning_rate"] == 1e-3 and found["system_prompt"] == "Be brief."
+    assert found["max_turns"] == 3 and found["learning_rate"] == 1e-3
+    assert found["system_prompt"].startswith("<str, withheld: ")
     assert not {"output_dir", "hub_token", "hub_model_id", "log_rollouts", "use_cpu", "gamma"} & found.keys()
     assert TOKEN not in str(found)
 

@@ -90,13 +90,13 @@ def test_an_evaluation_plays_of_each_what_it_would_play_alone():
 
 def test_each_environment_is_learned_within_its_limits_and_reported_apart(words, tmp_path):
     """By GRPO here; by REINFORCE and PPO, on two processes, in ``tests/launch/test_mixed.py``."""
-    trainer = make(words, tmp_path, "grpo", max_steps=18)
+    trainer = make(words, tmp_path, "grpo", max_steps=32)
     assert trainer.args.max_completion_length == 3 and trainer.engine.pool.factories.keys() == BOTH.keys()
     trainer.train()
     log, records = trainer.state.log_history[:-1], generations(tmp_path)
     for name, best in (("low", 1.0), ("high", 3.0)):
         course = [row[f"environments/{name}/return/mean"] for row in log]
-        assert course[0] < 0.1 * best and fmean(course[-3:]) > 0.7 * best, (name, course)
+        assert course[0] < 0.1 * best and fmean(course[-3:]) > 0.7 * best, (name, [round(c, 2) for c in course])
     by_step = [[r for r in records if r["step"] == step] for step in range(len(log))]
     for row, played in zip(log, by_step, strict=True):
         size = trainer.num_generations
@@ -136,7 +136,7 @@ def test_a_killed_run_goes_on_with_the_same_environments(words, tmp_path):
     assert len(one) == 32 and {name for name, _ in one} == BOTH.keys()
     assert all(record in one for record in two)
     record = read_json(tmp_path / "run" / "checkpoint-4" / RECORD)
-    assert record["environment"] == "low=Low, high=High" and record["environment_arguments"] == {"low": {}, "high": {}}
+    assert record["environment"] == "low=Low, high=High" and record["environment_arguments"] == {}
     assert record["options"]["environment_limits"] == LIMITS
     other = make(words, tmp_path / "run", "grpo", environment={"low": Low, "high": Low}, **changes)
     with pytest.raises(CheckpointError, match=r"'low=Low, high=High'.*'low=Low, high=Low'"):
@@ -161,8 +161,9 @@ def test_evaluation_reports_each_environment(words, tmp_path):
         assert metrics[name.replace("eval_", "eval_high_")] == expected[name], name
 
 
-def test_what_is_said_of_a_batch_names_the_environment(embedded_model, tmp_path, caplog):
-    """A group that starts apart, an episode that fails, and the card's table."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_said_of_a_batch_names_the_environment(embedded_model, tmp_path, caplog, fails):
+    """A group that starts apart, an episode that fails (which silences the rest), and the card's table."""
 
     class Wrong(Low):
         started = 0
@@ -172,7 +173,7 @@ def test_what_is_said_of_a_batch_names_the_environment(embedded_model, tmp_path,
             return f"start {Wrong.started}", {}
 
         def step(self, action):
-            if Wrong.started > 3:
+            if fails and Wrong.started > 3:
                 raise RuntimeError("gone")
             return super().step(action)
 
@@ -183,10 +184,10 @@ def test_what_is_said_of_a_batch_names_the_environment(embedded_model, tmp_path,
     with caplog.at_level("WARNING"):
         trainer.train()
     warnings = [record.message for record in caplog.records]
-    assert any(
-        "1 of 2 groups did not start" in text and "the environment wrong said 'user: start" in text for text in warnings
-    )
-    assert any("failed in" in text and "wrong: RuntimeError: gone" in text for text in warnings)
+    apart = [text for text in warnings if "1 of 2 groups did not start" in text]
+    failed = [text for text in warnings if "failed in" in text and "wrong: RuntimeError: gone" in text]
+    assert bool(apart) is not fails and bool(failed) is fails
+    assert all("the environment wrong said 'user: start" in text for text in apart)
     trainer.create_model_card()
     card = (tmp_path / "README.md").read_text()
     assert "on the environment `low=Low, wrong=" in card

@@ -40,7 +40,7 @@ def test_metrics_agree_with_the_episodes_on_disk(embedded_model, tmp_path):
     advantages = [turn["advantage"] for r in records for turn in r["turns"]]
     assert logged["advantage/std"] == pytest.approx(np.std(advantages, ddof=1), rel=1e-5)
     assert logged["time/rollout"] > 0 and logged["time/update"] > 0 and logged["rollout_tokens_per_second"] > 0
-    for name in ("groups_without_signal", "turns_without_comparison", "entropy", "loss", "grad_norm"):
+    for name in ("zero_advantage_groups", "turns_without_comparison", "entropy", "loss", "grad_norm"):
         assert name in logged
 
 

@@ -5,31 +5,104 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpointed_runs import SAVING, make
-from games import loss_and_gradients, make_trainer, relative_error
+from games import Chatter, loss_and_gradients, make_trainer, relative_error
 from ppo_games import make_ppo, wake
 
-from agile_trainers.trainers.passes import bytes_per_token, deal, in_number
+from agile_trainers.train_batch import TrainBatch
+from agile_trainers.trainers.passes import bytes_per_token, deal_packed, deal_padded, in_number
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 WHOLE = 10**6
 
 
-def dealt(lengths, budget, shared=None):
-    shared = None if shared is None else torch.tensor(shared)
-    return [rows.tolist() for rows in deal(torch.tensor(lengths), budget, shared)]
+def listed(passes):
+    return [rows.tolist() for rows in passes]
 
 
-def test_padded_rows_are_dealt_by_rows_times_the_longest():
-    assert dealt([2, 3, 4, 4, 9, 30], 12) == [[0, 1, 2], [3], [4], [5]]
-    assert dealt([5, 5, 5], 10) == [[0, 1], [2]]
-    assert dealt([50], 10) == [[0]]
+def test_padded_rows_are_dealt_by_rows_times_columns():
+    none, lengths = torch.zeros(6, dtype=torch.long), torch.tensor([2, 3, 4, 4, 9, 30])
+    assert listed(deal_padded(none, lengths, 12)) == [[0, 1, 2], [3], [4], [5]]
+    assert listed(deal_padded(lengths, none, 12)) == [[0, 1, 2], [3], [4], [5]]
+    # Prompts are padded on the left and completions on the right: 9 and 1, 1 and 9 are two rows of 18 columns.
+    assert listed(deal_padded(torch.tensor([9, 1]), torch.tensor([1, 9]), 35)) == [[0], [1]]
+    assert listed(deal_padded(torch.tensor([9, 1]), torch.tensor([1, 9]), 36)) == [[0, 1]]
+    # 1 + 3 tokens are 4 + 4 columns.
+    assert listed(deal_padded(torch.tensor([1, 1]), torch.tensor([3, 3]), 15, multiple=4)) == [[0], [1]]
+    assert listed(deal_padded(torch.tensor([1, 1]), torch.tensor([3, 3]), 16, multiple=4)) == [[0, 1]]
 
 
 def test_packed_rows_are_dealt_by_distinct_tokens():
+    def packed(lengths, shared, budget, multiple=1):
+        return listed(deal_packed(torch.tensor(lengths), torch.tensor(shared), budget, multiple))
+
     # 10, then 4 new, then 3 new of 5: the pass is full at 14.
-    assert dealt([10, 10, 5], 14, [0, 6, 2]) == [[0, 1], [2]]
-    # A new pass would read the common 10 again for 4 new tokens.
-    assert dealt([12, 14, 13, 6], 12, [0, 10, 10, 0]) == [[0, 1, 2], [3]]
+    assert packed([10, 10, 5], [0, 6, 2], 14) == [[0, 1], [2]]
+    # A row that exceeds the budget alone has a pass of its own, however much another shares with it.
+    assert packed([12, 14, 14, 6], [0, 10, 14, 0], 12) == [[0], [1], [2], [3]]
+    assert packed([5, 5], [0, 4], 6, multiple=4) == [[0], [1]] and packed([5, 5], [0, 4], 8, multiple=4) == [[0, 1]]
+
+
+class LongPrompt(Chatter):
+    """Chatter whose first observation is long and the same in every episode, or of very different lengths."""
+
+    same = True
+
+    def reset(self, seed=None, options=None):
+        _, info = super().reset(seed, options)
+        return "a prompt that every row shares " * (3 if self.same else 1 + (seed or 0) % 5), info
+
+
+class LongPrompts(LongPrompt):
+    same = False
+
+
+def passes_of(trainer, batch, budget):
+    """Rows and tokens of each forward pass of the loss."""
+    trainer.passes.budget = budget
+    whole = TrainBatch.from_trl(batch)
+    rows = [len(part.batch.prompt_ids) for part in trainer.passes.of(whole, whole)]
+    tokens = []
+    handle = trainer.model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    loss_and_gradients(trainer, batch)
+    handle.remove()
+    assert sum(rows) == 8 and len(rows) == len(tokens)
+    return list(zip(rows, tokens))
+
+
+@pytest.mark.parametrize(
+    ("environment", "packing", "multiple"),
+    [(LongPrompt, "prefix", None), (LongPrompt, "auto", None), (LongPrompts, "none", None), (LongPrompts, "none", 32)],
+)
+def test_no_pass_of_several_rows_exceeds_the_budget(embedded_model, tmp_path, environment, packing, multiple):
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=environment, sequence_packing=packing, skip_zero_advantage=False,
+        pad_to_multiple_of=multiple,
+    )  # fmt: skip
+    batch = drawn(trainer)
+    assert trainer.packer.packs == (packing == "prefix") or packing == "auto"
+    several = 0
+    for budget in (1, 100, 150, 200, 300, 400, 600, 1000):
+        found = passes_of(trainer, batch, budget)
+        assert all(rows == 1 or tokens <= budget for rows, tokens in found), (budget, found)
+        several += any(1 < rows < 8 for rows, _ in found)
+    assert several > 1
+
+
+def test_rows_whose_packing_does_not_pay_are_dealt_as_padded(embedded_model, tmp_path, monkeypatch):
+    """A pass decides by itself whether it is packed: what was dealt by distinct tokens may be padded."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=LongPrompt, sequence_packing="prefix", skip_zero_advantage=False
+    )
+    batch = drawn(trainer)
+    monkeypatch.setattr(trainer.packer, "_pays", lambda mask, trie: len(mask) % 2 == 0)
+    kinds = set()
+    for budget in (150, 200, 300, 400, 600):
+        found = passes_of(trainer, batch, budget)
+        assert all(rows == 1 or tokens <= budget for rows, tokens in found), (budget, found)
+        kinds |= {rows % 2 for rows, _ in found if rows > 1}
+    assert kinds
 
 
 def test_every_rank_gets_the_number_of_the_largest():
@@ -81,7 +154,7 @@ def check_equal(trainer, batch, budget=120):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_gradient_is_that_of_one_pass(embedded_model, tmp_path, loss_type):
-    """With old log-probabilities, a KL term and rows without signal."""
+    """With old log-probabilities, a KL term and rows without advantage."""
     options = {"beta": 0.1} if loss_type != "vespo" else {}
     trainer = make_trainer(embedded_model, tmp_path, loss_type=loss_type, num_iterations=2, **options)
     check_equal(trainer, drawn(trainer))
@@ -181,6 +254,38 @@ def test_an_episode_that_does_not_fit_alone_is_an_error(embedded_model, tmp_path
     trainer.model.register_forward_pre_hook(run_out)
     with pytest.raises(RuntimeError, match="An episode does not fit into memory"):
         measured(trainer, batch, WHOLE)
+
+
+@pytest.mark.parametrize("packing", ["prefix", "none"])
+def test_recovery_ends_where_rows_share_a_prompt(embedded_model, tmp_path, packing):
+    """Every pass runs out of memory: each retry has smaller passes, until the one that fails has a single row."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=LongPrompt, sequence_packing=packing, skip_zero_advantage=False
+    )
+    batch, tried = drawn(trainer), []
+
+    def run_out(_module, _args, kwargs):
+        tried.append(kwargs["input_ids"].numel())
+        raise torch.OutOfMemoryError
+
+    trainer.model.register_forward_pre_hook(run_out, with_kwargs=True)
+    with pytest.raises(RuntimeError, match="An episode does not fit into memory"):
+        measured(trainer, batch, WHOLE)
+    assert 2 <= len(tried) <= 4 and tried == sorted({*tried}, reverse=True), tried
+
+
+def test_a_micro_batch_that_needs_one_pass_cannot_be_split(embedded_model, tmp_path):
+    trainer = make_trainer(embedded_model, tmp_path, top_entropy_quantile=0.5, num_iterations=2)
+    batch, tried = drawn(trainer), []
+
+    def run_out(*_):
+        tried.append(1)
+        raise torch.OutOfMemoryError
+
+    trainer.model.register_forward_pre_hook(run_out)
+    with pytest.raises(RuntimeError, match=r"needs all of its episodes at once.*Lower per_device_train_batch_size"):
+        measured(trainer, batch, WHOLE)
+    assert tried == [1]
 
 
 def test_the_budget_is_part_of_a_checkpoint(embedded_model, tmp_path):

@@ -13,6 +13,7 @@ from recorded import recorded
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import use_adapter
 
+from agile_trainers.adapters.folders import mark_complete
 from agile_trainers.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
 
 READ = {
@@ -400,6 +401,7 @@ def test_the_best_checkpoint_brings_back_its_critic(embedded_model, tmp_path):
     trainer = make_ppo(embedded_model, tmp_path)
     wake(trainer)
     trainer.save_model(str(tmp_path / "best"))
+    mark_complete(tmp_path / "best")
     expected = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     wake(trainer, seed=1)
     trainer.state.best_model_checkpoint = str(tmp_path / "best")
@@ -483,3 +485,25 @@ def test_a_value_read_after_the_action_is_warned_of(embedded_model, tmp_path, mo
     )
     make_ppo(embedded_model, tmp_path, turn_value_position="final")
     assert len(warnings) == 1 and "'final'" in warnings[0] and "biased" in warnings[0]
+
+
+class Ended(Cut):
+    """Its end is rewarded where a limit cuts it short."""
+
+    def end(self, reason):
+        return 0.25
+
+
+def test_what_the_environment_rewarded_at_a_limit_is_not_bootstrapped(embedded_model, tmp_path):
+    """The value after the last turn is 0, by hand, and the last turn holds the reward."""
+    trainer = make_ppo(embedded_model, tmp_path, environment=Ended, gamma=0.9, gae_lambda=0.8)
+    wake(trainer)
+    batch = draw_batch(trainer)
+    records = episodes(tmp_path)
+    assert {record["stop_reason"] for record in records} == {"max_turns", "terminated"}
+    for row, record in enumerate(records):
+        values, width = critic_of(trainer, record), len(record["prompt_ids"])
+        turns = [values[width + start - 1] for start, _ in spans(record)]
+        advantages = gae_by_hand([turn["reward"] for turn in record["turns"]], turns, 0.0, 0.9, 0.8)
+        for (start, end), advantage in zip(spans(record), advantages):
+            assert batch["advantages"][row, start:end].tolist() == pytest.approx([advantage] * (end - start), abs=1e-4)

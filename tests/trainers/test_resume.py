@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -61,7 +63,7 @@ def test_options_that_changed_are_told_apart():
         "seed": 1,
         "new": 2,
     }
-    changes, deepspeed = compare_options(then, now), compare_options(then, now, deepspeed=True)
+    changes, deepspeed = compare_options(then, now, now), compare_options(then, now, now, deepspeed=True)
     assert changes.refused == ["critic_learning_rate: None -> 0.001", "optim: 'sgd' -> 'adamw_torch'"]
     assert changes.idle == [] and deepspeed.idle == ["learning_rate: 0.001 -> 0.0001"]
     assert changes.active == ["gamma: 1.0 -> 0.9", "learning_rate: 0.001 -> 0.0001"]
@@ -127,7 +129,7 @@ def test_environments_are_told_apart_by_their_arguments():
 def test_another_environment_from_the_same_factory_is_refused(embedded_model, tmp_path):
     run_until(1, "grpo", embedded_model, tmp_path, environment=partial(Sized, size=1))
     other = make("grpo", embedded_model, tmp_path, environment=partial(Sized, size=2))
-    with pytest.raises(CheckpointError, match=r"environment_arguments.*\{'size': 1\}.*\{'size': 2\}"):
+    with pytest.raises(CheckpointError, match=r"environment_arguments\.size: another value\. Give"):
         other.train(resume_from_checkpoint=True)
 
 
@@ -205,6 +207,22 @@ def test_two_runs_in_one_folder(embedded_model, tmp_path):
     process.join()
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_the_lock_is_on_the_file_that_is_there(tmp_path, monkeypatch):
+    """Its holder ends, and removes it, after this process has opened it."""
+    flock, calls = fcntl.flock, []
+
+    def late(file: Any, how: int) -> None:
+        if not calls:
+            (tmp_path / LOCK).unlink()
+        calls.append(how)
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path):
+        assert len(calls) == 2 and json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    assert not (tmp_path / LOCK).exists()
 
 
 def test_a_lock_of_another_host_blocks_nobody(tmp_path, warned):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 from datasets import Dataset
@@ -9,8 +11,8 @@ from games import LORA, Chatter, make_trainer, settings
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agile_trainers.trainers.reward_functions import reward_summary, share_without_spread
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, reward_functions
+from agile_trainers.trainers.reward_functions import over_sound_episodes, reward_summary, share_without_spread
 from agile_trainers.types import StopReason, Trajectory
 
 
@@ -297,3 +299,53 @@ def test_a_configuration_makes_two_trainers(embedded_model, tmp_path):
     second = make()
     assert repr(vars(args)) == before and repr(vars(second.args)) == repr(vars(first.args))
     assert first.reward_weights.tolist() == second.reward_weights.tolist() == [1.0, 0.5]
+
+
+def test_a_function_that_never_gives_a_reward_is_named(embedded_model, tmp_path, monkeypatch):
+    """Once, after a few batches; one that gives a reward now and then is not."""
+    calls = []
+
+    def broken(completions, **_):
+        return [float("nan")] * len(completions)
+
+    def rare(completions, **_):
+        calls.append(1)
+        return [1.0 if len(calls) == 2 else None] * len(completions)
+
+    said = []
+    monkeypatch.setattr(reward_functions.logger, "warning", said.append)
+    make_trainer(embedded_model, tmp_path, reward_funcs=[broken, rare], max_steps=5).train()
+    (text,) = said
+    assert "'broken' gave no reward (None or NaN) to any episode of the 3 batches" in text
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), GeneratorExit(), BaseExceptionGroup("several", [SystemExit(0)])], ids=repr
+)
+@pytest.mark.parametrize("awaited", [False, True])
+def test_an_exit_of_a_reward_function_is_an_error_that_names_it(error, awaited):
+    """Without a message, `sys.exit(0)` would end training with the status of success."""
+
+    def leaves(completions, **_):
+        raise error
+
+    async def leaves_later(completions, **_):
+        raise error
+
+    episode = Trajectory([1], [2], [0.0], [], StopReason.TERMINATED)
+    wrapped = over_sound_episodes(leaves_later if awaited else leaves, False)
+    with pytest.raises(RuntimeError, match=rf"The reward function 'leaves.*' raised {type(error).__name__}"):
+        called = wrapped(completions=["a"], trajectories=[episode], log_extra=None, log_metric=None)
+        if awaited:
+            asyncio.run(called)
+
+
+def test_ctrl_c_in_a_reward_function_stays_ctrl_c():
+    def interrupted(completions, **_):
+        raise KeyboardInterrupt
+
+    episode = Trajectory([1], [2], [0.0], [], StopReason.TERMINATED)
+    with pytest.raises(KeyboardInterrupt):
+        over_sound_episodes(interrupted, False)(
+            completions=["a"], trajectories=[episode], log_extra=None, log_metric=None
+        )

@@ -1,49 +1,78 @@
-"""No token, key or password in what is written, pickled, printed or reported."""
+"""What leaves the machine is a list: other values are written, pickled, printed and reported as type and keyed digest."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+import re
+import shutil
+import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from games import make_trainer
+from games import Chatter, make_trainer
 
+from agile_trainers.adapters.folders import CheckpointError, read_json
+from agile_trainers.adapters.trust import KEY_FILE
+from agile_trainers.checkpoints.disclosure import (
+    clean_tokenizer,
+    differences,
+    public_arguments,
+    public_options,
+    withheld,
+)
 from agile_trainers.checkpoints.model_card import hyperparameters
-from agile_trainers.checkpoints.secrets import blanked
+from agile_trainers.checkpoints.public_files import disclose_checkpoint
+from agile_trainers.checkpoints.secrets import Masker, mask
+from agile_trainers.envs.registry import environment_factories, make_environment_factory
+from agile_trainers.evaluation.loading import recorded_settings
+from agile_trainers.records.writer import episode_row, write_episodes
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
+from agile_trainers.types import StopReason, Trajectory, Turn
 
 TOKEN = "hf_" + "secret" * 6
 PLAIN = "plain-passphrase"
 
 
+class Named(Chatter):
+    """Takes any argument."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+
+
 def config(folder: Path, **options: Any) -> MultiTurnGRPOConfig:
     init = {"token": TOKEN, "dtype": "float32", "proxies": [{"https": f"http://me:{PLAIN}@host"}]}
     return MultiTurnGRPOConfig(
-        output_dir=str(folder), hub_token=TOKEN, model_init_kwargs=init, bf16=False, use_cpu=True,
-        chat_template_kwargs={"api_key": PLAIN, "eos_token": "<end>"}, **options,
+        output_dir=str(folder), hub_token=TOKEN, model_init_kwargs=init, bf16=False, use_cpu=True, system_prompt=PLAIN,
+        chat_template_kwargs={"api_key": PLAIN, "eos_token": "<end>"}, run_name=PLAIN, **options,
     )  # fmt: skip
 
 
-def test_copies_keep_tokens_and_what_is_written_has_none(tmp_path: Path) -> None:
+def test_copies_keep_values_and_what_leaves_has_none(tmp_path: Path) -> None:
     args = config(tmp_path)
     for copied in (copy.copy(args), copy.deepcopy(args), copy.deepcopy([args])[0], args.with_environment()):
         assert copied.hub_token == TOKEN and copied.model_init_kwargs["token"] == TOKEN
     assert copy.deepcopy(args).model_init_kwargs is not args.model_init_kwargs
     loaded = pickle.loads(pickle.dumps(args))
-    assert loaded.hub_token is None and loaded.model_init_kwargs["token"] is None
-    assert loaded.model_init_kwargs["dtype"] == "float32" and loaded.learning_rate == args.learning_rate
+    assert loaded.hub_token is None and loaded.model_init_kwargs is None and loaded.system_prompt is None
+    assert loaded.learning_rate == args.learning_rate and loaded.optim == args.optim
+    assert loaded.withheld["system_prompt"] == withheld("system_prompt", PLAIN)
     written = [
         str(pickle.dumps(args)), json.dumps(args.to_dict(), default=str), str(args.to_sanitized_dict()),
         args.to_json_string(), str(args), repr(args), f"{args}", str(hyperparameters(args)),
     ]  # fmt: skip
     for text in written:
         assert TOKEN not in text and PLAIN not in text
-    assert args.to_dict()["chat_template_kwargs"] == {"api_key": "***", "eos_token": "<end>"}
     assert args.hub_token == TOKEN and args.model_init_kwargs["token"] == TOKEN, "the configuration itself is as it was"
+    named = config(tmp_path, public_values=["system_prompt"])
+    assert named.to_dict()["system_prompt"] == hyperparameters(named)["system_prompt"] == PLAIN
+    assert pickle.loads(pickle.dumps(named)).system_prompt == PLAIN
 
 
 def test_every_configuration_prints_without_its_token(tmp_path: Path) -> None:
@@ -51,33 +80,206 @@ def test_every_configuration_prints_without_its_token(tmp_path: Path) -> None:
     assert TOKEN not in printed and printed.startswith("MultiTurnPPOConfig(")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("token", "x", None), ("hub_token", "x", None), ("use_auth_token", "x", None), ("API_KEY", "x", None),
-        ("x-api-key", "x", None), ("Authorization", "Bearer x", None), ("client_secret", "x", None),
-        ("proxy_password", "x", None), ("max_new_tokens", 5, 5), ("token", True, True), ("token", None, None),
-        ("eos_token", "</s>", "</s>"), ("learning_rate", 0.1, 0.1), ("tokenizer", "x", "x"),
-        ("url", "https://me:pass@host/a@b", "https://***@host/a@b"), ("note", f"with {TOKEN}.", "with ***."),
-        ("deep", [({"token": "x"},)], [({"token": None},)]), ("text", "an email a@b.c", "an email a@b.c"),
-    ],
-)  # fmt: skip
-def test_what_counts_as_a_secret(name: str, value: Any, expected: Any) -> None:
-    assert blanked(value, name, None) == expected
+def test_which_options_leave(tmp_path: Path) -> None:
+    """Numbers of known fields and words of known choices; no text, list or dictionary, and nothing of a user's field."""
+
+    @dataclass
+    class Own(MultiTurnGRPOConfig):
+        pin: int = 1234
+
+    options = {
+        "learning_rate": 0.1, "bf16": False, "max_model_length": None, "loss_type": "dapo", "reward_weights": [1.0, 0.5],
+        "environment_limits": {"guess": {"max_turns": 3}}, "stop_strings": ["secret"], "system_prompt": "secret",
+        "chat_template_kwargs": {"thinking": False}, "optim": "not a word of it", "pin": 1234, "unknown": 5,
+    }  # fmt: skip
+    found = public_options(options, Own, public=["chat_template_kwargs"])
+    hidden = {"stop_strings", "system_prompt", "optim", "pin", "unknown"}
+    assert {name for name, value in found.items() if value != options[name]} == hidden
+    assert all(re.fullmatch(r"<(str|int|list), withheld: \w{8}-\w{32}>", found[name]) for name in hidden)
+    assert public_options(found, Own) == {
+        **found,
+        "chat_template_kwargs": withheld("chat_template_kwargs", {"thinking": False}),
+    }
 
 
-def test_what_a_run_writes_and_reports(embedded_model: Path, tmp_path: Path) -> None:
-    """Checkpoint, record, model card and training_args.bin, byte by byte."""
-    trainer = make_trainer(
-        embedded_model, tmp_path / "run", max_steps=1, save_strategy="steps", save_steps=1, hub_token=TOKEN,
-        chat_template_kwargs={"api_key": PLAIN},
-    )  # fmt: skip
+ARGUMENTS = {"level": "easy", "pwd": PLAIN, "pin": 1234, "keys": [PLAIN], "deep": {"a": {"b": PLAIN}}, "flag": True}
+
+
+def test_arguments_leave_by_name_only() -> None:
+    found = public_arguments(make_environment_factory(Named, **ARGUMENTS))["environment_arguments"]
+    assert found.keys() == ARGUMENTS.keys()
+    assert [value.split(",")[0] for value in found.values()] == ["<str", "<str", "<int", "<list", "<dict", "<bool"]
+    assert PLAIN not in str(found) and "1234" not in re.sub(r"-\w{32}", "", str(found))
+    several = environment_factories({"guess": Named, "sums": Named}, {"guess": ARGUMENTS, "sums": {"level": "hard"}})
+    found = public_arguments(several, ["guess.level", "flag"])["environment_arguments"]
+    assert (
+        found["guess.level"] == "easy"
+        and found["guess.flag"] is True
+        and found["sums.level"].startswith("<str, withheld")
+    )
+    assert found["sums.level"] != withheld("guess.level", "hard"), "equal values of two names have different digests"
+
+
+def test_an_address_is_an_argument() -> None:
+    found = public_arguments("openenv:https://me:pass@host/run?api_key=abc")
+    assert found["environment"] == "openenv" and found["environment_arguments"]["address"].startswith(
+        "<str, withheld: "
+    )
+    assert "host" not in str(found)
+
+
+def test_a_digest_needs_the_users_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same key gives the same digest; another user's says that it cannot be compared; without a key only the type."""
+    first, second, nowhere = tmp_path / "a" / "key", tmp_path / "b" / "key", tmp_path / "file" / "key"
+    now = {"level": "easy", "same": 1}
+    monkeypatch.setenv(KEY_FILE, str(first))
+    then = {name: withheld(name, value) for name, value in now.items()}
+    assert stat.S_IMODE(first.stat().st_mode) == 0o600 and len(first.read_bytes()) == 32
+    assert differences(then, now, then) == ({}, [])
+    changed, unknown = differences(then, {**now, "level": PLAIN}, then)
+    assert changed == {"level": "level: another value"} and unknown == []
+    monkeypatch.setenv(KEY_FILE, str(second))
+    assert differences(then, now, then) == ({}, ["level", "same"])
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(KEY_FILE, str(nowhere))
+    assert withheld("level", "easy") == "<str, withheld>"
+    assert differences({"level": "<str, withheld>"}, {"level": 1}, {}) == ({}, ["level"])
+
+
+def test_a_public_value_is_compared_by_value() -> None:
+    assert differences({"level": "easy"}, {"level": "easy"}, {"level": withheld("level", "easy")}) == ({}, [])
+    changed, _ = differences({"level": "easy"}, {"level": PLAIN}, {"level": withheld("level", PLAIN)})
+    assert changed["level"] == "level: another value"
+    changed, _ = differences({"level": "easy"}, {"level": "hard", "new": 1}, {"level": "hard", "new": 1})
+    assert list(changed.values()) == ["level: 'easy' -> 'hard'", "new: only now"]
+
+
+def test_a_name_that_is_no_argument_is_refused(embedded_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"public_values names 'levle'.*level"):
+        make_trainer(
+            embedded_model, tmp_path, environment=make_environment_factory(Named, level=1), public_values=["levle"]
+        )
+
+
+def test_errors_name_arguments_without_values() -> None:
+    for environment in ("agile:guess_number", Chatter):
+        with pytest.raises(ValueError, match="the arguments pwd") as raised:
+            make_environment_factory(environment, pwd=PLAIN)
+        assert PLAIN not in str(raised.value)
+    with pytest.raises(ValueError) as raised:
+        environment_factories({"one": Chatter}, {"one": PLAIN})
+    assert PLAIN not in str(raised.value)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_what_a_run_writes_and_what_a_resume_compares(
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoint, record, model card, records and training_args.bin, byte by byte; `private.json` alone has the values."""
+
+    def made(folder: Path, **arguments: Any) -> Any:
+        return make_trainer(
+            embedded_model, folder, environment=make_environment_factory(Named, **{**ARGUMENTS, **arguments}), max_steps=2,
+            save_strategy="steps", save_steps=1, hub_token=TOKEN, chat_template_kwargs={"plan": PLAIN},
+            public_values=["level"],
+        )  # fmt: skip
+
+    run = tmp_path / "run"
+    trainer = made(run)
     trainer.train()
     trainer.save_model()
     trainer.create_model_card()
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {"training_args.bin", "README.md", "agile_trainers.json"} <= {path.name for path in files}
-    for path in files:
-        assert TOKEN.encode() not in path.read_bytes() and PLAIN.encode() not in path.read_bytes(), path
-    arguments = torch.load(tmp_path / "run" / "checkpoint-1" / "training_args.bin", weights_only=False)
-    assert arguments.hub_token is None and arguments.max_steps == 1
+    files = files_of(run)
+    assert {"training_args.bin", "README.md", "agile_trainers.json", "run.json"} <= {path.name for path in files}
+    with_values = [
+        path.name for path in files if PLAIN.encode() in path.read_bytes() or TOKEN.encode() in path.read_bytes()
+    ]
+    assert with_values == ["private.json"]
+    private = run / "private.json"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    assert read_json(private)["environment_arguments"] == ARGUMENTS
+    assert read_json(private)["options"]["chat_template_kwargs"] == {"plan": PLAIN}
+    record = read_json(run / "agile_trainers.json")
+    assert record["environment_arguments"]["level"] == "easy" and record["options"]["learning_rate"] == 0.1
+    arguments = torch.load(run / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert arguments.hub_token is None and arguments.chat_template_kwargs is None and arguments.max_steps == 2
+
+    assert recorded_settings(str(run / "checkpoint-1"))["chat_template_kwargs"] == {"plan": PLAIN}
+    (tmp_path / "copied").mkdir()
+    shutil.copy(run / "agile_trainers.json", tmp_path / "copied")
+    assert "chat_template_kwargs" not in recorded_settings(str(tmp_path / "copied"))
+
+    checkpoint = str(run / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=r"environment_arguments\.pwd: another value") as raised:
+        made(run, pwd="another").train(resume_from_checkpoint=checkpoint)
+    assert PLAIN not in str(raised.value) and "another run" in str(raised.value)
+    monkeypatch.setenv(KEY_FILE, str(tmp_path / "of another user"))
+    said: list[str] = []
+    monkeypatch.setattr(
+        "agile_trainers.checkpoints.record.logger.warning", lambda text, *rest: said.append(text % rest)
+    )
+    made(tmp_path / "elsewhere", pwd="another").train(resume_from_checkpoint=checkpoint)
+    assert any("not known whether" in one and "pwd" in one and "chat_template_kwargs" in one for one in said), said
+
+
+TEXTS = {
+    "a word": None, "the secret is 7": None, "token: easy": None, "an email a@b.c": None, "max_new_tokens=16": None,
+    "a task-1234-token_of_it": None, "password": None,
+    f"with {TOKEN}.": "with ***.", "https://me:pass@host/a@b": "https://***@host/a@b",
+    "https://host/?api_key=abc&page=1": "https://host/?api_key=***&page=1",
+    "Authorization: Bearer abcdefgh1234": "Authorization: Bearer ***",
+    '{"password": "hunter2hunter2", "n": 1}': '{"password": "***", "n": 1}', "pwd = hunter2hunter2": "pwd = ***",
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY----- end": "*** end",
+    "-----BEGIN PRIVATE KEY-----\\nMIIE": "***", "eyJhbGciOiJI.eyJzdWIiOiIx.c2ln": "***",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_looks_like_a_secret_in_text(text: str) -> None:
+    assert mask(text) == ((text, 0) if TEXTS[text] is None else (TEXTS[text], 1))
+
+
+@pytest.mark.parametrize("text", ["_", "9f", "eyJ-", "token:"])
+def test_a_long_text_is_masked_in_linear_time(text: str) -> None:
+    """Quadratic patterns take hours for these, of which an environment may print any."""
+    long = text * (50_000 // len(text))
+    assert mask(f"{long} {TOKEN} {long}") == (f"{long} *** {long}", 1)
+
+
+def test_a_checkpoint_whose_episodes_held_a_secret_leaves_without_their_tensors(tmp_path: Path) -> None:
+    """Token ids spell what is masked in the text, and the diagnosis quotes it."""
+    rollout = tmp_path / "rollout"
+    rollout.mkdir()
+    for spoken, kept in (("hello", True), (TOKEN, False)):
+        played = Trajectory([1], [2], [-1.0], [Turn(0, 1, spoken, "stop", 1.0, "", {})], StopReason.TERMINATED, [])
+        write_episodes(rollout / "rank-0.parquet", [episode_row(played, phase="train", generation=0)])
+        (rollout / "rank-0.safetensors").write_bytes(b"ids")
+        (rollout / "position.json").write_text(json.dumps({"position": 1, "watch": {"said": spoken}, "tasks": {}}))
+        text = disclose_checkpoint(tmp_path, episodes=True)
+        assert text is not None and text.masked == (not kept)
+        assert (rollout / "rank-0.safetensors").exists() is kept and (rollout / "rank-0.parquet").exists() is kept
+        assert read_json(rollout / "position.json")["watch"] == ({"said": spoken} if kept else {})
+
+
+def test_masks_by_the_name_of_an_entry() -> None:
+    masker = Masker()
+    found = masker(
+        {"cookies": ["abcdefgh"], "eos_token": "<|endoftext|>", "secret": "7", "note": "two words", TOKEN: 1}
+    )
+    assert found == {"cookies": ["***"], "eos_token": "<|endoftext|>", "secret": "7", "note": "two words", "***": 1}
+    assert masker.count == 2
+
+
+def test_a_tokenizers_own_arguments_leave_and_others_do_not(embedded_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model, licence=PLAIN, number=3)
+    tokenizer.save_pretrained(tmp_path)
+    before = read_json(tmp_path / "tokenizer_config.json")
+    assert before["licence"] == PLAIN
+    clean_tokenizer(tmp_path, tokenizer)
+    assert read_json(tmp_path / "tokenizer_config.json") == {k: v for k, v in before.items() if k != "licence"}
+    assert os.listdir(tmp_path)

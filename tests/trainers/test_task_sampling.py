@@ -1,4 +1,4 @@
-"""The tasks of groups are drawn by how often they carry a signal, and groups without signal are replaced."""
+"""The tasks of groups are drawn by how often they have an advantage, and zero-advantage groups are replaced."""
 
 from __future__ import annotations
 
@@ -27,32 +27,35 @@ def sampling(pool: TaskPool, groups: int = 4, seed: int = 3, how: str = "adaptiv
     return TaskSampling(args, pool, groups)
 
 
-def observe(tasks: TaskSampling, task: int, *signals: bool) -> None:
-    for signal in signals:
-        tasks.observe([task], [None], [signal])
+def observe(tasks: TaskSampling, task: int, *informative: bool) -> None:
+    """Count groups of a task: of each, whether it had an advantage."""
+    for some in informative:
+        tasks.observe([task], [None], [not some])
 
 
 # --------------------------------------------------------------------------------------------------------------- weights
 
 
 def test_weights_by_hand():
-    tasks = sampling(TaskPool("seeds", np.ones(4), np.arange(4)))
+    tasks = sampling(TaskPool("seeds", np.ones(4)))
     assert tasks.weights.tolist() == [0.5] * 4, "a task that was not played"
     observe(tasks, 0, True)
     assert tasks.weights[0] == pytest.approx(2 / 3)
     observe(tasks, 0, False)
     kept = 0.5**0.125
     assert tasks.weights[0] == pytest.approx((kept + 1) / (kept + 3))
-    # Eight groups later a signal counts half: (.5 + 1) / (sum of 9 powers + 2).
+    # Eight groups later a group counts half: (.5 + 1) / (sum of 9 powers + 2).
     observe(tasks, 1, True, *[False] * 8)
     assert tasks.weights[1] == pytest.approx(1.5 / (sum(kept**n for n in range(9)) + 2))
     assert tasks.state()["1"][0] == pytest.approx(0.5, abs=1e-12)
+    observe(tasks, 1, *[False] * 1000)
+    assert 12 < tasks.state()["1"][1] < 12.05 and 0.07 < tasks.weights[1] < 0.0715, "played now and then"
     assert tasks.weights[2:].tolist() == [0.5, 0.5], "a task's groups age with its own groups alone"
 
 
 def test_shares_are_exact_on_average():
-    """The first task alone has a signal: weights .5 * (many), so that 3.43 of 4 groups are of it."""
-    tasks = sampling(TaskPool("seeds", np.ones(2), np.arange(2)))
+    """The first task alone has advantages: weights .5 * (many), so that 3.43 of 4 groups are of it."""
+    tasks = sampling(TaskPool("seeds", np.ones(2)))
     observe(tasks, 0, *[True] * 100)
     observe(tasks, 1, *[False] * 100)
     share = tasks.weights[0] / tasks.weights.sum()
@@ -61,22 +64,45 @@ def test_shares_are_exact_on_average():
     assert np.mean(drawn) / 4 == pytest.approx(share, abs=0.015)
 
 
-def test_rows_of_a_label_share_their_counts():
-    """Three rows of one label and one of the other: without counts each row has its quarter."""
-    pool = TaskPool("rows", np.ones(4), np.array([0, 0, 0, 1]), ("a", "b"))
-    tasks = sampling(pool)
-    assert sorted(tasks.draw(0).rows or ()) == [0, 1, 2, 3]
+def test_the_weight_of_a_task_does_not_depend_on_its_number_of_rows():
+    """Three rows of one label and one of the other: each label has half of the groups, and then what its counts say."""
+    tasks = sampling(TaskPool("rows", np.ones(2), ("a", "b"), np.array([0, 0, 0, 1])))
+    first = tasks.draw(0)
+    assert sorted(first.tasks or ()) == [0, 0, 1, 1] and sorted(first.rows or ())[2:] == [3, 3]
+    assert len({*(first.rows or ())}) == 3, "a task's rows repeat only once all are drawn"
     observe(tasks, 0, *[True] * 200)
     observe(tasks, 1, *[False] * 200)
     rows = Counter(row for generation in range(500) for row in tasks.draw(generation).rows or ())
     high, low = tasks.weights
-    assert rows[3] / 2000 == pytest.approx(low / (3 * high + low), abs=0.01)
+    assert rows[3] / 2000 == pytest.approx(low / (high + low), abs=0.01)
     assert max(rows[row] for row in range(3)) - min(rows[row] for row in range(3)) < 120
     assert tasks.state().keys() == {"a", "b"}
 
 
+LEVELS = np.array([level for _ in range(64) for level in range(5)])
+"""The level of each of 320 rows, in a regular order."""
+
+
+@pytest.mark.parametrize(
+    ("pool", "how", "attempt", "least"),
+    [
+        (TaskPool("rows", np.ones(5), tuple("abcde"), LEVELS), "adaptive", 0, 5),
+        (TaskPool("rows", np.ones(320), task_of=np.arange(320)), "adaptive", 0, 3),
+        (TaskPool("rows", np.ones(320), task_of=np.arange(320)), "uniform", 1, 3),
+        (TaskPool("rows", np.ones(5), tuple("abcde"), LEVELS[np.argsort(LEVELS)]), "adaptive", 0, 5),
+    ],
+    ids=["levels", "rows", "replaced", "sorted levels"],
+)
+def test_a_regular_order_of_rows_does_not_fill_a_batch_with_one_level(pool, how, attempt, least):
+    """Evenly spaced draws of 16 rows out of 320 in the order of rows are all of one level."""
+    tasks = sampling(pool, groups=16, how=how)
+    levels = LEVELS if len(pool.names) == 0 else pool.task_of
+    found = [{int(levels[row]) for row in tasks.draw(n, attempt).rows or ()} for n in range(200)]
+    assert min(map(len, found)) >= least and np.mean([len(one) for one in found]) > 4.5
+
+
 def test_a_draw_depends_on_seed_batch_attempt_and_counts():
-    pool = TaskPool("seeds", np.ones(50), np.arange(50))
+    pool = TaskPool("seeds", np.ones(50))
     one, other = sampling(pool, 8), sampling(pool, 8)
     assert one.draw(2, 1) == other.draw(2, 1)
     different = [one.draw(2, 1), one.draw(2, 2), one.draw(3, 1), sampling(pool, 8, seed=4).draw(2, 1)]
@@ -89,10 +115,10 @@ def test_a_draw_depends_on_seed_batch_attempt_and_counts():
 
 
 def test_uniform_sampling_draws_only_what_nothing_else_decides():
-    rows = sampling(TaskPool("rows", np.ones(4), np.arange(4)), how="uniform")
+    rows = sampling(TaskPool("rows", np.ones(4), task_of=np.arange(4)), how="uniform")
     assert rows.draw(0).tasks is None and sorted(rows.draw(0, 1).rows or ()) == [0, 1, 2, 3]
-    assert sampling(TaskPool("seeds", np.ones(4), np.arange(4)), how="uniform").draw(0).seeds is not None
-    never = sampling(TaskPool("environments", np.array([1.0, 0.0, 3.0]), np.arange(3), ("a", "no", "b")), how="uniform")
+    assert sampling(TaskPool("seeds", np.ones(4)), how="uniform").draw(0).seeds is not None
+    never = sampling(TaskPool("environments", np.array([1.0, 0.0, 3.0]), ("a", "no", "b")), how="uniform")
     assert Counter(never.draw(0, 1).environments) == {"a": 1, "b": 3}
     assert sampling(None, how="uniform").draw(0, 5).tasks is None  # type: ignore[arg-type]
 
@@ -107,7 +133,7 @@ def test_systematic_sampling():
 
 
 def test_the_names_of_tasks_outlive_a_change_of_the_data(caplog):
-    tasks = sampling(TaskPool("rows", np.ones(2), np.arange(2), ("a", "b")))
+    tasks = sampling(TaskPool("rows", np.ones(2), ("a", "b"), np.arange(2)))
     tasks.restore({"b": [1.0, 3.0], "gone": [1.0, 1.0]})
     assert tasks.weights.tolist() == [0.5, 0.4] and "gone" in caplog.text
 
@@ -123,7 +149,7 @@ def run(model: Path, folder: Path, **changes: Any) -> tuple[Any, list[dict[str, 
     return trainer, recorded(folder), [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def signals(records: list[dict[str, Any]]) -> dict[int, bool]:
+def informative(records: list[dict[str, Any]]) -> dict[int, bool]:
     """Group to whether its episodes differ in what they were paid in some turn."""
     groups: dict[int, list[Any]] = {}
     for record in records:
@@ -135,19 +161,19 @@ def test_adaptive_rows(embedded_model, tmp_path):
     """Even rows never pay. The counts are those of the records, and the weights with which rows were drawn follow."""
     options = {"train_dataset": ROWS, "task_column": "level", "task_sampling": "adaptive", "max_steps": 6}
     trainer, records, logs = run(embedded_model, tmp_path, **options)
-    by_hand = sampling(TaskPool("rows", np.ones(4), np.array([0, 1, 0, 1]), ("dull", "live")))
+    by_hand = sampling(TaskPool("rows", np.ones(2), ("dull", "live"), np.array([0, 1, 0, 1])))
     numbers = [0, 1, 2, 3]
     for generation, log in enumerate(logs):
         played = sorted((r for r in records if r["generation"] == generation), key=lambda r: r["index"])
         drawn = by_hand.draw(generation)
         assert [record["row"]["number"] for record in played[::2]] == [numbers[row] for row in drawn.rows or ()]
-        heard = signals(played)
-        assert not any(heard[record["group"]] for record in played if record["row"]["level"] == "dull")
-        by_hand.observe(drawn.tasks, by_hand.names_of(drawn), [heard[group] for group in range(4)])
+        some = informative(played)
+        assert not any(some[record["group"]] for record in played if record["row"]["level"] == "dull")
+        by_hand.observe(drawn.tasks, by_hand.names_of(drawn), [not some[group] for group in range(4)])
         live = [group for group, task in enumerate(drawn.tasks or ()) if task == 1]
         assert log["tasks/live/share"] == len(live) / 4 and log["tasks/seen"] > 0
-        assert log["tasks/live/signal"] == sum(heard[group] for group in live) / len(live)
-        assert log["groups_without_signal"] == pytest.approx(1 - sum(heard.values()) / 4)
+        assert log["tasks/live/zero_advantage"] == sum(not some[group] for group in live) / len(live)
+        assert log["zero_advantage_groups"] == pytest.approx(1 - sum(some.values()) / 4)
     assert trainer.rollouts.state() == {"counts": by_hand.state(), "discarded": 0}
     weights = by_hand.weights
     assert logs[-1]["tasks/effective"] == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / 2)
@@ -159,24 +185,24 @@ def test_adaptive_rows(embedded_model, tmp_path):
 def test_a_pool_of_seeds(embedded_model, tmp_path):
     """The seeds are those that the counts of the records draw."""
     _, records, logs = run(embedded_model, tmp_path, task_sampling="adaptive", task_seeds=5, diagnosis_interval=0)
-    by_hand = sampling(TaskPool("seeds", np.ones(5), np.arange(5)))
+    by_hand = sampling(TaskPool("seeds", np.ones(5)))
     for generation, log in enumerate(logs):
         played = sorted((r for r in records if r["generation"] == generation), key=_place)
         drawn = by_hand.draw(generation)
         assert [record["seed"] for record in played[::2]] == drawn.seeds
-        by_hand.observe(drawn.tasks, [None] * 4, list(signals(played).values()))
+        by_hand.observe(drawn.tasks, [None] * 4, [not one for one in informative(played).values()])
         assert not any(name.endswith("/share") and name.startswith("tasks/") for name in log), "seeds have no names"
     assert logs[-1]["tasks/seen"] > 0.5
 
 
 def test_adaptive_environments(embedded_model, tmp_path):
-    """Environments are drawn by their weight times that of their signals; one of weight 0 never."""
+    """Environments are drawn by their weight times that of their counts; one of weight 0 never."""
     both = {"dull": Silent, "live": Chatter, "never": Chatter}
     options = {"environment": both, "environment_weights": {"dull": 2, "live": 1, "never": 0}, "max_steps": 6}
     _, records, logs = run(embedded_model, tmp_path, task_sampling="adaptive", diagnosis_interval=0, **options)
     shares = [[r["environment"] for r in records if r["generation"] == n].count("dull") / 8 for n in range(6)]
     assert shares[0] >= 0.5 > shares[-1] and "never" not in {record["environment"] for record in records}
-    assert [log["tasks/dull/share"] for log in logs] == shares and logs[0]["tasks/dull/signal"] == 0.0
+    assert [log["tasks/dull/share"] for log in logs] == shares and logs[0]["tasks/dull/zero_advantage"] == 1.0
 
 
 class Silent(Chatter):
@@ -186,8 +212,8 @@ class Silent(Chatter):
         return super().step(action)[0], 0.5, True, False, {}
 
 
-def test_silent_groups_are_replaced(embedded_model, tmp_path):
-    """The batch holds what a replay of the records leaves: each silent group is replaced, twice at most, by a new one."""
+def test_zero_advantage_groups_are_replaced(embedded_model, tmp_path):
+    """The batch holds what a replay of the records leaves: each zero-advantage group is replaced, twice at most."""
     limit, scored = 2, []
 
     def judge(trajectories: list[Any], log_extra: Any, environments: Any, **_: Any) -> list[float]:
@@ -197,24 +223,28 @@ def test_silent_groups_are_replaced(embedded_model, tmp_path):
         return [0.0] * len(trajectories)
 
     trainer, records, logs = run(
-        embedded_model, tmp_path, resample_silent_groups=limit, reward_funcs=judge, log_completions=True
+        embedded_model, tmp_path, resample_zero_advantage_groups=limit, reward_funcs=judge, log_completions=True
     )
     total = 0
     for generation, log in enumerate(logs):
         played = [record for record in records if record["generation"] == generation]
-        heard, groups = signals(played), {record["group"]: record for record in played}
+        some, groups = informative(played), {record["group"]: record for record in played}
         kept = {n for n, r in groups.items() if r["turns"][0]["advantage"] is not None}
         expected, discarded = set(), set()
         for place in range(4):
             tries = [place + 4 * attempt for attempt in range(limit + 1)]
-            used = next((n for n, group in enumerate(tries) if heard.get(group)), limit)
+            used = next((n for n, group in enumerate(tries) if some.get(group)), limit)
             expected.add(tries[used])
             discarded |= {*tries[:used]}
         assert kept == expected and groups.keys() == expected | discarded
         total += 2 * len(discarded)
         assert log["resampling/groups"] == len(discarded) and log["episodes_played"] == 8 * (generation + 1) + total
-        assert log["resampling/first_signal"] == sum(heard[group] for group in range(4)) / 4
-        assert log["resampling/signal"] == sum(heard[group] for group in kept) / 4 == 1 - log["groups_without_signal"]
+        assert log["resampling/first_zero_advantage"] == sum(not some[group] for group in range(4)) / 4
+        assert (
+            log["resampling/zero_advantage"]
+            == sum(not some[group] for group in kept) / 4
+            == log["zero_advantage_groups"]
+        )
         returns = [record["return"] for record in played if record["group"] < 4]
         assert log["resampling/first_reward"] == pytest.approx(np.mean(returns))
         trained = [record["return"] for record in played if record["group"] in kept]
@@ -223,7 +253,7 @@ def test_silent_groups_are_replaced(embedded_model, tmp_path):
     assert len({(record["seed"], record["generation"]) for record in records}) == len(records) / 2, "seeds are new"
     tokens = sum(len(record["prompt_ids"]) + len(record["completion_ids"]) for record in records)
     assert logs[-1]["num_tokens"] == tokens
-    assert all(log["resampling/signal"] >= log["resampling/first_signal"] for log in logs)
+    assert all(log["resampling/zero_advantage"] <= log["resampling/first_zero_advantage"] for log in logs)
     table = trainer._logs["extra"]["text"]
     last = sorted((r for r in records if r["generation"] == 2 and r["turns"][0]["advantage"] is not None), key=_place)
     assert list(table)[-8:] == [record["turns"][0]["text"] for record in last]
@@ -236,7 +266,9 @@ def _place(record: dict[str, Any]) -> int:
 def test_of_several_environments(embedded_model, tmp_path):
     """Fresh groups are drawn from all of them."""
     both = {"dull": Silent, "live": Chatter}
-    _, records, logs = run(embedded_model, tmp_path, environment=both, resample_silent_groups=3, diagnosis_interval=0)
+    _, records, logs = run(
+        embedded_model, tmp_path, environment=both, resample_zero_advantage_groups=3, diagnosis_interval=0
+    )
     for generation in range(3):
         played = [record for record in records if record["generation"] == generation]
         assert Counter(record["environment"] for record in played if record["index"] < 8) == {"dull": 4, "live": 4}
@@ -244,10 +276,10 @@ def test_of_several_environments(embedded_model, tmp_path):
         assert kept.count("live") > 4 and logs[generation]["environments/live/share"] == kept.count("live") / 8
 
 
-def test_what_has_no_signal_stays(embedded_model, tmp_path):
-    options = {"environment": Silent, "resample_silent_groups": 2, "max_steps": 1, "task_seeds": 3}
+def test_what_has_no_advantage_stays(embedded_model, tmp_path):
+    options = {"environment": Silent, "resample_zero_advantage_groups": 2, "max_steps": 1, "task_seeds": 3}
     _, records, (log,) = run(embedded_model, tmp_path, **options)
-    assert len(records) == 24 and log["resampling/groups"] == 8 and log["groups_without_signal"] == 1.0
+    assert len(records) == 24 and log["resampling/groups"] == 8 and log["zero_advantage_groups"] == 1.0
     assert {record["group"] for record in records if record["turns"][0]["advantage"] is not None} == {8, 9, 10, 11}
 
 
@@ -286,8 +318,8 @@ def test_filtered_groups_have_no_part_in_the_loss(embedded_model, tmp_path, beta
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("task_sampling", "sometimes"), ("group_filter", "entropy"), ("resample_silent_groups", -1), ("task_seeds", 1),
-        ("group_filter_share", 0.0), ("group_filter_share", 1.5),
+        ("task_sampling", "sometimes"), ("group_filter", "entropy"), ("resample_zero_advantage_groups", -1),
+        ("task_seeds", 1), ("group_filter_share", 0.0), ("group_filter_share", 1.5),
     ],
 )  # fmt: skip
 def test_values(tmp_path, option, value):
@@ -299,7 +331,7 @@ def test_values(tmp_path, option, value):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("task_sampling", "adaptive"), ("task_column", "level"), ("task_seeds", 4), ("resample_silent_groups", 1),
+        ("task_sampling", "adaptive"), ("task_column", "level"), ("task_seeds", 4), ("resample_zero_advantage_groups", 1),
         ("group_filter", "variance"),
     ],
 )  # fmt: skip
@@ -327,7 +359,7 @@ MIX = Mixture(("low", "high"), (1.0, 1.0), 4)
         (None, MIX, {"task_seeds": 4}, "task_seeds=4 has no effect"),
         (ROWS, None, {"task_column": "difficulty"}, "it has number, level"),
         (STREAM, None, {"task_sampling": "adaptive"}, "task_sampling='adaptive' draws rows"),
-        (STREAM, None, {"resample_silent_groups": 2}, "resample_silent_groups=2 draws rows"),
+        (STREAM, None, {"resample_zero_advantage_groups": 2}, "resample_zero_advantage_groups=2 draws rows"),
         (ROWS, None, {"task_sampling": "adaptive", "shuffle_dataset": False}, "shuffle_dataset=False has no effect"),
     ],
 )
@@ -337,6 +369,6 @@ def test_what_does_not_fit_the_rows(tmp_path, rows, mixture, changes, named):
 
 
 def test_by_hand_the_caller_chooses(embedded_model, tmp_path):
-    trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, resample_silent_groups=1)
-    with pytest.raises(ValueError, match="resample_silent_groups=1 chooses the groups"):
+    trainer = make_trainer(embedded_model, tmp_path, environment=BOTH, resample_zero_advantage_groups=1)
+    with pytest.raises(ValueError, match="resample_zero_advantage_groups=1 chooses the groups"):
         trainer.rollout()

@@ -8,9 +8,9 @@ from games import relative_error
 from several_processes import SCRIPT, episodes, launch
 
 LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns/mean", "tokens_per_turn", "reward",
-          "groups_without_signal", "turns_without_comparison", "num_tokens", "kl", "success",
+          "zero_advantage_groups", "turns_without_comparison", "num_tokens", "kl", "success",
           "reward_std", "frac_reward_zero_std", "completions/min_length", "completions/clipped_ratio", "judge/turns",
-          "rewards/judge/mean", "rewards/judge/std", "stop/environment_error", "prompt_information", "advantage/silent",
+          "rewards/judge/mean", "rewards/judge/std", "stop/environment_error", "prompt_information", "advantage/zero",
           "return/answers_cut", "episodes_played", "group_filter/kept"]  # fmt: skip
 
 
@@ -52,7 +52,7 @@ CASES = {
         "numbers": [0, 1, 2, 3, 4, 5],
         "task_sampling": "adaptive",
         "task_column": "number",
-        "resample_silent_groups": 2,
+        "resample_zero_advantage_groups": 2,
         "group_filter": "variance",
         "max_steps": 2,
     },

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from games import OneTurn, make_trainer
 
 from agile_trainers.envs.probes import PROBES
@@ -70,7 +71,10 @@ def test_prompt_information_needs_a_square(shape: tuple[int, int]) -> None:
 
 def test_each_value_is_taken_once_whenever_the_log_is_cleared() -> None:
     """Values of a step are averaged; those of earlier steps, which wait for a log, are not taken again."""
-    options = SimpleNamespace(has_critic=False, loss_type="grpo", importance_sampling_level="token")
+    options = SimpleNamespace(
+        has_critic=False, loss_type="grpo", importance_sampling_level="token", task_sampling="uniform",
+        shuffle_dataset=True,
+    )  # fmt: skip
     watch = RunWatch(options, SimpleNamespace(state=dict), speaks=False)
     pending: dict[str, list[float]] = {"entropy": [1.0, 3.0]}
     with watch.looking(1, pending):
@@ -207,6 +211,17 @@ class Talks(OneTurn):
         return "more " * 30, float(len(action) % 2), False, False, {"success": False}
 
 
+class SameStart(OneTurn):
+    """Starts alike after every seed."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        return super().reset(0, options)
+
+
+def not_a_number(completions: list[Any], **_: Any) -> list[float | None]:
+    return [math.nan, None, *[0.0] * (len(completions) - 2)]
+
+
 def half(action: str) -> float:
     return float(sum(map(ord, action)) % 2)
 
@@ -222,7 +237,7 @@ ADAM = {"optim": "adamw_torch"}
 FAILURES: dict[str, tuple[set[str], dict[str, Any]]] = {
     "success without exception": ({"solved"}, {"environment": plays(lambda _: 1.0, lambda _: True)}),
     "no success": ({"too_hard"}, {"environment": plays(lambda _: 0.0, lambda _: False)}),
-    "a constant reward": ({"dead_groups"}, {"environment": plays(lambda _: 3.0)}),
+    "a constant reward": ({"zero_advantage_groups"}, {"environment": plays(lambda _: 3.0)}),
     "an easy task": (
         {"too_easy"}, {"environment": plays(half, lambda action: sum(map(ord, action)) % 8 > 0)},
     ),
@@ -246,8 +261,16 @@ FAILURES: dict[str, tuple[set[str], dict[str, Any]]] = {
         {"ratio_clipped"},
         {"environment": plays(half), "learning_rate": 3e-2, "num_iterations": 8, "max_steps": 16, "epsilon": 1e-2, **ADAM},
     ),
+    "a flipped sign": (
+        {"reward_misses_success"}, {"environment": plays(lambda action: -half(action), lambda action: half(action) > 0)},
+    ),
+    "a single row": (
+        {"one_task"},
+        {"environment": SameStart, "train_dataset": Dataset.from_list([{"number": 1}] * 2), "max_steps": 10},
+    ),
+    "a reward that is not a number": ({"rewards_missing"}, {"reward_funcs": not_a_number, "max_steps": 1}),
     "a policy without entropy": (
-        {"entropy_collapse", "dead_groups"}, {"environment": plays(half), "temperature": 1e-4, "max_steps": 10},
+        {"entropy_collapse", "zero_advantage_groups"}, {"environment": plays(half), "temperature": 1e-4, "max_steps": 10},
     ),
 }  # fmt: skip
 

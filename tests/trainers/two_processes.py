@@ -53,7 +53,7 @@ def play(model: str, output: Path, changes: dict) -> None:
         trainer.train()
     metrics = trainer.evaluate()
     alone = evaluate_policy(
-        trainer.model, trainer.processing_class, trainer.environment, 5, seed=trainer.args.seed,
+        trainer.model, trainer.processing_class, trainer.environment, 5, seed=trainer.args.seed, held_out=False,
         options=EpisodeOptions.of_args(trainer.args), sampling=sampling_settings(trainer.args),
     )  # fmt: skip
     try:

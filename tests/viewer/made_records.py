@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from agile_trainers.records.digests import digest_entry
 from agile_trainers.records.schema import VOCABULARY
 from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.types import StopReason, Trajectory, Turn
@@ -76,7 +77,10 @@ def write_vocabulary(folder: Path) -> None:
     table = pa.table(
         [ids, [*(bytes([k]) for k in range(END)), b"<|im_end|>"], [k == END for k in ids]], schema=VOCABULARY
     )
-    pq.write_table(table, folder / "vocabulary.parquet")
+    path = folder / "vocabulary.parquet"
+    pq.write_table(table, path)
+    with (folder / "digests-0.jsonl").open("a") as file:
+        file.write(json.dumps(digest_entry(path, path)) + "\n")
 
 
 def guessing_run(
@@ -115,7 +119,7 @@ def guessing_run(
         success = (step + 1) / steps
         writer.write_metrics(step + 1, {
             "return/mean": success + noise.gauss(0, 0.02), "success": success, "entropy": 1.5 - success,
-            "clip_ratio/region_mean": 0.01 * step, "frac_reward_zero_std": success / 2, "loss": 0.1,
+            "clip_ratio/region_mean": 0.01 * step, "zero_advantage_groups": success / 2, "loss": 0.1,
         })  # fmt: skip
     writer.write_findings(
         [{"name": "cut_answers", "step": 2, "evidence": "Half <b>are</b> cut.", "advice": "Raise it."}]

@@ -61,7 +61,7 @@ def test_the_timeline_shows_every_metric_and_opens_a_step(page_file: Path, visit
         "Success",
         "Entropy",
         "Clipped share",
-        "Dead groups",
+        "Zero-advantage groups",
     ]
     assert texts(page, ".findings li") == ["cut answers (step 2): Half <b>are</b> cut. Raise it."]
     line = page.locator(".chart").nth(1).locator("path").get_attribute("d")
@@ -92,9 +92,26 @@ def test_groups_of_a_step_and_members_of_a_group_are_side_by_side(page_file: Pat
     assert returns == sorted(returns, reverse=True)
 
 
-def test_dead_groups_are_marked(page_file: Path, visit: Visit) -> None:
+def test_zero_advantage_groups_are_marked(page_file: Path, visit: Visit) -> None:
     page = visit(page_file, "#step/0/train/11")
-    assert page.locator(".badge.dead").count() == page.locator(".card").count() == 12
+    assert page.locator(".badge.zero").count() == page.locator(".card").count() == 12
+
+
+def test_a_zero_advantage_group_goes_by_advantages_not_by_returns(tmp_path: Path, visit: Visit) -> None:
+    """Group 0 has equal returns and advantages of its turns; group 1 has different returns, and no advantage."""
+    writer = RecordWriter(tmp_path, {"run": "20260101-000000-abcd", "environment": "guess"})
+    rewards = [[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]]]
+    advantages = [[[0.0, -0.5], [0.0, 0.5]], [[0.0, 5e-7], [0.0, 0.0]]]
+    writer.write_train(0, [
+        episode_row(
+            play(["a", "b"], ["c", "d"], rewards[group][member]), step=0, phase="train", index=2 * group + member,
+            generation=0, group=group, member=member, advantages=advantages[group][member],
+        )
+        for group in range(2) for member in range(2)
+    ])  # fmt: skip
+    page = visit(write_page(open_records(tmp_path), tmp_path / "view.html").path, "#step/0/train/0")
+    marked = [card.locator(".badge.zero").count() for card in page.locator(".card").all()]
+    assert texts(page, ".card h3 a") == ["Group 0", "Group 1"] and marked == [0, 1]
 
 
 def test_an_episode_shows_its_turns_answers_and_end(page_file: Path, run: Path, visit: Visit) -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
 import http.client
 import json
 import re
 import threading
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_records import HOSTILE, byte_tokens, guessing_run, play, populated, run_of
+from written_page import Page
 
 from agile_trainers.cli.main import main
-from agile_trainers.records.reader import open_records
+from agile_trainers.records.reader import RunRecords, open_records
 from agile_trainers.types import StopReason
 from agile_trainers.viewer.html import SCRIPTS, write_page
 from agile_trainers.viewer.parts import (
@@ -39,29 +38,6 @@ from agile_trainers.viewer.server import LiveRuns, Server
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps of three groups of four, and an evaluation of five episodes."""
     return guessing_run(tmp_path_factory.mktemp("run"))
-
-
-class Page(HTMLParser):
-    """What a browser would find in a page: the elements, and the content of each script."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: dict[str | None, str] = {}
-        self.text = path.read_text(encoding="utf-8")
-        self.feed(self.text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem:
-            tag, attributes = self.tags[-1]
-            name = attributes.get("id", tag)
-            self.scripts[name] = self.scripts.get(name, "") + data
-
-    def part(self, name: str) -> Any:
-        return json.loads(gzip.decompress(base64.b64decode(self.scripts[name])))
 
 
 # ----------------------------------------------------------------------------------------------------------- the parts
@@ -192,16 +168,16 @@ def test_a_long_run_keeps_its_first_and_last_episodes(run: Path, tmp_path: Path)
     assert entry["episodes"]["part"] == [0] * 12 + [-1] * 41 and len(entry["episodes"]["return"]) == 53
 
 
-def test_a_failure_leaves_the_file_that_was_there(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_the_file_that_was_there(run: Path, tmp_path: Path) -> None:
+    class Broken(RunRecords):
+        def metrics(self) -> Any:
+            raise OSError("disk")
+
     path = tmp_path / "view.html"
     path.write_text("mine")
-    broken = open_records(run)
-    next(run.glob("train-000001*")).rename(tmp_path / "gone")
-    try:
-        with pytest.raises(ValueError, match="train-000001"):
-            write_page(broken, path)
-    finally:
-        (tmp_path / "gone").rename(run / "train-000001-rank0.parquet")
+    (whole,) = open_records(run)
+    with pytest.raises(OSError, match="disk"):
+        write_page([Broken(whole.folder, whole.files, whole.name)], path)
     assert path.read_text() == "mine" and [one.name for one in tmp_path.iterdir()] == ["view.html"]
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.utils import logging
 from trl import DPOTrainer, SFTTrainer
 
 from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
@@ -38,10 +39,18 @@ from agile_trainers.adapters.folders import (
     write_json,
 )
 from agile_trainers.adapters.loading import load_tokenizer
+from agile_trainers.checkpoints.disclosure import (
+    clean_tokenizer,
+    differences,
+    is_named,
+    public_options,
+    withheld_values,
+)
+from agile_trainers.checkpoints.hub import HubPushes
 from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.run_cards import write_card_of_rows
-from agile_trainers.checkpoints.secrets import blanked
-from agile_trainers.cli.chain.stages import SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline
+from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.cli.chain.stages import EVOLVE, SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.progress import PROGRESS, show_table
@@ -55,9 +64,17 @@ from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.trainers.algorithms import find_algorithm
 from agile_trainers.trainers.launch import uses_deepspeed
 
+logger = logging.get_logger(__name__)
+
 STATE = "stage.json"
 """File in a stage's folder with its options, the run of the previous stage that it started from, and its completion."""
 Hook = Callable[[Stage, Any], None]
+_ARGUMENTS = ("environment_args", "dataset_args")
+"""Settings with arguments by name, whose values may hold anything."""
+_SHOWN = ("model", "environment", "lora", "stage_lora", "algorithm", "dataset")
+"""Settings that may leave the machine, besides numbers and words, unless they hold an address."""
+_NO_EFFECT = ("hub_token", "public_values")
+"""Options that the result of a stage does not depend on."""
 
 
 def run_pipeline(
@@ -79,7 +96,7 @@ def run_pipeline(
         PipelineError: If a stage's folder was made by another pipeline.
     """
     states = _check_folders(pipeline)
-    begin = {name: pipeline.source[name] for name in ("model", "environment", "environment_args")}
+    begin = shown_source(_flat({name: pipeline.source[name] for name in ("model", "environment", "environment_args")}))
     evaluation = evaluate(pipeline, pipeline.model, pipeline.output_dir / "start", begin)
     start = {"name": "start", "algorithm": "", "folder": pipeline.model, "trained": False}
     rows, parent, model = [start | {"evaluation": evaluation}], None, pipeline.model
@@ -88,7 +105,7 @@ def run_pipeline(
         trained = state is None or not state["finished"]
         if state is None:
             (identity,) = broadcast_object_list([uuid.uuid4().hex])
-            state = {"id": identity, "parent": parent, "made_of": made_of(pipeline, stage), "finished": False}
+            state = {"id": identity, "parent": parent, "made_of": shown_made_of(pipeline, stage), "finished": False}
             _write(folder / STATE, state)
         if trained:
             console.rule(f"{stage.name}: {stage.algorithm} on {model}")
@@ -117,11 +134,43 @@ def _shown(stage: Stage) -> str:
 
 
 def made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
-    """Return the options that a stage's result depends on, as JSON values, without the earlier stages."""
+    """Return the options that a stage's result depends on, as JSON values as they are, without the earlier stages."""
     own = {"algorithm": stage.algorithm, "dataset": stage.dataset, "dataset_args": stage.dataset_args or None}
     lora = None if stage.lora is None else {k: str(v) for k, v in stage.lora.to_dict().items()}
     shared = {name: value for name, value in pipeline.source.items() if value is not None}
-    return blanked({**shared, **own, "stage_lora": lora, **stage.options})  # the token does not affect the result
+    options = {name: value for name, value in stage.options.items() if name not in _NO_EFFECT}
+    return _flat({**shared, **own, "stage_lora": lora, **options})
+
+
+def shown_source(source: dict[str, Any], public: Sequence[str] = ()) -> dict[str, Any]:
+    """Replace the values of a stage's settings that may not leave the machine by their digests.
+
+    Args:
+        source: Settings of the file, or :func:`made_of`.
+        public: ``public_values`` of the stage.
+    """
+    known = {name: masked(value) for name, value in source.items() if name in _SHOWN and "://" not in str(value)}
+    arguments = {
+        name: value for name, value in source.items()
+        if name.partition(".")[0] in _ARGUMENTS and not is_named(name, public)
+    }  # fmt: skip
+    others = {name: value for name, value in source.items() if name not in (*known, *arguments)}
+    named = [name for name in others if is_named(name, public)]
+    return {**public_options(others, public=named), **known, **withheld_values(arguments)}
+
+
+def _flat(source: dict[str, Any]) -> dict[str, Any]:
+    """Replace dictionaries of arguments by their entries, ``environment_args.level``."""
+    flat: dict[str, Any] = {}
+    for name, value in source.items():
+        inside = name in (*_ARGUMENTS, EVOLVE) and isinstance(value, dict)
+        flat |= {f"{name}.{inner}": one for inner, one in value.items()} if inside else {name: value}
+    return flat
+
+
+def shown_made_of(pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
+    """Return :func:`made_of` as ``stage.json`` holds it."""
+    return shown_source(made_of(pipeline, stage), getattr(stage.config, "public_values", ()))
 
 
 def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
@@ -138,9 +187,15 @@ def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
             continue
         state = read_json(folder / STATE)
         then, now = state["made_of"], made_of(pipeline, stage)
-        changed = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+        changed, unknown = differences(then, now, shown_made_of(pipeline, stage))
+        if unknown:
+            logger.warning(
+                "%s records these values by digests that another user or machine made, so it is not known whether they are "
+                "the same here: %s.",
+                folder / STATE, ", ".join(unknown),
+            )  # fmt: skip
         if changed:
-            lines = [f"  {name}: {then.get(name)!r} then, {now.get(name)!r} now" for name in changed]
+            lines = [f"  {clause}" for clause in changed.values()]
             raise PipelineError(
                 f"{folder} was trained with other options:\n" + "\n".join(lines) + "\nRestore them, choose another "
                 "output_dir, or remove the folder to train this stage and later ones again."
@@ -277,6 +332,10 @@ def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
     )
     if isinstance(trainer.model, PeftModel) and REFERENCE in trainer.model.peft_config:
         copy_adapter(trainer.model, POLICY, REFERENCE)  # TRL's copy omits embeddings
+    if trainer.args.push_to_hub:
+        # `Trainer` would push the whole folder, the chain's files too.
+        trainer.args.push_to_hub = False
+        trainer.add_callback(_Pushes(trainer))
     return trainer
 
 
@@ -289,11 +348,28 @@ class _WithoutPickle:
     """Removes what `Trainer` pickles beside a model: its arguments, with any token among them."""
 
     args: Any
+    processing_class: Any
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         if self.args.should_save:
-            (Path(output_dir or self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            folder = Path(output_dir or self.args.output_dir)
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            clean_tokenizer(folder, self.processing_class)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **_: Any,
+    ) -> Any:
+        trainer: Any = self
+        if trainer.hub_model_id is None:
+            trainer.init_hf_repo(token=token)
+        trainer.save_model(_internal_call=True)
+        return HubPushes(self).push(commit_message, blocking, token, revision) if self.args.should_save else None
 
 
 class _SFT(_WithoutPickle, SFTTrainer):
@@ -302,6 +378,21 @@ class _SFT(_WithoutPickle, SFTTrainer):
 
 class _DPO(_WithoutPickle, DPOTrainer):
     pass
+
+
+class _Pushes(TrainerCallback):
+    """Pushes the checkpoints of TRL's trainers, as the other trainers push theirs."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._hub = trainer, HubPushes(trainer)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._hub.push_checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer.push_in_progress is not None:
+            self._trainer.push_in_progress.wait_until_done()
+        self._hub.summarize()
 
 
 class _Resumed(TrainerCallback):
@@ -346,7 +437,7 @@ def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -
         ``return``, ``return_sem``, ``episodes`` and, if the environment reports it, ``success``. With several environments
         also ``environments``, the same values of each by name.
     """
-    path, of = folder / "evaluation.json", {**of, "settings": pipeline.evaluation_options}
+    path, of = folder / "evaluation.json", {**of, "settings": public_options(pipeline.evaluation_options)}
     if path.is_file() and (known := read_json(path))["of"] == of:
         return known["metrics"]
     args = pipeline.evaluation
@@ -356,6 +447,7 @@ def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -
         pipeline.environment,
         args.num_eval_episodes,
         seed=args.seed,
+        held_out=False,
         greedy=args.eval_greedy,
         options=EpisodeOptions.of_args(args),
         sampling=sampling_settings(args),

@@ -143,7 +143,7 @@ def _parsed(content: Any) -> Pipeline:
     environment = read_environment(content)
     if not isinstance(content["stages"], list):
         raise PipelineError(f"`stages` must be a list, got {content['stages']!r}.")
-    output = Path(content["output_dir"])
+    output = Path(str(content["output_dir"]))
     raw = [_raw_stage(stage, number) for number, stage in enumerate(content["stages"], start=1)]
     algorithms = {*SUPERVISED, *ALGORITHMS, *(stage["algorithm"] for stage in raw)}
     everything = {name for algorithm in algorithms for name in options_of(config_of(algorithm))}

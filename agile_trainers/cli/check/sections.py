@@ -37,7 +37,7 @@ from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.reporting import training_summary
 from agile_trainers.types import StopReason, Trajectory
 
-OF_POLICY = ("solved", "too_hard", "dead_groups", "too_easy")
+OF_POLICY = ("solved", "too_hard", "zero_advantage_groups", "too_easy")
 """Findings about the policy that played, which tell of training only if that is the one to train."""
 REPLAYED = 4
 """Number of episodes that are replayed with the same answers."""
@@ -233,6 +233,7 @@ def model_plays(run: Run) -> list[Trajectory]:
         run.episodes,
         rows=run.rows,
         seed=run.args.seed,
+        held_out=False,
         options=run.options,
         sampling=sampling_settings(run.args),
         generation_chunk_size=run.args.generation_chunk_size,
@@ -281,6 +282,11 @@ def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
     report.line(", ".join(f"{name} {share:.0%}" for name, share in ends.items() if share), "ended")
     cut = sum(share for name, share in ends.items() if StopReason(name).truncated)
     report.line(f"{cut:.0%} of the episodes", "cut short")
+    if summary.get("success/unreported"):
+        report.warning(
+            f"{summary['success/unreported']:.0%} of the episodes end without info['success'], which others report, and "
+            "count as unsuccessful: report it on every step."
+        )
     if summary["observations_cut"]:
         report.warning(f"observations were cut at max_observation_length={args.max_observation_length} characters.")
 

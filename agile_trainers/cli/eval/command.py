@@ -6,9 +6,11 @@ import argparse
 import gc
 import json
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,14 @@ from accelerate.utils import broadcast_object_list
 from datasets import disable_progress_bars
 from datasets.exceptions import DatasetsError
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.checkpoints.card_results import add_results
+from agile_trainers.checkpoints.disclosure import public_options, withheld_values
+from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.cli.errors import message
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
 from agile_trainers.cli.preflight import check_model, check_output, json_object
@@ -37,18 +42,21 @@ from agile_trainers.evaluation import (
     evaluate_policy,
     summarize_policy,
 )
-from agile_trainers.evaluation.comparison import common_measure, compare_pairs, corrected
-from agile_trainers.evaluation.loading import load_model
+from agile_trainers.evaluation.comparison import common_measure, compare_measures, corrected
+from agile_trainers.evaluation.loading import load_model, recorded_settings
 from agile_trainers.evaluation.modules import REFERENCE, compute_metrics, load_metrics
+from agile_trainers.evaluation.results import reported_together
 from agile_trainers.imports import nearest
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
+from agile_trainers.rollout.episode_options import LIMITS
 from agile_trainers.rollout.mixture import COLUMN
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.types import Trajectory
 
 _ABOUT = (
     "Plays episodes with a policy, and compares it with others that play the same episodes. MODEL is the folder or Hub id "
-    "of a model, a checkpoint or a LoRA adapter."
+    "of a model, a checkpoint or a LoRA adapter. Limits and sampling that are not given are those that it was trained with, "
+    "if its folder records them, else the defaults."
 )
 _JSON = ("chat_template_kwargs", "environment_limits")
 _EPISODES = 500
@@ -73,6 +81,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or Hub id of the policy")
     add("--against", nargs="+", default=[], metavar="MODEL", help="policies that it is compared with")
+    add("--measure", choices=("success", "return"), help="measure of the comparison; where the other one says "
+        "otherwise, both are shown (default: success if it is reported)")  # fmt: skip
     add("--environment", nargs="+", required=True, metavar="ID", help="ids of environments, or module.path:Name")
     add("--environment_args", type=json_object, default={}, metavar="JSON", help="arguments of the environment; of several, "
         "those of each by its id")  # fmt: skip
@@ -81,14 +91,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--attempts", type=_positive, default=1, metavar="K", help="times that each episode is played, for pass@k "
         "(default: 1)")  # fmt: skip
     add("--greedy", action="store_true", help="take the likeliest token instead of sampling")
-    add("--seed", type=int, default=42, help="seed of environments and sampling (default: 42)")
+    add("--seed", type=int, default=42, help="seed of environments and sampling (default: 42), of "
+        "episodes that no training plays")  # fmt: skip
     data = parser.add_argument_group("rows, which are handed to the environment's reset in order")
     data.add_argument("--dataset_name", metavar="NAME", help="Hub id, file or folder")
     data.add_argument("--dataset_config", metavar="NAME", help="its configuration")
     data.add_argument("--dataset_test_split", default="test", metavar="NAME", help="its split (default: test)")
     metrics = parser.add_argument_group("further metrics, which are modules of the package evaluate")
     metrics.add_argument("--metric", nargs="+", default=[], metavar="NAME", help="success, episode_return, pass_at_k, "
-                         "answer_match; the file or folder of a module; or a name on the Hub")  # fmt: skip
+                         "answer_match; a module's file or folder; with --trust_remote_code, a name on the Hub")  # fmt: skip
     metrics.add_argument("--reference", default=REFERENCE, metavar="NAME", help="name of the right answer in the rows or "
                          f"the environment's information (default: {REFERENCE})")  # fmt: skip
     output = parser.add_argument_group("output")
@@ -100,7 +111,8 @@ def make_parser() -> argparse.ArgumentParser:
     loading = parser.add_argument_group("loading")
     loading.add_argument("--dtype", metavar="TYPE", help="type of the weights: float32 (default), bfloat16, auto, ...")
     loading.add_argument("--device", help="device of the model (default: the GPU, if there is one)")
-    loading.add_argument("--trust_remote_code", action="store_true", help="run code of the model's repository")
+    loading.add_argument("--trust_remote_code", action="store_true", help="run code of the model's repository, and "
+                         "of metrics that are named on the Hub")  # fmt: skip
     loading.add_argument("--generation_chunk_size", type=_positive, metavar="N", help="episodes that are decoded at once "
                          "(default: all, with vLLM 256)")  # fmt: skip
     engine = parser.add_argument_group("sampling with vLLM instead of transformers")
@@ -125,16 +137,54 @@ def _add_fields(group: Any, kind: type) -> None:
         default = (
             f" (default: {one.default})" if isinstance(one.default, (int, float)) and one.default is not False else ""
         )
+        add = partial(group.add_argument, name, default=SUPPRESS)  # so that it is known what was given
         if one.type == "bool":
-            group.add_argument(name, action="store_true", help=about)
+            add(action="store_true", help=about)
         elif one.name in _JSON:
-            group.add_argument(name, type=json_object, metavar="JSON", help=about)
+            add(type=json_object, metavar="JSON", help=about)
         elif one.name == "stop_strings":
-            group.add_argument(name, nargs="+", default=(), metavar="TEXT", help=about)
+            add(nargs="+", metavar="TEXT", help=about)
         else:
             parse: type = {"int": int, "float": float, "str": str}[str(one.type).removesuffix(" | None")]
-            metavar = "TEXT" if parse is str else "N"
-            group.add_argument(name, type=parse, default=one.default, metavar=metavar, help=about + default)
+            add(type=parse, metavar="TEXT" if parse is str else "N", help=about + default)
+
+
+def _settle(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
+    """Fill in the limits and sampling settings that were not given: those of a model's training, else the defaults.
+
+    Args:
+        options: Those of the command line.
+        models: The policies. The first with a record decides, since all play under the same limits.
+
+    Returns:
+        What to tell of it, in sentences.
+    """
+    known = {model: found for model in models if (found := recorded_settings(model))}
+    source = next(iter(known), None)
+    recorded = {} if source is None else dict(known[source])
+    own = recorded.get("environment_limits") or {}
+    recorded["environment_limits"] = {name: one for name, one in own.items() if name in options.environment} or None
+    defaults = {one.name: one.default for kind in (EpisodeOptions, SamplingSettings) for one in fields(kind)}
+    del defaults["do_sample"]
+    said, changed = [], []
+    for name, default in defaults.items():
+        given = getattr(options, name, recorded.get(name, default))
+        setattr(options, name, tuple(given) if name == "stop_strings" else given)
+        if name in recorded and source is not None and getattr(options, name) != recorded[name]:
+            changed.append(f"{name}={getattr(options, name)!r}, trained with {recorded[name]!r}")
+    shown = ", ".join(f"{name}={getattr(options, name)!r}" for name in ("max_turns", "max_new_tokens", "temperature"))
+    if source is None:
+        said.append(f"No model has a record of its limits. Played with {shown}; set what it was trained with.")
+    else:
+        said.append(f"Limits and sampling are those that {source} was trained with: {shown}.")
+    if changed:
+        said.append(f"Set otherwise: {'; '.join(changed)}.")
+    for model, found in known.items():
+        other = [f"{name}={found[name]!r}" for name in defaults if name in found and name != "environment_limits"
+                 and found[name] != getattr(options, name)]  # fmt: skip
+        if model != source and other:
+            said.append(f"{model} was trained with {', '.join(other)}, and is played like {source}.")
+    return said
 
 
 def main(argv: Sequence[str]) -> None:
@@ -148,18 +198,21 @@ def main(argv: Sequence[str]) -> None:
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         _refuse(parser, unknown[0])
+    models = [options.model, *options.against]
+    for model, option in zip(models, ["MODEL", *["--against"] * len(options.against)]):
+        check_model(model, option=option)
+    told = _settle(options, models)
     tasks = _tasks(options)
     names = [one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings")]
     chosen = {name: getattr(options, name) for name in names}
     sampling = SamplingSettings(do_sample=not options.greedy, stop_strings=tuple(options.stop_strings), **chosen)
     if options.greedy and options.attempts > 1:
         parser.error("--attempts has no effect with --greedy, which plays the same game each time.")
+    if options.measure and not options.against:
+        parser.error("--measure has no effect without --against.")
     _check_engine(parser, options)
-    models = [options.model, *options.against]
-    for model, option in zip(models, ["MODEL", *["--against"] * len(options.against)]):
-        check_model(model, option=option)
     if options.metric:
-        load_metrics(options.metric)
+        load_metrics(options.metric, trust_remote_code=options.trust_remote_code)
     check_output(options.output_dir)
     logging.disable_progress_bar()
     disable_progress_bars()
@@ -167,6 +220,8 @@ def main(argv: Sequence[str]) -> None:
     (run,) = broadcast_object_list([new_run_id("evaluation")])
     main_process = state.is_main_process
     console = Console(stderr=options.json, quiet=not main_process)
+    for sentence in told:
+        console.print(escape(sentence), highlight=False, soft_wrap=True)
     errors: list[ValueError] = []
     with redirect_stdout(sys.stderr) if options.json else nullcontext():  # of environments and libraries
         reports = _play_all(options, models, tasks, sampling, run, console, errors)
@@ -215,8 +270,7 @@ def _report(
     picture = plot(reports, folder / "results.png")
     card = None
     if not options.no_card and Path(options.model).is_dir():
-        settings = {"seed": options.seed, "temperature": None if options.greedy else sampling.temperature}
-        rows = [row for report in reports for row in card_results(report, settings)]
+        rows = [row for report in reports for row in card_results(report, _played_with(options, report.environment))]
         card = add_results(Path(options.model), rows)
     if options.json:
         print(json.dumps(content, indent=2))
@@ -225,6 +279,20 @@ def _report(
         show(console, report)
     console.print(f"Results: {folder / 'results.json'}. Picture: {picture}. Episodes: {options.output_dir / 'rollouts'}."
                   + (f" Model card: {card}." if card else ""), highlight=False, soft_wrap=True)  # fmt: skip
+
+
+def _played_with(options: argparse.Namespace, environment: str) -> dict[str, Any]:
+    """Return the settings that a row of the card states."""
+    limits = {name: getattr(options, name) for name in LIMITS} | (options.environment_limits or {}).get(environment, {})
+    names = [one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings")]
+    sampling = {name: getattr(options, name) for name in names}
+    text = {"system_prompt": options.system_prompt, "stop_strings": list(options.stop_strings)}
+    stated = {**limits, **({} if options.greedy else sampling), **public_options(text)}
+    return {
+        "limits": {name: value for name, value in stated.items() if value not in (None, [])},
+        "episodes_of": "held out",
+        "seed": options.seed,
+    }
 
 
 def _tasks(options: argparse.Namespace) -> list[Task]:
@@ -321,7 +389,14 @@ def _play_all(
             metrics: dict[str, Any] = {}
             try:
                 metrics = (
-                    compute_metrics(options.metric, results, reference=options.reference) if options.metric else {}
+                    compute_metrics(
+                        options.metric,
+                        results,
+                        reference=options.reference,
+                        trust_remote_code=options.trust_remote_code,
+                    )
+                    if options.metric
+                    else {}
                 )
             except ValueError as error:  # the episodes are played; the error is raised after they are reported
                 errors.append(error)
@@ -329,9 +404,20 @@ def _play_all(
         del policy
     loaded.close()
     compared = []
-    for one in played.values():
-        measure = common_measure([each.results for each in one])
-        compared += [compare_pairs(one[0].results, other.results, measure) for other in one[1:]]
+    for environment, several in played.items():
+        # Once one policy's episodes report success, all are counted by it.
+        together = reported_together([each.results for each in several])
+        one = played[environment] = [
+            replace(each, results=counted, summary=summarize_policy(counted))
+            for each, counted in zip(several, together)
+        ]
+        reported = common_measure([each.results for each in one])
+        if options.measure == "success" != reported:  # the episodes are played; the error is raised after the report
+            errors.append(
+                ValueError(f"--measure success: {environment} reports no success; its returns were compared.")
+            )
+        measure = reported if options.measure == "success" else options.measure or reported
+        compared += [compare_measures(one[0].results, other.results, measure) for other in one[1:]]
     adjusted = iter(corrected(compared))
     return [EnvironmentReport(name, one, [next(adjusted) for _ in one[1:]]) for name, one in played.items()]
 
@@ -383,7 +469,8 @@ def _settings(options: argparse.Namespace, sampling: SamplingSettings) -> dict[s
     """Return the options that decide what is played, as JSON-ready data."""
     left_out = ("output_dir", "json", "no_card", "metric", "reference")
     chosen = {name: value for name, value in vars(options).items() if name not in left_out}
-    return _plain(chosen | {"do_sample": sampling.do_sample})
+    arguments = withheld_values(_plain(options.environment_args))
+    return masked(_plain(chosen | {"environment_args": arguments, "do_sample": sampling.do_sample}))
 
 
 def _plain(value: Any) -> Any:

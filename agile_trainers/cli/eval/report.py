@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import Comparison, EpisodeResults, Estimate, PolicySummary
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -45,6 +47,30 @@ class EnvironmentReport:
         first, *others = self.played
         return [one.sentence(first.policy, other.policy) for one, other in zip(self.comparisons, others)]
 
+    def notes(self) -> list[str]:
+        """Say what was counted in a way that the table does not show."""
+        said = []
+        for one in self.played:
+            summary, failed = one.summary, one.summary.failed
+            if failed:
+                said.append(
+                    f"{one.policy}: the environment failed in {failed} of {summary.episodes} episodes, which count as "
+                    f"unsuccessful and with the lowest return. {_first_error(one.results)}"
+                )
+            if summary.unreported:
+                said.append(
+                    f"{one.policy}: {summary.unreported} of {summary.episodes} episodes report no success, unlike others, "
+                    "and count as unsuccessful. Report info['success'] on every step."
+                )
+            if summary.information_differs:
+                said.append(
+                    f"{one.policy}: the information of reset differs under equal prompts. It makes no other game: by what "
+                    f"was played, {summary.episodes} episodes are {summary.units} independent ones."
+                )
+        means = [one.summary.episode_return for one in self.played]
+        refusals = dict.fromkeys(one.refusal for one in means if one is not None and one.refusal)
+        return said + [f"No interval of the return: {reason}" for reason in refusals]
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-ready data."""
         policies = [
@@ -53,7 +79,13 @@ class EnvironmentReport:
         ]
         pairs = zip(self.comparisons, self.played[1:], self.sentences())
         compared = [{"against": other.policy, **one.to_dict(), "sentence": said} for one, other, said in pairs]
-        return {"environment": self.environment, "policies": policies, "comparisons": compared}
+        report = {"environment": self.environment, "policies": policies, "comparisons": compared}
+        return report | {"notes": self.notes()}
+
+
+def _first_error(results: EpisodeResults) -> str:
+    error = next((one.error for one in results.trajectories if one.error is not None), None)
+    return "" if error is None else f"The first error: {error}"
 
 
 def show(console: Console, report: EnvironmentReport) -> None:
@@ -62,6 +94,8 @@ def show(console: Console, report: EnvironmentReport) -> None:
     for one, sentence in zip(report.comparisons, report.sentences()):
         style = {"better": "green", "worse": "red"}.get(one.verdict, "yellow")
         console.print(escape(sentence), style=style, highlight=False, soft_wrap=True)
+    for note in report.notes():
+        console.print(escape(note), style="yellow", highlight=False, soft_wrap=True)
 
 
 def table(report: EnvironmentReport) -> Table:
@@ -92,12 +126,16 @@ def table(report: EnvironmentReport) -> Table:
 def _percent(estimate: Estimate | None) -> str:
     if estimate is None:
         return ""
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:.1%} (no interval)"
     return f"{estimate.value:.1%} \\[{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
 
 def _number(estimate: Estimate | None) -> str:
     if estimate is None:
         return ""
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:.3f} (no interval)"
     return f"{estimate.value:.3f} \\[{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
@@ -141,7 +179,8 @@ def _panel(axes: Any, estimates: Sequence[Estimate | None], label: str, scale: f
     for place, one in enumerate(estimates):
         if one is not None:
             color, value = COLORS[place % len(COLORS)], one.value * scale
-            axes.plot([one.low * scale, one.high * scale], [place, place], color=color, linewidth=3, alpha=0.5)
+            if one.low is not None and one.high is not None:
+                axes.plot([one.low * scale, one.high * scale], [place, place], color=color, linewidth=3, alpha=0.5)
             axes.plot([value], [place], color=color, marker="o", linestyle="none")
             text = f"{value:.1f}" if scale == 100 else f"{value:.3f}"
             axes.annotate(text, (value, place), (0, 7), textcoords="offset points", ha="center", fontsize="small")
@@ -156,9 +195,22 @@ def _shortened(name: str, longest: int = 60) -> str:
     return name if len(name) <= longest else f"...{name[-longest + 3 :]}"
 
 
+def _interval(estimate: Estimate) -> dict[str, list[float]]:
+    """Return the interval as an argument of a result; nothing where there is none."""
+    if estimate.low is None or estimate.high is None:
+        return {}
+    return {"confidence_interval_95": [round(estimate.low, 4), round(estimate.high, 4)]}
+
+
 def card_results(report: EnvironmentReport, settings: dict[str, Any]) -> list[EvalResult]:
-    """Return the results of the first policy as rows of a model card."""
+    """Return the results of the first policy as rows of a model card.
+
+    Args:
+        report: The results.
+        settings: What they were played with, as arguments of the rows.
+    """
     one = report.played[0]
+    environment = masked(describe_environment(report.environment)["environment"])
     mode = " (greedy)" if one.summary.greedy else ""
     found: list[tuple[str, str, Any, Estimate]] = []
     if one.summary.success is not None:
@@ -171,15 +223,16 @@ def card_results(report: EnvironmentReport, settings: dict[str, Any]) -> list[Ev
     return [
         EvalResult(
             task_type="reinforcement-learning",
-            dataset_type=report.environment,
-            dataset_name=report.environment,
+            dataset_type=environment,
+            dataset_name=environment,
             metric_type=kind,
             metric_name=name + mode,
             metric_value=value,
             metric_args={
                 **settings,
                 "episodes": estimate.episodes,
-                "confidence_interval_95": [round(float(estimate.low), 4), round(float(estimate.high), 4)],
+                **({"failed_episodes": one.summary.failed} if one.summary.failed else {}),
+                **_interval(estimate),
             },
         )
         for kind, name, value, estimate in found

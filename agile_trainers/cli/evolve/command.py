@@ -153,6 +153,19 @@ def _show_plan(file: PopulationFile, console: Console) -> None:
     console.print(f"{folder}: {state}{best}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _held_out(lineage: Lineage) -> str:
+    """Say how the winner did on episodes by which it was not chosen."""
+    found, fitness = lineage.held_out, lineage.settings["fitness"]
+    if found is None or found.fitness is None:
+        return "Every held-out episode failed in the environment."
+    error = "" if found.standard_error is None else f" ± {found.standard_error:.3f}"
+    failed = f", {found.failed_episodes} of which failed and count against it" if found.failed_episodes else ""
+    return (
+        f"It was chosen by these episodes, which flatters it. On {found.episodes} others{failed}: {fitness} "
+        f"{found.fitness:.3f}{error}."
+    )
+
+
 def _show_winner(lineage: Lineage, folder: Path, file: PopulationFile, console: Console) -> None:
     """Print the winner, its folder, and what can be done with it."""
     last = lineage.winner
@@ -162,6 +175,7 @@ def _show_winner(lineage: Lineage, folder: Path, file: PopulationFile, console: 
     fitness = lineage.settings["fitness"]
     parts = [
         f"The winner is member {last.member} after {last.steps} updates: {fitness} {last.fitness:.3f}{error}, {values}.",
+        _held_out(lineage),
         f"Its policy is in {folder}.",
     ]
     parts += [

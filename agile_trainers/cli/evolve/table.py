@@ -91,8 +91,19 @@ def round_table(done: Round, fitness: str) -> Table:
 
 
 def round_reasons(done: Round) -> list[str]:
-    """Return a line for each decision that has a reason or a change, and for each failure."""
+    """Return a line for each decision that has a reason or a change, and for each member with a failure."""
     lines = []
+    for event in done.trained:
+        if event.failed_episodes:
+            lines.append(
+                f"  member {event.member}: the environment failed in {event.failed_episodes} evaluation episodes, which "
+                "count against it"
+            )
+        if event.unreported_episodes:
+            lines.append(
+                f"  member {event.member}: {event.unreported_episodes} evaluation episodes report no success, and count as "
+                "unsuccessful"
+            )
     for event in (*(one for one in done.trained if one.event == "failed"), *done.decided):
         moved = ", ".join(f"{name} {value_text(a)} to {value_text(b)}" for name, (a, b) in event.changes.items())
         parts = [part for part in (moved, *event.reason.splitlines()[:1]) if part]

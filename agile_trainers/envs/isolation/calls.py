@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -31,6 +32,8 @@ _LOADING_SECONDS = 120.0
 """Seconds to start a process and load the function."""
 _LONGEST_REPLY = 1 << 24
 """Bytes."""
+_ENDS = ("value", "error", "memory")
+"""Kinds of the reply that ends a call."""
 
 
 class IsolatedError(RuntimeError):
@@ -38,7 +41,7 @@ class IsolatedError(RuntimeError):
 
 
 class IsolatedDeath(IsolatedError):
-    """Raised when the function's process dies or runs out of memory."""
+    """Raised when the function's process dies, runs out of memory, or sends anything that is not its reply."""
 
 
 def run_isolated(
@@ -70,7 +73,8 @@ def run_isolated(
     Raises:
         IsolationError: If isolation is required, but this machine has none and running without it is not allowed.
         TimeoutError: If the call took too long.
-        IsolatedError: If the function raised, used too much memory, or returned a value that is not JSON.
+        IsolatedError: If the function raised, used too much memory, or returned a value that is not JSON, or if its process
+            died or sent anything that is not its reply.
     """
     if not 0 < memory <= _MOST_MEMORY:
         raise ValueError(f"memory must be between 1 and {_MOST_MEMORY} megabytes, got {memory}.")
@@ -78,10 +82,7 @@ def run_isolated(
         isolation.require(required_by)
     key = isolation.level(), function.__code__.co_filename
     with _slots:
-        try:
-            worker = _idle[key].pop()
-        except IndexError:
-            worker = _Worker(key[1])
+        worker = _idle_worker(key) or _Worker(key[1])
         try:
             kind, value = worker.ask(function, arguments, timeout, memory)
             if kind == "memory":  # memory that the caught exception may still hold
@@ -124,9 +125,19 @@ class _Worker:
             "name": function.__name__,
             "arguments": arguments,
         }
-        self._send({**request, "timeout": timeout, "memory": memory})
-        self._receive(_LOADING_SECONDS)
-        return self._receive(30 * timeout)
+        call = self._send({**request, "timeout": timeout, "memory": memory})
+        self._receive(call, "loaded", _LOADING_SECONDS)
+        self._receive(call, "done", 30 * timeout)
+        # What was written during the call cannot name the ticket, which is drawn afterwards.
+        ticket = self._send({})
+        reply = self._receive(ticket, None, _LOADING_SECONDS)
+        if not self.is_silent():
+            raise IsolatedDeath("the process sent more than its reply")
+        return reply
+
+    def is_silent(self) -> bool:
+        """Return whether the process lives and has sent nothing that was not read."""
+        return self._process.poll() is None and not self._begun and not _ready(self._replies, select.POLLIN, 0.0)
 
     def kill(self) -> None:
         self._process.kill()
@@ -135,16 +146,20 @@ class _Worker:
             with suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
 
-    def _send(self, request: dict[str, Any]) -> None:
-        left = json.dumps(request).encode() + b"\n"
+    def _send(self, request: dict[str, Any]) -> str:
+        """Send a request with a random number, and return the number."""
+        number = secrets.token_hex(16)
+        left = json.dumps({"number": number, **request}).encode() + b"\n"
         deadline = time.monotonic() + _LOADING_SECONDS
         with suppress(BrokenPipeError):  # a dead process does not answer
             while left:
                 if not _ready(self._requests, select.POLLOUT, deadline):
                     raise TimeoutError("it reads no request")
                 left = left[os.write(self._requests, left) :]
+        return number
 
-    def _receive(self, seconds: float) -> tuple[str, Any]:
+    def _receive(self, number: str, kind: str | None, seconds: float) -> tuple[str, Any]:
+        """Read the reply to the request of this number; of any kind if ``kind`` is None."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._begun:
             if not _ready(self._replies, select.POLLIN, deadline):
@@ -154,15 +169,33 @@ class _Worker:
             if not part or len(self._begun) > _LONGEST_REPLY:
                 raise self._death()
         line, _, self._begun = self._begun.partition(b"\n")
-        kind, value = json.loads(line)
-        return kind, value
+        try:
+            found, *reply = json.loads(line)
+            named, value = reply
+        except (ValueError, TypeError, RecursionError) as error:
+            raise IsolatedDeath(f"the process sent something that is no reply ({type(error).__name__})") from error
+        if found != number or named not in ([kind] if kind else _ENDS):
+            raise IsolatedDeath("the process sent a reply to no request")
+        return named, value
 
     def _death(self) -> Exception:
         self._process.kill()
         code = isolation.exit_code(self._process.wait())
         if code == -signal.SIGPROF:
             return TimeoutError("it used up its CPU time")
-        return IsolatedDeath(f"the process died (exit code {code})")
+        return IsolatedDeath(f"the process died ({isolation.describe_status(code)})")
+
+
+def _idle_worker(key: tuple[str, str]) -> _Worker | None:
+    """Return an idle worker, None if there is none; one that died or sent something unasked is ended."""
+    while True:
+        try:
+            worker = _idle[key].pop()
+        except IndexError:
+            return None
+        if worker.is_silent():
+            return worker
+        worker.kill()
 
 
 def _ready(descriptor: int, what: int, deadline: float) -> bool:

@@ -36,7 +36,8 @@ def seal(spec: dict[str, Any]) -> None:
     """Apply the specification, in the order that the kernel requires."""
     for name, value in spec["limits"].items():
         with suppress(*(() if sys.platform == "linux" else (ValueError, OSError))):
-            resource.setrlimit(getattr(resource, name), (value, value))
+            # At its soft limit of CPU time a program gets a signal that no other cause has.
+            resource.setrlimit(getattr(resource, name), (value, value + (name == "RLIMIT_CPU")))
     os.umask(0o077)
     if sys.platform != "linux":
         return

@@ -96,6 +96,14 @@ class Run:
     cut: bool
     """True if the program was ended because it printed more than the limit."""
 
+    @property
+    def death(self) -> str:
+        """Description of the program's end, with the last line of its errors; empty if it ended without an error."""
+        if self.status == 0:
+            return ""
+        last = self.errors.strip().rpartition("\n")[2]
+        return describe_status(self.status) + (f": {last}" if last else "")
+
 
 def run_program(
     code: str,
@@ -142,7 +150,9 @@ def run_program(
             # The first byte marks the start of the program.
             ended = _read(streams, output, 1, _PROBE_SECONDS) or _read(streams, None, max_output + 2, timeout)
             if ended:
-                process.wait(_PROBE_SECONDS)
+                process.wait(timeout)
+        except subprocess.TimeoutExpired:  # it closed its streams and goes on
+            ended = False
         finally:
             process.kill()
             process.wait()
@@ -153,7 +163,7 @@ def run_program(
         printed=printed[:max_output].decode("utf-8", "replace"),
         errors=streams[errors][:max_output].decode("utf-8", "replace"),
         status=status,
-        timed_out=not cut and (not ended or status in (-signal.SIGXCPU, -signal.SIGKILL)),
+        timed_out=not cut and (not ended or status == -signal.SIGXCPU),
         cut=cut,
     )
 
@@ -335,6 +345,22 @@ def _readable(sites: bool, extra: Sequence[Path | str]) -> tuple[list[str], dict
 def exit_code(status: int) -> int:
     """Return the exit status of an isolated program; negative for a signal, at every level."""
     return 128 - status if status > 128 else status
+
+
+_MEANINGS = {
+    "SIGKILL": "as the kernel does when the machine's memory is used up",
+    "SIGSEGV": "as for recursion that is too deep, or a stack that would exceed the memory limit",
+    "SIGXCPU": "at the limit of CPU time",
+    "SIGXFSZ": "at the limit of file size",
+}
+
+
+def describe_status(status: int) -> str:
+    """Return how a program with this status ended: its exit code, or the name of the signal and what it usually means."""
+    if -status not in set(signal.Signals):
+        return f"exit code {status}"
+    name = signal.Signals(-status).name
+    return f"ended by {name}" + (f", {_MEANINGS[name]}" if name in _MEANINGS else "")
 
 
 def _filter_if_any() -> bytes:

@@ -14,13 +14,17 @@ from typing import Any
 
 
 def _serve() -> None:
-    """Answer requests until the input ends."""
+    """Answer requests until the input ends.
+
+    The replies to a request, in order: it is ``loaded``, the call is ``done``, and then, with the number of a second
+    request that arrives after the call, its ``value`` or ``error``.
+    """
     replies = os.dup(1)
     os.dup2(2, 1)  # keeps printed text of libraries out of the replies
     functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
-    def reply(kind: str, value: Any) -> None:
-        left = json.dumps([kind, value]).encode() + b"\n"
+    def reply(number: str, kind: str, value: Any = None) -> None:
+        left = json.dumps([number, kind, value]).encode() + b"\n"
         while left:
             left = left[os.write(replies, left) :]
 
@@ -28,26 +32,32 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         key = request["file"], request["name"]
+        answer: tuple[str, Any] | None = None
         try:
             if key not in functions:
                 functions[key] = _load(*key)
         except BaseException as error:
-            reply("loaded", None)
-            reply("error", _described(error))
-            continue
-        _limit(request["memory"])
-        reply("loaded", None)
-        # Without a handler in Python, the kernel ends the process at any point.
-        signal.setitimer(signal.ITIMER_PROF, request["timeout"])
-        try:
-            answer = "value", functions[key](*request["arguments"])
-            json.dumps(answer)
-        except MemoryError:
-            answer = "memory", "MemoryError"
-        except BaseException as error:
             answer = "error", _described(error)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        reply(*answer)
+        _limit(request["memory"])
+        reply(request["number"], "loaded")
+        if answer is None:
+            answer = _call(functions[key], request["arguments"], request["timeout"])
+        reply(request["number"], "done")
+        reply(json.loads(sys.stdin.readline())["number"], *answer)
+
+
+def _call(function: Callable[..., Any], arguments: list[Any], timeout: float) -> tuple[str, Any]:
+    # Without a handler in Python, the kernel ends the process at any point.
+    signal.setitimer(signal.ITIMER_PROF, timeout)
+    try:
+        answer: tuple[str, Any] = "value", function(*arguments)
+        json.dumps(answer)
+    except MemoryError:
+        answer = "memory", "MemoryError"
+    except BaseException as error:
+        answer = "error", _described(error)
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    return answer
 
 
 def _load(file: str, name: str) -> Callable[..., Any]:

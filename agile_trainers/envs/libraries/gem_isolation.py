@@ -9,8 +9,8 @@ from typing import Any
 
 from agile_trainers.envs.isolation import levels as isolation
 from agile_trainers.envs.isolation.calls import IsolatedDeath, run_isolated
-from agile_trainers.envs.libraries import gem_grader, scorers
-from agile_trainers.envs.libraries.reasoning_gym import evaluates
+from agile_trainers.envs.libraries import gem_grader
+from agile_trainers.envs.libraries.reasoning_gym import check_scorer, score_answer
 
 _CODE_MEMORY, _CODE_OUTPUT = 1024, 100_000
 _GRADER_MEMORY = 4096
@@ -35,21 +35,14 @@ def isolate(name: str, game: Any) -> Any:
             game.mp_pool.terminate()
         game.use_mp, game.close = False, lambda: None
         game._local_step = functools.partial(_step, name, game)
-    if hasattr(game, "ds") and hasattr(game, "reward_fn") and evaluates(game.name, game.ds):
-        isolation.require(name)
-        game.reward_fn = functools.partial(score, name, game.name, {"size": game.size, "seed": game.seed})
+    if hasattr(game, "ds") and hasattr(game, "reward_fn"):
+        check_scorer(game.name, game.ds, name)
+        game.reward_fn = functools.partial(_score, name, game, json.dumps({"size": game.size, "seed": game.seed}))
     return game
 
 
-def score(
-    required_by: str, data_set: str, settings: dict[str, Any], *, answer: str | None, entry: dict[str, Any]
-) -> float:
-    """Score an answer with a reasoning-gym data set that evaluates answers; 0 if it exceeds the limits."""
-    try:
-        arguments = data_set, json.dumps(settings, default=list), answer, entry
-        return run_isolated(scorers.score, *arguments, memory=2048, required_by=required_by)
-    except (TimeoutError, IsolatedDeath):
-        return 0.0
+def _score(required_by: str, game: Any, settings: str, *, answer: str | None, entry: dict[str, Any]) -> float:
+    return score_answer(game.name, game.ds, settings, answer, entry, required_by)
 
 
 def _step(name: str, game: Any, action: str) -> Any:
@@ -82,4 +75,4 @@ def _run(
     )
     if ran.timed_out:
         return False, ran.printed, f"Execution timed out after {timeout} seconds."
-    return ran.status == 0, ran.printed, ran.errors.strip()
+    return ran.status == 0, ran.printed, ran.errors.strip() or ran.death

@@ -89,8 +89,10 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
     between 0 and 1 and often above 0 for a wrong answer; 1 is a success. An answer for which the scorer raises scores 0. A
     question's text assigns it to ``train`` or ``test``, so both splits can be used of one data set.
 
-    Scorers that evaluate an answer run in an isolated process (see :mod:`~agile_trainers.envs.isolation.levels`) and read
-    only answers in their data set's grammar; see :mod:`~agile_trainers.envs.libraries.scorers`.
+    No scorer executes an answer. Those that would evaluate one run in an isolated process (see
+    :mod:`~agile_trainers.envs.isolation.levels`) and read only answers in their data set's grammar; see
+    :mod:`~agile_trainers.envs.libraries.scorers`. An answer of more than 10,000 characters (or twice the data set's own
+    answer, if that is more) scores 0.
 
     Args:
         name: The data set, for example ``chain_sum``.
@@ -107,7 +109,8 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
 
     Raises:
         ImportError: If reasoning-gym is not installed.
-        ValueError: If the data set or a setting is unknown, or its configuration rejects a value.
+        ValueError: If the data set or a setting is unknown, its configuration rejects a value, or its scorer executes
+            answers and there is no grammar for them (a newer release of reasoning-gym).
         IsolationError: If its scorer evaluates answers, but this machine has no isolation and running without it is not
             allowed.
     """
@@ -164,9 +167,7 @@ class _Items:
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(f"reasoning_gym:{name} cannot be made from size={size} and {config}: {error}") from error
         self.item = functools.lru_cache(maxsize=_CACHED_ROWS)(self._item)
-        self.evaluates = evaluates(name, self.data_set)
-        if self.evaluates:
-            isolation.require(f"reasoning_gym:{name}")
+        check_scorer(name, self.data_set, f"reasoning_gym:{name}")
 
     def draw(self, rng: random.Random) -> Row:
         """Draw a random item."""
@@ -174,26 +175,67 @@ class _Items:
 
     def score(self, answer: str, item: Row) -> float:
         """Return the data set's score of an answer."""
-        if not self.evaluates:
-            with _random_state(0):
-                return scorers.evaluate(self.data_set, answer, item)
-        arguments = self.name, self._settings, answer, item
-        limits: dict[str, Any] = {"timeout": _SECONDS, "memory": _MEMORY}
-        try:
-            return run_isolated(scorers.score, *arguments, **limits, required_by=f"reasoning_gym:{self.name}")
-        except (TimeoutError, IsolatedDeath):
-            return 0.0
+        return score_answer(self.name, self.data_set, self._settings, answer, item, f"reasoning_gym:{self.name}")
 
     def _item(self, number: int) -> Row:
         with _random_state(number):
             return self.data_set[number]
 
 
-def evaluates(name: str, data_set: Any) -> bool:
-    """Return whether a data set's scorer may execute an answer; unknown releases count as executing."""
-    return name in scorers.EVALUATING or (
-        name not in _HARMLESS and _EVALUATOR.search(inspect.getsource(type(data_set).score_answer)) is not None
-    )
+def check_scorer(name: str, data_set: Any, required_by: str) -> None:
+    """Check that this machine can score answers of a data set without executing one.
+
+    Args:
+        name: The data set's name.
+        data_set: The data set.
+        required_by: Name of the environment, for errors.
+
+    Raises:
+        ValueError: If the scorer executes answers and there is no grammar for them; newer releases may have such a scorer.
+        IsolationError: If the scorer must be isolated, but this machine has no isolation and running without it is not
+            allowed.
+    """
+    if name in scorers.EVALUATING:
+        isolation.require(required_by)
+    elif name not in _HARMLESS and _EVALUATOR.search(inspect.getsource(type(data_set).score_answer)):
+        raise ValueError(
+            f"{required_by} executes answers (score_answer of {type(data_set).__name__} calls eval, exec or a parser that "
+            f"does), and agile_trainers has no grammar that limits them. Use another data set, or another release of "
+            f"reasoning-gym."
+        )
+
+
+def score_answer(
+    name: str, data_set: Any, settings: str, answer: str | None, entry: dict[str, Any], required_by: str
+) -> float:
+    """Score an answer with its data set, in an isolated process if the scorer evaluates answers or takes long.
+
+    Args:
+        name: The data set's name.
+        data_set: The data set.
+        settings: The data set's settings as JSON, to make it in the isolated process.
+        answer: The answer; None if the completion has none.
+        entry: The data set's item, with question and metadata.
+        required_by: Name of the environment, for errors.
+
+    Returns:
+        The score between 0 and 1; 0 if the scorer raises or exceeds its limits.
+
+    Raises:
+        IsolationError: If this machine has no isolation and running without it is not allowed.
+    """
+    if name not in (*scorers.EVALUATING, *scorers.SLOW):
+        with _random_state(0):
+            return scorers.evaluate(name, data_set, answer, entry)
+    required = required_by if name in scorers.EVALUATING else None
+    try:
+        return float(
+            run_isolated(
+                scorers.score, name, settings, answer, entry, timeout=_SECONDS, memory=_MEMORY, required_by=required
+            )
+        )
+    except (TimeoutError, IsolatedDeath):
+        return 0.0
 
 
 def _items(name: str, size: int, config: dict[str, Any]) -> _Items:

@@ -1,8 +1,9 @@
-"""Scores answers with reasoning-gym data sets that may evaluate them; runs in an isolated process, see ``isolation/``.
+"""Scores answers with reasoning-gym's data sets, without executing an answer.
 
-Nine scorers pass an answer to ``eval`` or to sympy's ``parse_expr``, which evaluates too. An answer that is not in the
-grammar of its data set scores 0 before that. Such an answer is not a solution, even if the scorer would accept it
-(``len('')`` among the numbers, an unevaluated ``Integral``).
+Nine scorers pass an answer to ``eval`` or to sympy's ``parse_expr``, which evaluates too; they run in an isolated process,
+see ``isolation/``. In place of ``eval`` they get ``ast.literal_eval``. An answer that is not in the grammar of its data set
+scores 0 before that. Such an answer is not a solution, even if the scorer would accept it (``len('')`` among the numbers, an
+unevaluated ``Integral``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 import random
 import re
 import sys
@@ -25,15 +27,23 @@ PUZZLES = ("countdown", "puzzle24")
 _WRONG = {"countdown": 0.05, "puzzle24": 0.01}
 """Score of each data set for the right numbers with a wrong value."""
 EVALUATING = (*LITERALS, *FORMULAS, *PUZZLES)
+SLOW = ("propositional_logic",)
+"""Data sets whose scorers take exponential time for some answers; they run in the isolated process too."""
+NUMBERS = ("complex_arithmetic",)
+"""Data sets whose scorers give 1 for the answer ``nan``, since a comparison with it is false."""
+UNGRADED = ("game_of_life_halting",)
+"""Data sets whose scorers pay any text; the answer must be the data set's own."""
 
 _FUNCTIONS = {"Abs", "C", "E", "I", "acos", "acosh", "acot", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc",
               "erf", "exp", "ln", "log", "pi", "sec", "sin", "sinh", "sqrt", "tan", "tanh"}  # fmt: skip
-_FORMULA = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+|[A-Za-z_]\w*|[-+*/(),\s])*", re.ASCII)
+# Possessive: a number or name can be read in one way only, so that no text makes the search go back.
+_FORMULA = re.compile(r"(?:\d++(?:\.\d*+)?|\.\d++|[A-Za-z_]\w*+|[-+*/(),\s])*+", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_PUZZLE = re.compile(r"(?:\d+|[-+*/()\s])*", re.ASCII)
+_PUZZLE = re.compile(r"[-+*/()\s\d]*", re.ASCII)
 _LITERAL_NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
+_NAN = re.compile("nan", re.IGNORECASE)
 _LONGEST = 10_000
-"""Maximum number of characters of an answer."""
+"""Maximum number of characters of an answer, if the data set's own is not longer than half of it."""
 
 
 def prepare() -> None:
@@ -44,44 +54,51 @@ def prepare() -> None:
 
 
 def score(name: str, settings: str, answer: str | None, entry: dict[str, Any]) -> float:
-    """Score an answer with its data set; 0 if the scorer raises or the answer is not in the grammar.
+    """Make a data set from its name and its settings as JSON, and score an answer as :func:`evaluate` does."""
+    return evaluate(name, _data_set(name, settings), answer, entry)
+
+
+def evaluate(name: str, data_set: Any, answer: str | None, entry: dict[str, Any]) -> float:
+    """Return a data set's score of an answer, between 0 and 1; 0 if the scorer raises or the grammar has no such answer.
 
     Args:
-        name: The data set.
-        settings: The data set's settings as JSON.
-        answer: The answer.
+        name: The data set's name.
+        data_set: The data set.
+        answer: The answer; None if the completion has none.
         entry: The data set's item, with question and metadata.
     """
-    data_set = _data_set(name, settings)
-    if answer is not None and name in EVALUATING and not is_in_grammar(name, answer, entry):
-        return float(answer.strip() == str(entry["answer"]).strip())
-    found = evaluate(data_set, answer, entry)
-    return _WRONG[name] if found == 1.0 and name in PUZZLES and not _is_exact(str(answer), entry) else found
-
-
-def evaluate(data_set: Any, answer: str | None, entry: dict[str, Any]) -> float:
-    """Return the score, 0 if the scorer raises; a few scorers use random numbers."""
     import numpy
 
-    random.seed(0)
+    if answer is not None and not is_in_grammar(name, answer, entry):
+        return float(answer.strip() == str(entry["answer"]).strip())
+    random.seed(0)  # a few scorers use random numbers
     numpy.random.seed(0)
     try:
-        return float(data_set.score_answer(answer=answer, entry=entry))
+        found = float(data_set.score_answer(answer=answer, entry=entry))
+        if found == 1.0 and name in PUZZLES and not _is_exact(str(answer), entry):
+            return _WRONG[name]
     except MemoryError:
         raise
     except Exception:  # some scorers assume a format of the answer
         return 0.0
+    return min(max(found, 0.0), 1.0) if math.isfinite(found) else 0.0
 
 
 def is_in_grammar(name: str, answer: str, entry: dict[str, Any]) -> bool:
     """Return whether an answer is in the grammar that its data set's scorer expects."""
-    if len(answer) > _LONGEST:
+    if len(answer) > max(_LONGEST, 2 * len(str(entry["answer"]))):
+        return False
+    if name in UNGRADED:
         return False
     if name in LITERALS:
         return _is_literal(answer)
+    if name in NUMBERS:
+        return not _NAN.search(answer)
     if name in FORMULAS:
         known = _FUNCTIONS | set(_NAME.findall(str(entry["answer"]))) | set(_NAME.findall(str(_variables(entry))))
         return bool(_FORMULA.fullmatch(answer)) and known.issuperset(_NAME.findall(answer))
+    if name not in PUZZLES:
+        return True
     if not _PUZZLE.fullmatch(answer) or "**" in answer or "//" in answer:
         return False
     return sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
@@ -95,10 +112,12 @@ def _is_exact(answer: str, entry: dict[str, Any]) -> bool:
 
 
 def _is_literal(answer: str) -> bool:
-    """Return whether ``eval`` would read the answer as a literal or raise a syntax error."""
+    """Return whether Python reads the answer as a literal, or as no expression at all, such as a drawn board."""
     try:
-        tree = ast.parse(answer.lstrip(" \t"), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = ast.parse(answer.strip(), mode="eval")
+    except (RecursionError, MemoryError):  # nested too deeply here, but perhaps not for the scorer
+        return False
+    except (SyntaxError, ValueError):
         return True
     return all(isinstance(node, _LITERAL_NODES) for node in ast.walk(tree))
 
@@ -110,6 +129,10 @@ def _variables(entry: dict[str, Any]) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def _data_set(name: str, settings: str) -> Any:
+    """Make a data set whose scorer reads literals and executes nothing."""
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(name, **json.loads(settings))
+    data_set = reasoning_gym.create_dataset(name, **json.loads(settings))
+    if name in LITERALS:
+        vars(sys.modules[type(data_set).__module__])["eval"] = ast.literal_eval
+    return data_set

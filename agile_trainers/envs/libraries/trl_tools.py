@@ -68,8 +68,9 @@ class TRLEnvironment:
     """Plays an object of TRL's ``environment_factory`` as an environment.
 
     As in TRL, its public methods are the tools. The result of ``reset(**row)`` is appended to the last message of the
-    row's ``prompt`` (or is the prompt). The first answer without a tool call ends the episode, which is then rewarded: by
-    the object's ``get_reward()`` and by ``reward_funcs``, which get the object as ``environments``. Rewards add up.
+    row's ``prompt`` (or is the prompt). The first answer without a tool call, or a limit of the trainer, ends the episode,
+    which is then rewarded: by the object's ``get_reward()`` and by ``reward_funcs``, which get the object as
+    ``environments``. Rewards add up. Without either, all rewards are those of the trainer's own ``reward_funcs``.
 
     Unlike in TRL, calls are read in Hermes' and in Llama 3's format for every chat template, and ``reset`` also gets
     ``seed`` if it takes one (``**kwargs`` takes one). An object with random numbers should seed itself from it, since all
@@ -85,8 +86,8 @@ class TRLEnvironment:
         announce: ``"system"``: list the tools in a system message. ``"no"``: do not list them (the chat template does).
 
     Raises:
-        ValueError: If the object has no ``reset`` or no tool, a tool has no docstring or type hints, there is no reward, or
-            ``reward_weights`` do not match.
+        ValueError: If the object has no ``reset`` or no tool, a tool has no docstring or type hints, or ``reward_weights``
+            do not match.
     """
 
     def __init__(
@@ -107,8 +108,6 @@ class TRLEnvironment:
             raise ValueError(
                 f"{self.name} must define reset(**row) and at least one public method, which becomes a tool."
             )
-        if not self.reward_funcs and not hasattr(self.object, "get_reward"):
-            raise ValueError(f"{self.name} has no reward: define get_reward(), or pass reward_funcs.")
         if len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(f"{len(self.reward_funcs)} reward_funcs need as many weights, got {self.reward_weights}.")
         if announce not in ("system", "no"):
@@ -144,7 +143,11 @@ class TRLEnvironment:
         calls = self._calls_in(action)
         if calls:
             return self._continue([self._toolbox.run(call) for call in calls])
-        return self._end([reward() for reward in self._rewards()])
+        return self._over([reward() for reward in self._rewards()])
+
+    def end(self, reason: str) -> float:
+        """Reward an episode that a limit ends while the object still plays, as TRL rewards every episode."""
+        return self._total([reward() for reward in self._rewards()])
 
     def close(self) -> None:
         """Close the object if it defines ``close``."""
@@ -168,11 +171,14 @@ class TRLEnvironment:
         functions: list[Callable[[], Any]] = [functools.partial(function, **columns) for function in self.reward_funcs]
         return [self.object.get_reward, *functions] if hasattr(self.object, "get_reward") else functions
 
-    def _end(self, values: list[Any]) -> StepResult:
+    def _over(self, values: list[Any]) -> StepResult:
+        return "", self._total(values), True, False, self._info()
+
+    def _total(self, values: list[Any]) -> float:
+        """Add up what :meth:`_rewards` gave."""
         own = [values.pop(0)] if hasattr(self.object, "get_reward") else []
         rewards = [*own, *(weight * (value[0] or 0.0) for weight, value in zip(self.reward_weights, values))]
-        reward = math.fsum(0.0 if value is None else float(value) for value in rewards)
-        return "", reward, True, False, self._info()
+        return math.fsum(0.0 if value is None else float(value) for value in rewards)
 
     def _info(self) -> dict[str, Any]:
         info: dict[str, Any] = {"calls": self.calls, "failed_calls": self.failed_calls}
@@ -189,7 +195,11 @@ class AsyncTRLEnvironment(TRLEnvironment):
         calls = self._calls_in(action)
         if calls:
             return self._continue([await self._toolbox.run_awaited(call) for call in calls])
-        return self._end([await _awaited(reward()) for reward in self._rewards()])
+        return self._over([await _awaited(reward()) for reward in self._rewards()])
+
+    async def end(self, reason: str) -> float:  # type: ignore[override]
+        """Await the reward of an episode that a limit ends."""
+        return self._total([await _awaited(reward()) for reward in self._rewards()])
 
 
 def _tools(instance: Any) -> dict[str, Callable[..., Any]]:

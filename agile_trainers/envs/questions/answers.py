@@ -13,6 +13,8 @@ from agile_trainers.envs.questions.mathematics import equal
 
 _LONGEST = 10_000
 """Maximum number of characters of an answer; longer ones are wrong."""
+_MOST_MARKS = 20
+"""Maximum number of nested marks of a kind that are removed."""
 _SECONDS = 5.0
 """CPU seconds for comparing two mathematical answers."""
 _SIGNS = str.maketrans(
@@ -87,11 +89,11 @@ def normalized(answer: str) -> str:
 
     Signs (minus, times, divided by, full-width digits) become ASCII and special spaces plain ones. Then these are removed
     repeatedly: surrounding space, ``$...$``, ``\\(...\\)``, ``**...**``, ``__...__``, backquotes, double quotes,
-    ``\\text{...}`` and similar commands, a leading ``=`` and one full stop at the end.
+    ``\\text{...}`` and similar commands, a leading ``=`` and one full stop at the end. At most 20 marks of a kind are
+    removed, so that the time is linear in the length.
     """
     text = answer.translate(_SIGNS).strip()
-    before = None
-    while text != before:
+    for _ in range(_MOST_MARKS):
         before = text
         for opening, closing in _WRAPPINGS:
             if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
@@ -100,6 +102,8 @@ def normalized(answer: str) -> str:
                     text = inner.strip()
         if text.endswith(".") and not text.endswith("..") and not text.endswith("\\."):
             text = text[:-1].strip()
+        if text == before:
+            break
     return text
 
 

@@ -76,8 +76,8 @@ def run_python(code: str, *, timeout: float = 5.0, memory: int = 256, max_output
         max_output: Bytes of output; a program that prints more is ended.
 
     Returns:
-        Standard output, followed by the error (with its line) or the limit that ended the program. A note if there is no
-        output.
+        Standard output, followed by the error (with its line), the limit that ended the program, or the signal or exit code
+        with which the interpreter died. A note if there is no output.
 
     Raises:
         ValueError: If a limit is not positive.
@@ -93,5 +93,5 @@ def run_python(code: str, *, timeout: float = 5.0, memory: int = 256, max_output
     if ran.timed_out:
         return f"{text}\nTimeoutError: stopped after {timeout:g} seconds".lstrip()
     if ran.status != 0:
-        return f"{text}\nError: the interpreter died; the memory limit is {memory} MB".lstrip()
+        return f"{text}\nError: the interpreter died ({ran.death}; the memory limit is {memory} MB)".lstrip()
     return text or "(no output: print the result)"

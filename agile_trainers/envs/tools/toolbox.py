@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from transformers.utils import get_json_schema
 
 from agile_trainers.envs.isolation.levels import IsolationError
 from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error
+from agile_trainers.imports import pass_on_interrupt
 
 CallFormat = Literal["hermes", "llama3"]
 CALL_EXAMPLES = {
@@ -57,7 +59,8 @@ class Toolbox:
         """
         try:
             return _shown(self._invoke(call))
-        except Exception as error:
+        except BaseException as error:
+            pass_on_interrupt(error)
             return _failure(error)
 
     async def run_awaited(self, call: ToolCall | MalformedCall) -> str:
@@ -65,7 +68,10 @@ class Toolbox:
         try:
             result = self._invoke(call)
             return _shown(await result if inspect.isawaitable(result) else result)
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            pass_on_interrupt(error)
             return _failure(error)
 
     def _invoke(self, call: ToolCall | MalformedCall) -> Any:
@@ -117,7 +123,7 @@ def _shown(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def _failure(error: Exception) -> str:
+def _failure(error: BaseException) -> str:
     if isinstance(error, IsolationError):
         raise error
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

@@ -7,7 +7,8 @@ function ticks(low, high, wanted) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((one) => one >= rough * 0.999);
   const found = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push(Number((k * step).toPrecision(12)));
+  // The count is bounded since neighbouring numbers beyond 2 ** 53 are further apart than one.
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9 && found.length < 50; k++) found.push(Number((k * step).toPrecision(12)));
   return found;
 }
 

@@ -50,6 +50,7 @@ class Run {
     Object.assign(this, { id, live, parts, name: data.name, info: data.info || {}, metrics: data.metrics });
     this.environments = data.environments;
     this.findings = data.findings || [];
+    this.problems = data.problems || [];
     this.columns = data.episodes;
     this.size = this.columns.stop.length;
     let first = 0;
@@ -157,7 +158,6 @@ function summary(run, rows) {
   return {
     size: rows.length,
     return: mean(returns),
-    spread: returns.length ? Math.max(...returns) - Math.min(...returns) : null,
     success: mean(successes.map(Number)),
     turns: mean(numbers("num_turns")),
     tokens: mean(numbers("num_tokens")),
@@ -167,8 +167,9 @@ function summary(run, rows) {
 
 const rowsOf = (section) => Array.from({ length: section.size }, (_, k) => section.first + k);
 
-/** The share of groups whose members all have the same return. */
-function deadGroups(section) {
-  const groups = section.run.groups(section).filter((group) => group.rows.length > 1);
-  return mean(groups.map((group) => Number(summary(section.run, group.rows).spread === 0)));
+/** Whether no turn of any member of a group has an advantage; false where advantages are not known. */
+function isZeroAdvantage(run, outlines) {
+  const eps = Number(run.info.options?.zero_advantage_eps ?? 1e-6);
+  const turns = outlines.flatMap((outline) => outline.turns);
+  return turns.length > 0 && turns.every(({ advantage }) => Math.abs(finite(advantage) ?? NaN) <= eps);
 }

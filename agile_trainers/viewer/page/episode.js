@@ -116,7 +116,7 @@ function promptBlock(episode) {
   const messages = Array.isArray(prompt) ? prompt : [{ role: "prompt", content: prompt }];
   const info = asText(episode.reset_info);
   return h("section.prompt", { "aria-label": "Prompt" },
-    messages.map((message) => messageBlock(message?.role ?? "prompt", message?.content ?? message)),
+    messages.map((message) => messageBlock(asText(message?.role ?? "prompt"), message?.content ?? message)),
     hasContent(episode.reset_info) ? h("details", {}, h("summary", {}, "info of reset"), longText(info, "the info of reset")) : null,
     episode.prompt_ids?.length ? tokensOnDemand(`${count(episode.prompt_ids.length)} prompt tokens`, (box) =>
       showTokens(box, { ids: episode.prompt_ids, pieces: episode.pieces }, 0, episode.prompt_ids.length), "foreign") : null);
@@ -153,7 +153,7 @@ function turnBlock(episode, turn, k) {
     unknown || !tokens.childNodes.length ? longText(asText(turn.text), `turn ${k + 1}`) : null,
     tokens,
     answered === null || answered === undefined ? null
-      : Array.isArray(answered) ? answered.map((message) => messageBlock(`environment (${message?.role ?? "message"})`, message?.content ?? message))
+      : Array.isArray(answered) ? answered.map((message) => messageBlock(`environment (${asText(message?.role ?? "message")})`, message?.content ?? message))
       : messageBlock("environment", answered),
     hasContent(turn.info) ? h("details.info", {}, h("summary", {}, "info"), longText(asText(turn.info), `the info of turn ${k + 1}`)) : null,
     turn.end < next ? tokensOnDemand(`${count(next - turn.end)} tokens between the actions`, (box) => showTokens(box, episode, turn.end, next)) : null);

@@ -15,8 +15,8 @@ const CHARTS = [
     about: "Share of tokens whose importance ratio was clipped in the update",
   },
   {
-    title: "Dead groups", names: ["frac_reward_zero_std"], format: percent,
-    about: "Share of groups whose members all have the same return, so that they teach nothing", counted: deadGroups,
+    title: "Zero-advantage groups", names: ["zero_advantage_groups"], format: percent,
+    about: "Share of groups in which no turn of any member has an advantage",
   },
 ];
 
@@ -72,6 +72,7 @@ function runPage(run) {
     h("h1", {}, run.label),
     runFacts(run),
     memberTable(run),
+    problemList(run),
     findingList(run),
     h("section", { "aria-label": "Timeline" },
       h("h2", {}, run.sections.length > 1 ? "Timeline" : "Summary", run.sections.length > 1 ? h("span.note", {}, "click a step to open it") : null), key, charts, others.length ? add : null),
@@ -109,6 +110,13 @@ function memberTable(run) {
 }
 
 /** What the run said of itself: see docs/troubleshooting.md. */
+/** The files of the run that could not be read; all others are shown. */
+function problemList(run) {
+  if (!run.problems.length) return null;
+  return h("section", { "aria-label": "Not shown" }, h("h2", {}, "Not shown"),
+    h("ul.findings", {}, run.problems.map((problem) => h("li", {}, problem))));
+}
+
 function findingList(run) {
   if (!run.findings.length) return null;
   return h("section", { "aria-label": "Findings" }, h("h2", {}, "Findings"),
@@ -206,13 +214,13 @@ function groupCard(section, group, outlines, largest) {
   if (group.number === null) return h("div.member-alone", {}, members);
   const figures = summary(run, group.rows);
   const outline = outlines?.[group.rows[0] - section.first];
-  const dead = group.rows.length > 1 && figures.spread === 0;
+  const zero = outlines && isZeroAdvantage(run, group.rows.map((row) => outlines[row - section.first]));
   const about = outline ? outline.row || outline.prompt || "" : "";
   return h("article.card", {},
     h("h3", {}, h("a", { href: `#group/${section.id}/${group.number}` }, `Group ${group.number}`),
       h("span.numbers", {}, h("span", {}, "return ", h("b", {}, number(figures.return))), figures.success === null ? null : h("span", {}, "success ", h("b", {}, percent(figures.success))))),
     h("p.note", { title: about },
-      dead ? h("span.badge.dead", { title: "All members have the same return: the group teaches nothing" }, "dead group") : null,
+      zero ? h("span.badge.zero", { title: "No turn of any member has an advantage" }, "zero-advantage group") : null,
       [run.environment(group.rows[0]), about].filter(Boolean).join(" · ")),
     members);
 }

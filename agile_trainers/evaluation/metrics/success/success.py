@@ -1,11 +1,11 @@
-"""The share of successful episodes, with Wilson's interval, as a module of the package `evaluate`."""
+"""The share of successful episodes, with its interval, as a module of the package `evaluate`."""
 
 from typing import Any
 
 import datasets
 import evaluate
 
-from agile_trainers.evaluation.statistics import effective_trials, wilson_interval
+from agile_trainers.evaluation.statistics import mean_interval
 
 
 class Success(evaluate.Metric):
@@ -13,7 +13,7 @@ class Success(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description="Share of successful episodes, with Wilson's 95 % interval.",
+            description="Share of successful episodes, with its 95 % interval.",
             citation="",
             inputs_description="successes: whether each episode succeeded. units: key of the independent unit that each "
             "belongs to; episodes that depend on each other, such as attempts at one question, share it.",
@@ -21,6 +21,5 @@ class Success(evaluate.Metric):
         )
 
     def _compute(self, successes: list[bool], units: list[str]) -> dict[str, Any]:
-        share, trials = sum(successes) / len(successes), effective_trials(successes, units)
-        low, high = wilson_interval(share * trials, trials)
-        return {"success": share, "success_low": low, "success_high": high}
+        low, high = mean_interval(successes, units, (0, 1)) or (None, None)
+        return {"success": sum(successes) / len(successes), "success_low": low, "success_high": high}

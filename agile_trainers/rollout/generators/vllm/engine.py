@@ -10,11 +10,12 @@ import gc
 import math
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from peft import LoraConfig
@@ -35,7 +36,51 @@ TEMPERATURES = 0.01, 2.0
 _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
-class VllmEngine:
+Handle = TypeVar("Handle")
+
+
+class AdapterHost(ABC, Generic[Handle]):
+    """Serves one adapter to all requests that name none, and others to those that name them."""
+
+    adapter: Handle | None = None
+    """The adapter of requests that name none; None for the base model."""
+
+    @abstractmethod
+    def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Handle, int]:
+        """Serve a further adapter, to requests that name it.
+
+        It gets a name of its own, so that cache entries of other adapters are not reused.
+
+        Args:
+            weights: Parameter name to tensor, as ``get_peft_model_state_dict`` returns them.
+            config: Configuration of the adapter.
+
+        Returns:
+            What a request names it by, and the number of bytes transferred.
+
+        Raises:
+            ValueError: If it cannot be served.
+        """
+
+    @abstractmethod
+    def drop_adapter(self, adapter: Handle) -> None:
+        """Serve an adapter no longer."""
+
+    def load_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
+        """Replace the adapter of requests that name none, and return the bytes transferred; see :meth:`add_adapter`."""
+        adapter, moved = self.add_adapter(weights, config)
+        self.remove_adapter()
+        self.adapter = adapter
+        return moved
+
+    def remove_adapter(self) -> None:
+        """Serve the base model alone to requests that name no adapter."""
+        if self.adapter is not None:
+            self.drop_adapter(self.adapter)
+        self.adapter = None
+
+
+class VllmEngine(AdapterHost[LoRARequest]):
     """A vLLM engine in this process. It serves one adapter to all requests that name none, and works on token ids.
 
     Args:
@@ -91,43 +136,9 @@ class VllmEngine:
         self.max_model_length: int = self.engine.model_config.max_model_len
         self.vocab_size: int = self.engine.model_config.get_vocab_size()
         self.max_adapters = max_adapters
-        self.adapter: LoRARequest | None = None
-        """The adapter of requests that name none."""
         self._versions = self._requests = 0
 
-    def load_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
-        """Replace the adapter of requests that name none.
-
-        Args:
-            weights: Parameter name to tensor, as ``get_peft_model_state_dict`` returns them.
-            config: Configuration of the adapter.
-
-        Returns:
-            Number of bytes transferred.
-
-        Raises:
-            ValueError: If vLLM cannot serve the adapter.
-        """
-        adapter, moved = self.add_adapter(weights, config)
-        self.remove_adapter()
-        self.adapter = adapter
-        return moved
-
     def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[LoRARequest, int]:
-        """Serve a further adapter, to requests that name it.
-
-        It gets a name of its own, so that cache entries of other adapters are not reused.
-
-        Args:
-            weights: As for :meth:`load_adapter`.
-            config: Configuration of the adapter.
-
-        Returns:
-            What :meth:`submit` and :meth:`drop_adapter` take, and the number of bytes transferred.
-
-        Raises:
-            ValueError: If vLLM cannot serve the adapter.
-        """
         self._versions += 1
         with tempfile.TemporaryDirectory(prefix="vllm-policy-") as folder:
             moved = write_adapter(Path(folder), weights, config)
@@ -136,14 +147,7 @@ class VllmEngine:
         return adapter, moved
 
     def drop_adapter(self, adapter: LoRARequest) -> None:
-        """Serve an adapter no longer."""
         self.engine.remove_lora(adapter.lora_int_id)
-
-    def remove_adapter(self) -> None:
-        """Serve the base model alone to requests that name no adapter."""
-        if self.adapter is not None:
-            self.drop_adapter(self.adapter)
-        self.adapter = None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Replace the weights of the base model.

@@ -24,6 +24,7 @@ from agile_trainers.rollout.generators.base import FinishReason, GenerationOutpu
 from agile_trainers.rollout.generators.checks import check_request, check_room, check_token_ids
 from agile_trainers.rollout.generators.transformers.decoding import stop_criteria
 from agile_trainers.rollout.generators.vllm.engine import (
+    AdapterHost,
     check_logprobs,
     check_settings,
     sampling_fields,
@@ -52,7 +53,7 @@ class _PatientAdapter(HTTPAdapter):
         return super().send(request, **options)
 
 
-class VllmServer:
+class VllmServer(AdapterHost[str]):
     """A vLLM server. It serves one adapter to all requests that name none, and receives token ids, not text.
 
     Args:
@@ -77,44 +78,10 @@ class VllmServer:
         self.info: dict[str, Any] = self.client.get_server_info()
         """Configuration of the server, vLLM's ``VllmConfig``."""
         self.max_model_length: int = self.info["model_config"]["max_model_len"]
-        self.adapter: str | None = None
-        """Name of the adapter of requests that name none; None for the base model."""
         self._folder = folder
         self._written: tempfile.TemporaryDirectory[str] | None = None
 
-    def load_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
-        """Replace the adapter of requests that name none.
-
-        Args:
-            weights: Parameter name to tensor, as ``get_peft_model_state_dict`` returns them.
-            config: Configuration of the adapter.
-
-        Returns:
-            Number of bytes transferred.
-
-        Raises:
-            ValueError: If the server does not load it.
-        """
-        name, moved = self.add_adapter(weights, config)
-        self.remove_adapter()
-        self.adapter = name
-        return moved
-
     def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[str, int]:
-        """Serve a further adapter, to requests that name it.
-
-        It gets a name of its own, so that cache entries of other adapters are not reused.
-
-        Args:
-            weights: As for :meth:`load_adapter`.
-            config: Configuration of the adapter.
-
-        Returns:
-            Its name, and the number of bytes transferred.
-
-        Raises:
-            ValueError: If the server does not load it.
-        """
         if self._written is None:
             if self._folder is not None:
                 Path(self._folder).mkdir(parents=True, exist_ok=True)
@@ -132,17 +99,11 @@ class VllmServer:
             raise
         return name, moved
 
-    def drop_adapter(self, name: str) -> None:
+    def drop_adapter(self, adapter: str) -> None:
         """Serve an adapter no longer, and delete its files."""
         assert self._written is not None
-        self._lora("unload", {"lora_name": name})
-        shutil.rmtree(Path(self._written.name) / name)
-
-    def remove_adapter(self) -> None:
-        """Serve the base model alone to requests that name no adapter."""
-        if self.adapter is not None:
-            self.drop_adapter(self.adapter)
-        self.adapter = None
+        self._lora("unload", {"lora_name": adapter})
+        shutil.rmtree(Path(self._written.name) / adapter)
 
     def generate(
         self, token_ids: list[int], fields: dict[str, Any], adapter: str | None = None

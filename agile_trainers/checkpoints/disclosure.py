@@ -1,0 +1,293 @@
+"""Decides what of a run may leave the machine: which files are pushed, and which values of its settings they hold.
+
+Both are lists of what may leave. Any other value of an environment's arguments and of the options is written as its type and
+an HMAC with a key that only this user can read, so that a resumed run can tell whether it changed. What is written into a
+folder with a model, and what trackers receive, is this view.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from agile_trainers.adapters import CRITIC, REFERENCE
+from agile_trainers.adapters.folders import MARKER, RECORD, read_json
+from agile_trainers.adapters.trust import keyed_digest
+from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.envs.registry import describe_environment
+from agile_trainers.imports import nearest
+from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
+
+CARD, CURVE = "README.md", "learning_curve.png"
+MODEL_FILES = (
+    "adapter_config.json", "adapter_model*.safetensors", "adapter_model.safetensors.index.json", "config.json",
+    "generation_config.json", "model*.safetensors", "model.safetensors.index.json", RECORD,
+)  # fmt: skip
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
+ADAPTER_FILES = ("adapter_config.json", "*.safetensors")
+"""Files of a further adapter, in its subfolder."""
+STATE_FILES = (
+    "trainer_state.json", "optimizer*", "optimizer*/*", "scheduler.pt", "scaler.pt", "rng_state*.pth",
+    "pytorch_model_fsdp*/*", "latest", "global_step*/*", "zero_to_fp32.py", "rollout/position.json",
+    f"{REFERENCE}/model.safetensors", f"{REFERENCE}/{CARD}", f"{CRITIC}/{CARD}", MARKER,
+)  # fmt: skip
+"""Further files of a checkpoint."""
+ROLLOUT_FILES = ("rollout/rank-*.safetensors", "rollout/rank-*.parquet")
+"""Files of a checkpoint with episodes, their tokens and their text."""
+EPISODE_FILES = tuple(
+    f"{ROLLOUTS}/*/{name}" for name in (RUN, METRICS, FINDINGS, VOCABULARY_FILE, "train-*.parquet", "eval-*.parquet")
+)
+"""Files of ``output_dir`` with episodes, and what is known of their run."""
+PRIVATE = "private.json"
+"""File in ``output_dir`` with the arguments of the run as they are. Only this user can read it, and it is never pushed."""
+
+_OURS = ("agile_trainers", "trl", "transformers")
+"""Packages whose options are known. A field that a user's own configuration adds may hold anything."""
+_WORDS = frozenset((
+    "advantage_baseline", "advantage_granularity", "entropy_coef_schedule", "eval_strategy", "group_filter", "hub_extras",
+    "hub_strategy", "importance_sampling_level", "kl_placement", "logging_strategy", "loss_type", "lr_scheduler_type",
+    "multi_objective_aggregation", "optim", "pad_to_multiple_of", "public_values", "report_to", "save_strategy",
+    "scale_rewards", "sequence_packing", "skip_zero_advantage", "task_sampling", "train_sampling_strategy", "turn_credit",
+    "turn_ratio_pooling", "turn_value_position", "vllm_importance_sampling_mode", "vllm_mode", "vllm_model_impl",
+))  # fmt: skip
+"""Options whose text is one of a few words."""
+_BY_NAME = ("environment_limits", "environment_weights", "liger_kernel_config")
+"""Options that are numbers by name."""
+_WORD = re.compile(r"[A-Za-z0-9_.+-]{1,40}")
+_WITHHELD = re.compile(r"<(\w+), withheld(?:: ([0-9a-f]{8})-([0-9a-f]{32}))?>")
+_TOKENIZER_FIELDS = frozenset((
+    "tokenizer_class", "processor_class", "auto_map", "backend", "added_tokens_decoder", "additional_special_tokens",
+    "extra_special_tokens", "model_specific_special_tokens", "chat_template", "padding_side", "truncation_side",
+    "model_input_names", "split_special_tokens", "max_length", "stride", "truncation_strategy", "pad_token_type_id",
+))  # fmt: skip
+"""Fields of ``tokenizer_config.json`` that transformers defines, besides the arguments of the tokenizer's class."""
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+def withheld(name: str, value: Any) -> str:
+    """Return the type of a value and its keyed digest, in place of the value.
+
+    Args:
+        name: The value's name, which is part of the digest: equal values of two names have different ones.
+        value: JSON-ready data.
+
+    Returns:
+        ``"<str, withheld: KEY-DIGEST>"``, with hexadecimal names of key and value; without them if no key can be stored.
+    """
+    digest = keyed_digest("value", json.dumps([name, value], sort_keys=True))
+    return f"<{type(value).__name__}, withheld{'' if digest is None else ': ' + '-'.join(digest)}>"
+
+
+def public_arguments(environment: Any, public: Collection[str] = ()) -> dict[str, Any]:
+    """Describe an environment without the values of its arguments.
+
+    Args:
+        environment: As for :func:`~agile_trainers.envs.registry.describe_environment`.
+        public: Names of arguments whose values may leave: ``"level"``, or ``"guess.level"`` of one of several environments.
+
+    Returns:
+        ``environment``, its id, and ``environment_arguments``, by name.
+    """
+    described = flat_environment(environment)
+    shown = {
+        masked(name): masked(value) if is_named(name, public) else withheld(name, value)
+        for name, value in described["environment_arguments"].items()
+    }
+    return {"environment": masked(described["environment"]), "environment_arguments": shown}
+
+
+def flat_environment(environment: Any) -> dict[str, Any]:
+    """Describe an environment, with the arguments of several environments as ``"<environment>.<argument>"``."""
+    described = describe_environment(environment)
+    if isinstance(environment, Mapping):
+        arguments = described["environment_arguments"].items()
+        flat = {f"{name}.{argument}": value for name, own in arguments for argument, value in own.items()}
+        described["environment_arguments"] = flat
+    return described
+
+
+def is_named(name: str, public: Collection[str]) -> bool:
+    """Return whether a value, or the argument of one of several environments, is among the names that may leave."""
+    return name in public or name.rpartition(".")[2] in public
+
+
+def check_public(public: Collection[str], environment: Any, options: Collection[str]) -> None:
+    """Check that ``public_values`` names arguments of the environment, or options.
+
+    Raises:
+        ValueError: For another name.
+    """
+    arguments = flat_environment(environment)["environment_arguments"]
+    known = {*options, *arguments, *(name.rpartition(".")[2] for name in arguments)}
+    if unknown := [name for name in public if name not in known]:
+        near = nearest(unknown[0], known) or "."
+        raise ValueError(
+            f"public_values names {unknown[0]!r}, which is neither an argument that this run's environment is given nor an "
+            f"option{near} Its arguments are {', '.join(sorted(arguments)) or 'none'}."
+        )
+
+
+def public_options(
+    options: Mapping[str, Any], config: type | None = None, public: Collection[str] = ()
+) -> dict[str, Any]:
+    """Replace the values of options that may not leave the machine.
+
+    Numbers and truth values of options that TRL, transformers or this library define may leave, and texts that are one of a
+    few words. Texts, lists and dictionaries may not, unless they are named.
+
+    Args:
+        options: Values by name.
+        config: The configuration's class. Default: all options are known.
+        public: Names of further options whose values may leave.
+    """
+    known = options.keys() if config is None else _known_options(config)
+    return {
+        name: masked(value)
+        if name in public or is_withheld(value) or (name in known and _may_leave(name, value))
+        else withheld(name, value)
+        for name, value in ((name, _plain(value)) for name, value in options.items())
+    }
+
+
+def _known_options(config: type) -> set[str]:
+    return {
+        name for one in config.__mro__ if one.__module__.partition(".")[0] in _OURS
+        for name in getattr(one, "__annotations__", {})
+    }  # fmt: skip
+
+
+def _may_leave(name: str, value: Any) -> bool:
+    if value is None or isinstance(value, (bool, int, float)) or value in ([], {}, ""):
+        return True
+    if isinstance(value, list):
+        return all(_may_leave(name, one) for one in value)
+    if isinstance(value, dict):
+        return name in _BY_NAME
+    return name in _WORDS and isinstance(value, str) and _WORD.fullmatch(value) is not None
+
+
+def _plain(value: Any) -> Any:
+    """Convert to JSON values."""
+    return json.loads(json.dumps(value, default=lambda it: it.value if isinstance(it, Enum) else str(it)))
+
+
+def withheld_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Withhold all values, numbers too; those that are None stay."""
+    return {masked(name): None if value is None else withheld(name, _plain(value)) for name, value in values.items()}
+
+
+def is_withheld(value: Any) -> bool:
+    """Return whether a value is what :func:`withheld` returns."""
+    return isinstance(value, str) and _WITHHELD.fullmatch(value) is not None
+
+
+def differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], shown: Mapping[str, Any]
+) -> tuple[dict[str, str], list[str]]:
+    """Compare recorded values with those of this run.
+
+    Args:
+        then: Recorded values, some of them withheld.
+        now: Values of this run as they are.
+        shown: Those of them that may be shown, the others withheld.
+
+    Returns:
+        The names of different values, each with ``"name: then -> now"``, or ``"name: another value"`` of a withheld one;
+        and the names of those that cannot be compared, since their digests were made with a key that this user does not
+        have.
+    """
+    changed, unknown = {}, []
+    for name in sorted({*then, *now}):
+        if name not in then or name not in now:
+            changed[name] = f"{name}: only {'now' if name in now else 'then'}"
+            continue
+        found = _WITHHELD.fullmatch(then[name]) if isinstance(then[name], str) else None
+        own = withheld(name, now[name]) if found else ""
+        if found and (own_key := _WITHHELD.fullmatch(own)) and (found[2] is None or found[2] != own_key[2]):
+            unknown.append(name)
+        elif found and then[name] != own:
+            changed[name] = f"{name}: another value"
+        elif not found and then[name] != masked(now[name]):
+            hidden = is_withheld(shown.get(name))
+            changed[name] = f"{name}: another value" if hidden else f"{name}: {then[name]!r} -> {now[name]!r}"
+    return changed, unknown
+
+
+def note_private(output_dir: Path, environment: Any, options: Mapping[str, Any]) -> None:
+    """Write the arguments and options of a run as they are into ``private.json``, which only this user can read."""
+    content = {**flat_environment(environment), "options": options}
+    path = output_dir / PRIVATE
+    partial = path.with_name(f"{PRIVATE}.partial")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+    partial.replace(path)
+
+
+def with_private(options: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Put back the withheld values of a record that this user's own file beside it has.
+
+    Args:
+        options: Of a record, by name.
+        folder: Folder of the record: an ``output_dir``, or a checkpoint or policy below one.
+
+    Returns:
+        The options whose values are known, and the names of the others.
+    """
+    found = {name: value for name, value in options.items() if not is_withheld(value)}
+    for path in (folder / PRIVATE, folder.parent / PRIVATE):
+        if path.is_file():
+            own = read_json(path).get("options") or {}
+            found |= {name: own[name] for name in options
+                      if name in own and name not in found and withheld(name, own[name]) == options[name]}  # fmt: skip
+    return found, [name for name in options if name not in found]
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def matching(folder: Path, patterns: Collection[str]) -> list[Path]:
+    """Return the files of a folder that any of the patterns names, as sorted relative paths. Links are left out."""
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path.relative_to(folder) for path in found if path.is_file() and not path.is_symlink())
+
+
+def clean_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Remove entries of ``tokenizer_config.json`` that are no arguments of the tokenizer's class.
+
+    transformers writes every keyword argument that a tokenizer was made with, whatever it is.
+
+    Args:
+        folder: Folder that the tokenizer was saved to.
+        tokenizer: The tokenizer or processor.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    content = json.loads(path.read_text(encoding="utf-8"))
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    arguments = {
+        name for one in type(inner).__mro__ if "__init__" in vars(one)
+        for name, parameter in inspect.signature(vars(one)["__init__"]).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }  # fmt: skip
+    known = {*arguments, *_TOKENIZER_FIELDS, *getattr(inner, "SPECIAL_TOKENS_ATTRIBUTES", ())}
+    kept = {
+        name: value for name, value in content.items()
+        if name in known or name.endswith("_token") or value is None or isinstance(value, (bool, int, float))
+    }  # fmt: skip
+    if kept != content:
+        path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

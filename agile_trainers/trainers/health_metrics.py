@@ -1,0 +1,80 @@
+"""Computes the metrics of a generation batch that the diagnosis of a run needs beside those of its episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from math import isnan
+from statistics import fmean
+from typing import Any
+
+from agile_trainers.types import StopReason, Trajectory
+
+
+def reward_success_correlation(
+    rewards: Sequence[float], successes: Sequence[bool | None], group_size: int
+) -> float | None:
+    """Compute the correlation of reward and success among episodes that are compared with each other.
+
+    Reward and success are taken as differences from their means over the group. Groups whose episodes all succeeded, or all
+    failed, say nothing and are left out.
+
+    Args:
+        rewards: Of each episode, members of a group side by side; NaN leaves the episode out.
+        successes: Of each episode; None leaves it out.
+        group_size: Members of a group.
+
+    Returns:
+        Pearson's coefficient, -1 to 1; None without a group in which both differ.
+    """
+    products = squares = ones = 0.0
+    for first in range(0, len(rewards), group_size):
+        pairs = [
+            (reward, float(success))
+            for reward, success in zip(rewards[first : first + group_size], successes[first : first + group_size])
+            if success is not None and not isnan(reward)
+        ]
+        if len({success for _, success in pairs}) < 2:
+            continue
+        mean, share = (fmean(column) for column in zip(*pairs))
+        products += sum((reward - mean) * (success - share) for reward, success in pairs)
+        squares += sum((reward - mean) ** 2 for reward, _ in pairs)
+        ones += sum((success - share) ** 2 for _, success in pairs)
+    return products / (squares * ones) ** 0.5 if squares > 1e-12 else None
+
+
+def task_of(trajectory: Trajectory) -> str | None:
+    """Return a hash of what an episode was started as: environment, dataset row, ``info`` of reset and first prompt.
+
+    None without a dataset row (seeds are the tasks then), or if the environment failed at reset.
+    """
+    if not trajectory.options or not trajectory.prompt:
+        return None
+    start = (trajectory.environment_name, trajectory.options, trajectory.reset_info, trajectory.prompt)
+    return blake2b(repr(start).encode(), digest_size=16).hexdigest()
+
+
+def health_metrics(
+    rows: Sequence[dict[str, Any]], rewards: Sequence[float], tasks: Sequence[str | None], group_size: int
+) -> dict[str, float]:
+    """Compute the metrics of a generation batch, of all processes.
+
+    Args:
+        rows: The :func:`~agile_trainers.rollout.metrics.episode_row` of each episode, members of a group side by side.
+        rewards: Of each episode, NaN without one.
+        tasks: The :func:`task_of` each episode.
+        group_size: Episodes that are compared with each other.
+
+    Returns:
+        ``reward_success_correlation``, where a group has successes and failures of different reward; ``distinct_tasks``,
+        with data set rows in more than one group.
+    """
+    metrics: dict[str, float] = {}
+    sound = [row["success"] if not StopReason(row["stop_reason"]).failed else None for row in rows]
+    correlation = reward_success_correlation(rewards, sound, group_size)
+    if correlation is not None:
+        metrics["reward_success_correlation"] = correlation
+    known = [task for task in tasks if task is not None]
+    if known and len(rows) > group_size:
+        metrics["distinct_tasks"] = float(len(set(known)))
+    return metrics

@@ -1,0 +1,59 @@
+"""The metrics of the diagnosis on batches that are small enough to compute by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from agile_trainers.trainers.health_metrics import health_metrics, reward_success_correlation, task_of
+from agile_trainers.types import StopReason, Trajectory
+
+
+def test_correlation_is_pearsons_within_groups() -> None:
+    """Two groups whose levels differ: numpy's coefficient of the differences from the groups' means."""
+    rewards, successes = [1.0, 0.2, 0.1, 0.4, 9.0, 9.5, 8.0, 9.1], [True, False, False, True, False, True, False, True]
+    centred = [np.array(column, float).reshape(2, 4) for column in (rewards, successes)]
+    x, y = ((column - column.mean(1, keepdims=True)).ravel() for column in centred)
+    expected = np.corrcoef(x, y)[0, 1]
+    assert reward_success_correlation(rewards, successes, 4) == pytest.approx(expected)
+    assert reward_success_correlation([-r for r in rewards], successes, 4) == pytest.approx(-expected)
+
+
+def test_groups_that_compare_nothing_are_left_out() -> None:
+    mixed, won = [1.0, 0.0], [5.0, 7.0]
+    assert reward_success_correlation([*mixed, *won], [True, False, True, True], 2) == pytest.approx(1.0)
+    assert reward_success_correlation(won, [True, True], 2) is None
+    assert reward_success_correlation([1.0, 1.0], [True, False], 2) is None, "a constant reward"
+    unknown = [1.0, 0.0, math.nan, 3.0], [True, False, False, None]
+    assert reward_success_correlation(*unknown, 4) == pytest.approx(1.0)
+
+
+def test_metrics_of_a_batch() -> None:
+    rows = [
+        {"success": success, "stop_reason": reason.value}
+        for success, reason in [
+            (True, StopReason.TERMINATED), (False, StopReason.MAX_TURNS),
+            (None, StopReason.TERMINATED), (None, StopReason.ENVIRONMENT_ERROR),
+        ]
+    ]  # fmt: skip
+    metrics = health_metrics(rows, [1.0, 0.0, 0.5, math.nan], ["a", "a", "b", None], 2)
+    assert metrics == {
+        "reward_success_correlation": pytest.approx(1.0), "distinct_tasks": 2.0,
+    }  # fmt: skip
+    assert "distinct_tasks" not in health_metrics(rows, [1.0] * 4, ["a"] * 4, 4), "a single group always plays one"
+    unknown = [row | {"success": None} for row in rows]
+    assert health_metrics(unknown, [1.0] * 4, [None] * 4, 2) == {}
+
+
+def test_a_task_is_a_row_with_what_its_reset_says() -> None:
+    def episode(number: int | None, prompt: str = "Guess.", secret: int = 1) -> Trajectory:
+        options = None if number is None else {"number": number}
+        messages = [{"role": "user", "content": prompt}] if prompt else []
+        return Trajectory([], [], [], [], StopReason.TERMINATED, messages, {"secret": secret}, options=options)
+
+    assert task_of(episode(1)) == task_of(episode(1))
+    assert len({task_of(one) for one in (episode(1), episode(2), episode(1, "Ask."), episode(1, secret=2))}) == 4
+    assert task_of(episode(None)) is None, "seeds are the tasks"
+    assert task_of(episode(1, prompt="")) is None, "the environment failed at reset"

@@ -1,0 +1,33 @@
+"""Reads a page of the viewer as a browser would."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+
+class Page(HTMLParser):
+    """What a browser would find in a page: the elements, and the content of each script."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: dict[str | None, str] = {}
+        self.text = path.read_text(encoding="utf-8")
+        self.feed(self.text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem:
+            tag, attributes = self.tags[-1]
+            name = attributes.get("id", tag)
+            self.scripts[name] = self.scripts.get(name, "") + data
+
+    def part(self, name: str) -> Any:
+        return json.loads(gzip.decompress(base64.b64decode(self.scripts[name])))
