@@ -810,6 +810,16 @@ MUTATIONS = [
         "tests/adapters/test_strangers.py -k expression",
     ),
     Mutation(
+        "memory of a stranger's program is not limited", "adapters/limited.py",
+        "resource.setrlimit(resource.RLIMIT_AS,", "(lambda *_: None)(None,",
+        "tests/adapters/test_strangers.py -k gigabytes",
+    ),
+    Mutation(
+        "named templates of a folder are not tried", "adapters/templates.py",
+        "several = value if isinstance(value, list) else [value]", "several = [value]",
+        "tests/adapters/test_strangers.py -k every_template",
+    ),
+    Mutation(
         "a stranger's words are Markdown", "checkpoints/model_card.py",
         'return f"`{shown}`" if shown.strip() else ""', "return shown", "tests/adapters/test_strangers.py -k words",
     ),

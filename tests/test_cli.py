@@ -245,7 +245,10 @@ def test_missing_model_is_refused(config: Path, capsys: pytest.CaptureFixture[st
             {"environment_args": "level=easy", "environment": "agile:guess_number"},
             "must be a JSON object.*got 10 characters that are none: Expecting value",
         ),
-        ({"environment_args": "[1]", "environment": "agile:guess_number"}, "must be a mapping of names to values, got a list"),
+        (
+            {"environment_args": "[1]", "environment": "agile:guess_number"},
+            "must be a mapping of names to values, got a list",
+        ),
         ({"environment_args": {"level": "easy"}}, "no effect without environment"),
         ({"environment": '{"guess": '}, "environment must be an id, or a JSON object of ids by name"),
     ],

@@ -20,6 +20,7 @@ from transformers import AutoProcessor, PreTrainedModel
 from transformers.utils import cached_file, logging
 from trl.trainer.utils import create_model_from_path
 
+from agile_trainers.adapters import templates
 from agile_trainers.adapters.critic import VALUE_HEAD, add_critic
 from agile_trainers.adapters.folders import RECORD, check_no_links, read_json, read_record
 from agile_trainers.adapters.initialization import REPEATABLE, changes_base
@@ -127,19 +128,24 @@ def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | No
 
 
 def check_tokenizer(model: str, revision: str | None = None) -> None:
-    """Reject a tokenizer whose settings name a file elsewhere on this machine, which transformers would read.
+    """Reject a tokenizer whose settings name a file elsewhere on this machine, or whose chat template cannot be rendered.
 
-    The content of the file, such as a secret, would become the vocabulary, which is saved and pushed with the model.
+    transformers would read the file, and its content, such as a secret, would become the vocabulary, which is saved and
+    pushed with the model. A template may run without end, or fill the memory.
 
     Args:
         model: Folder or Hub id.
         revision: Branch, tag or commit of a Hub repository.
 
     Raises:
-        ValueError: If there is such a file, or the settings cannot be read.
+        ValueError: If there is such a file or template, or the settings cannot be read.
     """
-    for name in _TOKENIZER:
-        path = Path(model) / name if Path(model).is_dir() else Path(_hub_file(model, name, revision) or "")
+    folder = Path(model)
+    files = [
+        folder / name if folder.is_dir() else Path(_hub_file(model, name, revision) or "")
+        for name in (*_TOKENIZER, templates.FILE)
+    ]
+    for path in files[:2]:
         settings = read_json(path) if path.is_file() else {}
         for key, value in settings.items():
             if not isinstance(value, str) or key.endswith("_token") or len(value) > _LONGEST_PATH or "\0" in value:
@@ -151,6 +157,7 @@ def check_tokenizer(model: str, revision: str | None = None) -> None:
                     f"{path} is not read: {key!a:.80} names the file {value!a:.200} outside of its folder. Put a copy of "
                     "the file into the folder, or remove the setting."
                 )
+    templates.check_templates(files[0], [files[2], *sorted(folder.glob(templates.MORE))])
 
 
 def _hub_file(repository: str, name: str, revision: str | None) -> str | None:

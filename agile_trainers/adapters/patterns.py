@@ -7,10 +7,7 @@ number doubles with each character of a name.
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +15,12 @@ from typing import Any
 from peft import LoraConfig
 from torch import nn
 
-CPU_SECONDS, _BYTES, _SECONDS = 10, 2 << 30, 300
-"""Limits of the process: processor time, memory, and time in all on a machine that does other things."""
+from agile_trainers.adapters.limited import why_not
+
 _NAME = re.compile(r"[\w.\-]*")
 """Names, which match in linear time whatever they are put into."""
 _CHILD = """
-import json, re, resource, sys
-given = json.load(sys.stdin)
-resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"], given["seconds"]))
-if sys.platform == "linux":
-    resource.setrlimit(resource.RLIMIT_AS, (given["bytes"], given["bytes"]))
+import re
 for name, method, pattern in given["patterns"]:
     try:
         match = getattr(re.compile(pattern), method)
@@ -55,17 +48,8 @@ def check_patterns(config: LoraConfig, model: nn.Module, folder: Path) -> None:
     if not patterns:
         return
     modules = [name for name, _ in model.named_modules()]
-    given = json.dumps({"patterns": patterns, "modules": modules, "seconds": CPU_SECONDS, "bytes": _BYTES})
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _CHILD], input=given, capture_output=True, text=True, timeout=_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        done = None
-    if done is None or done.returncode != 0:
+    if why := why_not(_CHILD, patterns=patterns, modules=modules):
         names = ", ".join(dict.fromkeys(name for name, *_ in patterns))
-        why = done.stderr.strip() if done is not None and done.returncode > 0 else ""
-        why = ascii(why)[1:300] if why else f"matching takes more than {CPU_SECONDS} s"
         raise ValueError(
             f"{folder} is not loaded: the regular expressions in its adapter_config.json ({names}) cannot be used: {why}. "
             "Put the names of the modules there, as a list."

@@ -13,14 +13,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jinja2.sandbox
 import pytest
 import torch
+import trl.chat_template_utils
 from huggingface_hub import EvalResult
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
-from agile_trainers.adapters import patterns
+from agile_trainers.adapters import limited
 from agile_trainers.adapters.folders import (
     MARKER,
     POSITION,
@@ -35,9 +39,11 @@ from agile_trainers.adapters.folders import (
 )
 from agile_trainers.adapters.loading import check_tokenizer, find_adapters, parent_of, read_config
 from agile_trainers.adapters.patterns import check_patterns, expressions
+from agile_trainers.adapters.templates import check_template
 from agile_trainers.adapters.trust import KEY_FILE, OPTION
 from agile_trainers.checkpoints.card_results import add_results
 from agile_trainers.checkpoints.model_card import model_card, write_card
+from agile_trainers.rollout.chat.frames import ChatFrames
 
 DEEP = "[" * 100_000
 
@@ -426,9 +432,9 @@ def test_every_expression_that_peft_matches_is_tried(field: str, monkeypatch: py
 
 @pytest.mark.parametrize("field", ["target_modules", "modules_to_save"])
 def test_an_expression_that_would_hang_is_refused(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "CPU_SECONDS", 1)
+    monkeypatch.setattr(limited, "CPU_SECONDS", 1)
     slow = {"target_modules": r"(?:(?:.+)+)+!", "modules_to_save": [r"(?:(?:.+)+)+!"]}
-    with pytest.raises(ValueError, match=rf"{field}\) cannot be used: matching takes more than 1 s"):
+    with pytest.raises(ValueError, match=rf"{field}\) cannot be used: it takes more than 1 s"):
         check_patterns(config(**{field: slow[field]}), Named(), Path("theirs"))
 
 
@@ -565,6 +571,84 @@ def test_a_vocabulary_is_not_read_from_elsewhere(adapter: Path, tmp_path: Path, 
                 find_adapters(str(adapter))
         else:
             check_tokenizer(str(adapter))
+
+
+# ------------------------------------------------------------------------------------------------------- chat templates
+
+RANGE = "range(99999)"
+TEMPLATES = {
+    "nested loops": (f"{{% for a in {RANGE} %}}{{% for b in {RANGE} %}}{{% endfor %}}{{% endfor %}}", "more than 1 s"),
+    "a power without end": ("{{ 9 ** (9 ** 9) }}", "more than 1 s"),
+    "many gigabytes": ("{{ 'x' * 10 ** 10 }}", "MB of memory"),
+    "many gigabytes by a format": ("{{ '%2000000000d' % 1 }}", "MB of memory"),
+    "many gigabytes by a filter": ("{{ 'x' | center(10 ** 10) }}", "MB of memory"),
+    "a text that doubles": (
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "MB of memory",
+    ),
+    "a long rendering": ("{{ 'x' * 10 ** 7 }}", "writes 10000000 characters"),
+    "only after an answer": ("{% if messages|length > 10 %}{{ 'x' * 10 ** 10 }}{% endif %}", "MB of memory"),
+    "only with tools": ("{% if tools %}{{ 'x' * 10 ** 10 }}{% endif %}", "MB of memory"),
+    "in the words of transformers": (
+        "{% generation %}{{ strftime_now('%Y') }}{{ raise_exception('x') if false }}{{ messages | tojson(indent=1) }}"
+        "{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}{{ 'x' * 10 ** 10 }}", "MB of memory",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_template_that_would_hang_or_fill_the_memory_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template, why = TEMPLATES[kind]
+    if "more than" in why:
+        monkeypatch.setattr(limited, "CPU_SECONDS", 1)
+    else:
+        monkeypatch.setattr(limited, "BYTES", 1 << 28)
+    with pytest.raises(ValueError, match=rf"chat template of theirs is not used.*{why}"):
+        check_template(template, "theirs")
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/rag.jinja"]
+)
+def test_every_template_of_a_folder_is_tried(adapter: Path, name: str) -> None:
+    """The error names its file."""
+    template = "{{ 'x' * 10 ** 10 }}"
+    (adapter / name).parent.mkdir(exist_ok=True)
+    for content in (
+        template,
+        [{"name": "default", "template": "{{ messages }}"}, {"name": "rag", "template": template}],
+    ):
+        write(adapter / name, {"chat_template": content} if name.endswith("json") else template)
+        with pytest.raises(ValueError, match=rf"chat template of {adapter / name} is not used"):
+            find_adapters(str(adapter))
+
+
+def test_templates_are_tried_where_they_are_used_and_once(
+    embedded_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer of the user's may be another person's. An error in a template is one of the conversation."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    ChatFrames(tokenizer)
+    with monkeypatch.context() as without:
+        without.setattr("subprocess.run", None)
+        ChatFrames(tokenizer)
+        ChatFrames(tokenizer, chat_template=trl.chat_template_utils.qwen3_training_chat_template)  # one that TRL ships
+    tokenizer.chat_template = "{{ 'x' * 10 ** 10 }}"
+    with pytest.raises(ValueError, match=r"chat template of .* is not used"):
+        ChatFrames(tokenizer)
+    for template in ("{{ 1 / 0 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ {}['a'].b.c }}", "{% if %}"):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match="rejects a conversation with the roles"):
+            ChatFrames(tokenizer)
+
+
+def test_templates_are_tried_in_the_environment_of_transformers() -> None:
+    """A name that is missing there would hide what a template does."""
+    theirs = chat_template_utils._compile_jinja_template("").environment
+    known = {*jinja2.Environment().globals, "raise_exception", "strftime_now"}
+    assert known == theirs.globals.keys() and theirs.filters.keys() == jinja2.Environment().filters.keys()
+    tags = {tag for extension in theirs.extensions.values() for tag in extension.tags}
+    assert tags == {"generation", "break", "continue"}
+    assert isinstance(theirs, jinja2.sandbox.ImmutableSandboxedEnvironment)
 
 
 # ----------------------------------------------------------------------------------------------------------------- cards

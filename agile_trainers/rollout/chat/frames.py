@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from agile_trainers.adapters.templates import check_template
 from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
 from agile_trainers.rollout.chat.template_check import Render, Rewrite, answers_as_sampled, find_rewrite, sampled_call
 from agile_trainers.rollout.chat.template_repair import training_templates, trl_name
@@ -124,7 +124,10 @@ class ChatFrames:
             self._silent = self._escaper.flagged
             return
         self._escaper = SpecialTokenEscaper(tokenizer, self.eos_token_ids)
-        self.chat_template = self._choose_template(tokenizer.get_chat_template(chat_template), training_chat_template)
+        template = tokenizer.get_chat_template(chat_template)
+        if trl_name(template) is None:
+            check_template(template, _name(tokenizer))
+        self.chat_template = self._choose_template(template, training_chat_template)
         self._render = self._renderer(self.chat_template, self._kwargs)
         self._call = sampled_call(self._render, _as_messages("prompt"), self._escaper.texts)
         self._silent = self._escaper.flagged - self._marks()
@@ -336,10 +339,10 @@ class ChatFrames:
                 text = self._tokenizer.apply_chat_template(
                     messages, chat_template=template, tokenize=False, add_generation_prompt=generation_prompt, **kwargs
                 )
-            except (TemplateError, TypeError) as error:
+            except Exception as error:  # whatever the template's own operations raise
                 raise ValueError(
                     f"The chat template of {_name(self._tokenizer)} rejects a conversation with the roles "
-                    f"{[message['role'] for message in messages]}: {error}"
+                    f"{[message['role'] for message in messages]}: {type(error).__name__}: {error}"
                 ) from error
             return cast(str, text)
 
