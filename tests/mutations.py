@@ -1029,6 +1029,16 @@ MUTATIONS = [
         "raise SystemExit(TERMINATED)", "return", "tests/trainers/test_stopping.py -k saves",
     ),
     Mutation(
+        "each process stops by its own clock", "checkpoints/stopping.py",
+        "self._accelerator.gather(own).amax(dim=0)", "own.amax(dim=0)",
+        "tests/trainers/test_checkpoint_two_processes.py -k ahead",
+    ),
+    Mutation(
+        "a resumed run has no time left", "checkpoints/stopping.py",
+        "time.monotonic() - self._began >=", "time.monotonic() >=",
+        "tests/trainers/test_stopping.py -k time",
+    ),
+    Mutation(
         "a killed trainer leaves its environments", "rollout/process_environment.py",
         "| os.O_ASYNC)", "| 0)", "tests/rollout/test_processes.py -k behind",
     ),

@@ -124,6 +124,21 @@ def test_a_stage_that_was_interrupted_ends_where_it_would_have(pipeline: dict, t
     assert adapter(folder) != adapter(folder / "checkpoint-1")
 
 
+def test_a_stage_whose_time_is_over_ends_the_chain_which_the_same_command_continues(
+    pipeline: dict, tmp_path: Path
+) -> None:
+    first = {**pipeline["stages"][2], "name": "first", "max_wall_seconds": 1e-9}
+    chained = pipeline | {"stages": [first, {**first, "name": "second", "max_wall_seconds": None}]}
+    rows = chain.run_pipeline(parse_pipeline(chained), QUIET)
+    assert [row["name"] for row in rows] == ["start"] and not (
+        tmp_path / "chain" / "first" / "adapter_config.json"
+    ).exists()
+    assert [path.name for path in (tmp_path / "chain" / "first").glob("checkpoint-*")] == ["checkpoint-1"]
+    first["max_wall_seconds"] = 1e-8  # its last step
+    rows = chain.run_pipeline(parse_pipeline(chained), QUIET)
+    assert [row["name"] for row in rows] == ["start", "first", "second"]
+
+
 def test_a_damaged_checkpoint_does_not_restart_its_stage_without_a_word(pipeline: dict, tmp_path: Path) -> None:
     """One run, and what a kill or a bad disk may leave of it."""
     cut = {**pipeline, "stages": pipeline["stages"][:1]}

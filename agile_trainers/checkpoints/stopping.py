@@ -1,4 +1,4 @@
-"""Turns the first SIGINT or SIGTERM into a checkpoint and a stop at the end of the optimizer step."""
+"""Turns the first SIGINT or SIGTERM, or the end of ``max_wall_seconds``, into a checkpoint and a stop after the step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,16 +31,21 @@ GRACE_SECONDS = 25.0
 
 
 class GracefulStop(TrainerCallback):
-    """Listens for SIGINT (Ctrl-C) and SIGTERM while a trainer trains. All processes stop after the same step.
+    """Listens for SIGINT (Ctrl-C) and SIGTERM while a trainer trains, and watches its clock. All processes stop after the
+    same step.
 
     Args:
         accelerator: The trainer's.
     """
 
+    out_of_time: bool = False
+    """True if ``max_wall_seconds`` ended the run; its caller goes on."""
+
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
         self._requested: signal.Signals | None = None
         self._stopped = ""
+        self._began = 0.0
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -66,15 +72,26 @@ class GracefulStop(TrainerCallback):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock of this part of the run; a resumed one has the whole time again."""
+        self._began, self.out_of_time = time.monotonic(), False
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save and stop if a process got a signal."""
-        number = torch.tensor(float(self._requested or 0), device=self._accelerator.device)
-        # The signal may reach one process a step later than another.
-        numbers = self._accelerator.gather(number)
-        if numbers.max() > 0:
-            self._requested = signal.Signals(int(numbers.max()))
+        """Save and stop if a process got a signal or its time is over."""
+        over = args.max_wall_seconds is not None and time.monotonic() - self._began >= args.max_wall_seconds
+        own = torch.tensor([[float(self._requested or 0), float(over)]], device=self._accelerator.device)
+        # The signal may reach one process a step later than another, and their clocks differ.
+        number, time_is_over = self._accelerator.gather(own).amax(dim=0).tolist()
+        if number or time_is_over:
             control.should_save = control.should_training_stop = True
             self._stopped = f"stopped at step {state.global_step}; resume_from_checkpoint=True goes on from there"
+        if number:
+            self._requested = signal.Signals(int(number))
+        elif time_is_over and state.global_step < state.max_steps:
+            self.out_of_time = True
+            logger.warning(
+                "max_wall_seconds=%g is over: %s, with as much time again.", args.max_wall_seconds, self._stopped
+            )
 
     def pass_on(self) -> None:
         """Stop the caller of ``train`` too.

@@ -676,6 +676,9 @@ def _check(
         "max_steps": (args.max_steps <= 0, "must be the length of one member's run"),
         "save_total_limit": (args.save_total_limit is not None, "would delete checkpoints that copies start from"),
         "push_to_hub": (args.push_to_hub, "would push every member; call population.push_to_hub() after run()"),
+        "max_wall_seconds": (
+            args.max_wall_seconds, "would end a member inside its round; limit the population by max_hours"
+        ),
         "load_best_model_at_end": (args.load_best_model_at_end, "would replace the weights between rounds"),
         "offload_policy_during_rollout": (
             args.offload_policy_during_rollout,

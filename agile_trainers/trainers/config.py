@@ -268,6 +268,12 @@ class MultiTurnConfig(GRPOConfig):
         "Weigh each token by the trainer's probability over the sampler's, by `vllm_importance_sampling_mode`, on any "
         "generator. Default: True with vLLM and with a `repetition_penalty`, else False.",
     )
+    max_wall_seconds: float | None = option(
+        None,
+        "Seconds after which the run saves a checkpoint and ends as if it were done, with exit code 0: at the end of the "
+        "first optimizer step after them. They count from the start of training, rollouts and evaluations included; a "
+        "resumed run has as many again. The learning rate's schedule still ends at `max_steps`. Default: no limit.",
+    )
     hub_extras: list[str] = option(
         [],
         "Parts of the run that are pushed to the Hub besides the policy: any of `reference`, `critic` and `rollouts` (the "

@@ -179,7 +179,7 @@ VALUES: tuple[Rule, ...] = (
     one_of("scale_rewards", "group", "batch", "mean", "none"),
     Rule(("epsilon", "epsilon_high"), lambda _, value: not isinstance(value, (tuple, list)), _explain_pair),
     positive("sapo_temperature_pos", "sapo_temperature_neg"),
-    positive("delta", "advantage_clip_range", "max_logprob_gap", optional=True),
+    positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds", optional=True),
     at_least(0, "epsilon", "beta", "zero_advantage_eps", "diagnosis_interval"),
     at_least(0, "epsilon_high", "off_policy_mask_threshold", optional=True),
     in_unit_interval("top_entropy_quantile", "gamma"),

@@ -115,6 +115,11 @@ class TrainerRecipe:
             raise ValueError(
                 "push_to_hub=True would push every trial to one repository. Leave it unset, and push the best run's folder."
             )
+        if getattr(args, "max_wall_seconds", None) is not None:
+            raise ValueError(
+                f"max_wall_seconds={args.max_wall_seconds} would end trials at different steps, which cannot be compared. "
+                "Leave it unset; `timeout` limits the whole search."
+            )
         if uses_deepspeed(args):
             raise ValueError(
                 "hyperparameter_search() cannot change the options that DeepSpeed has read. Leave `deepspeed` unset."

@@ -403,7 +403,7 @@ class MultiTurnTrainer(GRPOTrainer):
         """Train, as ``Trainer.train`` does.
 
         Interrupted by Ctrl-C (SIGINT) or SIGTERM, it finishes the optimizer step, saves a checkpoint and stops its caller. A
-        second signal stops at once.
+        second signal stops at once. After ``max_wall_seconds`` it does the same, and its caller goes on.
 
         Args:
             resume_from_checkpoint: True takes the newest complete checkpoint in ``output_dir``; ``"auto"`` does so if there

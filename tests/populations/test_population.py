@@ -517,6 +517,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("push_to_hub=True", {"push_to_hub": True}),
     ("report_to=.'wandb'.", {"report_to": ["wandb"]}),
     ("save_total_limit=1", {"save_total_limit": 1}),
+    ("max_wall_seconds=60.*max_hours", {"max_wall_seconds": 60}),
     ("offload_policy_during_rollout=True", {"offload_policy_during_rollout": True, "use_vllm": True}),
     ("vllm_tensor_parallel_size=2", {"vllm_tensor_parallel_size": 2, "use_vllm": True}),
     ("gamma.*got 2", {"hyperparameters": HyperparameterConfig(gamma=Range(0.5, 2.0))}),

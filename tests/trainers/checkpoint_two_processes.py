@@ -5,11 +5,15 @@ Usage: accelerate launch --num_processes 2 checkpoint_two_processes.py MODEL OUT
 
 import os
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from checkpointed_runs import CASES, SAVING, KillBefore, Told, make, press_ctrl_c, run_until, weights
 from transformers import TrainerCallback
+
+from agile_trainers.checkpoints import stopping
 
 CASES["grpo"] |= {"max_steps": 3}
 CASES["reinforce"] |= {"per_device_train_batch_size": 2, "max_steps": 5, "environment": Told}
@@ -41,6 +45,20 @@ def interrupt(model: Path, output: Path) -> None:
         (output / f"stopped-{trainer.accelerator.process_index}").write_text(str(stop))
 
 
+def run_out_of_time(model: Path, output: Path) -> None:
+    """The clock of the second process alone says that the time is over, in the second step."""
+
+    class LateClock(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 1 and args.process_index == 1:
+                stopping.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
+
+    trainer = make("grpo", model, output, callbacks=[LateClock()], max_wall_seconds=3600)
+    trainer.train()
+    stopping.time = time
+    (output / f"ended-{trainer.accelerator.process_index}").write_text(f"step {trainer.state.global_step}")
+
+
 def die_while_saving(model: Path, output: Path) -> None:
     """The second process dies as it is about to write its part of the second checkpoint."""
 
@@ -58,4 +76,5 @@ if __name__ == "__main__":
     for case in ("grpo", "reinforce", "ppo"):
         kill_and_resume(case, model, output / case)
     interrupt(model, output / "interrupted")
+    run_out_of_time(model, output / "late")
     die_while_saving(model, output / "died")

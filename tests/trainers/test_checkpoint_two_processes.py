@@ -46,6 +46,11 @@ def test_an_interrupt_that_reaches_one_process_stops_both_after_the_same_step(ou
     assert newest_complete(output / "interrupted")[0].name == "checkpoint-2"
 
 
+def test_a_clock_that_is_ahead_on_one_process_ends_both_after_the_same_step_without_an_error(output):
+    assert [(output / "late" / f"ended-{rank}").read_text() for rank in (0, 1)] == ["step 2", "step 2"]
+    assert [path.name for path in (output / "late").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
 def test_a_process_that_dies_while_saving_leaves_no_whole_checkpoint(output):
     folder, skipped = newest_complete(output / "died")
     assert folder.name == "checkpoint-1" and skipped == [] and not (output / "died" / "checkpoint-2").exists()

@@ -203,6 +203,7 @@ def test_without_optuna_the_error_names_the_extra(idle, monkeypatch):
         ({"optimizers": True}, "`optimizers` holds one"),
         ({"kind": True}, "constructor of its own"),
         ({"environment": None}, "`eval_dataset`"),
+        ({"max_wall_seconds": 60}, "max_wall_seconds=60.*`timeout`"),
     ],
     ids=lambda value: str(value),
 )
@@ -213,7 +214,7 @@ def test_a_trainer_that_cannot_be_made_again_is_refused(embedded_model, tmp_path
 
     loaded = AutoModelForCausalLM.from_pretrained(embedded_model)
     optimizer = AdamW(loaded.parameters(), lr=1e-3)
-    options = settings(tmp_path, **RUN)
+    options = settings(tmp_path, **RUN) | {n: v for n, v in changes.items() if n == "max_wall_seconds"}
     if "environment" in changes:
         options = {
             n: v

@@ -76,3 +76,65 @@ def test_under_torchrun_a_rank_ends_although_its_peer_never_answers(launched):
             process.wait(1)
         process.kill()
         process.wait()
+
+
+# ------------------------------------------------------------------------------------------------------ max_wall_seconds
+
+
+@pytest.fixture
+def wall_clock(monkeypatch) -> list[float]:
+    """The trainer's clock, which stands still unless a test moves it."""
+    now = [100.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    return now
+
+
+class Slow(TrainerCallback):
+    """A step takes 10 s."""
+
+    def __init__(self, clock: list[float]):
+        self.clock = clock
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock[0] += 10.0
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_run_whose_time_is_over_saves_and_ends_and_a_resume_has_as_much_again(
+    embedded_model, tmp_path, warned, wall_clock, by_hand
+):
+    whole = make("grpo", embedded_model, tmp_path / "whole", max_steps=6)
+    whole.train()
+
+    def part(resume: str | None) -> Any:
+        trainer = make(
+            "grpo", embedded_model, tmp_path / "run", max_steps=6, max_wall_seconds=15, callbacks=[Slow(wall_clock)]
+        )
+        if not by_hand:
+            trainer.train(resume_from_checkpoint=resume)
+            return trainer
+        trainer.start(resume)
+        while trainer.updates.is_open:
+            trainer.update(trainer.rollout())
+        return trainer
+
+    steps, resume = [], None
+    for _ in range(3):
+        trainer = part(resume)
+        steps.append((trainer.state.global_step, trainer.stop.out_of_time))
+        resume = "auto"
+    # A generation batch of `update` serves four steps; a step that was begun is finished.
+    assert steps == [(2, True), (4, True), (6, False)]
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))[:2] == ["checkpoint-2", "checkpoint-4"]
+    assert_same(weights(trainer), weights(whole))
+    assert warned == [
+        f"max_wall_seconds=15 is over: stopped at step {step}; resume_from_checkpoint=True goes on from there, with as much "
+        "time again."
+        for step in (2, 4)
+    ]
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "60"])
+def test_a_time_that_is_none_is_refused(embedded_model, tmp_path, seconds):
+    with pytest.raises(ValueError, match="max_wall_seconds must be"):
+        make("grpo", embedded_model, tmp_path, max_wall_seconds=seconds)

@@ -73,7 +73,7 @@ _ARGUMENTS = ("environment_args", "dataset_args")
 """Settings with arguments by name, whose values may hold anything."""
 _SHOWN = ("model", "environment", "lora", "stage_lora", "algorithm", "dataset")
 """Settings that may leave the machine, besides numbers and words, unless they hold an address."""
-_NO_EFFECT = ("hub_token", "public_values")
+_NO_EFFECT = ("hub_token", "max_wall_seconds", "public_values")
 """Options that the result of a stage does not depend on."""
 
 
@@ -90,7 +90,8 @@ def run_pipeline(
         table: Show the progress of a stage as a table instead of the output of transformers.
 
     Returns:
-        One row for the start and one per stage: ``name``, ``algorithm``, ``folder``, ``evaluation``, ``trained`` (now).
+        One row for the start and one per finished stage: ``name``, ``algorithm``, ``folder``, ``evaluation``, ``trained``
+        (now). A stage that ``max_wall_seconds`` ended is not finished, and no later one begins.
 
     Raises:
         PipelineError: If a stage's folder was made by another pipeline.
@@ -113,7 +114,9 @@ def run_pipeline(
                 _evolve(pipeline, stage, model, after_stage, console, table)
             else:
                 checkpoint = resume_point(folder, console)
-                _train(pipeline, stage, model, folder, checkpoint, after_stage, console if table else None)
+                if not _train(pipeline, stage, model, folder, checkpoint, after_stage, console if table else None):
+                    console.print(f"{stage.name}: its time is over. The same command continues it.", markup=False)
+                    return rows
             _write(folder / STATE, {**state, "finished": True})
         parent, model = state["id"], str(policy_folder(pipeline, stage))
         evaluation = evaluate(pipeline, model, folder, {"id": parent})
@@ -251,7 +254,8 @@ def _train(
     checkpoint: str | None,
     after_stage: Hook | None,
     console: Console | None,
-) -> None:
+) -> bool:
+    """Train a stage; return False if ``max_wall_seconds`` ended it."""
     make = make_supervised if stage.algorithm in SUPERVISED else make_multi_turn
     trainer = make(pipeline, stage, model)
     trainer.add_callback(Started())
@@ -260,6 +264,8 @@ def _train(
     with naming_full_disk(folder):
         with show_table(trainer, console, stage.name) if console else nullcontext():
             trainer.train(resume_from_checkpoint=checkpoint)
+        if stage.algorithm not in SUPERVISED and trainer.stop.out_of_time:
+            return False
         trainer.save_model(str(folder))
     if stage.algorithm in SUPERVISED:
         if trainer.args.should_save:
@@ -269,6 +275,7 @@ def _train(
         after_stage(stage, trainer)
     del trainer
     _forget()
+    return True
 
 
 def _evolve(
