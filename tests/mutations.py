@@ -1029,6 +1029,10 @@ MUTATIONS = [
         "raise SystemExit(TERMINATED)", "return", "tests/trainers/test_stopping.py -k saves",
     ),
     Mutation(
+        "an adapter stays in use after its block", "adapters/roles.py",
+        "layer._active_adapter = names", "pass", "tests/trainers/test_reference.py -k by_name",
+    ),
+    Mutation(
         "each process stops by its own clock", "checkpoints/stopping.py",
         "self._accelerator.gather(own).amax(dim=0)", "own.amax(dim=0)",
         "tests/trainers/test_checkpoint_two_processes.py -k ahead",

@@ -12,7 +12,7 @@ from agile_trainers.adapters.loading import (
     start_critic,
 )
 from agile_trainers.adapters.reference_adapter import add_reference, copy_adapter
-from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, thaw
+from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, running, thaw
 from agile_trainers.adapters.scope import explaining_scope, within_scope
 from agile_trainers.adapters.sharding import assign_parameter, every_adapter_trainable, gathered_once
 
@@ -39,6 +39,7 @@ __all__ = [
     "parent_of",
     "plain_copies",
     "restore_adapter",
+    "running",
     "start_critic",
     "starts_elsewhere",
     "thaw",

@@ -38,7 +38,7 @@ class AdapterRouter:
     """
 
     def __init__(self, model: PeftModel):
-        self._layers = [m for m in model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+        self._layers = _adapted(model)
         self._active: str | None = None
         wrap_checkpointing(model.get_base_model(), self.remembering)
 
@@ -48,16 +48,12 @@ class AdapterRouter:
         if adapter is None or adapter == self._active:
             yield
             return
-        before, active = [(layer, layer._active_adapter) for layer in self._layers], self._active
-        for layer in self._layers:
-            layer._active_adapter = [adapter] if _knows(layer, adapter) else []
-        self._active = adapter
+        active, self._active = self._active, adapter
         try:
-            yield
+            with _running(self._layers, adapter):
+                yield
         finally:
             self._active = active
-            for layer, names in before:
-                layer._active_adapter = names
 
     def remembering(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a checkpoint function so that it recomputes with the adapter of the forward pass."""
@@ -72,6 +68,34 @@ class AdapterRouter:
             return checkpoint(run, *args, **kwargs)
 
         return checkpoint_with_adapter
+
+
+@contextmanager
+def running(model: PeftModel, adapter: str | None) -> Iterator[None]:
+    """Run ``adapter`` inside the ``with`` block, or the base alone if it is None; what is trainable does not change.
+
+    Args:
+        model: It has the adapter.
+        adapter: Its name.
+    """
+    with _running(_adapted(model), adapter):
+        yield
+
+
+def _adapted(model: PeftModel) -> list[BaseTunerLayer | AuxiliaryTrainingWrapper]:
+    return [m for m in model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+
+
+@contextmanager
+def _running(layers: list[BaseTunerLayer | AuxiliaryTrainingWrapper], adapter: str | None) -> Iterator[None]:
+    before = [(layer, layer._active_adapter) for layer in layers]
+    for layer in layers:
+        layer._active_adapter = [adapter] if adapter is not None and _knows(layer, adapter) else []
+    try:
+        yield
+    finally:
+        for layer, names in before:
+            layer._active_adapter = names
 
 
 def _knows(layer: BaseTunerLayer | AuxiliaryTrainingWrapper, adapter: str) -> bool:

@@ -33,6 +33,7 @@ from agile_trainers.adapters import (
     parent_of,
     plain_copies,
     restore_adapter,
+    running,
 )
 from agile_trainers.adapters.folders import (
     RECORD,
@@ -190,6 +191,8 @@ class MultiTurnTrainer(GRPOTrainer):
 
     _loss_pass: _LossPass | None = None
     _rollout_seconds = 0.0
+    _adapter: str | None = POLICY
+    """The adapter that runs, see :meth:`use_adapter`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -420,6 +423,7 @@ class MultiTurnTrainer(GRPOTrainer):
         """
         if self.engine is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        self._check_policy_runs()
         if self.updates.is_open:
             raise RuntimeError(
                 "train() was called in the middle of a run of rollout() and update(). Call finish() first."
@@ -495,6 +499,7 @@ class MultiTurnTrainer(GRPOTrainer):
             TypeError: For anything but trajectories.
             RunOverError: If the run is over; see :meth:`start`.
         """
+        self._check_policy_runs()
         return self.updates.update(trajectories)
 
     def finish(self) -> None:
@@ -986,6 +991,45 @@ class MultiTurnTrainer(GRPOTrainer):
         )
 
     # --------------------------------------------------------------------------------------------------- reference
+
+    @contextmanager
+    def use_adapter(self, name: str | None) -> Iterator[None]:
+        """Play and compute with another adapter of the model inside a ``with`` block.
+
+        ``evaluate``, ``predict``, ``rollout`` and the model's own ``forward`` use it there; what is trainable does not
+        change. ``with trainer.use_adapter("ref"): trainer.evaluate(metric_key_prefix="reference")`` plays the reference.
+
+        Args:
+            name: ``"default"`` (the policy), ``"ref"``, ``"critic"`` or another adapter of the model; None for the base
+                model alone.
+
+        Raises:
+            ValueError: If there is no adapter of that name, or vLLM samples, which has the policy only.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        adapters = list(model.peft_config) if isinstance(model, PeftModel) else []
+        if not adapters or (name is not None and name not in adapters):
+            raise ValueError(
+                f"There is no adapter {name!r}: the model has {', '.join(map(repr, adapters)) or 'none'}. The reference is an "
+                "adapter with reference_adapter=True, and use_adapter(None) plays the base model of an adapter."
+            )
+        if self.use_vllm:
+            raise ValueError(
+                "use_adapter() switches the trainer's own model, and vLLM samples with the policy. Save the model and play "
+                "its folders with evaluate_policy(), or leave use_vllm unset."
+            )
+        before, self._adapter = self._adapter, name
+        try:
+            with running(model, name):
+                yield
+        finally:
+            self._adapter = before
+
+    def _check_policy_runs(self) -> None:
+        if self._adapter != POLICY:
+            raise RuntimeError(
+                f"Training inside use_adapter({self._adapter!r}) would not train the policy. Leave the block."
+            )
 
     def update_reference(self) -> None:
         """Make the current policy the reference. Batches that were scored before keep the earlier reference.

@@ -135,3 +135,59 @@ def test_lora_target_scope(embedded_model, tmp_path):
 def test_a_scope_that_does_not_exist(embedded_model, tmp_path):
     with pytest.raises(ValueError, match="lora_target_scope='vision_tower'"):
         make_trainer(embedded_model, tmp_path, lora_target_scope="vision_tower")
+
+
+# ---------------------------------------------------------------------------------------------------- adapters by name
+
+
+@torch.no_grad()
+def logits_of(trainer) -> torch.Tensor:
+    return trainer.model(input_ids=torch.arange(3, 23)[None]).logits
+
+
+def test_adapters_are_used_by_name(embedded_model, tmp_path):
+    """Each computes what PEFT computes with it, episodes too, and everything is as before after the block."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, beta=0.1, reference_adapter=True, num_eval_episodes=4, max_steps=1, learning_rate=1.0
+    )
+    trainer.train()
+    model, policy, trainable = trainer.model, logits_of(trainer), [p.requires_grad for p in trainer.model.parameters()]
+    played = trainer.rollout(generation=0)
+    model.set_adapter(REFERENCE)
+    reference, by_reference = logits_of(trainer), trainer.rollout(generation=0)
+    model.set_adapter(POLICY)
+    with model.disable_adapter():
+        base = logits_of(trainer)
+    assert not torch.allclose(policy, reference)
+    with trainer.use_adapter(REFERENCE):
+        assert torch.equal(logits_of(trainer), reference)
+        assert trainer.rollout(generation=0) == by_reference != played
+        with trainer.use_adapter(None):
+            assert torch.equal(logits_of(trainer), base)
+        with trainer.use_adapter(POLICY):
+            assert torch.equal(logits_of(trainer), policy)
+        assert torch.equal(logits_of(trainer), reference)
+        assert "reference_return" in trainer.evaluate(metric_key_prefix="reference")
+        for train in (trainer.train, lambda: trainer.update(played)):
+            with pytest.raises(RuntimeError, match="inside use_adapter.'ref'"):
+                train()
+    assert torch.equal(logits_of(trainer), policy) and trainer.rollout(generation=0) == played
+    assert [p.requires_grad for p in model.parameters()] == trainable
+    with pytest.raises(ZeroDivisionError), trainer.use_adapter(REFERENCE):
+        _ = 1 / 0
+    assert torch.equal(logits_of(trainer), policy)
+
+
+def test_an_adapter_that_is_not_there_is_named(embedded_model, tmp_path):
+    trainer = make_trainer(embedded_model, tmp_path)
+    with (
+        pytest.raises(ValueError, match="no adapter 'ref': the model has 'default'.*reference_adapter=True"),
+        trainer.use_adapter("ref"),
+    ):
+        pass
+    whole = make_trainer(embedded_model, tmp_path / "whole", lora=False)
+    with pytest.raises(ValueError, match="no adapter None: the model has none"), whole.use_adapter(None):
+        pass
+    trainer.use_vllm = True
+    with pytest.raises(ValueError, match="vLLM samples with the policy"), trainer.use_adapter(None):
+        pass
