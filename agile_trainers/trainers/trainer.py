@@ -1010,8 +1010,8 @@ class MultiTurnTrainer(GRPOTrainer):
         adapters = list(model.peft_config) if isinstance(model, PeftModel) else []
         if not adapters or (name is not None and name not in adapters):
             raise ValueError(
-                f"There is no adapter {name!r}: the model has {', '.join(map(repr, adapters)) or 'none'}. The reference is an "
-                "adapter with reference_adapter=True, and use_adapter(None) plays the base model of an adapter."
+                f"There is no adapter {name!r}: the model has {', '.join(map(repr, adapters)) or 'none'}. The reference is "
+                "an adapter with reference_adapter=True, and use_adapter(None) plays the base model of an adapter."
             )
         if self.use_vllm:
             raise ValueError(

@@ -169,7 +169,7 @@ def test_adapters_are_used_by_name(embedded_model, tmp_path):
         assert torch.equal(logits_of(trainer), reference)
         assert "reference_return" in trainer.evaluate(metric_key_prefix="reference")
         for train in (trainer.train, lambda: trainer.update(played)):
-            with pytest.raises(RuntimeError, match="inside use_adapter.'ref'"):
+            with pytest.raises(RuntimeError, match=r"inside use_adapter.'ref'"):
                 train()
     assert torch.equal(logits_of(trainer), policy) and trainer.rollout(generation=0) == played
     assert [p.requires_grad for p in model.parameters()] == trainable
@@ -181,7 +181,7 @@ def test_adapters_are_used_by_name(embedded_model, tmp_path):
 def test_an_adapter_that_is_not_there_is_named(embedded_model, tmp_path):
     trainer = make_trainer(embedded_model, tmp_path)
     with (
-        pytest.raises(ValueError, match="no adapter 'ref': the model has 'default'.*reference_adapter=True"),
+        pytest.raises(ValueError, match=r"no adapter 'ref': the model has 'default'.*reference_adapter=True"),
         trainer.use_adapter("ref"),
     ):
         pass
