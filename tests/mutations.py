@@ -346,7 +346,7 @@ MUTATIONS = [
     ),
     Mutation(
         "TRL's reference decomposes the base again", "trainers/trainer.py",
-        ", plain_copies(inputs.model):", ":", f"{STARTS} -k already",
+        "plain_copies(inputs.model), named:", "named:", f"{STARTS} -k already",
     ),
     Mutation(
         "the sampler's probability over the trainer's", "objectives/mismatch.py",
@@ -818,6 +818,14 @@ MUTATIONS = [
         "named templates of a folder are not tried", "adapters/templates.py",
         "several = value if isinstance(value, list) else [value]", "several = [value]",
         "tests/adapters/test_strangers.py -k every_template",
+    ),
+    Mutation(
+        "weights are read from elsewhere", "adapters/folders.py", "or Path(name).name != name", "",
+        "tests/adapters/test_damaged_models.py -k weights",
+    ),
+    Mutation(
+        "the loaders' own errors come through", "adapters/model_folders.py",
+        'type(error).__name__ != "PanicException"', "True", "tests/adapters/test_damaged_models.py -k stay",
     ),
     Mutation(
         "a stranger's words are Markdown", "checkpoints/model_card.py",

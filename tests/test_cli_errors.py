@@ -114,7 +114,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "environment of eval twice": (["eval", "model", *GUESS, "agile:guess_number"], r"'agile:guess_number' twice"),
     "model of eval": (["eval", "./modle", *GUESS], r"MODEL='./modle'; did you mean model\?"),
     "model that eval compares with": (["eval", "model", *GUESS, "--against", "./modle"], r"--against='./modle'; did you mean model\?"),
-    "weights of eval damaged": (["eval", "damaged", *GUESS, "--episodes", "1"], r"weights of damaged cannot be read.*copy or download"),
+    "weights of eval damaged": (["eval", "damaged", *GUESS, "--episodes", "1"], r"damaged cannot be loaded.*copy or download"),
     "episodes of eval": (["eval", "model", *GUESS, "--episodes", "0"], r"--episodes.*at least 1, got 0"),
     "limit of eval": (["eval", "model", *GUESS, "--max_turns", "0"], r"max_turns must be at least 1, got 0"),
     "option of eval": (["eval", "model", *GUESS, "--epizodes", "3"], r"--epizodes; did you mean --episodes"),

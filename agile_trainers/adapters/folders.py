@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -27,6 +26,7 @@ from agile_trainers.adapters.initialization import changes_base
 from agile_trainers.adapters.roles import CRITIC
 from agile_trainers.adapters.trust import OPTION as TRUST
 from agile_trainers.adapters.trust import is_trusted, pickles, sign
+from agile_trainers.records.plain import json_bytes
 
 _UNREAD = ("training_args.bin", "learning_curve.png")
 RECORD, MARKER = "agile_trainers.json", "complete.json"
@@ -124,9 +124,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: If the file cannot be read or holds something else.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError("it is no regular file")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(json_bytes(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(value, dict):
@@ -259,6 +257,26 @@ def is_cached(path: Path) -> bool:
     return path.is_symlink() and target.parent.name == "blobs" and inside and target.is_file()
 
 
+def check_index(path: Path) -> None:
+    """Reject the index of a model's weights if it names files elsewhere, which a loader would read.
+
+    Args:
+        path: Any file. One that is no index is accepted.
+
+    Raises:
+        CheckpointError: If it is an index that cannot be read, or a name in it is not that of a file beside it.
+    """
+    if not path.name.endswith(".index.json"):
+        return
+    names = read_json(path).get("weight_map")
+    for name in names.values() if isinstance(names, dict) else [names]:
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\\" in name:
+            raise CheckpointError(
+                f"{path} is not read: weight_map names {_shown(name)}, expected the names of files beside it. Restore the "
+                "file."
+            )
+
+
 def mark_complete(folder: Path, known: Mapping[str, Any] | None = None) -> None:
     """Write the marker that makes the folder a complete checkpoint.
 
@@ -332,6 +350,8 @@ def _check_complete(folder: Path, resumes: bool) -> None:
             f"author, set {TRUST}=1."
         )
     _check_states(folder, present, record)
+    for path in present.values():
+        check_index(path)
 
 
 def _check_files(folder: Path, present: Mapping[str, Path], listed: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,14 @@ from peft import set_peft_model_state_dict as set_adapter_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoProcessor, PreTrainedModel
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 from trl.trainer.utils import create_model_from_path
 
-from agile_trainers.adapters import templates
 from agile_trainers.adapters.critic import VALUE_HEAD, add_critic
-from agile_trainers.adapters.folders import RECORD, check_no_links, read_json, read_record
+from agile_trainers.adapters.folders import RECORD, check_no_links, read_record
 from agile_trainers.adapters.initialization import REPEATABLE, changes_base
 from agile_trainers.adapters.merge import describe, differences, layers, merged_config, padded
+from agile_trainers.adapters.model_folders import check_model_folder, hub_file, naming_folder
 from agile_trainers.adapters.patterns import check_patterns
 from agile_trainers.adapters.reference_adapter import copy_adapter
 from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, belongs_to
@@ -35,8 +34,6 @@ logger = logging.get_logger(__name__)
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEAD = "model.safetensors"
 """File of AgileRL's value head, beside its adapters."""
-_TOKENIZER, _LONGEST_PATH = ("tokenizer_config.json", "special_tokens_map.json"), 4000
-"""Files of the tokenizer's settings, and characters of a text in them that may be a path."""
 _MOST_LAYERS = 1000
 LAYOUTS = (
     {POLICY: "", REFERENCE: REFERENCE, CRITIC: CRITIC},
@@ -111,69 +108,20 @@ def find_adapters(model: str, revision: str | None = None) -> SavedAdapters | No
         layout = next((layout for layout in LAYOUTS if (folder / layout[POLICY] / CONFIG).is_file()), None)
         if layout is None:
             _check_is_model(folder)
-            check_tokenizer(model, revision)
+            check_model_folder(model, revision)
             return None
     else:
         layout = LAYOUTS[0]
-        if not _hub_file(model, CONFIG, revision):
-            check_tokenizer(model, revision)
+        if not hub_file(model, CONFIG, revision):
+            check_model_folder(model, revision)
             return None
         wanted = [(Path(name) / file).as_posix() for name in layout.values() for file in (CONFIG, WEIGHTS)]
         folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*wanted, *_BESIDE]))
         commit = folder.name
     check_no_links(folder, list(layout.values()))
-    check_tokenizer(str(folder))
+    check_model_folder(str(folder))
     folders = {role: folder / name for role, name in layout.items() if (folder / name / CONFIG).is_file()}
     return SavedAdapters(model, folder, folders, read_config(folders[POLICY], policy=True), commit)
-
-
-def check_tokenizer(model: str, revision: str | None = None) -> None:
-    """Reject a tokenizer whose settings name a file elsewhere on this machine, or whose chat template cannot be rendered.
-
-    transformers would read the file, and its content, such as a secret, would become the vocabulary, which is saved and
-    pushed with the model. A template may run without end, or fill the memory.
-
-    Args:
-        model: Folder or Hub id.
-        revision: Branch, tag or commit of a Hub repository.
-
-    Raises:
-        ValueError: If there is such a file or template, or the settings cannot be read.
-    """
-    folder = Path(model)
-    files = [
-        folder / name if folder.is_dir() else Path(_hub_file(model, name, revision) or "")
-        for name in (*_TOKENIZER, templates.FILE)
-    ]
-    for path in files[:2]:
-        settings = read_json(path) if path.is_file() else {}
-        for key, value in settings.items():
-            if not isinstance(value, str) or key.endswith("_token") or len(value) > _LONGEST_PATH or "\0" in value:
-                continue
-            if os.path.isfile(value) and not Path(os.path.realpath(value)).is_relative_to(
-                os.path.realpath(path.parent)
-            ):
-                raise ValueError(
-                    f"{path} is not read: {key!a:.80} names the file {value!a:.200} outside of its folder. Put a copy of "
-                    "the file into the folder, or remove the setting."
-                )
-    templates.check_templates(files[0], [files[2], *sorted(folder.glob(templates.MORE))])
-
-
-def _hub_file(repository: str, name: str, revision: str | None) -> str | None:
-    """Download a file; None if there is no such repository, file or connection."""
-    try:
-        return cached_file(
-            repository,
-            name,
-            revision=revision,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-    except OSError:
-        # Not a repository: loading it as a model raises the clearest error.
-        return None
 
 
 def _check_is_model(folder: Path) -> None:
@@ -362,7 +310,7 @@ def load_policy(
     if different:
         assert isinstance(peft_config, LoraConfig)
         config = merged_config(base, saved.config, peft_config)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), naming_folder(saved.source):
         torch.manual_seed(seed)
         model = get_peft_model(base, config, autocast_adapter_dtype=autocast_adapter_dtype)
     if different:
@@ -381,12 +329,17 @@ def load_policy(
 
 
 def load_tokenizer(saved: SavedAdapters, trust_remote_code: bool = False) -> Any:
-    """The tokenizer that was saved with the policy, or None: the base's will do."""
+    """The tokenizer that was saved with the policy, or None: the base's will do.
+
+    Raises:
+        ValueError: If it cannot be loaded.
+    """
     if not (saved.folder / "tokenizer_config.json").is_file():
         return None
-    return AutoProcessor.from_pretrained(
-        saved.folder, truncation_side="left", padding_side="left", trust_remote_code=trust_remote_code
-    )
+    with naming_folder(str(saved.folder)):
+        return AutoProcessor.from_pretrained(
+            saved.folder, truncation_side="left", padding_side="left", trust_remote_code=trust_remote_code
+        )
 
 
 def load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedModel:
@@ -401,9 +354,10 @@ def load_base(saved: SavedAdapters, **model_init_kwargs: Any) -> PreTrainedModel
             f"{saved.folders[POLICY] / CONFIG} does not name its base model. Add the folder or Hub id of the model that the "
             'adapter was trained on as "base_model_name_or_path".'
         )
-    check_tokenizer(name, saved.config.revision)  # which is that of an adapter without one
+    check_model_folder(name, saved.config.revision)  # which is that of an adapter without one
     try:
-        return create_model_from_path(name, **{**model_init_kwargs, "revision": saved.config.revision})
+        with naming_folder(name):
+            return create_model_from_path(name, **{**model_init_kwargs, "revision": saved.config.revision})
     except OSError as error:
         raise ValueError(
             f"{saved.source} was trained on {name!r} (base_model_name_or_path in its {CONFIG}), which cannot be loaded: "
@@ -431,7 +385,8 @@ def load_reference(model: PeftModel, folder: Path) -> None:
     config.lora_dropout = 0.0  # it is never trained
     if REFERENCE in model.peft_config:
         model.delete_adapter(REFERENCE)
-    model.add_adapter(REFERENCE, config)
+    with naming_folder(str(folder)):
+        model.add_adapter(REFERENCE, config)
     load_weights(model, REFERENCE, read_weights(folder), folder)
     model.set_requires_grad(REFERENCE, False)
 
@@ -497,7 +452,8 @@ def start_critic(
         raise ValueError(f"critic_start='saved': {place}. Use critic_start='policy' or 'new'.")
     config = read_config(folder)
     check_patterns(config, model.get_base_model(), folder)
-    add_critic(model, config=config, **options)
+    with naming_folder(str(folder)):
+        add_critic(model, config=config, **options)
     load_weights(model, CRITIC, _critic_weights(saved, model), folder)
     logger.info("The critic starts from %s.", folder)
 

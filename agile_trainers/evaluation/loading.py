@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file, logging
 from trl.trainer.utils import create_model_from_path
@@ -19,6 +18,7 @@ from agile_trainers.adapters import find_adapters, load_policy
 from agile_trainers.adapters.folders import RECORD, read_record
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.loading import load_tokenizer
+from agile_trainers.adapters.model_folders import naming_folder
 from agile_trainers.checkpoints.disclosure import with_private
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.base import SamplingSettings
@@ -41,20 +41,15 @@ def load_model(
         The model and its tokenizer.
 
     Raises:
-        ValueError: If the adapter cannot be used, or the weights are damaged.
+        ValueError: If the adapter cannot be used, or a file of the folder is damaged.
     """
     init = {"device_map": None, **init}
     revision, trust = init.pop("revision", None), bool(init.get("trust_remote_code"))
     saved = find_adapters(model, revision)
     policy: Any
     if saved is None:
-        try:
+        with naming_folder(model):
             policy = create_model_from_path(model, revision=revision, **init)
-        except SafetensorError as error:
-            raise ValueError(
-                f"The weights of {model} cannot be read: {error}. The file is damaged or incomplete; copy or download "
-                "it again."
-            ) from error
         tokenizer = tokenizer or tokenizer_of(policy, revision=revision, trust_remote_code=trust)
     else:
         policy = load_policy(saved, **init)
@@ -108,9 +103,10 @@ def tokenizer_of(model: Any, **init: Any) -> Any:
     """The tokenizer in the folder or Hub repository that a model was loaded from.
 
     Raises:
-        ValueError: If the model does not say where that is.
+        ValueError: If the model does not say where that is, or it cannot be loaded.
     """
     name = model.config._name_or_path
     if not name:
         raise ValueError("tokenizer=None: the model was made in memory and names no folder to load one from. Pass it.")
-    return AutoTokenizer.from_pretrained(name, **init)
+    with naming_folder(name):
+        return AutoTokenizer.from_pretrained(name, **init)

@@ -13,6 +13,7 @@ from trl.trainer.utils import create_model_from_path
 
 from agile_trainers.adapters import find_adapters
 from agile_trainers.adapters.loading import OnBase, SavedAdapters, load_base
+from agile_trainers.adapters.model_folders import naming_folder
 
 
 class SharedBase:
@@ -33,7 +34,8 @@ class SharedBase:
             init["quantization_config"] = quantization_config
         self.adapters: SavedAdapters | None = find_adapters(model, init.get("revision"))
         if self.adapters is None:
-            base = create_model_from_path(model, **init)
+            with naming_folder(model):
+                base = create_model_from_path(model, **init)
         else:
             base = load_base(self.adapters, **init)
         if getattr(base.config, "quantization_config", None) is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import stat
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from agile_trainers.imports import pass_on_interrupt
@@ -12,6 +14,8 @@ _DEEPEST = 20
 """Nesting levels of an environment's dicts and lists that are written."""
 _NESTED = 100
 """Nesting levels of JSON that is read."""
+LARGEST_JSON = 2**30
+"""Bytes of a file of JSON that is read; one that is a hole has no size on the disk."""
 _LONGEST_TEXT = 10_000
 """Characters that are written of a value that JSON cannot represent."""
 _MOST_BITS = 1024
@@ -77,6 +81,21 @@ def from_json(text: str | bytes) -> Any:
             for item in (one.values() if isinstance(one, dict) else one)
         ]
     return value
+
+
+def json_bytes(path: Path) -> bytes:
+    """Read a file of JSON.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is no regular file, such as a pipe, or has more than :data:`LARGEST_JSON` bytes.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is no regular file")
+    if found.st_size > LARGEST_JSON:
+        raise ValueError(f"it has {found.st_size:,} bytes, expected at most {LARGEST_JSON:,}")
+    return path.read_bytes()
 
 
 def encodable(text: str) -> str:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agile_trainers.records.digests import digest_problem, has_digest
-from agile_trainers.records.plain import from_json, to_json
+from agile_trainers.records.plain import LARGEST_JSON, from_json, to_json
 from agile_trainers.records.schema import EPISODE, LIGHT, TRAINED, VOCABULARY
 from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
 from agile_trainers.types import NO_TURN, StopReason
@@ -26,8 +26,6 @@ _MOST_VALUES = 100_000_000
 _MOST_BYTES = 2**31
 """Bytes of a file's values in memory: one long text can stand in a million rows of a small file."""
 _BATCH_BYTES = 2**28
-_LARGEST_LOG = 2**30
-"""Bytes of a file of JSON; one that is a hole has no size on the disk."""
 _LARGEST_STEP = 2**53
 _JSON = ("prompt", "reset_info", "row")
 """Columns that :meth:`RunRecords.episode` decodes, besides those of turns."""
@@ -312,7 +310,7 @@ def _cell(text: str | None) -> Any:
 
 def _content(path: Path) -> bytes:
     """Read a file of JSON; of one that no run writes, the first byte, which is no JSON either."""
-    return path.read_bytes() if path.stat().st_size <= _LARGEST_LOG else b"?"
+    return path.read_bytes() if path.stat().st_size <= LARGEST_JSON else b"?"
 
 
 def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -342,8 +340,8 @@ def _old_episodes(path: Path) -> list[dict[str, Any]]:
 def _old_file(path: Path, _modified: int, _size: int) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError("it is no regular file")
-    if _size > _LARGEST_LOG:
-        raise ValueError(f"it has {_size:,} bytes, expected at most {_LARGEST_LOG:,}")
+    if _size > LARGEST_JSON:
+        raise ValueError(f"it has {_size:,} bytes, expected at most {LARGEST_JSON:,}")
     rows = []
     with path.open(encoding="utf-8") as file:
         for index, line in enumerate(file):

@@ -44,6 +44,7 @@ from agile_trainers.adapters.folders import (
     write_json,
 )
 from agile_trainers.adapters.fused import fuse
+from agile_trainers.adapters.model_folders import LOADERS, naming_folder
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.checkpoints.disclosure import clean_tokenizer, note_private
 from agile_trainers.checkpoints.hub import HubPushes, make_repository
@@ -266,7 +267,8 @@ class MultiTurnTrainer(GRPOTrainer):
             adapter = inputs.peft_config is not None or isinstance(inputs.model, PeftModel)
             decide_learning_rate(inputs.args, adapter=adapter)
             warn_of_idle_recipe(inputs.args, adapter=adapter and optimizers[0] is None)
-        with explaining_scope(getattr(args, "lora_target_scope", None)), plain_copies(inputs.model):
+        named = naming_folder(inputs.model if isinstance(inputs.model, str) else None, within=LOADERS)
+        with explaining_scope(getattr(args, "lora_target_scope", None)), plain_copies(inputs.model), named:
             super().__init__(
                 model=inputs.model,
                 reward_funcs=reward_funcs,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agile_trainers.records.plain import from_json
+from agile_trainers.records.plain import from_json, json_bytes
 from agile_trainers.records.reader import RunRecords
 
 LINEAGE = "lineage.json"
@@ -53,7 +53,7 @@ def _place(run: RunRecords) -> tuple[str, int, float]:
 def _members(path: Path) -> dict[int, dict[str, Any]] | str:
     """Read what became of each member: its last hyperparameters and result, and whether it lives; or what is wrong."""
     try:
-        return _read_members(from_json(path.read_bytes()))
+        return _read_members(from_json(json_bytes(path)))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
         return f"{path} is no lineage of a population: {type(error).__name__}: {str(error)[:200]}."
 

@@ -37,7 +37,8 @@ from agile_trainers.adapters.folders import (
     read_record,
     write_json,
 )
-from agile_trainers.adapters.loading import check_tokenizer, find_adapters, parent_of, read_config
+from agile_trainers.adapters.loading import find_adapters, parent_of, read_config
+from agile_trainers.adapters.model_folders import check_model_folder
 from agile_trainers.adapters.patterns import check_patterns, expressions
 from agile_trainers.adapters.templates import check_template
 from agile_trainers.adapters.trust import KEY_FILE, OPTION
@@ -570,7 +571,7 @@ def test_a_vocabulary_is_not_read_from_elsewhere(adapter: Path, tmp_path: Path, 
             with pytest.raises(ValueError, match=r"'vocab_file' names the file .*secret.txt' outside of its folder"):
                 find_adapters(str(adapter))
         else:
-            check_tokenizer(str(adapter))
+            check_model_folder(str(adapter))
 
 
 # ------------------------------------------------------------------------------------------------------- chat templates

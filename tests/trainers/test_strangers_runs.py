@@ -12,6 +12,8 @@ from checkpointed_runs import SAVING, make
 from agile_trainers.adapters.folders import RECORD, CheckpointError, check_complete, mark_complete, write_json
 from agile_trainers.checkpoints import run_cards
 from agile_trainers.checkpoints.output_lock import LOCK
+from agile_trainers.populations.base import SharedBase
+from agile_trainers.trainers import MultiTurnGRPOConfig
 
 
 def test_a_card_that_cannot_be_written_costs_no_checkpoint(embedded_model, tmp_path, monkeypatch, caplog):
@@ -67,3 +69,13 @@ def test_the_best_checkpoint_is_one_of_a_run(embedded_model, tmp_path, saved, wa
     trainer.train(resume_from_checkpoint=True)
     assert any("best checkpoint is not loaded" in text and "theirs" in text for text in warned)
     assert check_complete(tmp_path / "run" / "checkpoint-2")
+
+
+def test_trainers_and_populations_name_a_damaged_folder(embedded_model, tmp_path):
+    """In the words of the loaders alone, it would be ``list index out of range``."""
+    model = Path(shutil.copytree(embedded_model, tmp_path / "model"))
+    write_json(model / "config.json", {**json.loads((model / "config.json").read_text()), "architectures": []})
+    args = MultiTurnGRPOConfig(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False)
+    for load in (lambda: make("grpo", model, tmp_path / "run"), lambda: SharedBase(str(model), args)):
+        with pytest.raises(ValueError, match=rf"{model} cannot be loaded: IndexError"):
+            load()
