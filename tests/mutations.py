@@ -1051,8 +1051,30 @@ MUTATIONS = [
         "tests/trainers/test_stopping.py -k time",
     ),
     Mutation(
-        "a killed trainer leaves its environments", "rollout/process_environment.py",
-        "| os.O_ASYNC)", "| 0)", "tests/rollout/test_processes.py -k behind",
+        "a killed trainer leaves its environments", "rollout/keeper.py",
+        "target=_wait_for_trainer", "target=int", "tests/rollout/test_left_processes.py -k kill",
+    ),
+    Mutation(
+        "orphans of an environment outlive it", "rollout/keeper.py",
+        "_prctl(_PR_SET_CHILD_SUBREAPER, 1)", "pass", "tests/rollout/test_left_processes.py -k raise",
+    ),
+    Mutation(
+        "children of an environment's children outlive it", "rollout/keeper.py",
+        "recursive=True", "recursive=False", "tests/rollout/test_left_processes.py -k raise",
+    ),
+    Mutation(
+        "a signal to the group ends the keeper alone", "rollout/keeper.py",
+        "signal.SIG_BLOCK, signal.valid_signals()", "signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM}",
+        "tests/rollout/test_left_processes.py -k hang_up",
+    ),
+    Mutation(
+        "a program starts processes where no filter can be made", "envs/isolation/launcher.py",
+        "_start_nothing()  # after", "pass  # after", "tests/envs/test_isolation.py -k weakest",
+    ),
+    Mutation(
+        "a closed environment is still ending", "rollout/process_environment.py",
+        "        self._end()\n        await self._ended()", "        self._end()",
+        "tests/rollout/test_left_processes.py -k as_long_as",
     ),
     Mutation(
         "a push that failed is forgotten", "checkpoints/background_pushes.py",

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import inspect
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any, cast
 
@@ -30,6 +28,8 @@ from agile_trainers.envs.base import (
     bound_step,
 )
 from agile_trainers.envs.checker import describe_error
+from agile_trainers.envs.isolation.levels import describe_status
+from agile_trainers.rollout.keeper import keep
 
 _STARTS, _PAUSE = 50, 0.1
 """Attempts to start a process, and the seconds between them, in which a killed server comes to its end."""
@@ -59,7 +59,8 @@ def pickled(factory: EnvironmentFactory) -> bytes:
 class ProcessEnvironment:
     """Plays an environment in a separate process, started from a clean server process (``forkserver``).
 
-    Cancelling a call kills the process. The environment's exceptions arrive as text.
+    Cancelling a call kills the process. What the environment has started ends with it (see :mod:`.keeper`). The
+    environment's exceptions arrive as text.
 
     Args:
         factory: Makes the environment in that process.
@@ -101,16 +102,17 @@ class ProcessEnvironment:
         return cast("float | None", await self._call("end", reason))
 
     async def close(self) -> None:
-        """Close the environment, then end its process."""
+        """Close the environment, then end its process and all that were started by it."""
         with suppress(EnvironmentProcessError, TimeoutError):
             await asyncio.wait_for(self._call("close"), _CLOSING_SECONDS)
         self._end()
+        await self._ended()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         self._calls += 1
         try:
             self._connection.send((self._calls, method, arguments))
-            await self._readable()
+            await _readable(self._connection.fileno())
             number, error, value = self._connection.recv()
             if number != self._calls:  # a second answer to an earlier call, which would shift all later ones
                 self._end()
@@ -119,27 +121,31 @@ class ProcessEnvironment:
             self._end()
             raise
         except (EOFError, OSError) as lost:
-            self._process.join(_CLOSING_SECONDS)
-            raise EnvironmentProcessError(
-                f"the environment's process died in {method} (exit code {self._process.exitcode})"
-            ) from lost
+            await self._ended()
+            code = self._process.exitcode
+            how = "it is still ending" if code is None else describe_status(code)
+            raise EnvironmentProcessError(f"the environment's process died in {method} ({how})") from lost
         if error is not None:
             raise EnvironmentProcessError(error)
         return value
 
-    async def _readable(self) -> None:
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        descriptor = self._connection.fileno()
-        loop.add_reader(descriptor, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_reader(descriptor)
+    async def _ended(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(_readable(self._process.sentinel), _CLOSING_SECONDS)
 
     def _end(self) -> None:
-        self._process.kill()
+        self._process.terminate()  # the keeper, which kills the others
         self._connection.close()
+
+
+async def _readable(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
 
 
 _BOUND: dict[str, Callable[..., Callable[[], Any]]] = {"reset": bound_reset, "step": bound_step, "end": bound_end}
@@ -160,30 +166,9 @@ def _without_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _die_with_parent() -> None:
-    """End this process with the training process, also during a call."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    sentinel = parent.sentinel
-    if hasattr(fcntl, "F_SETSIG"):
-        # The kernel kills this process when the other end is closed, even if a thread holds the interpreter's lock.
-        fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-        if wait([sentinel], timeout=0):
-            os._exit(1)
-        return
-
-    def watch() -> None:
-        wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def _serve(sent: bytes, connection: Connection) -> None:
     """Answer calls until the connection is closed; runs in the other process."""
-    _die_with_parent()
+    keep(connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process handles interrupts
     loop = asyncio.new_event_loop()
     environment: Any = None

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from agile_trainers.envs.isolation import levels as isolation
+from agile_trainers.envs.isolation.launcher import seal
 from agile_trainers.envs.isolation.levels import BUBBLEWRAP, LANDLOCK, LEVELS, NONE, OPTION, IsolationError
 from agile_trainers.envs.tools.python_sandbox import run_python
 
@@ -109,6 +110,26 @@ def test_no_process_without_end(level: str) -> None:
         "os.posix_spawn('/bin/true', ['true'], {}); print('got')",
     )
     assert attempts("import threading\nwhile True: threading.Thread(target=print).start()") == ["RuntimeError"]
+
+
+def test_no_process_at_the_weakest_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filter refuses it; where none can be made, a limit does, which binds every user but root."""
+    monkeypatch.setenv(OPTION, NONE)
+    if isolation._filter_if_any():
+        stopped("os.fork(); print('got')")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if os.getuid() == 0:
+                os.setresuid(54321, 54321, 54321)
+            seal({"level": NONE, "limits": {}, "paths": [], "parent": os.getppid(), "filter": ""})
+            os.fork()
+        except BlockingIOError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_no_memory_without_end(level: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import time
 from typing import Any
 
@@ -72,3 +74,50 @@ class AsyncScored(Scored):
 
     async def end(self, reason: str) -> float:  # type: ignore[override]
         return super().end(reason)
+
+
+class Leaving(Elsewhere):
+    """Starts processes of every kind, which go on for ever, and tells their ids; else as above."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        observation, info = super().reset(seed, options)
+        if not hasattr(self, "left"):
+            self.left = leave_processes()
+        return observation, {**info, "left": self.left}
+
+
+def leave_processes() -> dict[str, int]:
+    """Start a process of every kind; kind to id."""
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    left = {
+        "child": subprocess.Popen(["sleep", "1000"], **quiet).pid,
+        "child in a session of its own": subprocess.Popen(["sleep", "1000"], start_new_session=True, **quiet).pid,
+    }
+    for kind, command in (
+        ("child of a shell that waits", "sleep 1000 & echo $!; wait"),
+        ("orphan", "sleep 1000 & echo $!"),
+        ("orphan in a session of its own", "setsid sleep 1000 & echo $!"),
+        ("orphan that ignores signals", "trap '' TERM HUP INT QUIT; nohup setsid sleep 1000 & echo $!"),
+    ):
+        shell = subprocess.Popen(["sh", "-c", command], **{**quiet, "stdout": subprocess.PIPE}, text=True)
+        assert shell.stdout is not None
+        left[kind] = int(shell.stdout.readline())
+    left["daemon"] = daemon()
+    return left
+
+
+def daemon() -> int:
+    """Fork twice, with a session of its own between; the connection to the training process stays open in it."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if (child := os.fork()) != 0:
+            os.write(writing, str(child).encode())
+            os._exit(0)
+        while True:
+            signal.pause()
+    os.wait()
+    told = int(os.read(reading, 99))
+    os.close(reading)
+    os.close(writing)
+    return told

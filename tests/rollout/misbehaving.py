@@ -389,6 +389,18 @@ def leak_children(environment: Misbehaving) -> Any:
     return UP
 
 
+def leak_daemon(environment: Misbehaving) -> Any:
+    """It holds the connection, and its session is its own."""
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            while True:
+                signal.pause()
+        os._exit(0)
+    os.waitpid(child, 0)
+    os._exit(7)
+
+
 def fork_and_end(environment: Misbehaving) -> Any:
     if (child := os.fork()) == 0:
         os._exit(7)
@@ -506,11 +518,24 @@ def stop_itself(environment: Misbehaving) -> Any:
 
 
 def kill_server(environment: Misbehaving) -> Any:
-    """Unless it is dead already, and the parent somebody else."""
-    with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+    """Unless it is dead already, and the parent of the keeper somebody else."""
+    with open(f"/proc/{os.getppid()}/stat") as file:
+        server = int(file.read().rpartition(")")[2].split()[1])
+    with open(f"/proc/{server}/cmdline", "rb") as file:
         if b"forkserver" in file.read():
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(server, signal.SIGKILL)
     return UP
+
+
+def kill_keeper(environment: Misbehaving) -> Any:
+    """The kernel then ends this process."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def end_keeper(environment: Misbehaving) -> Any:
+    os.kill(os.getppid(), signal.SIGTERM)
+    threading.Event().wait()
 
 
 # -------------------------------------------------------------------------------------------- constructor, close, __del__
@@ -745,6 +770,7 @@ KINDS: dict[str, Kind] = {
     "raises out of a finally": Kind("step", leave_in_finally),
     "leaks threads": Kind("step", leak_threads, sound=True),
     "a thread of its own exits": Kind("step", thread_exits, sound=True),
+    "leaves a daemon and exits": Kind("step", leak_daemon, where="processes"),
     "leaks children": Kind("step", leak_children, sound=True),
     "forks a child that ends": Kind("step", fork_and_end, sound=True),
     "forks a child that goes on": Kind("step", fork_and_go_on, sound=True, where="processes"),
@@ -764,6 +790,8 @@ KINDS: dict[str, Kind] = {
     "lowers its limits": Kind("step", lower_limits, where="processes", sound=True),
     "stops itself": Kind("step", stop_itself, where="processes"),
     "kills the server of processes": Kind("step", kill_server, where="processes", sound=True),
+    "kills its keeper": Kind("step", kill_keeper, where="processes"),
+    "ends its keeper": Kind("step", end_keeper, where="processes"),
     "exits while it is sent": Kind(
         "step", made(lambda: ("up", 0.5, True, False, {"x": LeavesWhenSent()})), where="processes"
     ),

@@ -40,6 +40,7 @@ def seal(spec: dict[str, Any]) -> None:
             resource.setrlimit(getattr(resource, name), (value, value + (name == "RLIMIT_CPU")))
     os.umask(0o077)
     if sys.platform != "linux":
+        _start_nothing()
         return
     if spec["level"] == "namespaces":
         _die_with(spec["parent"])
@@ -51,11 +52,18 @@ def seal(spec: dict[str, Any]) -> None:
         _die_with(spec["parent"])
         if spec["level"] == "landlock":
             _landlock(spec["paths"])
+        _start_nothing()  # after the change of user, which a limit of processes would spoil
     _drop_capabilities()
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     if spec["filter"]:
         with suppress(*((OSError,) if spec["level"] == "none" else ())):
             _load_filter(base64.b64decode(spec["filter"]))
+
+
+def _start_nothing() -> None:
+    """Refuse new processes, which could outlive the program, also where no filter can be made. The kernel exempts root."""
+    with suppress(*(() if sys.platform == "linux" else (ValueError, OSError))):
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
 def _die_with(parent: int) -> None:

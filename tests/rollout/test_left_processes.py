@@ -1,0 +1,115 @@
+"""What an environment in a process of its own has started ends with it, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from elsewhere import Leaving
+from episodes import Player, make_engine, specs
+
+from agile_trainers.types import StopReason
+
+
+def alive(processes: dict[str, int]) -> list[str]:
+    """The kinds of those that still run."""
+    return [kind for kind, process in processes.items() if _runs(process)]
+
+
+def _runs(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def all_end(processes: dict[str, int]) -> None:
+    """Wait until none of them runs any more; an assertion with those that go on after a minute."""
+    deadline = time.monotonic() + 60
+    while (left := alive(processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in processes.values():
+        if _runs(process):
+            os.kill(process, signal.SIGKILL)
+    assert not left
+
+
+def test_what_it_started_lives_as_long_as_the_instance() -> None:
+    """Over all its episodes; nothing is left when the pool is closed."""
+    engine = make_engine(Leaving, processes=1, timeout=60.0)
+    first, second = engine.run(specs({}, {}), Player())
+    started = first.reset_info["left"]
+    assert second.reset_info["left"] == started and alive(started) == list(started)
+    engine.pool.close()
+    try:
+        assert not alive(started)
+    finally:
+        all_end(started)
+
+
+@pytest.mark.parametrize("what", ["die", "raise", "hang"])
+def test_nothing_outlives_an_instance_that_failed(what: str, request: pytest.FixtureRequest) -> None:
+    """It exits while others hold its connection, raises, or is killed at the time limit."""
+    clock = request.getfixturevalue("clock") if what == "hang" else None
+    engine = make_engine(Leaving, processes=1, timeout=0.1 if clock else 60.0)
+    (before,) = engine.run(specs({}), Player())
+    if clock:
+        clock.pace = 1e6
+    (episode,) = engine.run(specs({"what": what}), Player())
+    expected = StopReason.ENVIRONMENT_TIMEOUT if what == "hang" else StopReason.ENVIRONMENT_ERROR
+    assert episode.stop_reason is expected
+    all_end(before.reset_info["left"])
+    engine.pool.close()
+
+
+@pytest.mark.parametrize("ends", ["kill", "exit", "hang_up"])
+def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path) -> None:
+    """It is killed during a call, or returns without closing its environments."""
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    trainer = subprocess.Popen(
+        [sys.executable, str(script), ends],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    assert trainer.stdout is not None
+    names = trainer.stdout.readline().strip().split(";")
+    started = {name: int(process) for name, process in (one.split("=") for one in names)}
+    assert len(started) == 8, "with the environment's own"
+    if ends == "hang_up":  # a terminal tells every process of its group
+        os.killpg(trainer.pid, signal.SIGHUP)
+    elif ends != "exit":
+        assert trainer.stdout.readline() == "inside\n"
+        trainer.kill()
+    trainer.wait()
+    all_end(started)
+    trainer.stdout.close()
+
+
+TRAINER = """
+import asyncio, sys
+from elsewhere import Leaving
+from agile_trainers.rollout.process_environment import ProcessEnvironment
+
+async def main(hang):
+    environment = ProcessEnvironment(Leaving)
+    _, info = await environment.reset(options={"what": "hang"})
+    print(";".join(f"{kind}={process}" for kind, process in {**info["left"], "itself": info["process"]}.items()), flush=True)
+    if hang:
+        call = asyncio.ensure_future(environment.step("go"))
+        await asyncio.sleep(0)
+        print("inside", flush=True)
+        await call
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1] != "exit"))
+"""
