@@ -828,6 +828,16 @@ MUTATIONS = [
         'type(error).__name__ != "PanicException"', "True", "tests/adapters/test_damaged_models.py -k stay",
     ),
     Mutation(
+        "an epoch of a checkpoint is drawn for hours", "adapters/folders.py",
+        'not 0 <= state["epoch"] <= state["global_step"] + 1', 'state["epoch"] < 0',
+        "tests/adapters/test_strangers.py -k trainer_state",
+    ),
+    Mutation(
+        "the first alternative of a form is enough", "adapters/forms.py",
+        "if None not in found:", "if found[0] is not None:",
+        "tests/adapters/test_strangers.py -k every_option",
+    ),
+    Mutation(
         "a stranger's words are Markdown", "checkpoints/model_card.py",
         'return f"`{shown}`" if shown.strip() else ""', "return shown", "tests/adapters/test_strangers.py -k words",
     ),

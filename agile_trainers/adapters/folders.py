@@ -22,6 +22,7 @@ from typing import Any
 from peft import LoraConfig
 from safetensors import SafetensorError
 
+from agile_trainers.adapters.forms import POSITION_FORM, RECORD_FORM, STAGE, STATE_FORM, misfits
 from agile_trainers.adapters.initialization import changes_base
 from agile_trainers.adapters.roles import CRITIC
 from agile_trainers.adapters.trust import OPTION as TRUST
@@ -42,24 +43,10 @@ NOT_LORA_SETTINGS = {
 """Fields of a LoRA configuration that are book-keeping, or that only affect how new weights are initialized."""
 _TAGS = ("latest", "latest_universal")
 """Files in which DeepSpeed reads the name of the subfolder to load."""
-_STAGE: dict[str, Any] = {"source": str, "commit": str | None, "algorithm": str | None, "environment": str | None}
-_STAGE |= {"global_step": int | None}
-"""Fields of a ``parent``, and their types. ``source`` must be there."""
-_RECORD: dict[str, Any] = {
-    "algorithm": str, "environment": str | None, "base_model": dict | None, "lora": dict | None, "critic": bool,
-    "global_step": int, "run_id": str, "options": dict,
-}  # fmt: skip
-_POSITION: dict[str, Any] = {
-    "generation": int, "position": int, "geometry": dict, "watch": dict, "skipped_steps": dict, "packing": dict,
-    "tasks": dict, "pass_tokens": int | None,
-}  # fmt: skip
-_STATE: dict[str, Any] = {
-    "epoch": int | float, "global_step": int, "best_model_checkpoint": str | None, "log_history": list,
-}  # fmt: skip
 _RUN_ID = re.compile(r"[\w\-]{0,100}", re.ASCII)
 """Ids of runs, which name the folders of records."""
-_LONGEST, _STAGES = 10_000, 100
-"""Characters of a text in a record, and stages of a history, beyond which it is not one that a run wrote."""
+_STAGES = 100
+"""Stages of a history, beyond which it is not one that a run wrote."""
 
 
 class CheckpointError(ValueError):
@@ -143,7 +130,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     path = folder / RECORD
     record = read_json(path)
-    _check_types(path, record, _RECORD)
+    _check_form(path, record, RECORD_FORM)
     if not _RUN_ID.fullmatch(record.get("run_id", "")):
         raise CheckpointError(
             f"{path}: run_id is {_shown(record['run_id'])}, expected letters, digits and hyphens: it names a folder. "
@@ -158,8 +145,8 @@ def read_record(folder: Path) -> dict[str, Any]:
                 f"{path}: {where} is {_shown(stage)}, expected a stage with a source, or null. Remove it, and the model has "
                 "no known history."
             )
-        _check_types(path, stage, _STAGE, f"{where}.")
-        stages.append({name: stage.get(name) for name in _STAGE})
+        _check_form(path, stage, STAGE, where)
+        stages.append({name: stage.get(name) for name in STAGE.of})
         stage = stage.get("parent")
     if "parent" in record:
         record["parent"] = None
@@ -168,16 +155,12 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _check_types(path: Path, found: Mapping[str, Any], types: Mapping[str, Any], where: str = "") -> None:
-    for name, expected in types.items():
-        value = found.get(name)
-        wrong = name in found and (not isinstance(value, expected) or isinstance(value, bool) != (expected is bool))
-        if wrong or (isinstance(value, str) and len(value) > _LONGEST):
-            kind = getattr(expected, "__name__", str(expected)).replace("None", "null")
-            raise CheckpointError(
-                f"{path}: {where}{name} is {_shown(value)}, expected {kind}. The file was changed, or no run wrote it; "
-                "restore or remove it."
-            )
+def _check_form(path: Path, found: Any, form: Any, where: str = "") -> None:
+    for misfit in misfits(found, form, where):
+        raise CheckpointError(
+            f"{path}: {_named(misfit.where) or 'it'} is {_shown(misfit.value)}, expected {misfit.expected}. The file was "
+            "changed, or no run wrote it; restore or remove it."
+        )
 
 
 def _named(name: str) -> str:
@@ -381,31 +364,18 @@ def _check_files(folder: Path, present: Mapping[str, Path], listed: Mapping[str,
 
 def _check_states(folder: Path, present: Mapping[str, Path], record: Mapping[str, Any]) -> None:
     """Check the types of what is read of a checkpoint before a run starts."""
-    if not isinstance(record.get("global_step"), int):
+    if "global_step" not in record:
         raise CheckpointError(f"{folder / RECORD} does not name the checkpoint's step (global_step).")
-    for name, types in ((_STATE_FILE, _STATE), (POSITION, _POSITION)):
-        if name not in present:
-            continue
-        state = read_json(present[name])
-        _check_types(present[name], state, types)
-        if name == POSITION:
-            lost = [key for key in ("generation", "position", "geometry") if key not in state]
-            if lost or not isinstance(state["geometry"].get("processes"), int):
-                raise CheckpointError(f"{present[name]} lacks {', '.join(lost) or 'geometry.processes'}.")
-        elif "epoch" not in state:
-            raise CheckpointError(f"{present[name]} lacks epoch.")
-        else:
-            _check_log(present[name], state.get("log_history", []))
-
-
-def _check_log(path: Path, log: list[Any]) -> None:
-    """Reject a log that no run wrote, since a model card shows its steps."""
-    for index, entry in enumerate(log):
-        if not isinstance(entry, dict) or type(entry.get("step")) is not int:
-            raise CheckpointError(
-                f"{path}: log_history[{index}] is {_shown(entry)}, expected an object with an integer step. The file was "
-                "changed; restore it."
-            )
+    for name, form in ((_STATE_FILE, STATE_FORM), (POSITION, POSITION_FORM)):
+        if name in present:
+            state = read_json(present[name])
+            _check_form(present[name], state, form)
+            # A run draws the order of each epoch anew, and an epoch has a step at least.
+            if name == _STATE_FILE and not 0 <= state["epoch"] <= state["global_step"] + 1:
+                raise CheckpointError(
+                    f"{present[name]}: epoch is {_shown(state['epoch'])}, expected 0 to {state['global_step']}, the number "
+                    "of steps. The file was changed; restore it."
+                )
 
 
 def _needed(record: dict[str, Any]) -> dict[str, tuple[str, ...]]:

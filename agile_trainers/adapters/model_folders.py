@@ -23,6 +23,14 @@ _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Files that name those of the weights, besides one that ``config.json`` names."""
 LOADERS = ("from_pretrained", "create_model_from_path")
 """Functions of transformers, PEFT and TRL that load models and tokenizers."""
+RESUMING = (
+    "load_from_json",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+)
+"""Functions of transformers that read a checkpoint."""
 _OTHERS = (ImportError, MemoryError, torch.OutOfMemoryError)
 """Errors of the machine, not of the folder."""
 
@@ -90,7 +98,9 @@ def hub_file(repository: str, name: str, revision: str | None) -> str | None:
 
 
 @contextmanager
-def naming_folder(source: str | None, within: Collection[str] = ()) -> Iterator[None]:
+def naming_folder(
+    source: str | None, within: Collection[str] = (), kind: type[ValueError] = ValueError
+) -> Iterator[None]:
     """Raise one kind of error that names the folder where transformers, PEFT or safetensors fail on its files.
 
     Their loaders raise ``TypeError``, ``KeyError``, ``AttributeError`` and others on values of a wrong type, and tokenizers
@@ -99,6 +109,7 @@ def naming_folder(source: str | None, within: Collection[str] = ()) -> Iterator[
     Args:
         source: Folder or Hub id that the block loads. None: no error is changed.
         within: Names of functions. Only errors raised inside one of these are changed. Default: all.
+        kind: Type of the error.
 
     Raises:
         ValueError: In place of such an error, with its type and text.
@@ -115,7 +126,7 @@ def naming_folder(source: str | None, within: Collection[str] = ()) -> Iterator[
         if within and not _functions(error).intersection(within):
             raise
         reason = " ".join(str(error).split())
-        raise ValueError(
+        raise kind(
             f"{source} cannot be loaded: {type(error).__name__}: {reason[:1000]}. A file of it is damaged, incomplete or of "
             "another version of its library; copy or download it again."
         ) from error

@@ -18,6 +18,7 @@ from typing import Any
 
 from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.adapters.folders import MARKER, RECORD, read_json
+from agile_trainers.adapters.forms import WITHHELD
 from agile_trainers.adapters.trust import keyed_digest
 from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.envs.registry import describe_environment
@@ -63,7 +64,6 @@ _WORDS = frozenset((
 _BY_NAME = ("environment_limits", "environment_weights", "liger_kernel_config")
 """Options that are numbers by name."""
 _WORD = re.compile(r"[A-Za-z0-9_.+-]{1,40}")
-_WITHHELD = re.compile(r"<(\w+), withheld(?:: ([0-9a-f]{8})-([0-9a-f]{32}))?>")
 _TOKENIZER_FIELDS = frozenset((
     "tokenizer_class", "processor_class", "auto_map", "backend", "added_tokens_decoder", "additional_special_tokens",
     "extra_special_tokens", "model_specific_special_tokens", "chat_template", "padding_side", "truncation_side",
@@ -189,7 +189,7 @@ def withheld_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_withheld(value: Any) -> bool:
     """Return whether a value is what :func:`withheld` returns."""
-    return isinstance(value, str) and _WITHHELD.fullmatch(value) is not None
+    return isinstance(value, str) and WITHHELD.fullmatch(value) is not None
 
 
 def differences(
@@ -212,9 +212,9 @@ def differences(
         if name not in then or name not in now:
             changed[name] = f"{name}: only {'now' if name in now else 'then'}"
             continue
-        found = _WITHHELD.fullmatch(then[name]) if isinstance(then[name], str) else None
+        found = WITHHELD.fullmatch(then[name]) if isinstance(then[name], str) else None
         own = withheld(name, now[name]) if found else ""
-        if found and (own_key := _WITHHELD.fullmatch(own)) and (found[2] is None or found[2] != own_key[2]):
+        if found and (own_key := WITHHELD.fullmatch(own)) and (found[2] is None or found[2] != own_key[2]):
             unknown.append(name)
         elif found and then[name] != own:
             changed[name] = f"{name}: another value"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
@@ -407,9 +408,12 @@ class RunCheckpoints:
         micro_batches, episodes = None, []
         if state["position"]:
             file = folder / f"rank-{self._trainer.accelerator.process_index}.safetensors"
-            micro_batches = _nested(load_file(file, device=str(self._args.device)))
-            if file.with_suffix(".parquet").is_file():
-                episodes = read_rows(file.with_suffix(".parquet"))
+            try:
+                micro_batches = _nested(load_file(file, device=str(self._args.device)))
+                if file.with_suffix(".parquet").is_file():
+                    episodes = read_rows(file.with_suffix(".parquet"))
+            except (SafetensorError, ValueError, OSError) as error:
+                raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
         steps = state["generation"] * self._every + state["position"]
         others = state.get("watch", {}), state.get("skipped_steps", {}), state.get("pass_tokens")
         return RolloutState(steps, micro_batches, *others, episodes, state.get("packing", {}), state.get("tasks", {}))

@@ -44,7 +44,7 @@ from agile_trainers.adapters.folders import (
     write_json,
 )
 from agile_trainers.adapters.fused import fuse
-from agile_trainers.adapters.model_folders import LOADERS, naming_folder
+from agile_trainers.adapters.model_folders import LOADERS, RESUMING, naming_folder
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.checkpoints.disclosure import clean_tokenizer, note_private
 from agile_trainers.checkpoints.hub import HubPushes, make_repository
@@ -440,7 +440,8 @@ class MultiTurnTrainer(GRPOTrainer):
             self._restore_rollout(-(-self._step // every) * every, None)
             self.guard = StepGuard()
             try:
-                with self.stop.heard(), naming_full_disk(self.args.output_dir):
+                read = naming_folder(folder, within=RESUMING, kind=CheckpointError)
+                with self.stop.heard(), naming_full_disk(self.args.output_dir), read:
                     output = super().train(folder, *args, **kwargs)
             finally:
                 if not self.updates.is_open:

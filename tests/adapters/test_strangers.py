@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from agile_trainers.adapters.folders import (
     read_record,
     write_json,
 )
+from agile_trainers.adapters.forms import OPTIONS, misfits
 from agile_trainers.adapters.loading import find_adapters, parent_of, read_config
 from agile_trainers.adapters.model_folders import check_model_folder
 from agile_trainers.adapters.patterns import check_patterns, expressions
@@ -45,6 +47,8 @@ from agile_trainers.adapters.trust import KEY_FILE, OPTION
 from agile_trainers.checkpoints.card_results import add_results
 from agile_trainers.checkpoints.model_card import model_card, write_card
 from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.episode_options import EpisodeOptions
+from agile_trainers.rollout.generators.base import SamplingSettings
 
 DEEP = "[" * 100_000
 
@@ -226,11 +230,43 @@ RECORDS: dict[str, Any] = {
     "a run elsewhere": {"lora": {}, "global_step": 4, "run_id": "../../elsewhere"},
     "not UTF-8": b'{"lora": "\xff"}',
 }
-STATES: dict[str, Any] = {
-    "trainer_state.json": {"epoch": "0.5", "global_step": 4},
-    POSITION: {"generation": 2, "position": "0", "geometry": {"processes": 1}},
-}
-LOG = {"epoch": 0.5, "global_step": 4, "log_history": [{"step": "<img src=x>", "eval_return": 1.0}]}
+STATE = {"epoch": 0.5, "global_step": 4}
+PLACE = {"generation": 2, "position": 0, "geometry": {"processes": 1}}
+LANDMARK = {"prompt_ids": [1], "answer_ids": [2]}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    # file, change, the place that the error names
+    *((RECORD, {"options": {name: value}}, f"options.{name}") for name, value in (
+        ("max_turns", "many"), ("max_turns", -1), ("max_turns", True), ("num_iterations", None), ("temperature", "1"),
+        ("stop_strings", "stop"), ("chat_template_kwargs", []), ("environment_limits", []), ("system_prompt", 7),
+    )),
+    (RECORD, {"options": {"stop_strings": [1]}}, r"options.stop_strings\[0\]"),
+    (RECORD, {"options": {"environment_limits": {"a": {"max_turns": "many"}}}}, "options.environment_limits.a.max_turns"),
+    (RECORD, {"global_step": -4}, "global_step"),
+    (RECORD, {"global_step": 2**63}, "global_step"),
+    (RECORD, {"environment_arguments": ["level"]}, "environment_arguments"),
+    (RECORD, {"versions": {"trl": [1]}}, "versions.trl"),
+    *(("trainer_state.json", {name: value}, place) for name, value, place in (
+        ("epoch", "0.5", "epoch"), ("epoch", -1.0, "epoch"), ("epoch", float("nan"), "epoch"), ("epoch", 1e30, "epoch"),
+        ("global_step", None, "global_step"), ("max_steps", "4", "max_steps"), ("save_steps", [], "save_steps"),
+        ("best_metric", "high", "best_metric"), ("best_model_checkpoint", 4, "best_model_checkpoint"),
+        ("log_history", {}, "log_history"), ("log_history", [{"step": "<img src=x>"}], r"log_history\[0\].step"),
+        ("log_history", [{}], r"log_history\[0\]"), ("stateful_callbacks", [1], "stateful_callbacks"),
+        ("stateful_callbacks", {"a": {"args": {}}}, "stateful_callbacks.a"),
+        ("stateful_callbacks", {"a": [{"args": 1, "attributes": {}}]}, r"stateful_callbacks.a\[0\].args"),
+        ("callbacks", [1], "it"),
+    )),
+    *((POSITION, {name: value}, place) for name, value, place in (
+        ("generation", -1, "generation"), ("position", "0", "position"), ("geometry", {}, "geometry"),
+        ("geometry", {"processes": "1"}, "geometry.processes"), ("skipped_steps", {"x": 1}, "skipped_steps"),
+        ("skipped_steps", {"skipped": "1"}, "skipped_steps.skipped"), ("packing", {"checked": 1}, "packing.checked"),
+        ("tasks", {"counts": {"a": 1}}, "tasks.counts.a"), ("tasks", {"discarded": []}, "tasks.discarded"),
+        ("watch", {"diagnosis": 1}, "watch"), ("pass_tokens", 1.5, "pass_tokens"),
+        ("watch", {"diagnosis": {"history": {"latest": {"reward": ["x"]}}}, "measurements": {"landmarks": [], "first": []}},
+         r"watch.diagnosis.history.latest.reward\[0\]"),
+        ("watch", {"diagnosis": {"history": {}}, "measurements": {"landmarks": [{**LANDMARK, "x": 1}], "first": []}},
+         r"watch.measurements.landmarks\[0\]"),
+    )),
+]  # fmt: skip
 
 
 def write(path: Path, content: Any) -> None:
@@ -245,9 +281,7 @@ def write(path: Path, content: Any) -> None:
     [
         *(pytest.param(MARKER, content, id=f"marker: {kind}") for kind, content in MARKERS.items()),
         *(pytest.param(RECORD, content, id=f"record: {kind}") for kind, content in RECORDS.items()),
-        *(pytest.param(name, content, id=name) for name, content in STATES.items()),
-        pytest.param("trainer_state.json", LOG, id="a step in HTML"),
-        *(pytest.param(name, DEEP, id=f"deep {name}") for name in STATES),
+        *(pytest.param(name, DEEP, id=f"deep {name}") for name in ("trainer_state.json", POSITION)),
     ],
 )
 def test_a_hostile_file_is_passed_over_with_a_reason(checkpoint: Path, name: str, content: Any) -> None:
@@ -261,6 +295,28 @@ def test_a_hostile_file_is_passed_over_with_a_reason(checkpoint: Path, name: str
     text = str(refused.value).replace(str(checkpoint), "")
     assert len(text) < 500 and text.isprintable()
     assert newest_complete(checkpoint.parent) == (older, [str(refused.value)])
+
+
+@pytest.mark.parametrize(("name", "changes", "place"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_wrong_type_is_named_with_its_place(checkpoint: Path, name: str, changes: dict[str, Any], place: str) -> None:
+    """And passed over by True."""
+    older = Path(shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-2")))
+    good = {"trainer_state.json": STATE, POSITION: PLACE}.get(name) or json.loads((checkpoint / name).read_text())
+    write(checkpoint / name, {**good, **changes})
+    mark(checkpoint)
+    with pytest.raises(CheckpointError, match=rf"{name}: {place} is .*, (expected|which)") as refused:
+        check_complete(checkpoint)
+    assert len(str(refused.value).replace(str(checkpoint), "")) < 500
+    assert newest_complete(checkpoint.parent) == (older, [str(refused.value)])
+
+
+def test_every_option_that_an_evaluation_takes_has_a_form() -> None:
+    """A value that was withheld is of any form."""
+    known = {one.name for kind in (EpisodeOptions, SamplingSettings) for one in fields(kind)}
+    assert known | {"num_iterations"} == OPTIONS.of.keys()
+    assert not list(misfits(dict.fromkeys(known, "<dict, withheld>"), OPTIONS))
+    defaults = {**asdict(EpisodeOptions()), **asdict(SamplingSettings()), "num_iterations": 1, "stop_strings": ["x"]}
+    assert not list(misfits(defaults, OPTIONS))
 
 
 @pytest.mark.parametrize("name", ["checkpoint-007", "checkpoint-٩", "checkpoint-9x", "checkpoint--9"])

@@ -79,3 +79,13 @@ def test_trainers_and_populations_name_a_damaged_folder(embedded_model, tmp_path
     for load in (lambda: make("grpo", model, tmp_path / "run"), lambda: SharedBase(str(model), args)):
         with pytest.raises(ValueError, match=rf"{model} cannot be loaded: IndexError"):
             load()
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout/rank-0.safetensors"])
+def test_states_that_no_loader_can_read(embedded_model, tmp_path, saved, name):
+    """The marker lists what is there, so that only the loader can tell."""
+    folder = Path(shutil.copytree(saved / "checkpoint-1", tmp_path / "checkpoint-1"))
+    (folder / name).write_bytes(b"no state")
+    mark_complete(folder)
+    with pytest.raises(CheckpointError, match=rf"{folder}.* cannot be (loaded|read): \w+"):
+        make("grpo", embedded_model, tmp_path / "run", max_steps=2).train(resume_from_checkpoint=str(folder))
