@@ -43,6 +43,7 @@ PACKED_ATTENTION = "tests/packing/test_attention.py"
 PACKED_FORWARD = "tests/packing/test_forward.py"
 PACKING = "tests/trainers/test_packing.py"
 VIEWER = "tests/viewer/test_page.py"
+LABELS = "tests/viewer/test_labels.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 GAP = "tests/trainers/test_gap.py"
@@ -1293,6 +1294,26 @@ MUTATIONS = [
         "MaxRL divides by the deviation", "objectives/advantages.py",
         "torch.where(differ, centred / mean, 0.0)", "torch.where(differ, centred / std, 0.0)",
         "tests/objectives/test_advantages.py -k mean_scale",
+    ),
+    Mutation(
+        "runs of different options are one curve in the viewer", "viewer/labels.py",
+        "for name, value in options.items() if name not in _SEEDS}", "for name, value in ()}", f"{LABELS} -k seed_alone",
+    ),
+    Mutation(
+        "two runs of one seed are one curve in the viewer", "viewer/labels.py",
+        "key = alike, seen[alike, run.info[\"seed\"]]", "key = alike", f"{LABELS} -k seed_alone",
+    ),
+    Mutation(
+        "a population's page opens at the member that lived longest", "viewer/population.py",
+        "not member[\"winner\"], -member", "-member", f"{LABELS} -k winner",
+    ),
+    Mutation(
+        "the viewer counts observations as tokens that were not clipped", "viewer/parts.py",
+        "if value is not None]\n    known = [", "]\n    known = [", f"{LABELS} -k figures",
+    ),
+    Mutation(
+        "the search of the viewer reads the beginning of texts", "viewer/parts.py",
+        "*map(_whole, turns)", "*map(_cut, turns)", f"{LABELS} -k searched",
     ),
     Mutation(
         "the viewer answers a foreign DNS name", "viewer/server.py",

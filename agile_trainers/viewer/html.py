@@ -15,21 +15,23 @@ from typing import IO, Any
 
 from agile_trainers.records.reader import RunRecords
 from agile_trainers.viewer.parts import (
-    STOP_REASONS,
+    SECTION_PARTS,
     Section,
     detail,
     detail_part,
-    encode,
+    index_of,
     most_telling_first,
-    outline_part,
     read_section,
     readable_rows,
     readable_vocabulary,
     run_index,
+    section_parts,
     sections,
 )
 
-SCRIPTS = ("text.js", "data.js", "marks.js", "charts.js", "episode.js", "pages.js", "main.js")
+SCRIPTS = (
+    "text.js", "data.js", "marks.js", "charts.js", "timeline.js", "episode.js", "pages.js", "episodes.js", "main.js",
+)  # fmt: skip
 """The script, in the order in which its files are joined."""
 PART_BYTES = 300_000
 """JSON bytes after which a part is closed; one that holds a single long episode is larger."""
@@ -76,13 +78,13 @@ def write_page(runs: Sequence[RunRecords], path: Path, *, megabytes: float = 100
             episodes += len(part_of)
             left_out += sum(len(section.rows) for section in found) - len(part_of)
         parts.seek(0)
-        index = {"live": False, "compared": compared, "stop_reasons": STOP_REASONS, "runs": entries}
+        index = index_of(entries, runs, live=False, compared=compared)
         partial = path.with_name(f".{path.name}.partial")
         try:
             with partial.open("wb") as file:
                 before, after = page_around(live=False)
                 file.write(before)
-                file.write(script_tag("index", encode(index)))
+                file.write(script_tag("index", index))
                 file.write(after)
                 while block := parts.read(1 << 20):
                     file.write(block)
@@ -129,7 +131,7 @@ def script_tag(name: str, content: bytes) -> bytes:
 def _write_parts(
     file: IO[bytes], number: int, run: RunRecords, found: Sequence[Section], budget: int
 ) -> dict[str, int]:
-    """Write outlines and episodes until the file has the given size; return the part of each episode by its key."""
+    """Write sections and episodes until the file has the given size; return the part of each episode by its key."""
     vocabulary = readable_vocabulary(run)
     part_of: dict[str, int] = {}
     parts = 0
@@ -137,21 +139,23 @@ def _write_parts(
         if file.tell() > budget and part_of:
             break
         section = found[place]
-        records = []
-        for keys, details, outlines in _batches(run, section):
-            file.write(script_tag(f"episodes/{number}/{parts}", detail_part(vocabulary, details)))
-            part_of |= dict.fromkeys(keys, parts)
-            records += outlines
+        made: dict[str, list[bytes]] = {kind: [] for kind in SECTION_PARTS}
+        for batch in _batches(run, section):
+            file.write(
+                script_tag(f"episodes/{number}/{parts}", detail_part(vocabulary, [shown for _, _, shown in batch]))
+            )
+            part_of |= dict.fromkeys((key for key, _, _ in batch), parts)
+            for kind, content in section_parts(record for _, record, _ in batch).items():
+                made[kind].append(content[1:-1])
             parts += 1
-        file.write(script_tag(f"outline/{number}/{section.name}", b"[" + b",".join(records) + b"]"))
+        for kind, contents in made.items():
+            file.write(script_tag(f"{kind}/{number}/{section.name}", b"[" + b",".join(contents) + b"]"))
     return part_of
 
 
-def _batches(run: RunRecords, section: Section) -> Iterator[tuple[list[str], list[dict[str, Any]], list[bytes]]]:
-    """Yield a section's episodes in batches of about ``PART_BYTES``: their keys, themselves and their outlines."""
-    keys: list[str] = []
-    details: list[dict[str, Any]] = []
-    outlines: list[bytes] = []
+def _batches(run: RunRecords, section: Section) -> Iterator[list[tuple[str, dict[str, Any], dict[str, Any]]]]:
+    """Yield a section's episodes in batches of about ``PART_BYTES``: key, record, and what the page shows of it."""
+    batch: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     size = 0
     for row, record in zip(section.rows, read_section(run, section), strict=True):
         shown = detail(record)
@@ -161,15 +165,13 @@ def _batches(run: RunRecords, section: Section) -> Iterator[tuple[list[str], lis
             + sum(len(str(turn["observation"])) for turn in shown["turns"])
             + len(str(shown["prompt"]))
         )
-        if keys and size + grown > PART_BYTES:
-            yield keys, details, outlines
-            keys, details, outlines, size = [], [], [], 0
-        keys.append(row["key"])
-        details.append(shown)
-        outlines.append(outline_part([record])[1:-1])
+        if batch and size + grown > PART_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append((row["key"], record, shown))
         size += grown
-    if keys:
-        yield keys, details, outlines
+    if batch:
+        yield batch
 
 
 def _digest(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Converts the records of runs to the parts that the page loads on demand: an index, outlines and episodes."""
+"""Converts the records of runs to the parts that the page loads on demand: an index, parts of sections, and episodes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 
 from agile_trainers.records.reader import RecordsError, RunRecords
 from agile_trainers.types import StopReason
+from agile_trainers.viewer.labels import labels, seed_sets
 
 OUTLINE_TEXT = 200
 """Characters of a text in an outline."""
 OUTLINE_TURNS = 40
-"""Turns in an outline; the page says how many there are."""
+"""Turns of an outline that have texts."""
 STOP_REASONS = {
     StopReason.TERMINATED: "The environment reached a terminal state.",
     StopReason.TRUNCATED: "The environment ended the episode by a limit of its own.",
@@ -48,7 +49,7 @@ class Section:
 
     @property
     def name(self) -> str:
-        """The name of its outline; it changes when further episodes are written."""
+        """The name of its parts; it changes when further episodes are written."""
         return f"{self.phase}-{self.step}-{len(self.rows)}"
 
 
@@ -116,6 +117,19 @@ def unreadable(problem: str) -> dict[str, Any]:
     return {"turns": [], "error": problem, "completion_ids": []}
 
 
+def index_of(entries: Sequence[dict[str, Any]], runs: Sequence[RunRecords], **facts: Any) -> bytes:
+    """Return the index of a page as JSON.
+
+    Args:
+        entries: :func:`run_index` of each run.
+        runs: The runs.
+        **facts: Further entries.
+    """
+    named = zip(entries, labels(runs), seed_sets(runs), strict=True)
+    found = [entry | {"label": label, "set": number} for entry, label, number in named]
+    return encode({**facts, "stop_reasons": STOP_REASONS, "runs": found})
+
+
 def run_index(
     run: RunRecords, found: Sequence[Section], part_of: dict[str, int], problems: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -156,24 +170,54 @@ def run_index(
 
 
 def outline(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the beginning of each of an episode's texts, for pages that show many episodes side by side."""
+    """Return the beginning of each of an episode's texts, for pages that show many episodes side by side.
+
+    All turns have their numbers, the first :data:`OUTLINE_TURNS` their texts too. ``credit`` is the return of the rewards
+    that credit was computed from.
+    """
     turns = [
-        {
-            "text": _cut(turn.get("text")),
-            "observation": _cut(turn.get("observation")),
-            "reward": turn.get("reward"),
-            "advantage": turn_advantage(record, turn),
-        }
-        for turn in record["turns"][:OUTLINE_TURNS]
+        {"reward": turn.get("reward"), "advantage": turn_advantage(record, turn)}
+        | ({name: _cut(turn.get(name)) for name in ("text", "observation")} if place < OUTLINE_TURNS else {})
+        for place, turn in enumerate(record["turns"])
     ]
-    start = [record.get("environment"), record.get("row") if record.get("row") is not None else record.get("prompt")]
     return {
-        "start": blake2b(json.dumps(start, sort_keys=True, default=str).encode(), digest_size=8).hexdigest(),
         "row": _cut(record.get("row")),
         "prompt": _cut(_last_message(record.get("prompt"))),
         "error": _cut(record.get("error")),
+        "credit": record["turns"][0].get("return") if record["turns"] else None,
         "turns": turns,
     }
+
+
+def figures(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what the page computes statistics of episodes from, besides the index.
+
+    ``start`` is a digest of what the episode starts from: environment, and dataset row or prompt. ``clip`` has the number
+    of clipped tokens and that of tokens of which it is known, or is None. ``low`` is the lowest advantage of a token, or
+    of a turn where tokens have none, or None.
+    """
+    start = [record.get("environment"), record.get("row") if record.get("row") is not None else record.get("prompt")]
+    clipped = [value for value in record.get("clipped") or () if value is not None]
+    known = [value for value in record.get("advantages") or () if value is not None]
+    known = known or [turn["advantage"] for turn in record["turns"] if turn.get("advantage") is not None]
+    return {
+        "start": blake2b(json.dumps(start, sort_keys=True, default=str).encode(), digest_size=8).hexdigest(),
+        "clip": [sum(clipped), len(clipped)] if clipped else None,
+        "low": min((value for value in known if isfinite(value)), default=None),
+    }
+
+
+def texts(record: dict[str, Any]) -> list[str]:
+    """Return the whole texts of an episode, to search in: what it starts from, each action and its answer, the error."""
+    prompt = record.get("prompt")
+    messages = prompt if isinstance(prompt, list) else [prompt]
+    start = [one.get("content", one) if isinstance(one, dict) else one for one in messages] + [record.get("row")]
+    turns = [turn.get(name) for turn in record["turns"] for name in ("text", "observation")]
+    return ["\n".join(map(_whole, start)).strip(), *map(_whole, turns), _whole(record.get("error"))]
+
+
+SECTION_PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {"outline": outline, "figures": figures, "texts": texts}
+"""The parts of a section, by the beginning of their names, and what each says of an episode."""
 
 
 def detail(record: dict[str, Any]) -> dict[str, Any]:
@@ -211,9 +255,13 @@ def detail_part(vocabulary: dict[int, tuple[bytes, bool]], episodes: Sequence[di
     return encode({"pieces": pieces(vocabulary, episodes), "episodes": episodes})
 
 
-def outline_part(records: Iterable[dict[str, Any]]) -> bytes:
-    """Return the part with the outlines of a section, as JSON."""
-    return encode([outline(record) for record in records])
+def section_parts(records: Iterable[dict[str, Any]]) -> dict[str, bytes]:
+    """Return the parts of a section, as JSON, by their kinds in :data:`SECTION_PARTS`."""
+    made: dict[str, list[bytes]] = {kind: [] for kind in SECTION_PARTS}
+    for record in records:
+        for kind, shown in SECTION_PARTS.items():
+            made[kind].append(encode(shown(record)))
+    return {kind: b"[" + b",".join(found) + b"]" for kind, found in made.items()}
 
 
 def encode(value: Any) -> bytes:
@@ -296,5 +344,12 @@ def _cut(value: Any) -> str | None:
     """Return the beginning of a text, or of a value's JSON; an ellipsis stands for the rest."""
     if value is None:
         return None
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = _whole(value)
     return text if len(text) <= OUTLINE_TEXT else f"{text[:OUTLINE_TEXT]}…"
+
+
+def _whole(value: Any) -> str:
+    """Return a text, or a value's JSON; nothing for None."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

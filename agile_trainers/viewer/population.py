@@ -15,7 +15,7 @@ LINEAGE = "lineage.json"
 
 
 def with_members(runs: Sequence[RunRecords]) -> list[RunRecords]:
-    """Name the runs of members after them, the best first, before the other runs in their order.
+    """Name the runs of members after them, the winner first, before the other runs in their order.
 
     Args:
         runs: Any runs. Those in ``member-<number>/rollouts/`` beside a lineage are of members. They get ``member``: number,
@@ -42,12 +42,12 @@ def with_members(runs: Sequence[RunRecords]) -> list[RunRecords]:
     return sorted(members, key=_place) + others
 
 
-def _place(run: RunRecords) -> tuple[str, int, float]:
-    """Order members: by population, then by how long they lived, then by fitness."""
+def _place(run: RunRecords) -> tuple[str, bool, int, float]:
+    """Order members: by population, then the winner of all rounds, then by how long they lived, then by fitness."""
     member = run.member
     assert member is not None
     fitness = -1e9 if member["fitness"] is None else member["fitness"]
-    return str(run.folder.parents[2]), -member["round"], -fitness
+    return str(run.folder.parents[2]), not member["winner"], -member["round"], -fitness
 
 
 def _members(path: Path) -> dict[int, dict[str, Any]] | str:
@@ -66,6 +66,7 @@ def _read_members(lineage: dict[str, Any]) -> dict[int, dict[str, Any]]:
             found[event["member"]] = {
                 "member": int(event["member"]), "parent": event["parent"] and int(event["parent"]), "round": 0,
                 "steps": int(event["steps"]), "fitness": None, "error": None, "state": "",
+                "winner": False,
                 "measured": str(lineage["settings"]["fitness"]),
             }  # fmt: skip
         member = found[event["member"]]
@@ -79,6 +80,8 @@ def _read_members(lineage: dict[str, Any]) -> dict[int, dict[str, Any]]:
             }  # fmt: skip
         elif event["event"] in ("stopped", "failed"):
             member["state"] = event["event"]
+    if winner is not None:
+        found[winner["member"]]["winner"] = True
     if lineage["best"] is not None and winner is not None:
         at_the_end = found[lineage["best"]]["round"] == winner["round"]
         found[lineage["best"]]["state"] = "the best" if at_the_end else "the best at the end"

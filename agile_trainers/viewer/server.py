@@ -20,16 +20,16 @@ from urllib.parse import parse_qs, urlsplit
 from agile_trainers.records.reader import RecordsError, RunRecords
 from agile_trainers.viewer.html import page_around, script_tag
 from agile_trainers.viewer.parts import (
-    STOP_REASONS,
+    SECTION_PARTS,
     Section,
     detail,
     detail_part,
-    encode,
-    outline_part,
+    index_of,
     read_section,
     readable_rows,
     readable_vocabulary,
     run_index,
+    section_parts,
     sections,
     unreadable,
 )
@@ -56,7 +56,8 @@ class LiveRuns:
         """Run, key and time of an episode to its number, which it keeps when others are added."""
         self._rows: dict[tuple[Path, int], list[dict[str, Any]]] = {}
         self._keys: list[dict[int, str]] = []
-        self._outlines: dict[str, tuple[RunRecords, Section]] = {}
+        self._sections: dict[str, tuple[RunRecords, Section]] = {}
+        self._section_parts = lru_cache(16)(self._read_section_parts)
         self.vocabulary = lru_cache(8)(lambda folder: readable_vocabulary(RunRecords(folder, [], "")))
 
     def index(self, after: str = "") -> bytes | None:
@@ -70,12 +71,12 @@ class LiveRuns:
             return None if after == version else self._index
 
     def part(self, name: str) -> bytes | None:
-        """Return an outline or an episode as JSON by the name that the index gives it; None if there is none."""
+        """Return a section's part or an episode as JSON by the name that the index gives it; None if there is none."""
         kind, _, rest = name.partition("/")
-        if kind == "outline":
+        if kind in SECTION_PARTS:
             with self._lock:
-                found = self._outlines.get(rest)
-            return None if found is None else outline_part(read_section(*found))
+                known, version = rest in self._sections, self._version
+            return self._section_parts(rest, version)[kind] if known else None
         number, _, episode = rest.partition("/")
         with self._lock:
             keys = self._keys[int(number)] if number.isdecimal() and int(number) < len(self._keys) else {}
@@ -89,6 +90,12 @@ class LiveRuns:
             record = unreadable(str(error))
         return detail_part(self.vocabulary(run.folder), [detail(record)])
 
+    def _read_section_parts(self, name: str, version: str) -> dict[str, bytes]:
+        """Return the parts of a section, which are read together. Another version may have another run by this name."""
+        with self._lock:
+            found = self._sections[name]
+        return section_parts(read_section(*found))
+
     def _index_of(self, path: Path) -> list[dict[str, Any]]:
         """Return the index of a file, which is read again only when it is another."""
         known = (path, _state(path)[0])
@@ -98,7 +105,7 @@ class LiveRuns:
 
     def _take(self, runs: list[RunRecords], version: str) -> None:
         entries, keys = [], []
-        outlines: dict[str, tuple[RunRecords, Section]] = {}
+        named: dict[str, tuple[RunRecords, Section]] = {}
         for number, run in enumerate(runs):
             rows, problems = readable_rows(run, self._index_of)
             found = sections(rows)
@@ -109,10 +116,10 @@ class LiveRuns:
                 part_of[row["key"]] = self._numbers.setdefault(known, len(self._numbers))
             entries.append(run_index(run, found, part_of, problems))
             keys.append({part: key for key, part in part_of.items()})
-            outlines |= {f"{number}/{section.name}": (run, section) for section in found}
-        index = {"live": True, "seconds": SECONDS, "version": version, "compared": self._compared}
-        self._index = encode({**index, "stop_reasons": STOP_REASONS, "runs": entries})
-        self._runs, self._keys, self._outlines, self._version = runs, keys, outlines, version
+            named |= {f"{number}/{section.name}": (run, section) for section in found}
+        facts = {"live": True, "seconds": SECONDS, "version": version, "compared": self._compared}
+        self._index = index_of(entries, runs, **facts)
+        self._runs, self._keys, self._sections, self._version = runs, keys, named, version
 
 
 class Server(ThreadingHTTPServer):

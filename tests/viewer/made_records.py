@@ -129,6 +129,28 @@ def guessing_run(
     return writer.folder
 
 
+def large_run(folder: Path, *, steps: int = 50, size: int = 100) -> int:
+    """A run whose episodes have four turns and about 300 tokens; the n-th says "needle n". Returns the number of tokens."""
+    noise = random.Random(0)
+    writer = RecordWriter(folder, {"run": "20260101-000000-5000", "kind": "training"})
+    write_vocabulary(writer.folder)
+    words = ["guess", "higher", "perhaps", "number", "think", "between", "middle", "therefore", "12", "7"]
+    tokens = 0
+    for step in range(steps):
+        rows = []
+        for index in range(size):
+            said = [" ".join(noise.choices(words, k=9)) for _ in range(4)]
+            said[2] += f" needle {step * size + index}"
+            game = play(said, ["higher"] * 4, [0.0, 0.0, 0.0, noise.random()], success=index % 2 == 0, noise=noise)
+            row = episode_row(game, step=step, phase="train", index=index, generation=step, group=index // 10,
+                              member=index % 10, advantages=[noise.gauss(0, 1)] * 4)  # fmt: skip
+            rows.append(trained(row, noise))
+            tokens += len(game.completion_ids)
+        writer.write_train(step, rows)
+        writer.write_metrics(step, {"success": step / steps, "return/mean": step / steps, "entropy": 1.0})
+    return tokens
+
+
 def run_of(folder: Path, games: list[Trajectory], *, name: str = "20260101-000000-0001", **info: Any) -> Path:
     """A run of one evaluation with these episodes. Returns its folder."""
     writer = RecordWriter(folder, {"run": name, "kind": "evaluation"} | info)

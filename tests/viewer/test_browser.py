@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import threading
 import time
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_records import HOSTILE, byte_tokens, guessing_run, play, populated, run_of, trained, write_vocabulary
+from made_records import HOSTILE, byte_tokens, guessing_run, large_run, play, populated, run_of
+from written_page import shoot, texts
 
 from agile_trainers.records.reader import open_records
 from agile_trainers.records.writer import RecordWriter, episode_row
@@ -24,7 +24,6 @@ from agile_trainers.viewer.server import LiveRuns, Server
 
 pytestmark = pytest.mark.browser
 MINUS = "\N{MINUS SIGN}"
-SHOTS = Path(__file__).resolve().parents[2] / "runs" / "viewer"
 Visit = Callable[..., Any]
 
 
@@ -40,15 +39,6 @@ def page_file(run: Path) -> Path:
 
 
 NOWHERE = ("#%3Cscript%3E/x", "#episode/9/9")
-
-
-def shoot(page: Any, name: str) -> None:
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SHOTS / f"{name}.png")
-
-
-def texts(page: Any, selector: str) -> list[str]:
-    return page.locator(selector).all_inner_texts()
 
 
 # ----------------------------------------------------------------------------------------------------------- the pages
@@ -85,7 +75,7 @@ def test_groups_of_a_step_and_members_of_a_group_are_side_by_side(page_file: Pat
     assert cards.nth(0).bounding_box()["y"] == cards.nth(1).bounding_box()["y"]
     cards.nth(3).locator("h3 a").click()
     page.wait_for_selector("main[data-page=group]")
-    assert page.locator(".side thead th").count() == 9
+    assert page.locator(".side thead th").count() == 8
     assert page.locator(".side tbody tr").first.locator(".said").count() == 8
     page.locator("input[type=checkbox]").check()
     returns = [float(text.removeprefix("return ").replace(MINUS, "-")) for text in texts(page, ".side thead .figure")]
@@ -202,9 +192,10 @@ def test_two_runs_are_compared(run: Path, tmp_path: Path, visit: Visit) -> None:
     page = visit(write_page(runs, tmp_path / "view.html", compared=1).path)
     assert page.locator(".chart").first.locator("path").count() == 2
     assert page.locator("path.series-1").first.evaluate("one => getComputedStyle(one).strokeDasharray") != "none"
-    assert texts(page, ".key span[class^=key]") == ["20260101-000000-abcd", "20260102-000000-beef"]
+    first, second = f"{run.parents[1].name} · grpo", f"{tmp_path.name} · grpo"
+    assert texts(page, ".key span[class^=key]") == [first, second]
     page = visit(tmp_path / "view.html", "#run/1")
-    assert texts(page, ".key span[class^=key]") == ["20260102-000000-beef", "20260101-000000-abcd"]
+    assert texts(page, ".key span[class^=key]") == [second, first]
     page = visit(tmp_path / "view.html", "#compare/0/train/3/1/train/3")
     assert "start and seed" in page.locator("h2 .note").inner_text() and page.locator(".pairs tr").count() == 12
 
@@ -397,25 +388,10 @@ def test_a_run_without_episodes_shows_its_metrics(tmp_path: Path, visit: Visit) 
 
 def test_five_thousand_episodes_open_at_once(tmp_path: Path, visit: Visit) -> None:
     """Prints the size of the file and the time to open it; of 50 steps of 100 episodes of about 300 tokens."""
-    noise = random.Random(0)
-    writer = RecordWriter(tmp_path, {"run": "20260101-000000-5000", "kind": "training"})
-    write_vocabulary(writer.folder)
-    words = ["guess", "higher", "perhaps", "number", "think", "between", "middle", "therefore", "12", "7"]
-    tokens = 0
-    for step in range(50):
-        rows = []
-        for index in range(100):
-            said = [" ".join(noise.choices(words, k=9)) for _ in range(4)]
-            game = play(said, ["higher"] * 4, [0.0, 0.0, 0.0, noise.random()], success=index % 2 == 0, noise=noise)
-            row = episode_row(game, step=step, phase="train", index=index, generation=step, group=index // 10,
-                              member=index % 10, advantages=[noise.gauss(0, 1)] * 4)  # fmt: skip
-            rows.append(trained(row, noise))
-            tokens += len(game.completion_ids)
-        writer.write_train(step, rows)
-        writer.write_metrics(step, {"success": step / 50, "return/mean": step / 50, "entropy": 1.0})
+    tokens = large_run(tmp_path)
     written = write_page(open_records(tmp_path), tmp_path / "view.html")
     assert written.episodes == 5000 and written.left_out == 0
-    for place in ("", "#step/0/train/25", "#episode/0/4321"):
+    for place in ("", "#step/0/train/25", "#episode/0/4321", "#episodes/0", "#episodes/0?sort=-clip"):
         started = time.perf_counter()
         page = visit(written.path, place)
         seconds = time.perf_counter() - started
@@ -424,6 +400,13 @@ def test_five_thousand_episodes_open_at_once(tmp_path: Path, visit: Visit) -> No
             end="",
         )
         assert page.locator("#page").inner_text().count("\n") > 10
+    for query, expected in (("needle 17", 111), ("NEEDLE 4321", 1), ("no such text", 0)):
+        started = time.perf_counter()
+        page.locator("#search").fill(query)
+        page.wait_for_function("query => document.body.dataset.found === query", arg=query)
+        print(f"\n5,000 episodes: searched for {query!r} in {time.perf_counter() - started:.2f} s", end="")
+        shown = page.locator("#found").inner_text()
+        assert shown.startswith(f"{expected:,} of 5,000"), shown
 
 
 # ------------------------------------------------------------------------------------------------------------ following
@@ -490,7 +473,7 @@ def test_text_is_legible_on_every_colour(page_file: Path, visit: Visit, scheme: 
     for key in "12345678":
         page.keyboard.press(key)
         assert (
-            page.evaluate(CONTRAST, ".t, .t *, #page dt, #page dd, #page p, #page h4, #page b, #page .number") >= 4.5
+            page.evaluate(CONTRAST, ".t, .t *, #page dt, #page dd, #page p, #page .role, #page b, #page .number") >= 4.5
         ), key
 
 
@@ -498,7 +481,7 @@ def test_text_is_legible_on_every_colour(page_file: Path, visit: Visit, scheme: 
 def test_no_page_is_wider_than_the_window(page_file: Path, visit: Visit, width: int) -> None:
     for name, place in {"run": "", "step": "#step/0/train/5", "group": "#group/0/train/5/3",
                         "episode": f"#episode/0/{5 * 96 + 21}", "compare": "#compare/0/train/0/0/train/11",
-                        "pair": "#pair/0/0/0/1100"}.items():  # fmt: skip
+                        "pair": "#pair/0/0/0/1100", "episodes": "#episodes/0?q=higher"}.items():  # fmt: skip
         for scheme in ("light", "dark"):
             page = visit(page_file, place, width=width, scheme=scheme)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
@@ -509,7 +492,7 @@ def test_the_members_of_a_population_have_a_table_with_links(tmp_path: Path, vis
     runs = with_members(open_records(populated(tmp_path)))
     page = visit(write_page(runs, tmp_path / "view.html").path)
     table = "section[aria-label=Population]"
-    assert texts(page, f"{table} thead th") == ["member", "copy of", "learning_rate", "steps", "success", ""]
+    assert texts(page, f"{table} thead th") == ["member", "copy of", "learning_rate", "steps", "success", "state"]
     rows = [line.split("\t") for line in texts(page, f"{table} tbody tr")]
     assert rows == [
         ["member 3", "1", "1e-06", "4", "0.875 ± 0.0312", "the best"],

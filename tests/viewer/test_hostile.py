@@ -20,6 +20,7 @@ from agile_trainers.cli.main import main
 from agile_trainers.cli.view import _find, make_parser
 from agile_trainers.records.reader import open_records
 from agile_trainers.viewer.html import script_tag, write_page
+from agile_trainers.viewer.parts import SECTION_PARTS
 from agile_trainers.viewer.server import LiveRuns, Server, _Handler
 
 Visit = Callable[..., Any]
@@ -47,7 +48,9 @@ def test_no_value_of_any_file_becomes_markup(hostile: tuple[Path, Path, list[str
     for tag, attributes in page.tags:
         if tag == "script" and "type" in attributes:
             assert set(attributes) == {"type", "id"}
-            assert re.fullmatch(r"index|episodes/\d+/\d+|outline/\d+/(train|eval)-\d+-\d+", attributes["id"] or "")
+            assert re.fullmatch(
+                r"index|episodes/\d+/\d+|(outline|figures|texts)/\d+/(train|eval)-\d+-\d+", attributes["id"] or ""
+            )
     assert "hacked" not in page.text and "example.org" not in page.text
 
 
@@ -74,6 +77,16 @@ def test_what_cannot_be_shown_is_named_and_the_rest_is_shown(
             value is None or isinstance(value, (int, float)) for column in run["metrics"].values() for value in column
         )
         assert all(isinstance(value, (str, dict)) for value in run["info"].values())
+        assert type(run["label"]) is str and len(run["label"]) < 300 and type(run["set"]) is int
+    page = Page(path)
+    for name in filter(None, page.scripts):
+        kind, _, rest = name.partition("/")
+        for one in page.part(name) if kind in ("figures", "texts") else ():
+            if kind == "texts":
+                assert len(one) >= 2 and all(type(text) is str for text in one), rest
+            else:
+                assert re.fullmatch("[0-9a-f]{16}", one["start"]) and type(one["low"]) in (float, int, type(None))
+                assert one["clip"] is None or all(type(count) is int for count in one["clip"])
     assert any("lineage.json" in problem for run in index["runs"] for problem in run["problems"])
 
 
@@ -85,7 +98,8 @@ def test_the_server_shows_the_rest_too(hostile: tuple[Path, Path, list[str]]) ->
     assert len(index["runs"]) > 50
     for number, run in enumerate(index["runs"]):
         for _, _, _, name in run["sections"]:
-            assert json.loads(runs.part(f"outline/{number}/{name}") or b"") is not None
+            for kind in SECTION_PARTS:
+                assert json.loads(runs.part(f"{kind}/{number}/{name}") or b"") is not None
         for part in run["episodes"]["part"]:
             assert json.loads(runs.part(f"episodes/{number}/{part}") or b"")["episodes"]
 
@@ -152,11 +166,16 @@ def test_hostile_records_do_nothing_in_a_browser(hostile: tuple[Path, Path, list
         assert page.evaluate("typeof window.hacked") == "undefined", place
         assert page.locator("img, meta[http-equiv=refresh]").count() == 0, place
 
+    go("runs")
     for number, run in enumerate(index["runs"]):
         if run["sections"] or run["problems"] or number % 10 == 0:
             go(f"run/{number}")
             shown = page.locator("section[aria-label='Not shown'] li").count()
             assert shown == len(run["problems"]), run["name"]
+        if run["sections"]:
+            go(f"episodes/{number}?q=refresh&sort=change&outcome=success")
+            go(f"episodes/{number}?sort=-clip")
+            assert page.locator(".episodes tbody tr").count() == min(100, len(run["episodes"]["return"]))
         if run["name"] in ("columns", "lines"):
             for phase, step, _, _ in run["sections"]:
                 go(f"step/{number}/{phase}/{step}")

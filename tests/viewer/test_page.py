@@ -22,9 +22,11 @@ from agile_trainers.types import StopReason
 from agile_trainers.viewer.html import SCRIPTS, write_page
 from agile_trainers.viewer.parts import (
     OUTLINE_TEXT,
+    SECTION_PARTS,
     STOP_REASONS,
     detail,
     encode,
+    figures,
     most_telling_first,
     outline,
     read_section,
@@ -86,7 +88,7 @@ def test_an_outline_is_short_and_says_what_episodes_start_from(tmp_path: Path) -
     outlines = [outline(record) for record in records.episodes()]
     assert len(encode(outlines[0])) < 4 * OUTLINE_TEXT
     assert outlines[0]["turns"][0]["text"] == "x" * OUTLINE_TEXT + "…"
-    starts = [one["start"] for one in outlines]
+    starts = [figures(record)["start"] for record in records.episodes()]
     assert starts[0] == starts[1] and len(set(starts)) == 4
 
 
@@ -114,9 +116,8 @@ def test_the_file_holds_every_episode_as_it_was_recorded(run: Path, tmp_path: Pa
     shown = [one for part in sorted(set(columns["part"])) for one in page.part(f"episodes/0/{part}")["episodes"]]
     by_part = sorted(range(53), key=lambda row: (columns["part"][row], row))
     assert shown == [json.loads(encode(detail(records[row]))) for row in by_part]
-    assert {one["start"] for one in page.part("outline/0/train-0-12")} == {
-        outline(one)["start"] for one in records[:12]
-    }
+    for kind, shown_of in SECTION_PARTS.items():
+        assert page.part(f"{kind}/0/train-0-12") == [json.loads(encode(shown_of(one))) for one in records[:12]]
     bytes_of = page.part(f"episodes/0/{columns['part'][0]}")["pieces"]
     assert bytes_of[str(ord("I"))] == ["I", 0] and bytes_of["256"] == ["<|im_end|>", 1]
     assert bytes_of[str(0xE2)] == ["\xe2", 0]
@@ -314,6 +315,7 @@ def test_a_population_lists_its_members_the_best_first(tmp_path: Path) -> None:
     members = [run["info"].get("member") for run in index["runs"]]
     assert [member["state"] for member in members[:3]] == ["the best", "", "stopped"] and members[3] is None
     assert members[0] == {
+        "winner": True,
         "member": 3, "parent": 1, "round": 2, "steps": 4, "fitness": "0.875", "error": "0.0312", "state": "the best",
         "measured": "success", "hyperparameters": {"learning_rate": "1e-06"},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reads a page of the viewer as a browser would."""
+"""Reads a page of the viewer: as a browser would, and what a browser shows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+
+SHOTS = Path(__file__).resolve().parents[2] / "runs" / "viewer"
+
+
+def shoot(page: Any, name: str) -> None:
+    """Store a picture of a page in Chromium, to be looked at."""
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"{name}.png")
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    """Return the texts of a page's elements in Chromium."""
+    return page.locator(selector).all_inner_texts()
 
 
 class Page(HTMLParser):

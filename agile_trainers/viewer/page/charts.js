@@ -21,14 +21,14 @@ function smooth(points, width) {
 const pathOf = (points, x, y) => points.map(([a, b], k) => `${k ? "L" : "M"}${x(a).toFixed(1)},${y(b).toFixed(1)}`).join("");
 
 /**
- * A line chart with one or two series by step.
- * @param {{title: string, about: string, series: {label: string, points: number[][]}[], format: function}} chart
+ * A line chart of some series by step. The band of a series has its lowest and highest value at each step.
+ * @param {{title: string, about: string, series: {label: string, points: number[][], band: number[][]}[], format: function}} chart
  * @param {{width: number, range: number[], pick: function(number)}} place
  */
 function lineChart({ title, about, series, format }, { width, range, pick }) {
   const { height, left, right, top, bottom } = CHART;
-  const all = series.flatMap(({ points }) => points.map(([, y]) => y));
-  let [low, high] = [Math.min(...all), Math.max(...all)];
+  const all = series.flatMap(({ points, band = [] }) => [...points.map(([, y]) => y), ...band.flatMap(([, ...ends]) => ends)]);
+  let [low, high] = all.reduce(([least, most], y) => [Math.min(least, y), Math.max(most, y)], [Infinity, -Infinity]);
   if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   const pad = (high - low) * 0.06;
   const share = format === percent; // never below 0 or above 100 %
@@ -42,17 +42,21 @@ function lineChart({ title, about, series, format }, { width, range, pick }) {
   ]);
   const steps = ticks(first, last, Math.max(2, width / 110)).filter(Number.isInteger).map((tick) =>
     svg("text", { x: x(tick), y: height - 5, "text-anchor": "middle" }, String(tick)));
-  const lines = series.map(({ points }, k) => {
+  const bands = series.map(({ band = [] }, k) => (band.length < 2 ? null : svg("path", {
+    class: `band fill-${k}`,
+    d: `${pathOf(band.map(([step, , most]) => [step, most]), x, y)}L${pathOf(band.map(([step, least]) => [step, least]).reverse(), x, y).slice(1)}Z`,
+  })));
+  const lines = series.map(({ points, band }, k) => {
     const shape = `series-${k}`;
     if (points.length < 2) return points.map(([a, b]) => svg("circle", { cx: x(a), cy: y(b), r: 3, class: `dot ${shape}` }));
-    if (points.length < 60) return svg("path", { d: pathOf(points, x, y), class: `line ${shape}` });
+    if (points.length < 60 || band) return svg("path", { d: pathOf(points, x, y), class: `line ${shape}` });
     return [
       svg("path", { d: pathOf(points, x, y), class: `line raw ${shape}` }),
       svg("path", { d: pathOf(smooth(points, points.length / 20), x, y), class: `line ${shape}` }),
     ];
   });
   const cursor = svg("line", { y1: top, y2: height - bottom, class: "cursor", visibility: "hidden" });
-  const drawing = svg("svg", { width, height, role: "img", "aria-label": `${title} by step` }, grid, steps, lines.flat(), cursor);
+  const drawing = svg("svg", { width, height, role: "img", "aria-label": `${title} by step` }, grid, steps, bands, lines.flat(), cursor);
   const reading = h("span.reading");
   const show = (step) => {
     const texts = series.map(({ label, points }, k) => {
@@ -68,7 +72,10 @@ function lineChart({ title, about, series, format }, { width, range, pick }) {
     return Math.round(first + Math.min(1, Math.max(0, inside)) * (last - first));
   };
   show(null);
-  drawing.addEventListener("click", (event) => pick(stepAt(event)));
+  if (pick) {
+    drawing.classList.add("pick");
+    drawing.addEventListener("click", (event) => pick(stepAt(event)));
+  }
   return {
     element: h("figure.chart", {}, h("figcaption", { title: about }, h("span", {}, title), reading), drawing),
     show, stepAt, drawing,
@@ -91,14 +98,40 @@ function stopBar(stops, order) {
 
 const words = (name) => String(name).replaceAll("_", " ");
 
-/** A strip with one cell for each turn, coloured by advantage, with the reward as its text. */
-function turnStrip(turns, total, largest) {
-  const cells = turns.slice(0, 24).map((turn, k) => {
+const CELLS = 24;
+const BAR = 60;
+
+/**
+ * The turns of an episode, coloured by advantage: a cell for each, with the reward as its text. Of an episode of many turns, one
+ * bar for each 60, in which a turn is a stripe; a stripe of a reward is marked.
+ */
+function turnStrip(turns, largest) {
+  if (turns.length > CELLS) {
+    const bars = [];
+    for (let first = 0; first < turns.length; first += BAR) bars.push(turnBar(turns.slice(first, first + BAR), largest));
+    const text = `${turns.length} turns, ${turns.filter(({ reward }) => reward).length} with a reward`;
+    return h("span.strip.long", { role: "img", "aria-label": text, title: text }, bars);
+  }
+  return h("span.strip", {}, turns.map((turn, k) => {
     const text = `turn ${k + 1}: reward ${number(turn.reward)}, advantage ${signed(turn.advantage)}`;
     const cell = h("span.cell", { title: text }, turn.reward ? number(turn.reward, 2) : "·");
     paint(cell, "advantage", turn.advantage, largest);
     return cell;
+  }));
+}
+
+/** A bar as one element: the stripes are its background, the rewards marks below them. */
+function turnBar(turns, largest) {
+  const stripes = (colour) => turns.map((turn, k) => `${colour(turn)} ${(100 * k) / turns.length}% ${(100 * (k + 1)) / turns.length}%`).join(", ");
+  const shade = ({ advantage }) => {
+    const value = finite(advantage);
+    if (!value) return value === null ? "var(--raised)" : "transparent";
+    const strength = Math.round(10 + 62 * (largest ? Math.min(1, Math.abs(value) / largest) : 0));
+    return `color-mix(in oklab, var(${value > 0 ? "--pos" : "--neg"}) ${strength}%, transparent)`;
+  };
+  return h("span.turnbar", {
+    "--n": turns.length,
+    "--stripes": `linear-gradient(90deg, ${stripes(shade)})`,
+    "--rewards": `linear-gradient(90deg, ${stripes(({ reward }) => (reward ? "var(--text)" : "transparent"))})`,
   });
-  if (total > 24) cells.push(h("span.note", {}, `+${total - 24}`));
-  return h("span.strip", {}, cells);
 }

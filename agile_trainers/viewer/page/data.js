@@ -26,28 +26,36 @@ async function served(name) {
   return answer.json();
 }
 
-/** Keeps the parts that were used last. */
+/** Keeps the parts that were used last, and those that are asked for with `always`. */
 class Parts {
   constructor(load, kept = 40) {
     this.load = load;
     this.kept = kept;
     this.loaded = new Map();
+    this.always = new Map();
   }
 
-  get(name) {
-    const promise = this.loaded.get(name) || this.load(name);
-    this.loaded.delete(name);
-    this.loaded.set(name, promise);
-    promise.catch(() => this.loaded.delete(name));
-    if (this.loaded.size > this.kept) this.loaded.delete(this.loaded.keys().next().value);
+  get(name, always = false) {
+    const loaded = always ? this.always : this.loaded;
+    const promise = loaded.get(name) || this.load(name);
+    loaded.delete(name);
+    loaded.set(name, promise);
+    promise.catch(() => loaded.delete(name));
+    if (!always && loaded.size > this.kept) loaded.delete(loaded.keys().next().value);
     return promise;
+  }
+
+  forget() {
+    this.loaded.clear();
+    this.always.clear();
   }
 }
 
 /** A run: its metrics, and what is known of every episode without loading it. */
 class Run {
   constructor(id, data, live, parts) {
-    Object.assign(this, { id, live, parts, name: data.name, info: data.info || {}, metrics: data.metrics });
+    Object.assign(this, { id, live, parts, name: data.name, label: data.label, set: data.set, info: data.info || {}, metrics: data.metrics });
+    this.figuresOf = new Map(); // figures of sections that were loaded
     this.environments = data.environments;
     this.findings = data.findings || [];
     this.problems = data.problems || [];
@@ -61,11 +69,6 @@ class Run {
     });
     this.rowOf = new Map(); // of a live run, parts are episodes, and keep their number when rows are added
     if (live) this.columns.part.forEach((part, row) => this.rowOf.set(part, row));
-  }
-
-  get label() {
-    const info = this.info;
-    return info.policy ? `${shortened(info.policy)} · ${this.name}` : this.name;
   }
 
   get(column, row) {
@@ -86,7 +89,13 @@ class Run {
   }
 
   sectionOf(row) {
-    return this.sections.find((section) => row < section.first + section.size);
+    let [low, high] = [0, this.sections.length - 1];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (row < this.sections[middle].first + this.sections[middle].size) high = middle;
+      else low = middle + 1;
+    }
+    return this.sections[low];
   }
 
   /** The rows of a section by group; episodes without a group are a group of their own each. */
@@ -108,6 +117,26 @@ class Run {
   async outlines(section) {
     if (!this.hasEpisodes(section)) return null;
     return this.parts.get(`outline/${this.id}/${section.outline}`);
+  }
+
+  /** The whole texts of a section's episodes, to search in; null if they are not in the file. */
+  async texts(section) {
+    if (!this.hasEpisodes(section)) return null;
+    return this.parts.get(`texts/${this.id}/${section.outline}`, true);
+  }
+
+  /** The start, clipping and lowest advantage of a section's episodes; null if they are not in the file. */
+  async figures(section) {
+    if (!this.hasEpisodes(section)) return null;
+    const found = await this.parts.get(`figures/${this.id}/${section.outline}`, true);
+    this.figuresOf.set(section, found);
+    return found;
+  }
+
+  /** A figure of an episode, if its section's were loaded. */
+  figure(name, row) {
+    const section = this.sectionOf(row);
+    return this.figuresOf.get(section)?.[row - section.first][name] ?? null;
   }
 
   /** An episode with the tokens' bytes; null if only its numbers are in the file. */
@@ -172,4 +201,35 @@ function isZeroAdvantage(run, outlines) {
   const eps = Number(run.info.options?.zero_advantage_eps ?? 1e-6);
   const turns = outlines.flatMap((outline) => outline.turns);
   return turns.length > 0 && turns.every(({ advantage }) => Math.abs(finite(advantage) ?? NaN) <= eps);
+}
+
+/** Why no member of a group has an advantage, in a sentence; null if one has, and in evaluations. */
+function whyNoAdvantage(run, section, rows, outlines) {
+  if (section.phase !== "train") return null;
+  const sound = rows.filter((row) => !FAILED.has(run.get("stop", row)));
+  if (!sound.length) return "The environment failed in every episode, so that none is trained on.";
+  const known = outlines.flatMap((outline) => outline.turns).filter(({ advantage }) => advantage !== null && advantage !== undefined);
+  if (!known.length) {
+    return "The group took no part in an update: none of its episodes has an advantage. Groups that were replaced by others have none, nor do batches that a run left before its update.";
+  }
+  if (!isZeroAdvantage(run, outlines)) return null;
+  if (sound.length === 1) return "Only one episode was played without an error, so that there is none to compare it with.";
+  const spread = (values) => Math.max(...values) - Math.min(...values);
+  const eps = Number(run.info.options?.zero_advantage_eps ?? 1e-6);
+  const returns = sound.map((row) => run.get("return", row));
+  const won = sound.filter((row) => run.get("success", row) === true).length;
+  const outcomes = won === sound.length ? " All succeed: the task is too easy by now." : won === 0 && sound.every((row) => run.get("success", row) === false) ? " None succeeds: the task is too hard so far." : "";
+  if (spread(returns) <= eps) return `All ${sound.length} episodes have the return ${number(returns[0])}, so that none is better.${outcomes}`;
+  const credit = outlines.map((outline) => finite(outline.credit)).filter((value) => value !== null);
+  if (credit.length && spread(credit) <= eps) return "The environment's returns differ, but the rewards that credit was computed from are equal.";
+  const filter = run.info.options?.group_filter;
+  if (filter && filter !== "none") return `The returns differ. group_filter=${asText(filter)} may have left the group out, since others differ more.`;
+  return `The returns differ, but every advantage is at most zero_advantage_eps (${eps}) in size.`;
+}
+
+/** Clipped tokens as a share of those of which it is known, over the episodes of a section whose figures are given. */
+function clipShare(figures) {
+  const counts = figures.map((one) => one?.clip).filter(Boolean);
+  const all = counts.reduce((sum, [, size]) => sum + size, 0);
+  return all ? counts.reduce((sum, [clipped]) => sum + clipped, 0) / all : null;
 }

@@ -1,43 +1,51 @@
 // An episode turn by turn: its prompt, the tokens of each action, and the environment's answers.
 
 const TOKENS_AT_FIRST = 3000;
+const TOKENS_MORE = 20000;
 
-/** Fill `into` with the tokens from `start` to `end`; a character of several tokens is shown once, the rest are joined to it. */
+/** Say that an element has tokens that are to be coloured. */
+const grown = (element) => element.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
+
+/** Fill `into` with the tokens from `start` to `end`, the first at once, and the others when a button asks for them. */
 function showTokens(into, episode, start, end) {
-  const ids = episode.ids.slice(start, end);
-  const known = ids.map((id) => episode.pieces[id]);
+  const known = episode.ids.slice(start, end).map((id) => episode.pieces[id]);
+  const pieces = known.map((piece) => (piece ? piece[0] : ""));
+  let first = 0;
+  const more = (size) => {
+    const last = stretchEnd(pieces, first, size);
+    appendTokens(into, episode.ids.slice(start + first, start + last), known.slice(first, last), start + first);
+    first = last;
+    if (last === pieces.length) return;
+    into.append(h("button.more", {
+      onclick: (event) => {
+        event.target.remove();
+        more(TOKENS_MORE);
+        grown(into);
+      },
+    }, `show more (${count(pieces.length - last)} more tokens)`));
+  };
+  more(TOKENS_AT_FIRST);
+}
+
+/** Append tokens, the first of which has the number `start`; a character of several tokens is shown once, the rest are joined to it. */
+function appendTokens(into, ids, known, start) {
   const texts = tokenTexts(known.map((piece) => (piece ? piece[0] : "")));
   let joined = null;
-  const shown = (limit, from) => {
-    for (let k = from; k < limit; k++) {
-      const { text } = texts[k];
-      const continues = texts[k].joined;
-      const token = h("span.t", { "data-k": start + k });
-      if (!known[k]) token.append(h("span.id", {}, `#${ids[k]}`));
-      else if (known[k][1]) token.append(h("span.special", {}, text));
-      else {
-        if (continues) token.append(h("span.rest", { "aria-label": "same character" }, "·"));
-        appendLines(token, text);
-      }
-      if (texts[k + 1]?.joined && !continues) {
-        joined = h("span.joined", { title: "One character of several tokens" }, token);
-        into.append(joined);
-      } else if (continues && joined) joined.append(token);
-      else into.append(token);
+  ids.forEach((id, k) => {
+    const { text, joined: continues } = texts[k];
+    const token = h("span.t", { "data-k": start + k });
+    if (!known[k]) token.append(h("span.id", {}, `#${id}`));
+    else if (known[k][1]) token.append(h("span.special", { dir: "ltr" }, text));
+    else {
+      if (continues) token.append(h("span.rest", { title: "same character" }, "·"));
+      appendLines(token, text);
     }
-  };
-  const first = Math.min(TOKENS_AT_FIRST, ids.length);
-  shown(first, 0);
-  if (first < ids.length) {
-    const more = h("button.more", {
-      onclick: () => {
-        more.remove();
-        shown(ids.length, first);
-        into.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
-      },
-    }, `show all (${count(ids.length - first)} more tokens)`);
-    into.append(more);
-  }
+    if (texts[k + 1]?.joined && !continues) {
+      joined = h("span.joined", { title: "One character of several tokens" }, token);
+      into.append(joined);
+    } else if (continues && joined) joined.append(token);
+    else into.append(token);
+  });
 }
 
 function appendLines(token, text) {
@@ -47,9 +55,34 @@ function appendLines(token, text) {
   });
 }
 
-/** The element of an episode. `repaint(mark, largest)` colours its tokens anew. */
+/**
+ * The element of an episode. `repaint(mark, largest)` colours its tokens anew. The tokens of the first turns are drawn at once, the
+ * others when they come near the window; until then their text stands there, so that the browser's search finds it.
+ */
 function episodePane(run, row, episode) {
-  const turns = episode.turns.map((turn, k) => turnBlock(episode, turn, k));
+  const later = new Map();
+  const near = new IntersectionObserver((entries) => {
+    for (const { isIntersecting, target } of entries) {
+      if (!isIntersecting) continue;
+      near.unobserve(target);
+      target.replaceChildren();
+      target.closest(".turn").classList.remove("later");
+      later.get(target)(target);
+      grown(target);
+    }
+  }, { rootMargin: "1200px 0px" });
+  let left = TOKENS_AT_FIRST;
+  const draw = (box, size, text, show) => {
+    if (left > 0) show(box);
+    else {
+      box.append(visible(text));
+      later.set(box, show);
+      near.observe(box);
+    }
+    left -= size;
+    return left + size > 0;
+  };
+  const turns = episode.turns.map((turn, k) => turnBlock(episode, turn, k, draw));
   const pane = h("article.episode", { "aria-label": `Episode ${run.idOf(row)}` },
     episodeHead(run, row, episode),
     promptBlock(episode),
@@ -58,18 +91,21 @@ function episodePane(run, row, episode) {
     episode.error ? h("pre.error", {}, asText(episode.error)) : null,
   );
   let painted = null;
-  const repaint = (mark, largest) => {
-    painted = [mark, largest];
-    const values = valuesOf(episode, mark);
-    const any = values.some((value) => value !== null);
-    for (const token of pane.querySelectorAll(".t[data-k]")) {
+  const paintIn = (element) => {
+    const [mark, largest, values, any] = painted;
+    for (const token of element.querySelectorAll(".t[data-k]")) {
       const k = Number(token.dataset.k);
-      if (turnOf(episode, k) === null) token.className = "t given";
+      if (turnOf(episode, k) === null || token.closest(".foreign")) token.className = "t given";
       else if (any) paint(token, mark, values[k], largest);
       else token.className = "t";
     }
   };
-  pane.addEventListener("grown", () => painted && repaint(...painted));
+  const repaint = (mark, largest) => {
+    const values = valuesOf(episode, mark);
+    painted = [mark, largest, values, values.some((value) => value !== null)];
+    paintIn(pane);
+  };
+  pane.addEventListener("grown", (event) => painted && paintIn(event.target));
   const about = (event) => {
     const token = event.target.closest?.(".t[data-k]");
     if (token) showToken(episode, Number(token.dataset.k), token);
@@ -85,7 +121,7 @@ const OUTCOMES = {
 
 function badge(run, row) {
   const [sign, text] = OUTCOMES[outcome(run, row)];
-  return h(`span.badge.${outcome(run, row)}`, { title: text, "aria-label": text }, sign);
+  return h(`span.badge.${outcome(run, row)}`, { title: text, role: "img", "aria-label": text }, sign);
 }
 
 function episodeHead(run, row, episode) {
@@ -93,6 +129,7 @@ function episodeHead(run, row, episode) {
     ["return", number(run.get("return", row))],
     ["turns", number(run.get("num_turns", row))],
     ["tokens", count(episode.ids.length)],
+    ["clipped tokens", (episode.clipped || []).some((value) => typeof value === "boolean") ? percent(clippedShare(episode)) : null],
     ["environment", run.environment(row)],
     ["seed", run.get("seed", row)],
     ["group", run.get("group", row)],
@@ -107,15 +144,20 @@ function episodeHead(run, row, episode) {
     }));
 }
 
+function clippedShare({ clipped }) {
+  const known = clipped.filter((value) => typeof value === "boolean");
+  return known.filter(Boolean).length / known.length;
+}
+
 function messageBlock(role, content) {
-  return h("section.message", {}, h("h4", {}, role), longText(asText(content), `the message of ${role}`));
+  return h("div.message", {}, h("p.role", {}, role), longText(asText(content), `the message of ${role}`));
 }
 
 function promptBlock(episode) {
   const { prompt } = episode;
   const messages = Array.isArray(prompt) ? prompt : [{ role: "prompt", content: prompt }];
   const info = asText(episode.reset_info);
-  return h("section.prompt", { "aria-label": "Prompt" },
+  return h("div.prompt", { role: "group", "aria-label": "Prompt" },
     messages.map((message) => messageBlock(asText(message?.role ?? "prompt"), message?.content ?? message)),
     hasContent(episode.reset_info) ? h("details", {}, h("summary", {}, "info of reset"), longText(info, "the info of reset")) : null,
     episode.prompt_ids?.length ? tokensOnDemand(`${count(episode.prompt_ids.length)} prompt tokens`, (box) =>
@@ -132,25 +174,26 @@ function tokensOnDemand(title, show, kind = "") {
     ontoggle: (event) => {
       if (!event.target.open || box.childNodes.length) return;
       show(box);
-      box.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
+      grown(box);
     },
   }, h("summary", {}, title), box);
 }
 
-function turnBlock(episode, turn, k) {
+function turnBlock(episode, turn, k, draw) {
   const next = episode.turns[k + 1]?.start ?? episode.ids.length;
   const facts = [
     ["reward", signed(turn.reward)], ["return", number(turn.return)], ["advantage", signed(turn.advantage)], ["value", number(turn.value)],
   ].filter(([name]) => turn[name] !== null && turn[name] !== undefined);
   const tokens = h("div.tokens", { role: "group", "aria-label": `Tokens of turn ${k + 1}`, dir: "auto" });
-  if (turn.start !== null && turn.start !== undefined && turn.end <= episode.ids.length) showTokens(tokens, episode, turn.start, turn.end);
-  const unknown = tokens.querySelector(".id") !== null;
+  const has = turn.start !== null && turn.start !== undefined && turn.end <= episode.ids.length && turn.end > turn.start;
+  const drawn = !has || draw(tokens, turn.end - turn.start, asText(turn.text), (box) => showTokens(box, episode, turn.start, turn.end));
+  const unknown = has && episode.ids.slice(turn.start, turn.end).some((id) => !episode.pieces[id]);
   const cut = turn.finish_reason === "length" ? h("span.badge.cut", { title: "The answer ended at a token limit" }, "cut at the token limit") : null;
   const answered = turn.observation;
-  return h("section.turn", { id: `turn-${k}`, "--hue": `var(--turn-${k % 6})`, "aria-label": `Turn ${k + 1}` },
-    h("h3", {}, h("span.number", {}, String(k + 1)), h("span.who", {}, "model"), cut,
+  return h(drawn ? "div.turn" : "div.turn.later", { id: `turn-${k}`, role: "group", "--hue": `var(--turn-${k % 6})`, "aria-label": `Turn ${k + 1}` },
+    h("h2", {}, h("span.number", {}, String(k + 1)), h("span.who", {}, "model"), cut,
       h("span.numbers", {}, facts.map(([name, text]) => h("span", {}, `${name} `, h("b", {}, text))))),
-    unknown || !tokens.childNodes.length ? longText(asText(turn.text), `turn ${k + 1}`) : null,
+    unknown || !has ? longText(asText(turn.text), `turn ${k + 1}`) : null,
     tokens,
     answered === null || answered === undefined ? null
       : Array.isArray(answered) ? answered.map((message) => messageBlock(`environment (${asText(message?.role ?? "message")})`, message?.content ?? message))

@@ -2,7 +2,9 @@
 
 const VIEW = {
   index: null, runs: [], mark: null, extra: [], sorted: false, differing: false, pinned: null, page: null, onMark: null, onShown: null,
-  filters: { outcome: "", stop: "", environment: "" },
+  searching: false,
+  /** What the address says after "?": which episodes are shown, and of the Episodes page search, order and what is compared. */
+  filters: { outcome: "", stop: "", environment: "", q: "", sort: "", since: "" },
   /** The counterpart of a run: with --against, the run at the same place of the other ones. */
   other(run) {
     const own = this.runs.length - this.index.compared;
@@ -29,9 +31,25 @@ function passes(run, row) {
     && (!environment || run.environment(row) === environment);
 }
 
+const filtered = () => ["outcome", "stop", "environment"].some((name) => VIEW.filters[name]);
+
 // ----------------------------------------------------------------------------------------------------------- address
 
-const go = (place) => { location.hash = place; };
+/** The address of a place, with the filters. */
+function addressOf(place) {
+  const query = new URLSearchParams(Object.entries(VIEW.filters).filter(([, value]) => value)).toString();
+  return `#${place}${query && `?${query}`}`;
+}
+
+const go = (place) => { location.hash = addressOf(place); };
+
+/** The address in two parts: the place, and the filters, which are taken from it. */
+function readAddress() {
+  const [place, ...query] = location.hash.slice(1).split("?");
+  const given = new URLSearchParams(query.join("?"));
+  for (const name of Object.keys(VIEW.filters)) VIEW.filters[name] = given.get(name) ?? "";
+  return place;
+}
 
 function sectionAt([run, phase, step]) {
   const found = VIEW.runs[run]?.sections.find((one) => one.phase === phase && String(one.step) === step);
@@ -47,7 +65,7 @@ function episodeAt([run, id]) {
 
 /** Read the address: the page's name, what it shows, and a function that makes it. */
 function parsePlace() {
-  const [name, ...rest] = decodeURIComponent(location.hash.slice(1)).split("/");
+  const [name, ...rest] = decodeURIComponent(readAddress()).split("/");
   if (name === "step") {
     const section = sectionAt(rest);
     return { name, section, make: () => stepPage(section) };
@@ -68,14 +86,18 @@ function parsePlace() {
     const places = [episodeAt(rest), episodeAt(rest.slice(2))];
     return { name, make: () => pairPage(places) };
   }
+  // Several runs are shown side by side first; of a population, the winner, which has a table of all.
+  if (name === "runs" || (!name && VIEW.runs.length > 1 && !VIEW.runs[0].info.member)) return { name: "runs", make: runsPage };
   const run = VIEW.runs[Number(rest[0] || 0)];
   if (!run) throw new Error(`There is no run ${rest[0]}.`);
+  if (name === "episodes") return { name, run, make: () => episodesPage(run) };
   return { name: "run", run, make: () => runPage(run) };
 }
 
 let drawing = 0;
+let shownPlace = null;
 
-async function render({ keep = false } = {}) {
+async function render({ keep = location.hash.split("?")[0] === shownPlace } = {}) {
   const mine = ++drawing;
   const page = document.getElementById("page");
   VIEW.onMark = VIEW.onShown = null;
@@ -91,19 +113,23 @@ async function render({ keep = false } = {}) {
   document.getElementById("token").hidden = true;
   page.replaceChildren(...content.flat(3).filter(Boolean));
   VIEW.onShown?.(); // what needs to know its width
+  if (VIEW.searching) document.getElementById("search")?.focus();
+  VIEW.searching = false;
   page.dataset.page = VIEW.page?.name ?? "error";
   if (!keep) scrollTo(0, 0);
+  shownPlace = location.hash.split("?")[0];
   document.body.dataset.ready = location.hash || "#";
 }
 
 // --------------------------------------------------------------------------------------------------------------- bar
 
 function chooser(name, label, values, texts = words) {
+  if (VIEW.filters[name] && !values.includes(VIEW.filters[name])) values.push(VIEW.filters[name]);
   if (values.length < 2 && !VIEW.filters[name]) return null;
   return h("label", {}, h("span", {}, label), h("select", {
     id: `filter-${name}`, onchange: (event) => {
       VIEW.filters[name] = event.target.value;
-      render({ keep: true });
+      go(location.hash.slice(1).split("?")[0]);
     },
   }, h("option", { value: "" }, "all"), values.map((value) => h("option", { value, selected: VIEW.filters[name] === value }, texts(value)))));
 }
@@ -114,21 +140,22 @@ function bar() {
   const all = (of) => [...new Set(VIEW.runs.flatMap((run) => of(run)))].sort();
   const outcomes = all((run) => Array.from({ length: run.size }, (_, row) => outcome(run, row)));
   const last = section || [...current.sections].reverse().find(({ phase }) => phase === "train") || current.sections[current.sections.length - 1];
-  const links = [["run", `#run/${current.id}`], ["step", last && `#step/${last.id}`], ["compare", last && `#compare/${VIEW.opposite(last).id}/${last.id}`]];
-  const runs = VIEW.runs.length > 1 ? h("label", {}, h("span", {}, "run"), h("select", { id: "runs", onchange: (event) => go(`run/${event.target.value}`) },
-    VIEW.runs.map((run) => h("option", { value: run.id, selected: run === current }, run.label)))) : null;
+  const links = [["runs", VIEW.runs.length > 1 && "#runs"], ["run", `#run/${current.id}`], ["step", last && `#step/${last.id}`],
+    ["episodes", last && `#episodes/${current.id}`], ["compare", last && `#compare/${VIEW.opposite(last).id}/${last.id}`]];
+  const runs = VIEW.runs.length > 1 ? h("label", {}, h("span", {}, "run"), h("select", { id: "runs", onchange: (event) => go(`${VIEW.page?.name === "episodes" ? "episodes" : "run"}/${event.target.value}`) },
+    VIEW.runs.map((run) => h("option", { value: run.id, selected: run === current }, shortened(run.label))))) : null;
   document.getElementById("bar").replaceChildren(
     h("strong", {}, "agile-trainers"),
     h("nav", { "aria-label": "Pages" }, links.filter(([, href]) => href).map(([name, href]) =>
       h("a", { href, "aria-current": (VIEW.page?.name === name || (name === "step" && ["group", "episode"].includes(VIEW.page?.name)) || (name === "compare" && VIEW.page?.name === "pair")) && "page" }, name))),
     h("div.filters", {}, [runs,
-      chooser("outcome", "outcome", outcomes, (name) => OUTCOMES[name][1]),
+      chooser("outcome", "outcome", outcomes, (name) => OUTCOMES[name]?.[1] ?? name),
       chooser("stop", "stopped", all((run) => run.columns.stop)),
       chooser("environment", "environment", all((run) => run.environments), (name) => name)].filter(Boolean)),
     ...[VIEW.index.live ? h("span.live", { id: "live", role: "status" }, "● live") : null].filter(Boolean),
     h("span.buttons", {},
       h("button", { id: "theme", title: "Light or dark (t)", "aria-label": "Light or dark", onclick: theme }, "◐"),
-      h("button", { id: "keys", title: "Keyboard (?)", "aria-label": "Keyboard", onclick: help }, "? keys")));
+      h("button", { id: "keys", title: "Keyboard (?)", onclick: help }, "? keys")));
 }
 
 function theme() {
@@ -139,8 +166,8 @@ function theme() {
 
 // ---------------------------------------------------------------------------------------------------------- keyboard
 
-/** Go to the next or previous step, or episode that passes the filters. */
-function move(by) {
+/** Go to the next or previous step or group, or to the next episode of the list. */
+async function move(by) {
   const { name, section, run, row } = VIEW.page;
   if (name === "step") {
     const next = section.run.sections[section.place + by];
@@ -150,9 +177,10 @@ function move(by) {
     const next = numbers[numbers.indexOf(VIEW.page.group) + by];
     if (next !== undefined) go(`group/${section.id}/${next}`);
   } else if (name === "episode") {
-    let next = row + by;
-    while (next >= 0 && next < run.size && !passes(run, next)) next += by;
-    if (next >= 0 && next < run.size) go(`episode/${run.id}/${run.idOf(next)}`);
+    const rows = await listedRows(run);
+    const place = rows.indexOf(row);
+    const next = place >= 0 ? rows[place + by] : by > 0 ? rows.find((one) => one > row) : rows.findLast((one) => one < row);
+    if (next !== undefined && VIEW.page.row === row) go(`episode/${run.id}/${run.idOf(next)}`);
   }
 }
 
@@ -195,7 +223,8 @@ function up() {
   const { name, section, run, row } = VIEW.page;
   if (name === "episode") return go(run.get("group", row) === null ? `step/${section.id}` : `group/${section.id}/${run.get("group", row)}`);
   if (name === "group") return go(`step/${section.id}`);
-  go(`run/${section ? section.run.id : 0}`);
+  if (name === "run" && VIEW.runs.length > 1) return go("runs");
+  go(`run/${(run || section?.run || VIEW.runs[0]).id}`);
 }
 
 const KEYS = [
@@ -207,13 +236,20 @@ const KEYS = [
   ["p", "previous turn", () => moveTurn(-1)],
   [".", "next token", () => moveToken(1)],
   [",", "previous token", () => moveToken(-1)],
-  ["u", "up: episode, group, step, run", up],
+  ["u", "up: episode, group, step, run, runs", up],
   ["r", "the run", () => go(`run/${(VIEW.page.run || VIEW.page.section?.run || VIEW.runs[0]).id}`)],
   ["c", "compare: this step with the first, or pin this episode", () => {
     const { name, run, row, section } = VIEW.page;
     if (name === "episode") return pin(run, row);
     const here = section || VIEW.page.run?.sections.at(-1);
     if (here) go(`compare/${VIEW.opposite(here).id}/${here.id}`);
+  }],
+  ["e", "the episodes of the run", () => go(`episodes/${(VIEW.page.run || VIEW.page.section?.run || VIEW.runs[0]).id}`)],
+  ["/", "search in the episodes", () => {
+    const input = document.getElementById("search");
+    if (input) return input.focus();
+    VIEW.searching = true;
+    go(`episodes/${(VIEW.page.run || VIEW.page.section?.run || VIEW.runs[0]).id}`);
   }],
   ["f", "filters", () => document.querySelector(".filters select")?.focus()],
   ["t", "light or dark", theme],
@@ -232,7 +268,7 @@ function help() {
 }
 
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || /^(SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || /^(SELECT|TEXTAREA)$/.test(event.target.tagName) || event.target.type === "search") return;
   const mark = Object.keys(MARKS)[Number(event.key) - 1];
   const known = KEYS.find(([key]) => key === event.key);
   if (mark && VIEW.onMark) {
@@ -246,6 +282,8 @@ addEventListener("keydown", (event) => {
 // -------------------------------------------------------------------------------------------------------------- start
 
 function take(index, parts) {
+  const names = (one) => one?.runs.map(({ name }) => name).join("\n");
+  if (VIEW.index && names(VIEW.index) !== names(index)) parts.forget(); // runs have other numbers now
   VIEW.index = index;
   VIEW.runs = index.runs.map((data, id) => new Run(id, data, index.live, parts));
 }
@@ -261,7 +299,7 @@ async function follow(parts, version) {
         const index = await answer.json();
         version = index.version;
         take(index, parts);
-        if (["run", "step"].includes(VIEW.page?.name)) await render({ keep: true });
+        if (["runs", "run", "step"].includes(VIEW.page?.name)) await render({ keep: true });
         else VIEW.page = parsePlace();
       } else if (answer.status !== 204) throw new Error(String(answer.status));
       state("● live");
@@ -275,8 +313,12 @@ async function start() {
   const index = await embedded("index");
   const parts = new Parts(index.live ? served : embedded);
   take(index.live ? await served("index") : index, parts);
-  document.title = `${VIEW.runs.map((run) => run.name).slice(0, 2).join(", ")} · agile-trainers`;
+  document.title = `${VIEW.runs.map((run) => run.label).slice(0, 2).join(", ")} · agile-trainers`;
   addEventListener("hashchange", () => render());
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the address after # is a place of the page
+    document.getElementById("page").focus();
+  });
   let waiting;
   addEventListener("resize", () => {
     clearTimeout(waiting);

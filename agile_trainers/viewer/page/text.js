@@ -2,7 +2,8 @@
 
 /**
  * Make an element. Of `props`, those that begin with "on" are listeners, with "--" style variables, the others attributes.
- * Children are nodes or texts; invisible characters of texts are shown, also in titles.
+ * Children are nodes or texts; invisible characters of texts are shown, also in titles. An `href` is "#" and a place of the page;
+ * the filters are added to it.
  */
 function h(tag, props, ...children) {
   const [name, ...classes] = tag.split(".");
@@ -23,6 +24,7 @@ function fill(element, props, children) {
     if (value === null || value === undefined || value === false) continue;
     if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else if (key.startsWith("--")) element.style.setProperty(key, value);
+    else if (key === "href") element.setAttribute(key, addressOf(value.slice(1)));
     else element.setAttribute(key, value === true ? "" : READ.has(key) ? visible(String(value)) : value);
   }
   const there = children.flat(3).filter((child) => child !== null && child !== undefined && child !== false);
@@ -131,6 +133,11 @@ function tokenTexts(pieces) {
   const tokens = pieces.map(() => ({ text: "", joined: false }));
   const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
   for (let at = 0; at < bytes.length; ) {
+    if (bytes[at] >= 0x20 && bytes[at] < 0x7f) { // nearly all of most texts, and always visible
+      tokens[owner[at]].text += String.fromCharCode(bytes[at]);
+      at += 1;
+      continue;
+    }
     const [length, valid] = characterAt(bytes, at);
     const text = valid
       ? visible(decoder.decode(Uint8Array.from(bytes.slice(at, at + length))))
@@ -140,4 +147,11 @@ function tokenTexts(pieces) {
     at += length;
   }
   return tokens;
+}
+
+/** The end of a stretch of at least `size` tokens that begins at `start` and splits no character; of broken bytes, of a few more. */
+function stretchEnd(pieces, start, size) {
+  let end = Math.min(start + size, pieces.length);
+  for (let more = 0; more < 4 && end < pieces.length && (pieces[end].charCodeAt(0) & 0xc0) === 0x80; more++) end += 1;
+  return end;
 }
