@@ -848,6 +848,19 @@ MUTATIONS = [
         "tests/trainers/test_strangers_runs.py -k card",
     ),
     Mutation(
+        "every log has names of its own", "trainers/trainer.py",
+        '["train"][sys.intern(name)]', '["train"][name]', "tests/trainers/test_growth.py -k grpo",
+    ),
+    Mutation(
+        "every evaluation has names of its own", "trainers/reporting.py",
+        "{sys.intern(name): value", "{name: value", "tests/trainers/test_growth.py -k grpo",
+    ),
+    Mutation(
+        "the card keeps its whole curve", "checkpoints/run_cards.py",
+        "digest = sha256(repr(shown).encode()).digest()", "digest: Any = shown",
+        "tests/trainers/test_growth.py -k grpo",
+    ),
+    Mutation(
         "any signature will do", "adapters/trust.py",
         "hmac.compare_digest(signature, expected)", "bool(expected)", "tests/adapters/test_trust.py",
     ),

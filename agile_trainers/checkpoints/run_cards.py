@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class RunCards:
         self._trainer: Any = trainer
         self._tags, self._paper, self._record = tags, paper, record
         self._dataset: str | None = None
-        self._picture: tuple[Any, bytes | None] = None, None
+        self._picture: tuple[bytes, bytes | None] = b"", None
+        """Digest of what the last curve shows, which is as long as the run, and the curve."""
         self.baselines: dict[str, Mapping[str, float]] = {}
         """Results to compare with, by name: ``eval_return``, ``eval_success`` and ``eval_episodes``, as far as known."""
 
@@ -84,8 +86,9 @@ class RunCards:
         else:
             model_id = f"{output_dir.absolute().name}/{name}" if name.startswith("checkpoint-") else name
         shown = panels(log, self.baselines)
-        if self._picture[0] != shown:  # a checkpoint needs it twice
-            self._picture = shown, draw_curve(shown) if shown else None
+        digest = sha256(repr(shown).encode()).digest()
+        if self._picture[0] != digest:  # a checkpoint needs it twice
+            self._picture = digest, draw_curve(shown) if shown else None
         text = model_card(
             name=model_name or (model_id.rpartition("/")[2] if model_id == trainer.hub_model_id else model_id),
             model_id=model_id,

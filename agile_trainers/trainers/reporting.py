@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from math import isnan
 from statistics import fmean
@@ -95,7 +96,9 @@ def evaluation_summary(
     metrics = _evaluated(rows, ranges, scores | length_summary(rows), prefix)
     for name, (own, reward) in _by_environment(rows, rewarded, declared).items():
         metrics |= _evaluated(own, ranges, length_summary(own) | reward, f"{prefix}_{name}")
-    return metrics | speed_metrics(prefix, started, num_samples=len(rows))
+    metrics |= speed_metrics(prefix, started, num_samples=len(rows))
+    # One string for all evaluations, which `Trainer` keeps until the end.
+    return {sys.intern(name): value for name, value in metrics.items()}
 
 
 def _evaluated(

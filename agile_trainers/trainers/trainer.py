@@ -9,6 +9,7 @@ overrides a method of TRL's ``GRPOTrainer`` or of ``Trainer``.
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -390,7 +391,8 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def _add_metrics(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+            # `Trainer` keeps every log until the end, and with it one string for each name that was made anew.
+            self._metrics["train"][sys.intern(name)].append(value)
 
     # --------------------------------------------------------------------------------------------------- credit rule
 
