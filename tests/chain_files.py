@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,20 @@ class Talk(GuessNumber):
     def step(self, action: str) -> Any:
         observation, _, terminated, truncated, info = super().step(action)
         return observation, sum(map(ord, action)) % 5 / 4, terminated, truncated, info
+
+
+def start_process() -> None:
+    """Start a process with a session of its own, which goes on until it is killed."""
+    null = subprocess.DEVNULL
+    subprocess.Popen(["sleep", "1000"], start_new_session=True, stdin=null, stdout=null, stderr=null)
+
+
+class TalkBesideProcess(Talk):
+    """The same in a process of its own; what it starts must end with it."""
+
+    def __init__(self, level: str = "easy") -> None:
+        super().__init__(level=level)
+        start_process()
 
 
 def lineage(folder: Path) -> list[str]:

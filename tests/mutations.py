@@ -1048,6 +1048,10 @@ MUTATIONS = [
         "if not _agree(broken is None, accelerator):", "if False:", "tests/trainers/test_nonfinite.py",
     ),
     Mutation(
+        "a finished stage trains one step more", "cli/chain/command.py",
+        "_take_no_step_too_many(trainer, Path(checkpoint))", "pass", "tests/test_cli_chain.py -k last_step",
+    ),
+    Mutation(
         "a finished run trains one step more", "trainers/trainer.py",
         "self.state.global_step >= self.state.max_steps", "self.state.global_step > self.state.max_steps",
         "tests/trainers/test_resume.py -k finished",
@@ -1083,10 +1087,6 @@ MUTATIONS = [
         "_prctl(_PR_SET_CHILD_SUBREAPER, 1)", "pass", "tests/rollout/test_left_processes.py -k raise",
     ),
     Mutation(
-        "children of an environment's children outlive it", "rollout/keeper.py",
-        "recursive=True", "recursive=False", "tests/rollout/test_left_processes.py -k raise",
-    ),
-    Mutation(
         "a signal to the group ends the keeper alone", "rollout/keeper.py",
         "signal.SIG_BLOCK, signal.valid_signals()", "signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM}",
         "tests/rollout/test_left_processes.py -k hang_up",
@@ -1096,9 +1096,12 @@ MUTATIONS = [
         "_start_nothing()  # after", "pass  # after", "tests/envs/test_isolation.py -k weakest",
     ),
     Mutation(
-        "a closed environment is still ending", "rollout/process_environment.py",
-        "        self._end()\n        await self._ended()", "        self._end()",
-        "tests/rollout/test_left_processes.py -k as_long_as",
+        "a closed environment is killed before it exits", "rollout/process_environment.py",
+        "self._connection.close()  # on which", "pass  # on which", "tests/rollout/test_left_processes.py -k as_long_as",
+    ),
+    Mutation(
+        "a killed trainer leaves the socket of its processes", "rollout/server_socket.py",
+        "os.rmdir(", "str(", "tests/rollout/test_left_processes.py -k kill",
     ),
     Mutation(
         "a push that failed is forgotten", "checkpoints/background_pushes.py",

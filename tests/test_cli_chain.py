@@ -124,6 +124,20 @@ def test_a_stage_that_was_interrupted_ends_where_it_would_have(pipeline: dict, t
     assert adapter(folder) != adapter(folder / "checkpoint-1")
 
 
+def test_a_stage_killed_after_its_last_step_takes_no_further_one(pipeline: dict, tmp_path: Path) -> None:
+    """`Trainer` takes one more where its last step is not the last of an epoch."""
+    only = parse_pipeline({**pipeline, "stages": pipeline["stages"][:1]})
+    chain.run_pipeline(only, QUIET)
+    folder = tmp_path / "chain" / "sft"
+    trained, state = adapter(folder), json.loads((folder / "stage.json").read_text())
+    for path in (*folder.glob("adapter_*"), folder / "evaluation.json"):
+        path.unlink(missing_ok=True)
+    (folder / "stage.json").write_text(json.dumps({**state, "finished": False}))
+    *_, row = chain.run_pipeline(only, QUIET)
+    assert row["trained"] and adapter(folder) == trained == adapter(folder / "checkpoint-2")
+    assert not (folder / "checkpoint-3").exists()
+
+
 def test_a_stage_whose_time_is_over_ends_the_chain_which_the_same_command_continues(
     pipeline: dict, tmp_path: Path
 ) -> None:

@@ -19,12 +19,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDING_SECONDS = 60.0
 """Seconds after which killed processes that the kernel does not end are left to it."""
 _PAUSE = 0.005
+_EXITING_SECONDS = 2.0
+"""Seconds that a process whose trainer has ended has to exit by itself."""
 
 
 def keep(connection: Connection) -> None:
     """Split this process into a keeper and its child, and return in the child alone.
 
-    The keeper ends with the child, on SIGTERM, or when the training process has ended. Before, it kills every process
+    The keeper ends with the child, on SIGTERM, or soon after the training process has ended. Before, it kills every process
     below it. On Linux it is a subreaper: processes that left their parent or session stay below it. It exits with the
     child's exit code, or by the signal that ended the child.
 
@@ -74,6 +76,7 @@ def _wait_for_trainer() -> None:
     trainer = multiprocessing.parent_process()
     assert trainer is not None
     wait([trainer.sentinel])
+    time.sleep(_EXITING_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import multiprocessing
 import os
@@ -34,7 +35,8 @@ from agile_trainers.rollout.keeper import keep
 _STARTS, _PAUSE = 50, 0.1
 """Attempts to start a process, and the seconds between them, in which a killed server comes to its end."""
 _CLOSING_SECONDS = 5.0
-"""Seconds that an environment has to close before its process is killed."""
+"""Seconds that an environment has to close, and its process to exit, before it is killed."""
+_SERVER_SOCKET = "agile_trainers.rollout.server_socket"
 
 
 class EnvironmentProcessError(RuntimeError):
@@ -73,7 +75,7 @@ class ProcessEnvironment:
         sent = pickled(factory)
         context = multiprocessing.get_context("forkserver")
         # Imported once, before the first fork, instead of in every process.
-        context.set_forkserver_preload([__name__, *_module(factory)])
+        context.set_forkserver_preload([_SERVER_SOCKET, __name__, *_module(factory)])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(sent, theirs), daemon=True)
         with _without_main_module():
@@ -105,6 +107,8 @@ class ProcessEnvironment:
         """Close the environment, then end its process and all that were started by it."""
         with suppress(EnvironmentProcessError, TimeoutError):
             await asyncio.wait_for(self._call("close"), _CLOSING_SECONDS)
+            self._connection.close()  # on which the process exits by itself
+            await self._ended()
         self._end()
         await self._ended()
 
@@ -167,8 +171,14 @@ def _without_main_module() -> Iterator[None]:
 
 
 def _serve(sent: bytes, connection: Connection) -> None:
-    """Answer calls until the connection is closed; runs in the other process."""
+    """Run the other process."""
     keep(connection)
+    _answer_calls(sent, connection)
+    atexit._run_exitfuncs()  # as any program does, but not multiprocessing: temporary folders are removed
+
+
+def _answer_calls(sent: bytes, connection: Connection) -> None:
+    """Answer calls until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process handles interrupts
     loop = asyncio.new_event_loop()
     environment: Any = None

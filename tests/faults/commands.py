@@ -63,6 +63,11 @@ class Command:
         return COMMANDS[self.command][1](run)
 
     @property
+    def environment(self) -> str:
+        """In processes, one that leaves a process of its own."""
+        return "chain_files:TalkBesideProcess" if self.environments == "processes" else "chain_files:Talk"
+
+    @property
     def options(self) -> dict[str, Any]:
         return {**QUIET, **({"environment_processes": 2} if self.environments == "processes" else {})}
 
@@ -74,7 +79,7 @@ def _evolve(command: Command, model: Path, run: Path) -> list[str]:
     }  # fmt: skip
     file = run.parent / "population.yaml"
     contents = {
-        "output_dir": str(run), "model": str(model), "environment": "chain_files:Talk",
+        "output_dir": str(run), "model": str(model), "environment": command.environment,
         "environment_args": {"level": "easy"},
         "lora": {"r": 2, "target_modules": r".*q_proj"}, "options": {**command.options, **episodes}, "algorithm": "grpo",
         "members": 3, "rounds": 2, "fitness": "return",
@@ -93,6 +98,7 @@ def _chain(command: Command, model: Path, run: Path) -> list[str]:
     pipeline = pipeline_in(run.parent, model)
     pipeline["output_dir"] = str(run)
     pipeline["options"] |= command.options
+    pipeline["environment"] = command.environment
     if command.environments == "processes":  # of multi-turn stages alone
         del pipeline["options"]["environment_processes"]
         for stage in pipeline["stages"][2:]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing.util
 import os
 import random
 import shutil
@@ -42,6 +43,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 import psutil
 import torch
+from chain_files import start_process
 from commands import Command, weights
 from games import Chatter, make_trainer
 from ppo_games import make_ppo
@@ -137,6 +139,13 @@ class Slow(Chatter):
         return super().step(action)
 
 
+class SlowBesideProcess(Slow):
+    """The same in a process of its own; what it starts must end with it."""
+
+    def __init__(self) -> None:
+        start_process()
+
+
 def train(setting: Setting, model: Path, run: Path) -> None:
     """Train to the end, from the newest checkpoint if there is one."""
     options: dict[str, Any] = {
@@ -158,7 +167,7 @@ def train(setting: Setting, model: Path, run: Path) -> None:
     if setting.environments == "threads":
         options["environment_workers"] = 4
     elif setting.environments == "processes":
-        options["environment_processes"] = 2
+        options |= {"environment_processes": 2, "environment": SlowBesideProcess}
     if setting.algorithm == "ppo":
         trainer: Any = make_ppo(model, run, **options)
     else:
@@ -202,6 +211,7 @@ def start(setting: Setting | Command, model: Path, run: Path, die_at: int | None
 
             traceback.print_exc()
         finally:
+            multiprocessing.util._exit_function()  # as at the end of any program
             os._exit(code)
     return started
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from typing import Any
 
@@ -83,7 +84,8 @@ class Leaving(Elsewhere):
         observation, info = super().reset(seed, options)
         if not hasattr(self, "left"):
             self.left = leave_processes()
-        return observation, {**info, "left": self.left}
+            self.temporary = tempfile.TemporaryDirectory()
+        return observation, {**info, "left": self.left, "temporary": self.temporary.name}
 
 
 def leave_processes() -> dict[str, int]:

@@ -44,11 +44,11 @@ def test_what_it_started_lives_as_long_as_the_instance() -> None:
     """Over all its episodes; nothing is left when the pool is closed."""
     engine = make_engine(Leaving, processes=1, timeout=60.0)
     first, second = engine.run(specs({}, {}), Player())
-    started = first.reset_info["left"]
+    started, temporary = first.reset_info["left"], first.reset_info["temporary"]
     assert second.reset_info["left"] == started and alive(started) == list(started)
     engine.pool.close()
     try:
-        assert not alive(started)
+        assert not alive(started) and not os.path.exists(temporary)
     finally:
         all_end(started)
 
@@ -74,11 +74,12 @@ def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    (temporary := tmp_path / "tmp").mkdir()
     trainer = subprocess.Popen(
         [sys.executable, str(script), ends],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)},
         start_new_session=True,
     )
     assert trainer.stdout is not None
@@ -91,8 +92,14 @@ def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path) -> None:
         assert trainer.stdout.readline() == "inside\n"
         trainer.kill()
     trainer.wait()
-    all_end(started)
+    trainer.stdout.read()  # until the server of processes has ended too
     trainer.stdout.close()
+    all_end(started)
+    left = os.listdir(temporary)
+    if ends == "exit":
+        assert not left
+    elif ends == "kill":  # in a call, after which the environment cannot remove its own folder; the server's is removed
+        assert len(left) == 1 and not left[0].startswith("pymp-")
 
 
 TRAINER = """

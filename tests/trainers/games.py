@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from chatter import Chatter
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
@@ -28,21 +29,6 @@ ALGORITHMS: dict[str, tuple[type[MultiTurnTrainer], Any]] = {
     "grpo": (MultiTurnGRPOTrainer, MultiTurnGRPOConfig),
     "reinforce": (MultiTurnREINFORCETrainer, MultiTurnREINFORCEConfig),
 }
-
-
-class Chatter:
-    """Talks for one to four turns (by the seed), more or less, and rewards what it hears by an arbitrary rule."""
-
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        self.options, self.turn = options, 0
-        self.length = 1 + (seed or 0) % 4
-        return f"start {(seed or 0) % 7} " + "more " * ((seed or 0) % 5), {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self.turn += 1
-        reward = sum(map(ord, action)) % 5 / 4
-        done = self.turn >= self.length
-        return "again " * (1 + len(action) % 4), reward, done, False, {"success": reward > 0.5}
 
 
 class OneTurn(Chatter):

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from datasets import Dataset
 from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
-from transformers import TrainerCallback
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.utils import logging
 from trl import DPOTrainer, SFTTrainer
 
@@ -261,6 +262,7 @@ def _train(
     trainer.add_callback(Started())
     if checkpoint is not None and stage.algorithm in SUPERVISED:
         trainer.add_callback(_Resumed(checkpoint))
+        _take_no_step_too_many(trainer, Path(checkpoint))
     with naming_full_disk(folder):
         with show_table(trainer, console, stage.name) if console else nullcontext():
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -276,6 +278,13 @@ def _train(
     del trainer
     _forget()
     return True
+
+
+def _take_no_step_too_many(trainer: Any, checkpoint: Path) -> None:
+    """Keep `Trainer` from a further step after the checkpoint of the last one, which it takes in the middle of an epoch."""
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    if state.global_step >= state.max_steps and isinstance(trainer.train_dataset, Dataset):
+        trainer.train_dataset = trainer.train_dataset.select(range(1))  # its epochs are over
 
 
 def _evolve(
