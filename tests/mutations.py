@@ -839,6 +839,18 @@ MUTATIONS = [
         "tests/adapters/test_strangers.py -k every_option",
     ),
     Mutation(
+        "the name of a user is pushed", "checkpoints/disclosure.py", "        if path in changed:", "        if False:",
+        "tests/trainers/test_secrets.py -k users_name",
+    ),
+    Mutation(
+        "a secret becomes a special token", "checkpoints/disclosure.py", "own and len(value) >=", "False and len(value) >=",
+        "tests/trainers/test_secrets.py -k special_token",
+    ),
+    Mutation(
+        "a key that others can read signs", "adapters/trust.py", "& 0o077:", "& 0:",
+        "tests/adapters/test_trust.py -k others",
+    ),
+    Mutation(
         "a stranger's words are Markdown", "checkpoints/model_card.py",
         'return f"`{shown}`" if shown.strip() else ""', "return shown", "tests/adapters/test_strangers.py -k words",
     ),

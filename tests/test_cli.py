@@ -249,6 +249,8 @@ def test_missing_model_is_refused(config: Path, capsys: pytest.CaptureFixture[st
             {"environment_args": "[1]", "environment": "agile:guess_number"},
             "must be a mapping of names to values, got a list",
         ),
+        ({"environment_args": '{"a": {"x": 1, "x": 2}}', "environment": "e"}, "the name 'x' occurs twice"),
+        ({"environment": '{"a": "e", "a": "f"}'}, "the name 'a' occurs twice"),
         ({"environment_args": {"level": "easy"}}, "no effect without environment"),
         ({"environment": '{"guess": '}, "environment must be an id, or a JSON object of ids by name"),
     ],

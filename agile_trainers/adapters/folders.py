@@ -119,6 +119,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_form(path: Path, form: Any) -> dict[str, Any]:
+    """Read a JSON file that holds an object of a form, see :mod:`agile_trainers.adapters.forms`.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or a value has another form.
+    """
+    content = read_json(path)
+    _check_form(path, content, form)
+    return content
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """Read the record of a folder, of which another person may be the author.
 
@@ -129,8 +140,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         CheckpointError: If it cannot be read, or a field is not of its type.
     """
     path = folder / RECORD
-    record = read_json(path)
-    _check_form(path, record, RECORD_FORM)
+    record = read_form(path, RECORD_FORM)
     if not _RUN_ID.fullmatch(record.get("run_id", "")):
         raise CheckpointError(
             f"{path}: run_id is {_shown(record['run_id'])}, expected letters, digits and hyphens: it names a folder. "
@@ -368,8 +378,7 @@ def _check_states(folder: Path, present: Mapping[str, Path], record: Mapping[str
         raise CheckpointError(f"{folder / RECORD} does not name the checkpoint's step (global_step).")
     for name, form in ((_STATE_FILE, STATE_FORM), (POSITION, POSITION_FORM)):
         if name in present:
-            state = read_json(present[name])
-            _check_form(present[name], state, form)
+            state = read_form(present[name], form)
             # A run draws the order of each epoch anew, and an epoch has a step at least.
             if name == _STATE_FILE and not 0 <= state["epoch"] <= state["global_step"] + 1:
                 raise CheckpointError(

@@ -70,7 +70,10 @@ def is_trusted(present: Iterable[str], files: dict[str, Any], signature: Any) ->
         return True
     try:
         expected = _digest(_key(create=False), files)
-    except OSError:
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.warning("No signature can be checked: %s.", error)
         return False
     return isinstance(signature, str) and hmac.compare_digest(signature, expected) and files.keys() >= set(found)
 
@@ -114,6 +117,11 @@ def _key(create: bool) -> bytes:
             pass
         finally:
             partial.unlink()
+    if os.name == "posix" and (mode := path.stat().st_mode) & 0o077:
+        raise OSError(
+            f"{path} is the key of your signatures, and others may use it (mode {mode & 0o777:03o}). Run chmod 600 {path}; "
+            "if they did read it, delete it"
+        )
     key = path.read_bytes()
     if len(key) < _KEY_BYTES:
         raise OSError(f"{path} is not a key: it has {len(key)} bytes, expected {_KEY_BYTES}")

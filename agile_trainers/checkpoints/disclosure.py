@@ -16,8 +16,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from agile_trainers.adapters import CRITIC, REFERENCE
-from agile_trainers.adapters.folders import MARKER, RECORD, read_json
+from agile_trainers.adapters.folders import MARKER, RECORD, read_json, write_json
 from agile_trainers.adapters.forms import WITHHELD
 from agile_trainers.adapters.trust import keyed_digest
 from agile_trainers.checkpoints.secrets import masked
@@ -64,6 +66,7 @@ _WORDS = frozenset((
 _BY_NAME = ("environment_limits", "environment_weights", "liger_kernel_config")
 """Options that are numbers by name."""
 _WORD = re.compile(r"[A-Za-z0-9_.+-]{1,40}")
+_SHORTEST_SECRET = 8
 _TOKENIZER_FIELDS = frozenset((
     "tokenizer_class", "processor_class", "auto_map", "backend", "added_tokens_decoder", "additional_special_tokens",
     "extra_special_tokens", "model_specific_special_tokens", "chat_template", "padding_side", "truncation_side",
@@ -265,6 +268,58 @@ def matching(folder: Path, patterns: Collection[str]) -> list[Path]:
     return sorted(path.relative_to(folder) for path in found if path.is_file() and not path.is_symlink())
 
 
+def check_special_tokens(tokenizer: Any) -> None:
+    """Reject a tokenizer with a special token that seems to be a secret, as of ``from_pretrained(..., api_token="...")``.
+
+    transformers adds the value of every argument that ends in ``_token`` to the vocabulary, which is saved and pushed.
+
+    Args:
+        tokenizer: The tokenizer or processor.
+
+    Raises:
+        ValueError: If a token by a name that transformers does not know is as long as a secret, and not in brackets as
+            special tokens are. The error has its name alone.
+    """
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    for name, value in getattr(inner, "special_tokens_map", {}).items():
+        own = name not in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES and isinstance(value, str)
+        if own and len(value) >= _SHORTEST_SECRET and not re.fullmatch(r"<.*>|\[.*\]|\|.*\|", value, re.DOTALL):
+            raise ValueError(
+                f"processing_class has the special token {name!a:.80}, whose text is no tag such as '<{name[:40]}>'. "
+                "transformers makes one of every argument of from_pretrained that ends in _token, and saves it with the "
+                "vocabulary. Load the tokenizer without this argument; `token` is that of the Hub."
+            )
+
+
+def public_path(name: str) -> str:
+    """Return the name of a model as it may leave the machine: of a folder its last part, since the others name a user."""
+    return Path(name).name if name.startswith(("/", "~", ".")) or os.path.isdir(name) else name
+
+
+def shorten_paths(folder: Path) -> set[Path]:
+    """Leave of each folder that records and configurations of a copy name its last part; return the changed files.
+
+    Args:
+        folder: Holds copies or hard links. A file that is rewritten is replaced, so that what it is linked to stays.
+    """
+    changed = set()
+    for path in (folder / RECORD, *folder.glob("adapter_config.json"), *folder.glob("*/adapter_config.json")):
+        content = read_json(path) if path.is_file() else {}
+        places = [(content, "base_model_name_or_path"), (content.get("base_model") or {}, "name")]
+        stage = content.get("parent")
+        while stage:
+            places.append((stage, "source"))
+            stage = stage.get("parent")
+        for holder, key in places:
+            name = holder.get(key)
+            if isinstance(name, str) and public_path(name) != name:
+                holder[key] = public_path(name)
+                changed.add(path)
+        if path in changed:
+            write_json(path, content)
+    return changed
+
+
 def clean_tokenizer(folder: Path, tokenizer: Any) -> None:
     """Remove entries of ``tokenizer_config.json`` that are no arguments of the tokenizer's class.
 
@@ -287,7 +342,7 @@ def clean_tokenizer(folder: Path, tokenizer: Any) -> None:
     known = {*arguments, *_TOKENIZER_FIELDS, *getattr(inner, "SPECIAL_TOKENS_ATTRIBUTES", ())}
     kept = {
         name: value for name, value in content.items()
-        if name in known or name.endswith("_token") or value is None or isinstance(value, (bool, int, float))
+        if name in known or name in inner.special_tokens_map or value is None or isinstance(value, (bool, int, float))
     }  # fmt: skip
     if kept != content:
         path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -27,6 +27,7 @@ from agile_trainers.checkpoints.disclosure import (
     STATE_FILES,
     TOKENIZER_FILES,
     matching,
+    shorten_paths,
 )
 from agile_trainers.checkpoints.public_files import Text, disclose, disclose_checkpoint
 
@@ -211,6 +212,7 @@ def push_written(
     repository = make_repository("repo_id", name, token, make)
     with TemporaryDirectory() as folder:
         write(Path(folder), repository)
+        shorten_paths(Path(folder))
         return upload_folder(
             repo_id=repository, folder_path=folder, commit_message=message, token=token, revision=revision
         )

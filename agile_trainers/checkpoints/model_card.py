@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from trl import GRPOConfig
 
 from agile_trainers.adapters import CRITIC, REFERENCE
-from agile_trainers.checkpoints.disclosure import CARD, CURVE, public_options
+from agile_trainers.checkpoints.disclosure import CARD, CURVE, public_options, public_path
 from agile_trainers.checkpoints.secrets import masked
 
 _SHARED = (
@@ -80,7 +79,7 @@ def model_card(
         baselines: Results to compare with, by name.
     """
     base = record["base_model"]["name"]
-    local = base is None or os.path.isdir(base)
+    local = base is None or public_path(base) != base
     evaluations, baselines = _evaluations(log_history, baselines or {}), baselines or {}
     metadata = ModelCardData(
         base_model=None if local else base,
@@ -93,7 +92,7 @@ def model_card(
         if evaluations and record["environment"]
         else None,
     )
-    base_name = Path(base).name if local and base else base or "a model made in code"
+    base_name = public_path(base) if base else "a model made in code"
     is_name = base is None or re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", base_name)
     base_link = quoted(base_name) if not is_name else base_name if local else f"[{base}](https://huggingface.co/{base})"
     source = f"the environment `{record['environment']}`" if record["environment"] else f"`{rows}`" if rows else ""
@@ -197,7 +196,7 @@ def _lineage(record: Mapping[str, Any]) -> str:
     stage: Mapping[str, Any] | None = record["parent"]
     while stage is not None:  # its author may be another person
         source, commit = stage["source"], stage["commit"]
-        name = Path(source).name if os.path.isdir(source) else source
+        name = public_path(source)
         name += f" at {commit[:10]}" if commit else ""
         rows.append((quoted(name), quoted(stage["algorithm"] or ""), _environment(stage)))
         stage = stage["parent"]

@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agile_trainers.adapters.folders import MARKER, mark_complete, read_json, write_json
-from agile_trainers.checkpoints.disclosure import EPISODE_FILES, ROLLOUT_FILES, matching, public_options
+from agile_trainers.adapters.folders import MARKER, RECORD, mark_complete, read_json, write_json
+from agile_trainers.checkpoints.disclosure import (
+    EPISODE_FILES,
+    ROLLOUT_FILES,
+    matching,
+    public_options,
+    public_path,
+    shorten_paths,
+)
 from agile_trainers.checkpoints.secrets import Masker, masked
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.records.digests import DIGESTS
@@ -71,6 +78,7 @@ def disclose(folder: Path) -> Text | None:
         template = path.read_text(encoding="utf-8")
         path.unlink()
         path.write_text(masked(template), encoding="utf-8")
+    shorten_paths(folder)
     return text if text.episodes else None
 
 
@@ -88,7 +96,8 @@ def disclose_checkpoint(folder: Path, episodes: bool) -> Text | None:
         for name in matching(folder, ROLLOUT_FILES):
             (folder / name).unlink()
     state, position = folder / "trainer_state.json", folder / "rollout" / "position.json"
-    changed = set[Path]()
+    # `disclose` may have written these.
+    changed = {folder / RECORD, *folder.glob("**/adapter_config.json")}
     if state.is_file():
         content = read_json(state)
         history = [numbers(entry) for entry in content.get("log_history", [])]
@@ -114,6 +123,7 @@ def numbers(content: dict[str, Any]) -> dict[str, Any]:
 
 def _public_run(info: dict[str, Any]) -> dict[str, Any]:
     found = {name: masked(value) for name, value in info.items() if name in _RUN_FIELDS}
+    found |= {name: public_path(found[name]) for name in ("model", "policy") if isinstance(found.get(name), str)}
     if isinstance(found.get("environment"), str):
         found["environment"] = describe_environment(info["environment"])["environment"]
     options = info.get("options")

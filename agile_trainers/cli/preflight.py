@@ -77,7 +77,7 @@ def json_object(text: str) -> dict[str, Any]:
         argparse.ArgumentTypeError: If the text is anything else.
     """
     try:
-        value = from_json(text)
+        value = from_json(text, written=True)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{cut(repr(text))} is not JSON: {error}") from error
     if not isinstance(value, dict):

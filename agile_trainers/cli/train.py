@@ -59,7 +59,7 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
             raise ValueError(f"progress must be 'table' or 'dicts', got {self.progress!r}.")
         if isinstance(self.environment, str) and self.environment.lstrip().startswith("{"):
             try:
-                self.environment = from_json(self.environment)
+                self.environment = from_json(self.environment, written=True)
             except ValueError as error:
                 raise ValueError(
                     "environment must be an id, or a JSON object of ids by name such as "
@@ -67,7 +67,7 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
                 ) from error
         if isinstance(self.environment_args, str):
             try:
-                self.environment_args = from_json(self.environment_args)
+                self.environment_args = from_json(self.environment_args, written=True)
             except ValueError as error:
                 raise ValueError(
                     f'environment_args must be a JSON object such as \'{{"level": "easy"}}\', got '

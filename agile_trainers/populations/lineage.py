@@ -7,11 +7,36 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from agile_trainers.adapters.folders import read_json, write_json
+from agile_trainers.adapters.folders import read_form, write_json
+from agile_trainers.adapters.forms import NUMBER, Count, Fields, Name
+from agile_trainers.checkpoints.disclosure import public_path
 from agile_trainers.populations.hyperparameters import Changes, Values
 
 FILE = "lineage.json"
 EventKind = Literal["born", "trained", "failed", "kept", "mutated", "stopped"]
+_EVENT = Fields(
+    {
+        **dict.fromkeys(("round", "member", "steps", "episodes", "failed_episodes", "unreported_episodes"), Count),
+        **dict.fromkeys(("fitness", "standard_error"), (NUMBER, None)),
+        "event": Name, "hyperparameters": {str: NUMBER}, "parent": (Count, None), "changes": {str: [NUMBER]},
+        "seconds": NUMBER, "reason": str,
+    },
+    required=("round", "member", "event", "hyperparameters", "changes"), only=True,
+)  # fmt: skip
+HELD_OUT_FORM = Fields(
+    {
+        **dict.fromkeys(("member", "round", "episodes", "failed_episodes"), Count),
+        **dict.fromkeys(("fitness", "standard_error"), (NUMBER, None)),
+    },
+    required=("member", "round", "fitness", "standard_error", "episodes", "failed_episodes"), only=True,
+)  # fmt: skip
+_FORM = Fields(
+    {
+        "settings": {str: Any}, "events": [_EVENT], "base_bytes": Count, "member_bytes": {str: Count}, "finished": bool,
+        "best": (Count, None), "held_out": (HELD_OUT_FORM, None),
+    },
+    required=("settings", "events", "member_bytes"), only=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,10 +153,12 @@ class Lineage:
         return [event for event in self.course(born.parent) if event.round <= born.round] + own
 
     def public(self) -> Lineage:
-        """Return what may leave the machine: of a failed member's error its type, and hyperparameters that are options."""
+        """Return what may leave the machine: of a failed member's error its type, of a folder its last part."""
         events = [replace(event, reason=event.reason.partition(":")[0]) if event.event == "failed" else event
                   for event in self.events]  # fmt: skip
-        return replace(self, events=events)
+        model = self.settings.get("model")
+        settings = {**self.settings, **({"model": public_path(model)} if isinstance(model, str) else {})}
+        return replace(self, settings=settings, events=events)
 
     def write(self, folder: Path) -> None:
         """Write ``lineage.json`` atomically."""
@@ -142,16 +169,19 @@ class Lineage:
         """Read ``lineage.json`` of a population's folder.
 
         Raises:
-            CheckpointError: If it cannot be read.
+            CheckpointError: If it cannot be read, or a value has another form.
         """
-        content = read_json(Path(folder) / FILE)
+        content = read_form(Path(folder) / FILE, _FORM)
         events = [
-            LineageEvent(**{**one, "changes": {name: (a, b) for name, (a, b) in one["changes"].items()}})
+            LineageEvent(
+                **{**one, "changes": {name: (pair[0], pair[-1]) for name, pair in one["changes"].items() if pair}}
+            )
             for one in content.pop("events")
         ]
         held_out = content.pop("held_out", None)
         content["held_out"] = None if held_out is None else HeldOut(**held_out)
-        content["member_bytes"] = {int(member): size for member, size in content["member_bytes"].items()}
+        sizes = content["member_bytes"].items()
+        content["member_bytes"] = {int(member): size for member, size in sizes if member.isdecimal()}
         return cls(events=events, **content)
 
 

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from agile_trainers.adapters import POLICY, find_adapters
 from agile_trainers.adapters.folders import checkpoints, step_of
+from agile_trainers.adapters.forms import NUMBER, Count, Fields
 from agile_trainers.adapters.loading import read_weights
 from agile_trainers.checkpoints.adoption import adopt
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
@@ -72,6 +73,15 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
         return asdict(self)
+
+
+RESULT_FORM = Fields(
+    {
+        **dict.fromkeys(("member", "round", "steps", "episodes", "bytes", "unreported"), Count), "units": [Count],
+        "values": [(NUMBER, None)], "seconds": NUMBER, "failed": str, "reported": bool, "lowest": (NUMBER, None),
+    },
+    required=("member", "round", "steps", "episodes", "values", "units", "seconds", "bytes"), only=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from huggingface_hub import CommitInfo
 from transformers.utils import logging
 
 from agile_trainers.adapters import find_adapters
-from agile_trainers.adapters.folders import lora_settings, read_json, write_json
+from agile_trainers.adapters.folders import lora_settings, read_form, write_json
+from agile_trainers.adapters.forms import Fields
 from agile_trainers.adapters.initialization import changes_base
 from agile_trainers.checkpoints.disclosure import (
     check_public,
@@ -43,8 +44,9 @@ from agile_trainers.populations.hyperparameters import (
     search_space,
     with_values,
 )
-from agile_trainers.populations.lineage import EventKind, HeldOut, Lineage, LineageEvent, Round, finite
+from agile_trainers.populations.lineage import HELD_OUT_FORM, EventKind, HeldOut, Lineage, LineageEvent, Round, finite
 from agile_trainers.populations.members import (
+    RESULT_FORM,
     Assignment,
     Fitness,
     Result,
@@ -72,6 +74,7 @@ _STREAMED = 1000
 """Rows of a streamed data set that tell it from another."""
 _BY_VALUE = ("environment_arguments", "options", "data")
 """Settings whose values may be withheld."""
+_SETTINGS_FORM = Fields({name: {str: Any} for name in _BY_VALUE})
 _APART = (*_BY_VALUE, "max_hours")
 """Settings that are compared on their own, or that may change."""
 _MAX_ADAPTERS = 8
@@ -280,7 +283,7 @@ class Population:
             mean, error = (None, None) if failed == every else (score.mean, finite(score.standard_error))
             write_json(file, asdict(HeldOut(winner.member, winner.round, mean, error, every, failed)))
         self._processes.wait_for([file])
-        return HeldOut(**read_json(file))
+        return HeldOut(**read_form(file, HELD_OUT_FORM))
 
     @property
     def base(self) -> SharedBase:
@@ -298,7 +301,7 @@ class Population:
                 write_json(file, settings)
             note_private(self.output_dir, self._arguments["environment"], recorded_options(self._args))
         self._processes.wait_for([file])
-        there, here = read_json(file), self._settings(withheld=False)
+        there, here = read_form(file, _SETTINGS_FORM), self._settings(withheld=False)
         changed, unknown = dict[str, str](), list[str]()
         for name in _BY_VALUE:
             found, unreadable = differences(there.get(name) or {}, here[name], settings[name])
@@ -351,7 +354,7 @@ class Population:
         for (_, file), result in zip(missing, rounds.run([one for one, _ in missing], self._args)):
             write_json(file, result.to_dict())
         self._processes.wait_for(files)
-        return [Result(**read_json(file)) for file in files], replayed
+        return [Result(**read_form(file, RESULT_FORM)) for file in files], replayed
 
     def _keep_winner(self, number: int) -> None:
         """Copy the policy of the best member of a round, if it is the best so far, before the member goes on."""

@@ -60,14 +60,18 @@ def to_json(value: Any) -> str:
     return encodable(json.dumps(Plain()(value), ensure_ascii=False))
 
 
-def from_json(text: str | bytes) -> Any:
+def from_json(text: str | bytes, *, written: bool = False) -> Any:
     """Decode JSON of at most :data:`_NESTED` levels, so that whatever reads it may call itself for each.
 
+    Args:
+        text: The JSON.
+        written: True for text that a person wrote, in which a name may not occur twice in an object.
+
     Raises:
-        ValueError: If it is no JSON, or nested deeper.
+        ValueError: If it is no JSON, nested deeper, or has a name twice.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_without_doubles if written else None)
     except RecursionError as error:
         raise ValueError("the JSON is nested too deep") from error
     layer, levels = [value], 0
@@ -96,6 +100,15 @@ def json_bytes(path: Path) -> bytes:
     if found.st_size > LARGEST_JSON:
         raise ValueError(f"it has {found.st_size:,} bytes, expected at most {LARGEST_JSON:,}")
     return path.read_bytes()
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {double[:80]!a} occurs twice")
+    return found
 
 
 def encodable(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
 from numbers import Real
 from typing import Any
@@ -99,6 +99,10 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
         return sound, given
 
     def spread(values: Any, sound: list[int], count: int, column: str | None = None) -> list[Any]:
+        if not isinstance(values, Iterable):
+            raise ValueError(
+                f"{called} returned a {type(values).__name__}, expected a list with a reward for each episode."
+            )
         values = list(values)
         if len(values) != len(sound):
             told = "returned" if column is None else f"logged as {column!r}"
@@ -110,6 +114,11 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
 
     def counted(rewards: list[Any], log_metric: Callable[[str, float], None]) -> list[Any]:
         """Log the share of NaN. TRL reads it as None, by which a function says that it does not score an episode."""
+        for one in rewards:
+            if not (
+                one is None or isinstance(one, Real) or (hasattr(one, "item") and getattr(one, "shape", None) == ())
+            ):
+                raise ValueError(f"{called} returned a {type(one).__name__} for an episode, expected a number or None.")
         log_metric(NOT_A_NUMBER, sum(isinstance(one, Real) and isnan(one) for one in rewards) / len(rewards))
         return rewards
 

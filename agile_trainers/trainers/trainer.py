@@ -47,7 +47,7 @@ from agile_trainers.adapters.folders import (
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.model_folders import LOADERS, RESUMING, naming_folder
 from agile_trainers.adapters.sharding import is_zero3
-from agile_trainers.checkpoints.disclosure import clean_tokenizer, note_private
+from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer, note_private
 from agile_trainers.checkpoints.hub import HubPushes, make_repository
 from agile_trainers.checkpoints.machines import on_each_disk
 from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints, record_without_environment
@@ -286,6 +286,7 @@ class MultiTurnTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        check_special_tokens(self.processing_class)
         parent = parent_of(inputs.saved, self.model.config._name_or_path)
         self.cards = RunCards(self, self._tag_names, self._paper, lambda: self._record(parent))
         if setup is not None:

@@ -15,7 +15,7 @@ from agile_trainers.adapters.folders import (
     mark_complete,
     write_json,
 )
-from agile_trainers.adapters.trust import KEY_FILE, OPTION
+from agile_trainers.adapters.trust import KEY_FILE, OPTION, is_trusted, keyed_digest, sign
 
 STATES = {"deepspeed": "global_step4/mp_rank_00_model_states.pt", "fsdp": "optimizer_0/.metadata"}
 
@@ -113,3 +113,15 @@ def test_what_is_not_pushed_may_be_missing(tmp_path: Path, key: Path) -> None:
     mark_complete(folder)
     (folder / "training_args.bin").unlink()
     assert check_complete(folder) == folder
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
+def test_a_key_that_others_can_read_signs_nothing(tmp_path: Path, monkeypatch, caplog, mode: int) -> None:
+    """Whoever reads it can sign a pickle."""
+    monkeypatch.setenv(KEY_FILE, str(tmp_path / "key"))
+    listed = {"latest": {"size": 1}}
+    signature = sign(listed)
+    assert is_trusted(listed, listed, signature) and (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "key").chmod(mode)
+    assert sign(listed) is None and not is_trusted(listed, listed, signature) and keyed_digest("value", "x") is None
+    assert f"others may use it (mode {mode:03o}). Run chmod 600" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -349,3 +350,13 @@ def test_ctrl_c_in_a_reward_function_stays_ctrl_c():
         over_sound_episodes(interrupted, False)(
             completions=["a"], trajectories=[episode], log_extra=None, log_metric=None
         )
+
+
+@pytest.mark.parametrize("returned", [None, 1.0, ["1"], [[1.0]], [object()], [{}], [torch.ones(2)]])
+def test_what_is_no_list_of_rewards_is_named(returned: Any) -> None:
+    def generous(**_: Any) -> Any:
+        return returned
+
+    given = {"trajectories": [Trajectory([1], [2], [0.0], [], StopReason.TERMINATED)], "log_metric": lambda *_: None}
+    with pytest.raises(ValueError, match="reward function 'generous' returned a"):
+        over_sound_episodes(generous, False)(**given, log_extra=None)

@@ -17,20 +17,22 @@ import pytest
 import torch
 from games import Chatter, make_trainer
 
-from agile_trainers.adapters.folders import CheckpointError, read_json
+from agile_trainers.adapters.folders import MARKER, CheckpointError, mark_complete, read_json, write_json
 from agile_trainers.adapters.trust import KEY_FILE
 from agile_trainers.checkpoints.disclosure import (
+    check_special_tokens,
     clean_tokenizer,
     differences,
     public_arguments,
     public_options,
     withheld,
 )
-from agile_trainers.checkpoints.model_card import hyperparameters
+from agile_trainers.checkpoints.model_card import hyperparameters, model_card
 from agile_trainers.checkpoints.public_files import disclose_checkpoint
 from agile_trainers.checkpoints.secrets import Masker, mask
 from agile_trainers.envs.registry import environment_factories, make_environment_factory
 from agile_trainers.evaluation.loading import recorded_settings
+from agile_trainers.populations.lineage import Lineage
 from agile_trainers.records.writer import episode_row, write_episodes
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
 from agile_trainers.types import StopReason, Trajectory, Turn
@@ -283,3 +285,72 @@ def test_a_tokenizers_own_arguments_leave_and_others_do_not(embedded_model: Path
     clean_tokenizer(tmp_path, tokenizer)
     assert read_json(tmp_path / "tokenizer_config.json") == {k: v for k, v in before.items() if k != "licence"}
     assert os.listdir(tmp_path)
+
+
+def test_a_secret_that_became_a_special_token_is_refused(embedded_model: Path, tmp_path: Path) -> None:
+    """transformers puts it into the vocabulary. Those of vision models are tags."""
+    from transformers import AutoTokenizer
+
+    secret = AutoTokenizer.from_pretrained(embedded_model, api_token=PLAIN)
+    secret.save_pretrained(tmp_path)
+    assert PLAIN in (tmp_path / "tokenizer.json").read_text()
+    with pytest.raises(ValueError, match="has the special token 'api_token'") as refused:
+        check_special_tokens(secret)
+    assert PLAIN not in str(refused.value)
+    for honest in (
+        {},
+        {"image_token": "<image>"},
+        {"boi_token": "[begin image]"},
+        {"mark_token": "|mark|"},
+        {"x_token": "x"},
+    ):
+        check_special_tokens(AutoTokenizer.from_pretrained(embedded_model, **honest))
+
+
+def test_a_users_name_in_a_path_is_not_pushed(tmp_path: Path) -> None:
+    """Of a folder, its last part is; the original stays, also where the copy is a hard link."""
+    name = {"base_model_name_or_path": "/home/alice/models/base", "peft_type": "LORA"}
+    grandparent = {"source": "/home/alice/sft", "parent": {"source": "org/model", "parent": None}}
+    parent = {"source": str(tmp_path), "parent": grandparent}
+    record = {"base_model": {"name": "~alice/base"}, "parent": parent, "lora": {}, "global_step": 1}
+    copy = tmp_path / "copy"
+    for path, content in (
+        ("agile_trainers.json", record),
+        ("adapter_config.json", name),
+        ("ref/adapter_config.json", name),
+    ):
+        write_json(tmp_path / "run" / path, content)
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        os.link(tmp_path / "run" / path, copy / path)
+    mark_complete(tmp_path / "run")
+    os.link(tmp_path / "run" / MARKER, copy / MARKER)
+    disclose_checkpoint(copy, episodes=False)
+    text = "".join(path.read_text() for path in copy.rglob("*.json"))
+    assert "alice" not in text and str(tmp_path) not in text
+    pushed = read_json(copy / "agile_trainers.json")
+    assert pushed["base_model"]["name"] == "base" and pushed["parent"]["source"] == tmp_path.name
+    assert pushed["parent"]["parent"]["source"] == "sft"
+    assert pushed["parent"]["parent"]["parent"]["source"] == "org/model", "of the Hub"
+    assert read_json(copy / "ref" / "adapter_config.json")["base_model_name_or_path"] == "base"
+    assert read_json(tmp_path / "run" / "adapter_config.json") == name
+    listed = read_json(copy / MARKER)["files"]
+    assert all(listed[path]["size"] == (copy / path).stat().st_size for path in listed)
+    stage = {**grandparent, **dict.fromkeys(("commit", "algorithm", "environment", "parent"))}
+    named = {
+        "algorithm": "A",
+        "environment": "e",
+        "versions": {},
+        "base_model": {"name": "/home/alice/b", "commit": None},
+    }
+    card = model_card(
+        name="m",
+        model_id="m",
+        log_history=[],
+        options={},
+        tags=[],
+        trainer="T",
+        record={**record, **named, "parent": stage},
+    )
+    assert "alice" not in card and "`sft`" in card
+    lineage = Lineage({"model": "/home/alice/models/base"})
+    assert lineage.public().settings == {"model": "base"} and lineage.settings["model"].startswith("/home")

@@ -36,11 +36,13 @@ from agile_trainers.adapters.folders import (
     mark_complete,
     naming_full_disk,
     newest_complete,
-    read_json,
+    read_form,
     write_json,
 )
+from agile_trainers.adapters.forms import Fields, Name
 from agile_trainers.adapters.loading import load_tokenizer
 from agile_trainers.checkpoints.disclosure import (
+    check_special_tokens,
     clean_tokenizer,
     differences,
     is_named,
@@ -67,6 +69,11 @@ from agile_trainers.trainers.launch import uses_deepspeed
 
 logger = logging.get_logger(__name__)
 
+_STATE_FORM = Fields(
+    {"id": Name, "parent": (Name, None), "made_of": {str: Any}, "finished": bool},
+    required=("id", "parent", "made_of", "finished"),
+)
+_RESULT_FORM = Fields({"of": {str: Any}, "metrics": {str: Any}}, required=("of", "metrics"))
 STATE = "stage.json"
 """File in a stage's folder with its options, the run of the previous stage that it started from, and its completion."""
 Hook = Callable[[Stage, Any], None]
@@ -189,7 +196,7 @@ def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
                 )
             states.append(None)
             continue
-        state = read_json(folder / STATE)
+        state = read_form(folder / STATE, _STATE_FORM)
         then, now = state["made_of"], made_of(pipeline, stage)
         changed, unknown = differences(then, now, shown_made_of(pipeline, stage))
         if unknown:
@@ -346,6 +353,7 @@ def make_supervised(pipeline: Pipeline, stage: Stage, model: str) -> Any:
         peft_config=lora,
         callbacks=[_Whole(stage, model)],
     )
+    check_special_tokens(trainer.processing_class)
     if isinstance(trainer.model, PeftModel) and REFERENCE in trainer.model.peft_config:
         copy_adapter(trainer.model, POLICY, REFERENCE)  # TRL's copy omits embeddings
     if trainer.args.push_to_hub:
@@ -454,7 +462,7 @@ def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -
         also ``environments``, the same values of each by name.
     """
     path, of = folder / "evaluation.json", {**of, "settings": public_options(pipeline.evaluation_options)}
-    if path.is_file() and (known := read_json(path))["of"] == of:
+    if path.is_file() and (known := read_form(path, _RESULT_FORM))["of"] == of:
         return known["metrics"]
     args = pipeline.evaluation
     results = evaluate_policy(
