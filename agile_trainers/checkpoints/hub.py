@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +30,7 @@ from agile_trainers.checkpoints.disclosure import (
     shorten_paths,
 )
 from agile_trainers.checkpoints.public_files import Text, disclose, disclose_checkpoint
+from agile_trainers.checkpoints.secrets import Masker
 
 logger = logging.get_logger(__name__)
 
@@ -41,7 +42,8 @@ class HubPushes:
         trainer: After its own constructor; one of TRL's trainers too.
 
     Raises:
-        ValueError: If ``hub_extras`` names a reference that is the frozen base.
+        ValueError: If ``hub_extras`` names a reference that is the frozen base, or DeepSpeed's settings hold a secret that
+            checkpoints would be pushed with.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -49,6 +51,8 @@ class HubPushes:
         self._args: Any = trainer.args
         self._extras = getattr(trainer.args, "hub_extras", [])
         self._said: Text | None = None
+        if trainer.args.push_to_hub and getattr(trainer, "is_deepspeed_enabled", False):
+            check_deepspeed(trainer.accelerator.state.deepspeed_plugin.deepspeed_config, trainer.args.hub_strategy)
         adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
         if "reference" in self._extras and REFERENCE not in adapters:
             raise ValueError(
@@ -150,6 +154,25 @@ class HubPushes:
             )
 
         return upload
+
+
+def check_deepspeed(config: Mapping[str, Any], strategy: HubStrategy) -> None:
+    """Reject settings of DeepSpeed with a secret in them, if checkpoints are pushed, whose states hold the settings.
+
+    Args:
+        config: The settings.
+        strategy: ``hub_strategy``.
+
+    Raises:
+        ValueError: If there is a value of a known form or name of secrets, such as ``comet.api_key``.
+    """
+    masker = Masker()
+    masker(dict(config))
+    if masker.count and strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        raise ValueError(
+            f"hub_strategy={strategy.value!r} pushes DeepSpeed's states, which hold its configuration, and that holds a "
+            "secret (an api_key, for example). Set COMET_API_KEY in the environment, or use another hub_strategy."
+        )
 
 
 def make_repository(option: str, name: str, token: str | None, make: Callable[[], str]) -> str:

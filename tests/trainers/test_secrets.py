@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from games import Chatter, make_trainer
+from transformers.trainer_utils import HubStrategy
 
 from agile_trainers.adapters.folders import MARKER, CheckpointError, mark_complete, read_json, write_json
 from agile_trainers.adapters.trust import KEY_FILE
@@ -27,6 +28,7 @@ from agile_trainers.checkpoints.disclosure import (
     public_options,
     withheld,
 )
+from agile_trainers.checkpoints.hub import check_deepspeed
 from agile_trainers.checkpoints.model_card import hyperparameters, model_card
 from agile_trainers.checkpoints.public_files import disclose_checkpoint
 from agile_trainers.checkpoints.secrets import Masker, mask
@@ -354,3 +356,17 @@ def test_a_users_name_in_a_path_is_not_pushed(tmp_path: Path) -> None:
     assert "alice" not in card and "`sft`" in card
     lineage = Lineage({"model": "/home/alice/models/base"})
     assert lineage.public().settings == {"model": "base"} and lineage.settings["model"].startswith("/home")
+
+
+def test_deepspeeds_settings_are_pushed_without_a_secret() -> None:
+    """Its states hold them as they are. ``comet.api_key`` is a field of them."""
+    secret = {"zero_optimization": {"stage": 1}, "comet": {"enabled": True, "api_key": PLAIN}}
+    honest = {"zero_optimization": {"stage": 1}, "wandb": {"enabled": True, "project": "games"}, "train_batch_size": 8}
+    for strategy in HubStrategy:
+        check_deepspeed(honest, strategy)
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            with pytest.raises(ValueError, match="pushes DeepSpeed's states") as refused:
+                check_deepspeed(secret, strategy)
+            assert PLAIN not in str(refused.value)
+        else:
+            check_deepspeed(secret, strategy)
