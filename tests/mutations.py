@@ -51,6 +51,7 @@ CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_recipe.py"
 MEMORY = "tests/test_cli_memory.py"
+COUNTED = "tests/test_bench_plan_bytes.py"
 DIAGNOSIS = "tests/evaluation/test_diagnosis.py"
 WATCH = "tests/trainers/test_watch.py"
 RECORDS = "tests/records/test_records.py"
@@ -1023,7 +1024,31 @@ MUTATIONS = [
     ),
     Mutation(
         "a layer that is computed again is not planned for", "cli/check/tracing.py",
-        "+ sum(self.inputs) + max(self.layers)", "+ sum(self.inputs)", f"{MEMORY} -k checkpointing-lora",
+        "max(self.layers, default=0) if gradient_checkpointing else 0", "0", f"{MEMORY} -k checkpointing-lora",
+    ),
+    Mutation(
+        "the input of a layer is planned for twice", "cli/check/tracing.py",
+        "- self.saved_inputs + sum(self.inputs)", "+ sum(self.inputs)", f"{COUNTED} -k whole_in_fp32",
+    ),
+    Mutation(
+        "temporaries count what is freed", "cli/check/tracing.py",
+        "        self.now -= size", "        pass", f"{COUNTED} -k lora",
+    ),
+    Mutation(
+        "an engine beside the trainer is not planned for", "cli/check/memory_plan.py",
+        '0 if plan.engine.sleeps else engine', "0", "tests/test_cli_advice.py -k counts_when",
+    ),
+    Mutation(
+        "ZeRO divides nothing", "cli/check/memory_plan.py",
+        "launch.processes if name in launch.shared else 1", "1", "tests/test_cli_advice.py -k share",
+    ),
+    Mutation(
+        "advice is of the first change for all", "cli/check/advice.py",
+        "again = step if _same_step(plan, changed) else None", "again = step", "tests/test_cli_advice.py -k differences",
+    ),
+    Mutation(
+        "a batch is checked for one process", "cli/check/command.py",
+        "if launch.processes > 1:", "if False:", "tests/test_cli_advice.py -k batches",
     ),
     Mutation(
         "each storage is counted every time it is kept", "cli/check/tracing.py",

@@ -244,8 +244,13 @@ def test_copies_quantization_optimizers_and_limits_count() -> None:
     assert sizes(rows=3)["activations"] == pytest.approx(3 * whole["activations"], rel=0.02)
     assert sizes(gradient_checkpointing=False)["activations"] > whole["activations"]
     fixed = whole["weights"] + whole["gradients"] + whole["optimizer"]
-    assert whole["peak"] == fixed + max(whole["activations"] + whole["logits"], 2 * whole["KV cache"])
-    assert [readable(size) for size in (5, 2048, 3 * 2**20, 5 * 2**29)] == ["5 B", "2.0 KiB", "3.0 MiB", "2.5 GiB"]
+    plain = sizes(gradient_checkpointing=False)
+    update = plain["activations"] + max(plain["temporaries"], plain["logits"])
+    assert plain["peak"] == fixed + max(update, 2 * plain["KV cache"])
+    long = sizes(episodes=1000)
+    assert long["peak"] == fixed + 2 * long["KV cache"] and long["KV cache"] == 1000 * whole["KV cache"]
+    shown = ["5 B", "2.0 KiB", "3.0 MiB", "0.50 GiB", "2.50 GiB", "40.0 GiB"]
+    assert [readable(size) for size in (5, 2048, 3 * 2**20, 2**29, 5 * 2**29, 40 * 2**30)] == shown
 
 
 def test_the_plan_goes_by_the_limits() -> None:

@@ -270,6 +270,7 @@ COMMANDS = [
     for block in of("sh")
     for command in commands(block)
     if not (block.page.startswith(TUTORIAL) and "chain" in command) and "examples/recipes" not in command
+    if block.page != "docs/eight_gpus.md"  # vLLM's own parser reads its servers, in tests/on_vllm/test_vllm_eight_gpus.py
 ]
 
 

@@ -2,70 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from transformers import Qwen2Config
-from trl import ModelConfig
+from recipe_plans import SHAPES, peak_of, planned
 
-from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory
 from agile_trainers.cli.evolve.plan import read_population
-from agile_trainers.cli.train import MultiTurnScriptArguments
-from agile_trainers.trainers import MultiTurnGRPOConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "examples/recipes").glob("*gb_*.yaml"))
 POPULATION = ROOT / "examples/recipes/population_24gb.yaml"
 PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-PROMPT, OBSERVATION = 512, 256
-"""Tokens that the page assumes."""
-_ENDS: dict[str, Any] = {"tie_word_embeddings": False, "vocab_size": 152064, "num_key_value_heads": 8}
-SHAPES: dict[str, dict[str, Any]] = {
-    "1.5B": {
-        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 151936,
-    },
-    "7B": {
-        **_ENDS, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "14B": {
-        **_ENDS, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
-    },
-}  # fmt: skip
-"""Shapes of Qwen2.5's public configurations."""
-
-
-def fields(kind: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}
-
-
-def planned(path: Path) -> float:
-    """Planned peak of one GPU, in GiB."""
-    return peak_of(yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def peak_of(options: dict[str, Any]) -> float:
-    unknown = options.keys() - fields(ModelConfig) - fields(MultiTurnGRPOConfig) - fields(MultiTurnScriptArguments)
-    assert not unknown
-    model = ModelConfig(**{name: value for name, value in options.items() if name in fields(ModelConfig)})
-    own = {name: value for name, value in options.items() if name in fields(MultiTurnGRPOConfig)}
-    args = MultiTurnGRPOConfig(**{**own, "trust_remote_code": False}, use_cpu=True, bf16=False)
-    args.bf16 = True  # as on a GPU, which is not here
-    size = re.findall(r"-([\d.]+B)-", options["model_name_or_path"])[0]
-    config = Qwen2Config(**SHAPES[size], max_position_embeddings=32768, dtype="bfloat16")
-    plan = plan_memory(config, args, model, critic=False, prompt=PROMPT, observation=OBSERVATION)
-    return estimate_memory(config, plan)[-1].size / 2**30
 
 
 def test_every_recipe_is_on_the_page() -> None:
     everything = {path.name for path in (ROOT / "examples/recipes").iterdir()}
     assert everything == {path.name for path in (*RECIPES, POPULATION)} and POPULATION.name in PAGE
-    assert len(RECIPES) == 4 and all(f"examples/recipes/{path.name}" in PAGE for path in RECIPES)
+    assert len(RECIPES) == 6 and all(f"examples/recipes/{path.name}" in PAGE for path in RECIPES)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +50,7 @@ def test_a_population_needs_the_memory_of_one_run_and_its_file_is_read(tmp_path:
     narrow = shape["hidden_size"] // shape["num_attention_heads"] * shape["num_key_value_heads"]
     wide, hidden = shape["intermediate_size"], shape["hidden_size"]
     weights = lora["r"] * shape["num_hidden_layers"] * (2 * 2 * hidden + 2 * (hidden + narrow) + 3 * (hidden + wide))
-    assert f"{weights / 1e6:.1f} million" in PAGE and f"{12 * weights / 1e9:.2f} GB" in PAGE
+    assert f"{weights / 1e6:.1f} million" in PAGE and f"{12 * weights / 2**30:.2f} GiB" in PAGE
     content["options"] |= {"use_cpu": True, "bf16": False}
     (tmp_path / "population.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     file = read_population(tmp_path / "population.yaml")

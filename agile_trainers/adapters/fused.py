@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class FusedLinear(Linear):
     """A LoRA linear layer that computes PEFT's function of the same parameters, up to rounding, with fewer operations.
 
     PEFT's own code runs in all other cases than one plain adapter on a plain layer: several adapters at once, DoRA and
-    other variants, merged or disabled adapters, weights that DeepSpeed partitions, mixed precision without autocast.
+    other variants, merged or disabled adapters, weights that DeepSpeed or FSDP2 partitions, mixed precision without
+    autocast.
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -39,7 +41,7 @@ class FusedLinear(Linear):
         if name not in self.lora_A or name in self.lora_variant or self.lora_bias[name]:
             return None
         weight = self.lora_B[name].weight
-        if type(weight) is not nn.Parameter or hasattr(weight, "ds_id"):
+        if isinstance(weight, DTensor) or hasattr(weight, "ds_id"):
             return None
         return name if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type) else None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.resources
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agile_trainers.cli.yaml_files import read_yaml
 from agile_trainers.imports import nearest
@@ -16,6 +18,66 @@ FOLDER = next(
     _PACKAGE / "accelerate_configs",
 )
 """Folder of the configurations: inside the installed package, or beside it in a clone."""
+
+
+_SHARED = {
+    "zero1": frozenset({"optimizer"}),
+    "zero2": frozenset({"optimizer", "gradients"}),
+    "zero3": frozenset({"optimizer", "gradients", "weights"}),
+    "fsdp2": frozenset({"optimizer", "gradients", "weights"}),
+}
+"""Engine to what its processes share."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The processes that a launch configuration starts, and how they share a model."""
+
+    engine: str = "single"
+    """``single``, ``ddp``, ``zero1``, ``zero2``, ``zero3`` or ``fsdp2``."""
+    processes: int = 1
+    """On all machines."""
+    mixed_precision: str = "no"
+
+    @property
+    def zero(self) -> bool:
+        """True for DeepSpeed."""
+        return self.engine.startswith("zero")
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """Names of what each process keeps a share of: some of ``weights``, ``gradients`` and ``optimizer``."""
+        return _SHARED.get(self.engine, frozenset())
+
+
+SINGLE = Launch()
+"""One process."""
+
+
+def planned(options: argparse.Namespace) -> Launch:
+    """Return what the options of ``accelerate launch`` would start, without starting it.
+
+    Args:
+        options: The parsed result of :func:`resolve`. What is not given is read from the file.
+    """
+    file = read_yaml(Path(options.config_file)) if options.config_file else {}
+    kind = str(file.get("distributed_type", "NO")).upper()
+    processes = int(options.num_processes or file.get("num_processes") or 1)
+    engine = "ddp" if processes > 1 else "single"
+    if options.use_deepspeed or kind == "DEEPSPEED":
+        engine = f"zero{_zero_stage(options, file.get('deepspeed_config') or {})}"
+    elif options.use_fsdp or kind == "FSDP":
+        engine = "fsdp2"
+    engine = "ddp" if engine == "zero0" else engine
+    return Launch(engine, processes, options.mixed_precision or str(file.get("mixed_precision", "no")))
+
+
+def _zero_stage(options: argparse.Namespace, config: dict[str, Any]) -> int:
+    """Return the stage of ZeRO; accelerate's default is 2."""
+    named = options.deepspeed_config_file or config.get("deepspeed_config_file")
+    if named is not None:
+        return int(read_yaml(Path(named)).get("zero_optimization", {}).get("stage", 0))
+    return int(options.zero_stage or config.get("zero_stage", 2))
 
 
 def names() -> list[str]:

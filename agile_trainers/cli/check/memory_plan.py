@@ -12,7 +12,8 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from agile_trainers.adapters.scope import within_scope
-from agile_trainers.cli.check.tracing import Shape, trace_step
+from agile_trainers.cli.check.tracing import Shape, Step, trace_step
+from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.rollout.generators.transformers.kv_cache import capacity
 from agile_trainers.trainers.config import MultiTurnConfig
 
@@ -20,6 +21,10 @@ QUANTIZED = {"4 bit": 0.5 + 4 / 64, "4 bit, double": 0.5 + 1 / 64, "8 bit": 1.0}
 """Quantization to bytes of a linear layer's weight, with bitsandbytes' constants for each block of 64."""
 _STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adagrad": 1, "rmsprop": 1, "lion": 1}
 """Beginning of an optimizer's name to its values per trained weight; 2 for others."""
+_LIVE, _BUCKET = 10**9, 5 * 10**8
+"""Weights that ZeRO-3 gathers at most, and gradients that ZeRO reduces at once (DeepSpeed's defaults)."""
+_GATHERED_LAYERS = 2
+"""Layers whose weights FSDP2 holds at the same time: the one that computes and the next."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,21 @@ class MemoryItem:
     size: int
     """Bytes."""
     formula: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A vLLM engine, in this process or in a server on other GPUs."""
+
+    server: bool = False
+    share: int | None = None
+    """Bytes of the process's GPU that an engine takes; None if the GPU is not known."""
+    parallel: int = 1
+    """Processes that share an engine."""
+    sleeps: bool = False
+    """True if the engine's memory is free outside of rollouts."""
+    parks: bool = False
+    """True if the policy's weights are in the CPU's memory in rollouts."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +82,22 @@ class MemoryPlan:
     copies: int = 1
     """2 with a frozen reference model beside the policy."""
     trust_remote_code: bool = False
+    launch: Launch = SINGLE
+    """Processes, and what they share."""
+    engine: Engine | None = None
+    """The vLLM engine of the rollouts; None for the transformers generator."""
 
 
 def plan_memory(
-    config: PretrainedConfig, args: MultiTurnConfig, model: ModelConfig, *, critic: bool, prompt: int, observation: int
+    config: PretrainedConfig,
+    args: MultiTurnConfig,
+    model: ModelConfig,
+    *,
+    critic: bool,
+    prompt: int,
+    observation: int,
+    launch: Launch = SINGLE,
+    gpu: int | None = None,
 ) -> MemoryPlan:
     """Make the plan of a run with episodes as long as its limits allow.
 
@@ -76,6 +108,8 @@ def plan_memory(
         critic: True if a second adapter is trained.
         prompt: Tokens of the longest first prompt.
         observation: Tokens of the longest observation between two answers.
+        launch: How the run is launched.
+        gpu: Bytes of a GPU, of which vLLM takes a share.
     """
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     room = args.max_model_length or longest
@@ -85,13 +119,23 @@ def plan_memory(
     peft_config = get_peft_config(model)
     if peft_config is not None and args.lora_target_scope is not None:
         peft_config = within_scope(peft_config, args.lora_target_scope)
+    share = None if gpu is None else int(args.vllm_gpu_memory_utilization * gpu)
+    engine = Engine(
+        server=args.vllm_mode == "server",
+        share=share if args.vllm_mode == "colocate" else None,
+        parallel=args.vllm_tensor_parallel_size,
+        sleeps=args.vllm_enable_sleep_mode,
+        parks=args.offload_policy_during_rollout,
+    )
+    tokens, decoded = min(tokens, room), min(decoded, room)
+    rows, budget = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
     four = "4 bit, double" if model.use_bnb_nested_quant else "4 bit"
     return MemoryPlan(
         dtype=weight_dtype(config, model),
-        rows=args.per_device_train_batch_size,
+        rows=rows if budget is None else max(1, min(rows, budget // tokens)),
         episodes=args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation,
-        tokens=min(tokens, room),
-        decoded=min(decoded, room),
+        tokens=tokens,
+        decoded=decoded,
         new_tokens=args.max_new_tokens,
         gradient_checkpointing=args.gradient_checkpointing,
         autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
@@ -102,6 +146,8 @@ def plan_memory(
         adapters=2 if critic else 1,
         copies=2 if args.beta != 0.0 and peft_config is None else 1,
         trust_remote_code=args.trust_remote_code,
+        launch=launch,
+        engine=engine if args.use_vllm else None,
     )
 
 
@@ -111,7 +157,18 @@ def weight_dtype(config: PretrainedConfig, model: ModelConfig) -> torch.dtype:
     return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
 
 
-def estimate_memory(config: PretrainedConfig, plan: MemoryPlan) -> list[MemoryItem]:
+def trace(config: PretrainedConfig, plan: MemoryPlan) -> Step:
+    """Count a step of a plan on tensors without data.
+
+    Raises:
+        ValueError: If ``peft_config`` matches no module of the model.
+    """
+    computes = plan.autocast if plan.autocast and (plan.quantization or plan.launch.zero) else plan.dtype
+    shape = Shape(plan.rows, plan.tokens, computes, plan.autocast, plan.dropout, plan.peft_config)
+    return trace_step(config, shape, trust_remote_code=plan.trust_remote_code)
+
+
+def estimate_memory(config: PretrainedConfig, plan: MemoryPlan, step: Step | None = None) -> list[MemoryItem]:
     """Estimate the memory of one process, without fragmentation and the libraries' own memory.
 
     The activations for the backward pass are counted on a forward pass without data, so they are right for any
@@ -121,64 +178,203 @@ def estimate_memory(config: PretrainedConfig, plan: MemoryPlan) -> list[MemoryIt
     Args:
         config: The model's configuration. No weights are loaded.
         plan: The settings of the run.
+        step: The result of :func:`trace`. Default: it is traced.
 
     Returns:
-        Weights, gradients, optimizer, activations, logits, KV cache, and the peak. Activations and KV cache are not
-        allocated at the same time.
+        Weights, gradients, optimizer, activations, what the backward pass takes beside them, and the memory of rollouts:
+        KV cache or vLLM; the peak at last. Not all of them are allocated at the same time; the peak says which.
 
     Raises:
         ValueError: If ``peft_config`` matches no module of the model.
     """
-    quantized = plan.quantization is not None
-    computes = torch.bfloat16 if quantized and plan.autocast else plan.dtype
-    shape = Shape(plan.rows, plan.tokens, computes, plan.autocast, plan.dropout, plan.peft_config)
-    step = trace_step(config, shape, trust_remote_code=plan.trust_remote_code)
-    per_weight, base = plan.dtype.itemsize, step.linear + step.others
+    step = step or trace(config, plan)
+    state = _state(plan, step)
+    fixed = sum(item.size for item in state)
+    kept = step.kept(plan.gradient_checkpointing) * plan.adapters
+    again = step.again(plan.gradient_checkpointing) * plan.adapters
+    layers = "each layer's input, and one layer computed again" if plan.gradient_checkpointing else "of all layers"
+    head = _head(plan, step)
+    items = [
+        *state,
+        MemoryItem("activations", kept + again, f"{plan.rows} rows x {plan.tokens:,} tokens: {layers}"),
+        MemoryItem("temporaries", step.temporaries, "of the backward pass of the largest layer"),
+        head,
+    ]
+    update = max(kept + head.size, kept + again + step.temporaries)
+    if gathered := _gathered(plan, step):
+        items.append(gathered)
+        update += gathered.size
+    rollout = _rollout(plan, step, state[0].size)
+    items += rollout
+    most = {
+        "an update": fixed + update,
+        "a rollout": fixed + sum(item.size * _COPIES.get(item.name, 1) for item in rollout),
+    }
+    if plan.engine is not None and not plan.engine.server:
+        engine = rollout[0].size
+        most["an update"] += 0 if plan.engine.sleeps else engine
+        most["a rollout"] = fixed - (state[0].size if plan.engine.parks else 0) + engine
+    when = max(most, key=most.__getitem__)
+    return [*items, MemoryItem("peak", most[when], f"in {when}: {_RULES[when]}")]
+
+
+_COPIES = {"KV cache": 2}
+"""Part of a rollout to how many of it there are at the same time: the cache is copied when it grows."""
+_RULES = {
+    "an update": "weights, gradients, optimizer, activations, and the larger of temporaries and logits",
+    "a rollout": "weights, gradients, optimizer, and what the rollout takes (a KV cache twice: it is copied)",
+}
+
+
+def _state(plan: MemoryPlan, step: Step) -> list[MemoryItem]:
+    """Return weights, gradients and optimizer of one process."""
+    launch, quantized = plan.launch, plan.quantization is not None
+    # DeepSpeed computes on 16-bit weights and optimizes a copy in fp32; FSDP2 keeps what is trained in fp32.
+    master = launch.zero and plan.autocast is not None
+    per_weight = plan.autocast.itemsize if master and plan.autocast else plan.dtype.itemsize
     trained = step.trained * plan.adapters
     # TRL keeps adapters on a quantized base in bfloat16; PEFT keeps all others in float32.
     per_trained = (2 if quantized else 4) if plan.peft_config else per_weight
+    if master:
+        per_trained = per_weight
+    elif launch.engine == "fsdp2" and plan.autocast is not None:
+        per_trained = 4
     own = trained if plan.peft_config else 0
     per_linear = QUANTIZED[plan.quantization] if plan.quantization else per_weight
-    weights = plan.copies * int(step.linear * per_linear + step.others * per_weight) + per_trained * own
+    base, others = step.linear + step.others, step.others
+    if plan.peft_config is None:
+        per_linear = per_weight = per_trained
+    weights = plan.copies * int(step.linear * per_linear + others * per_weight) + per_trained * own
     states = next((count for name, count in _STATES.items() if plan.optimizer.startswith(name)), 2)
-    per_state = 1 if "8bit" in plan.optimizer else per_trained
-    activations = step.kept(plan.gradient_checkpointing) * plan.adapters
-    positions, vocabulary = plan.rows * plan.tokens, config.get_text_config().vocab_size
-    tile = min(positions, TOKEN_CHUNK_SIZE) * min(vocabulary, _CHUNKED_LOGPROB_CHUNK_SIZE) * 4
+    # DeepSpeed and FSDP2 keep the optimizer's values in fp32, and ZeRO a copy of the weights.
+    per_state = 1 if "8bit" in plan.optimizer else 4 if launch.zero else per_trained
+    per_optimized = states * per_state + (4 if launch.zero else 0)
+    sizes = f"{step.linear:,} x {per_linear:g} bytes + {others:,}" if quantized else f"{base:,}"
+    copies = f"{plan.copies} x " if plan.copies > 1 else ""
+    adapters = f" + {own:,} of adapters x {per_trained} bytes" if own else ""
+    buckets = launch.engine == "ddp" and launch.processes > 1
+    copied = f" + {4 if launch.zero else 0} bytes of fp32 weights" if launch.zero else ""
+    shares = {name: launch.processes if name in launch.shared else 1 for name in ("weights", "gradients", "optimizer")}
+
+    def item(name: str, size: int, formula: str) -> MemoryItem:
+        return MemoryItem(
+            name, size // shares[name], formula + (f", of {shares[name]} processes" if shares[name] > 1 else "")
+        )
+
+    dtype = _name(plan, per_weight)
+    return [
+        item("weights", weights, f"{copies}{sizes} x {per_weight} bytes ({dtype}){adapters}"),
+        item(
+            "gradients",
+            per_trained * trained * (2 if buckets else 1),
+            f"{trained:,} trained x {per_trained} bytes{' x 2 (DDP sends a copy)' if buckets else ''}",
+        ),
+        item(
+            "optimizer",
+            per_optimized * trained,
+            f"{trained:,} trained x ({states} x {per_state} bytes{copied}) ({plan.optimizer})"
+            if copied
+            else f"{trained:,} trained x {states} x {per_state} bytes ({plan.optimizer})",
+        ),
+    ]
+
+
+def _head(plan: MemoryPlan, step: Step) -> MemoryItem:
+    """Return what the backward pass of the output head takes: a tile of logits, and gradients in fp32 (TRL's fused head)."""
+    positions, (vocabulary, hidden) = plan.rows * plan.tokens, step.head
+    computes = (plan.autocast or plan.dtype).itemsize
+    tile = min(positions, TOKEN_CHUNK_SIZE) * min(vocabulary, _CHUNKED_LOGPROB_CHUNK_SIZE) * computes
+    gradients = positions * hidden * 4 + (vocabulary * hidden * 4 if step.head_is_trained else 0)
+    trained = " and of the head" if step.head_is_trained else ""
+    tokens = f"one tile, {min(positions, TOKEN_CHUNK_SIZE):,} tokens wide, and the fp32 gradient of its input{trained}"
+    return MemoryItem("logits", tile + gradients, tokens)
+
+
+def _gathered(plan: MemoryPlan, step: Step) -> MemoryItem | None:
+    """Return what sharding gathers in an update; None without."""
+    launch = plan.launch
+    if launch.processes == 1 or not launch.shared:
+        return None
+    base, trained = step.linear + step.others, step.trained * plan.adapters
+    computes = (plan.autocast or plan.dtype).itemsize
+    if launch.engine == "fsdp2":
+        layer = step.linear // max(1, len(step.layers))
+        return MemoryItem("gathered", _GATHERED_LAYERS * layer * computes, f"{_GATHERED_LAYERS} layers' weights")
+    live = min(base, _LIVE) if launch.engine == "zero3" else 0
+    bucket = min(trained, _BUCKET)
+    weights = f"{live:,} weights and " if live else ""
+    return MemoryItem(
+        "gathered", (live + bucket) * computes, f"{weights}a bucket of {bucket:,} gradients x {computes} bytes"
+    )
+
+
+def _rollout(plan: MemoryPlan, step: Step, weights: int) -> list[MemoryItem]:
+    """Return what a rollout takes beside the state: KV cache and gathered weights, or a vLLM engine."""
     columns = capacity(plan.decoded, plan.new_tokens)
+    if plan.engine is not None and plan.engine.server:
+        return [MemoryItem("vLLM", 0, "a server on other GPUs, with weights and cache of its own")]
+    if plan.engine is not None:
+        needed = serving(plan, step)
+        if plan.engine.share is None:
+            return [
+                MemoryItem(
+                    "vLLM", needed.least, "weights and the cache of one episode, at least; --gpu_memory says more"
+                )
+            ]
+        return [MemoryItem("vLLM", plan.engine.share, "vllm_gpu_memory_utilization of the GPU: weights and cache")]
     caches = [f"{columns:,} tokens x {step.keys:,} bytes"] if step.keys or not step.windowed else []
     windows = sum(size * min(columns, window) for size, window in step.windowed)
     caches += [f"{windows:,} bytes in windows"] if windows else []
     cache = plan.episodes * (columns * step.keys + windows)
-    sizes = f"{step.linear:,} x {per_linear:g} bytes + {step.others:,}" if quantized else f"{base:,}"
-    copies = f"{plan.copies} x " if plan.copies > 1 else ""
-    adapters = f" + {own:,} of adapters x {per_trained} bytes" if own else ""
-    layers = "each layer's input, and one layer computed again" if plan.gradient_checkpointing else "of all layers"
-    items = [
-        MemoryItem("weights", weights, f"{copies}{sizes} x {per_weight} bytes ({_name(plan)}){adapters}"),
-        MemoryItem("gradients", per_trained * trained, f"{trained:,} trained x {per_trained} bytes"),
-        MemoryItem(
-            "optimizer",
-            states * per_state * trained,
-            f"{trained:,} trained x {states} x {per_state} bytes ({plan.optimizer})",
-        ),
-        MemoryItem("activations", activations, f"{plan.rows} rows x {plan.tokens:,} tokens: {layers}"),
-        MemoryItem("logits", tile, f"one tile, {min(positions, TOKEN_CHUNK_SIZE):,} tokens wide"),
-        MemoryItem("KV cache", cache, f"{plan.episodes} episodes x {' + '.join(caches)}"),
-    ]
-    fixed, (activations, tile, cache) = sum(item.size for item in items[:3]), [item.size for item in items[3:]]
-    peak = fixed + max(activations + tile, 2 * cache)
-    rule = "weights + gradients + optimizer + the larger of activations + logits and twice the KV cache (it is copied)"
-    return [*items, MemoryItem("peak", peak, rule)]
+    items = [MemoryItem("KV cache", cache, f"{plan.episodes} episodes x {' + '.join(caches)}")]
+    if "weights" in plan.launch.shared and plan.launch.processes > 1:
+        missing = weights * (plan.launch.processes - 1)
+        items.append(MemoryItem("whole model", missing, "the other processes' weights, gathered for a rollout"))
+    return items
 
 
-def _name(plan: MemoryPlan) -> str:
-    return ", ".join(filter(None, (plan.quantization, str(plan.dtype).removeprefix("torch."))))
+@dataclass(frozen=True)
+class Serving:
+    """Memory that a vLLM engine needs."""
+
+    weights: int
+    """Bytes of the model on each GPU of the engine."""
+    episode: int
+    """Bytes of the cache of the longest episode, on each GPU of the engine."""
+
+    @property
+    def least(self) -> int:
+        """Bytes for a single episode."""
+        return self.weights + self.episode
+
+    def episodes(self, share: int) -> int:
+        """Return how many of the longest episodes fit into so many bytes at the same time."""
+        return max(0, (share - self.weights) // max(1, self.episode))
+
+
+def serving(plan: MemoryPlan, step: Step, parallel: int | None = None) -> Serving:
+    """Return what an engine of the run needs on each of its GPUs, without its activations.
+
+    Args:
+        plan: The settings of the run.
+        step: The traced step.
+        parallel: GPUs of an engine (tensor parallelism). Default: the plan's.
+    """
+    gpus = parallel or (plan.engine.parallel if plan.engine else 1)
+    computes = (plan.autocast or plan.dtype).itemsize
+    return Serving((step.linear + step.others) * computes // gpus, plan.decoded * step.cached * computes // gpus)
+
+
+def _name(plan: MemoryPlan, per_weight: int) -> str:
+    dtype = plan.dtype if plan.dtype.itemsize == per_weight or plan.autocast is None else plan.autocast
+    return ", ".join(filter(None, (plan.quantization, str(dtype).removeprefix("torch."))))
 
 
 def readable(size: int) -> str:
     """Format a number of bytes in a suitable unit."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    if size >= 2**30 / 100:
+        return f"{size / 2**30:.1f} GiB" if size >= 10 * 2**30 else f"{size / 2**30:.2f} GiB"
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size} B"

@@ -19,7 +19,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
 
-from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory, readable
+from agile_trainers.cli.check.advice import remedies
+from agile_trainers.cli.check.memory_plan import MemoryPlan, estimate_memory, plan_memory, readable, serving, trace
+from agile_trainers.cli.check.tracing import Step
+from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
@@ -39,6 +42,10 @@ from agile_trainers.types import StopReason, Trajectory
 
 OF_POLICY = ("solved", "too_hard", "zero_advantage_groups", "too_easy")
 """Findings about the policy that played, which tell of training only if that is the one to train."""
+ALMOST = 0.85
+"""Share of a GPU from which a plan is warned of: fragmentation and the libraries' own memory come on top of it."""
+SERVER_SHARE = 0.9
+"""Share of a GPU that a vLLM server is planned to take, as on docs/eight_gpus.md."""
 REPLAYED = 4
 """Number of episodes that are replayed with the same answers."""
 
@@ -66,6 +73,14 @@ class Run:
     """Seconds for one call of the environment."""
     gpu_memory: float | None = None
     """GiB of the GPU that the run is planned for; None for this machine's GPU, if there is one."""
+    launch: Launch = SINGLE
+
+    @property
+    def gpu(self) -> int | None:
+        """Return the bytes of the GPU that the run is planned for; None if there is none."""
+        if self.gpu_memory is not None:
+            return int(self.gpu_memory * 2**30)
+        return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
 
     def specs(self) -> list[EpisodeSpec]:
         """Return the episodes to play, the same in every check."""
@@ -155,7 +170,7 @@ def check_run(report: Report, run: Run) -> None:
     instance = run.factory()
     players = known_players(instance)
     if run.player == "random" and "random" not in players:
-        run.player = "model"
+        run.player = "expert" if "expert" in players and not run.named else "model"
     if run.player != "model" and run.player not in players:
         report.problem(f"{run.environment} comes with no {run.player} player; choose --player model.")
         return
@@ -369,6 +384,8 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
         critic=run.args.has_critic,
         prompt=prompt,
         observation=observation,
+        launch=run.launch,
+        gpu=run.gpu,
     )
     report.section(f"Memory of one process, planned for episodes of {plan.tokens:,} tokens")
     report.line(
@@ -378,8 +395,11 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
     )
     kind = f"{plan.quantization}, the others {plan.dtype}" if plan.quantization else f"{plan.dtype}"
     report.line(f"The weights are {kind.replace('torch.', '')}; --dtype changes it.")
+    if run.launch.processes > 1:
+        report.line(f"There are {run.launch.processes} processes, under {run.launch.engine}.")
     try:
-        items = estimate_memory(run.config, plan)
+        step = trace(run.config, plan)
+        items = estimate_memory(run.config, plan, step)
     except (
         RuntimeError,
         NotImplementedError,
@@ -393,19 +413,54 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
     for item in items:
         table.add_row(f"  {item.name}", readable(item.size), item.formula)
     report.show(table)
-    size = None
-    if run.gpu_memory is not None:
-        size = int(run.gpu_memory * 2**30)
-    elif torch.cuda.is_available():
-        size = torch.cuda.mem_get_info()[1]
-    if size is not None and items[-1].size > size:
-        report.problem(
-            f"the planned peak of {readable(items[-1].size)} is more than the GPU's {readable(size)}. Lower "
-            "per_device_train_batch_size, generation_chunk_size, max_turns or max_new_tokens; or set use_peft, "
-            "load_in_4bit, gradient_checkpointing or dtype bfloat16."
+    if plan.engine is not None:
+        report_engine(report, run, plan, step)
+    if run.gpu is None:
+        return
+    peak, size = items[-1].size, run.gpu
+    if peak <= ALMOST * size:
+        report.line(f"The planned peak is {peak / size:.0%} of the GPU's {readable(size)}.")
+        return
+    steps = remedies(run.config, plan, step, size)
+    told = f" Each of these alone: {'; '.join(map(str, steps))}." if steps else ""
+    if peak > size:
+        report.problem(f"the planned peak of {readable(peak)} is more than the GPU's {readable(size)}.{told}")
+    else:
+        report.warning(
+            f"The planned peak is {peak / size:.0%} of the GPU's {readable(size)}, and fragmentation and the libraries come "
+            f"on top of it.{told}"
         )
-    elif size is not None:
-        report.line(f"The planned peak is {items[-1].size / size:.0%} of the GPU's {readable(size)}.")
+
+
+def report_engine(report: Report, run: Run, plan: MemoryPlan, step: Step) -> None:
+    """Report how many of the longest episodes fit into vLLM's memory, beside how many are played at the same time."""
+    assert plan.engine is not None
+    needed, engine = serving(plan, step), plan.engine
+    each = f"{readable(needed.weights)} of weights and {readable(needed.episode)} of cache for an episode"
+    if not engine.server:
+        if engine.share is None:
+            report.line(f"vLLM needs {each}; --gpu_memory says how many fit.", "vLLM")
+            return
+        fit, played = needed.episodes(engine.share), plan.episodes * engine.parallel
+        if fit == 0:
+            report.problem(
+                f"vLLM needs {each}, and vllm_gpu_memory_utilization={run.args.vllm_gpu_memory_utilization} leaves it "
+                f"{readable(engine.share)}: raise it."
+            )
+            return
+        report.line(f"It holds {fit:,} of the longest episodes at the same time; {played:,} are played.", "vLLM")
+        return
+    played = plan.episodes * plan.launch.processes
+    report.line(f"A server needs {each} on its own GPUs; {played:,} episodes are played at the same time.", "vLLM")
+    if run.gpu is not None:
+        share = int(SERVER_SHARE * run.gpu)
+        counts = [(gpus, serving(plan, step, gpus).episodes(share)) for gpus in (1, 2, 4)]
+        shown = ", ".join(f"{count:,} on {gpus}" for gpus, count in counts)
+        report.line(
+            f"Of the longest ones, these fit at the same time at {SERVER_SHARE:.0%} of {readable(run.gpu)}: {shown} GPUs "
+            "(tensor parallelism). The others wait.",
+            "",
+        )
 
 
 def model_config(model: ModelConfig, trust_remote_code: bool) -> PretrainedConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ import torch
 from peft import PeftConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -49,22 +52,35 @@ class Step:
     """Number of the base's other weights."""
     trained: int
     """Number of trained weights."""
+    head: tuple[int, int]
+    """Rows and columns of the output head."""
+    head_is_trained: bool = False
     saved: int = 0
     """Memory kept for the backward pass without gradient checkpointing."""
     layers: list[int] = field(default_factory=list)
     """The part of ``saved`` of each layer that gradient checkpointing would recompute."""
     inputs: list[int] = field(default_factory=list)
     """The input of each of these layers, which checkpointing keeps."""
+    saved_inputs: int = 0
+    """The part of ``saved`` that is the input of one of these layers."""
     keys: int = 0
     """Keys and values of one token of one row, of all layers."""
+    cached: int = 0
+    """Number of keys and values of one token of one row, of all layers."""
     windowed: list[tuple[int, int]] = field(default_factory=list)
     """Bytes per token and window in tokens of each layer with a window; not in ``keys``."""
+    temporaries: int = 0
+    """Most that the backward pass of the largest layer takes beside what was kept for it."""
 
     def kept(self, gradient_checkpointing: bool) -> int:
-        """Return the memory at the start of the backward pass or, with checkpointing, at its largest recomputed layer."""
+        """Return the memory at the start of the backward pass."""
         if not gradient_checkpointing or not self.layers:
             return self.saved
-        return self.saved - sum(self.layers) + sum(self.inputs) + max(self.layers)
+        return self.saved - sum(self.layers) - self.saved_inputs + sum(self.inputs)
+
+    def again(self, gradient_checkpointing: bool) -> int:
+        """Return the memory of the largest layer that checkpointing computes again; 0 without."""
+        return max(self.layers, default=0) if gradient_checkpointing else 0
 
 
 def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: bool = False) -> Step:
@@ -92,15 +108,66 @@ def trace_step(config: PretrainedConfig, shape: Shape, *, trust_remote_code: boo
             model = get_peft_model(model, shape.peft_config)
             fuse(model)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    step = Step(sum(linear.values()), base - sum(linear.values()), trained)
+    step = Step(sum(linear.values()), base - sum(linear.values()), trained, tuple(head.shape), head.requires_grad)
     model.train(shape.dropout)
     mixed = nullcontext() if shape.autocast is None else torch.autocast("cpu", shape.autocast)
     with FakeTensorMode():
         _without_data(model)
         ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.long)
-        with mixed, _counting(model, step):
+        with mixed, _counting(model, step) as calls:
             model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
+        if step.layers:
+            largest = max(range(len(step.layers)), key=step.layers.__getitem__)
+            step.temporaries = _beside(calls[largest], shape.autocast, step) - step.layers[largest]
     return step
+
+
+_Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+"""A layer with its arguments."""
+
+
+def _beside(call: _Call, autocast: torch.dtype | None, step: Step) -> int:
+    """Return the most memory that a layer's forward and backward pass take together, without its input and its gradients."""
+    layer, (hidden, *rest), named = call
+    for weight in layer.parameters():
+        weight.grad = torch.empty_like(weight) if weight.requires_grad else None
+    hidden, counted = hidden.detach().requires_grad_(), Step(0, 0, 0, step.head)
+    _counted.append(counted)  # keys and values of this pass
+    try:
+        with _Live() as live:
+            with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+                output = layer(hidden, *rest, **named)
+            output = output[0] if isinstance(output, tuple) else output
+            output.backward(torch.empty_like(output))
+    finally:
+        _counted.pop()
+    return live.most
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made and not yet freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._there = set[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in before and storage._cdata not in self._there:
+                    self._there.add(storage._cdata)
+                    weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+                    self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        return made
+
+    def _free(self, key: int, size: int) -> None:
+        self._there.discard(key)
+        self.now -= size
 
 
 def _without_data(model: nn.Module) -> None:
@@ -118,21 +185,26 @@ def _without_data(model: nn.Module) -> None:
 
 
 @contextmanager
-def _counting(model: nn.Module, step: Step) -> Iterator[None]:
+def _counting(model: nn.Module, step: Step) -> Iterator[list[_Call]]:
+    """Count what the forward pass in the block keeps; yield the layers with their arguments, as they are called."""
     own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
     seen: dict[int, Any] = {}
     layer_input: list[torch.Tensor] = []
+    calls: list[_Call] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in own and storage._cdata not in seen:
             seen[storage._cdata] = storage  # kept, so that its address is not reused
             step.saved += storage.nbytes()
-            if layer_input and storage._cdata != layer_input[0].untyped_storage()._cdata:
+            if layer_input and storage._cdata == layer_input[0].untyped_storage()._cdata:
+                step.saved_inputs += storage.nbytes()
+            elif layer_input:
                 step.layers[-1] += storage.nbytes()
         return tensor
 
-    def enter(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def enter(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls.append((module, arguments, named))
         layer_input[:] = [arguments[0]]
         step.layers.append(0)
         step.inputs.append(arguments[0].untyped_storage().nbytes())
@@ -143,11 +215,11 @@ def _counting(model: nn.Module, step: Step) -> Iterator[None]:
     hooks = []
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            hooks += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+            hooks += [layer.register_forward_pre_hook(enter, with_kwargs=True), layer.register_forward_hook(leave)]
     _counted.append(step)
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
+            yield calls
     finally:
         _counted.pop()
         for hook in hooks:
@@ -163,6 +235,7 @@ def _attend(
     """Run SDPA and record the size of keys and values."""
     rows, _, tokens, _ = key.shape
     size = (key.nbytes + value.nbytes) // (rows * tokens)
+    _counted[-1].cached += (key.numel() + value.numel()) // (rows * tokens)
     window = kwargs.get("sliding_window")
     if window:
         _counted[-1].windowed.append((size, int(window)))

@@ -1,0 +1,62 @@
+"""Plans the recipes of ``examples/recipes/`` from the public shapes of their models, as the pages launch them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import Qwen2Config
+from trl import ModelConfig
+
+from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory
+from agile_trainers.cli.launch_configs import SINGLE, Launch
+from agile_trainers.cli.train import MultiTurnScriptArguments
+from agile_trainers.trainers import MultiTurnGRPOConfig
+
+SIX = {
+    "8x80gb_7b_lora_server": Launch("ddp", 6, "bf16"), "8x80gb_7b_whole_server": Launch("zero3", 6, "bf16"),
+    "8x80gb_14b_lora": Launch("ddp", 8, "bf16"),
+}  # fmt: skip
+"""How the pages launch the recipes of several GPUs."""
+PROMPT, OBSERVATION = 512, 256
+"""Tokens that the page assumes."""
+_ENDS: dict[str, Any] = {"tie_word_embeddings": False, "vocab_size": 152064, "num_key_value_heads": 8}
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5B": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 151936,
+    },
+    "7B": {
+        **_ENDS, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "14B": {
+        **_ENDS, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+    },
+}  # fmt: skip
+"""Shapes of Qwen2.5's public configurations."""
+
+
+def fields(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def planned(path: Path) -> float:
+    """Planned peak of one GPU, in GiB."""
+    return peak_of(yaml.safe_load(path.read_text(encoding="utf-8")), SIX.get(path.stem, SINGLE))
+
+
+def peak_of(options: dict[str, Any], launch: Launch = SINGLE) -> float:
+    unknown = options.keys() - fields(ModelConfig) - fields(MultiTurnGRPOConfig) - fields(MultiTurnScriptArguments)
+    assert not unknown
+    model = ModelConfig(**{name: value for name, value in options.items() if name in fields(ModelConfig)})
+    own = {name: value for name, value in options.items() if name in fields(MultiTurnGRPOConfig)}
+    args = MultiTurnGRPOConfig(**{**own, "trust_remote_code": False}, use_cpu=True, bf16=False)
+    args.bf16 = True  # as on a GPU, which is not here
+    size = re.findall(r"-([\d.]+B)-", options["model_name_or_path"])[0]
+    config = Qwen2Config(**SHAPES[size], max_position_embeddings=32768, dtype="bfloat16")
+    plan = plan_memory(config, args, model, critic=False, prompt=PROMPT, observation=OBSERVATION, launch=launch)
+    return estimate_memory(config, plan)[-1].size / 2**30

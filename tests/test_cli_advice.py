@@ -1,0 +1,219 @@
+"""What ``agile-trainers check`` advises, computes of launches, and says of vLLM's memory."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import Qwen2Config
+from trl import ModelConfig, get_peft_config
+
+from agile_trainers.cli.check import advice
+from agile_trainers.cli.check import command as check
+from agile_trainers.cli.check.advice import remedies
+from agile_trainers.cli.check.memory_plan import Engine, MemoryPlan, estimate_memory, readable, serving, trace
+from agile_trainers.cli.launch_configs import SINGLE, Launch, planned, resolve
+from agile_trainers.embedded import make_tokenizer
+
+CONFIG = Qwen2Config(
+    architectures=["Qwen2ForCausalLM"], hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=160, vocab_size=512, max_position_embeddings=4096, tie_word_embeddings=True,
+)  # fmt: skip
+LORA = get_peft_config(ModelConfig(use_peft=True, lora_r=4, lora_target_modules=["all-linear"]))
+PLAN = MemoryPlan(
+    dtype=torch.bfloat16, rows=4, episodes=8, tokens=256, decoded=256, new_tokens=32, gradient_checkpointing=True,
+    autocast=torch.bfloat16, peft_config=LORA,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def every_saving_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model saves kilobytes."""
+    monkeypatch.setattr(advice, "LEAST", 1)
+
+
+def advised(plan: MemoryPlan, gpu: int | None = None) -> dict[str, int]:
+    found = remedies(CONFIG, plan, trace(CONFIG, plan), gpu)
+    return {remedy.option.partition(" ")[0]: remedy.saves for remedy in found}
+
+
+def peak(plan: MemoryPlan) -> int:
+    return estimate_memory(CONFIG, plan)[-1].size
+
+
+def test_savings_are_differences_of_plans_and_sorted() -> None:
+    whole = replace(PLAN, peft_config=None, copies=2, gradient_checkpointing=False)
+    found = advised(whole)
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert found["gradient_checkpointing=True"] == peak(whole) - peak(replace(whole, gradient_checkpointing=True))
+    assert found["max_tokens_per_micro_batch=256"] == peak(whole) - peak(replace(whole, rows=1))
+    step = trace(CONFIG, whole)
+    weights = (step.linear + step.others) * 2
+    assert found["beta=0.0"] == weights, "the reference is a second copy"
+    assert found["optim=adamw_bnb_8bit"] == weights, "two values of two bytes become two of one"
+    assert {"dtype=bfloat16", "load_in_4bit=True", "accelerate_config=zero3"}.isdisjoint(found)
+
+
+def test_a_base_in_fp32_comes_first_and_4_bit_is_never_advised_twice() -> None:
+    quantized = replace(PLAN, quantization="4 bit", dtype=torch.float32)
+    found = list(advised(quantized))
+    assert found[0] == "dtype=bfloat16" and "load_in_4bit=True" not in found
+    others = trace(CONFIG, quantized).others
+    assert advised(quantized)["dtype=bfloat16"] >= 2 * others
+    assert "load_in_4bit=True" in advised(PLAN) and "use_peft=True" not in advised(PLAN)
+    whole = advised(replace(PLAN, peft_config=None, dtype=torch.float32))
+    first, second = list(whole)[:2]
+    assert first == "dtype=bfloat16" and whole[second] == max(list(whole.values())[1:])
+
+
+def test_only_what_applies_to_a_rollout() -> None:
+    long = replace(PLAN, episodes=4000)
+    found = advised(long)
+    assert found["generation_chunk_size=2000"] == 4000 * estimate_memory(CONFIG, PLAN)[6].size // PLAN.episodes
+    assert "use_vllm=True" in found and "max_tokens_per_micro_batch=256" not in found, "activations are not the peak"
+    gpu = 2**32
+    colocated = replace(PLAN, engine=Engine(share=gpu // 2))
+    found = advised(colocated, gpu)
+    assert {"use_vllm=True", "generation_chunk_size=4", "load_in_4bit=True"}.isdisjoint(found)
+    slept = peak(colocated) - peak(replace(colocated, engine=Engine(share=gpu // 2, sleeps=True)))
+    assert found["vllm_enable_sleep_mode=True"] == slept > 0
+    assert any(name.startswith("vllm_gpu_memory_utilization=0.0") for name in found)
+    assert not any(name.startswith("vllm_") for name in advised(replace(PLAN, engine=Engine(server=True)), gpu))
+
+
+def test_an_engines_memory_counts_when_it_is_there() -> None:
+    bare = replace(PLAN, engine=Engine(server=True))
+    items = {item.name: item.size for item in estimate_memory(CONFIG, bare)}
+    assert items["vLLM"] == 0 and "KV cache" not in items
+    share, fixed = 10 * items["peak"], items["weights"] + items["gradients"] + items["optimizer"]
+    assert peak(replace(PLAN, engine=Engine(share=share))) == items["peak"] + share
+    assert peak(replace(PLAN, engine=Engine(share=share, sleeps=True))) == fixed + share
+    assert peak(replace(PLAN, engine=Engine(share=share, sleeps=True, parks=True))) == fixed + share - items["weights"]
+    needed = serving(replace(PLAN, engine=Engine(parallel=2)), trace(CONFIG, PLAN))
+    step = trace(CONFIG, PLAN)
+    assert needed.weights == step.linear + step.others  # two bytes, on two GPUs
+    assert needed.episode == 256 * 2 * 2 * 2 * 16  # tokens x layers x (keys, values) x heads x width, x 2 bytes / 2
+    assert needed.episodes(needed.weights + 5 * needed.episode) == 5 and needed.episodes(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "divided"),
+    [("ddp", ()), ("zero1", ("optimizer",)), ("zero2", ("gradients", "optimizer")),
+     ("zero3", ("weights", "gradients", "optimizer")), ("fsdp2", ("weights", "gradients", "optimizer"))],
+)  # fmt: skip
+def test_what_processes_share(engine: str, divided: tuple[str, ...]) -> None:
+    plan = replace(PLAN, peft_config=None, autocast=None, dtype=torch.float32)
+    one, six = (
+        {item.name: item.size for item in estimate_memory(CONFIG, replace(plan, launch=launch))}
+        for launch in (SINGLE, Launch(engine, 6))
+    )
+    # DeepSpeed optimizes a copy of the weights; DDP sends a copy of the gradients.
+    factors = {
+        "weights": 1.0,
+        "gradients": 2.0 if engine == "ddp" else 1.0,
+        "optimizer": 1.5 if "zero" in engine else 1.0,
+    }
+    for name, factor in factors.items():
+        assert six[name] == pytest.approx(factor * one[name] / (6 if name in divided else 1), abs=2), name
+    whole = 5 * six["weights"]
+    assert six.get("whole model", 0) == (whole if "weights" in divided else 0), "gathered for a rollout"
+
+
+def test_mixed_precision_of_deepspeed_is_eighteen_bytes_less_the_fp32_gradient() -> None:
+    """16 bytes a weight: 2 and 2 in bf16, and 12 of Adam in fp32 (https://huggingface.co/papers/1910.02054, section 3.1)."""
+    plan = replace(PLAN, peft_config=None, launch=Launch("zero3", 4, "bf16"))
+    items = estimate_memory(CONFIG, plan)
+    numbers = trace(CONFIG, plan).trained
+    assert sum(item.size for item in items[:3]) == pytest.approx(16 * numbers / 4, abs=3)
+    assert sum(item.size for item in estimate_memory(CONFIG, replace(plan, dtype=torch.float32))[:3]) == pytest.approx(
+        16 * numbers / 4, abs=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "launch"),
+    [
+        ("--accelerate_config ddp --num_processes 6", Launch("ddp", 6, "bf16")),
+        ("--accelerate_config zero3", Launch("zero3", 2, "bf16")),
+        ("--accelerate_config zero2 --num_processes 1", Launch("zero2", 1, "bf16")),
+        ("--accelerate_config fsdp2 --mixed_precision no", Launch("fsdp2", 2, "no")),
+        ("--accelerate_config cpu/zero3", Launch("zero3", 2, "no")),
+        ("--accelerate_config single", Launch("single", 1, "bf16")),
+        ("--num_processes 4 --use_deepspeed --zero_stage 1", Launch("zero1", 4, "no")),
+    ],
+)
+def test_what_a_launch_starts(options: str, launch: Launch) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    parsed = launch_command_parser().parse_args([*resolve(options.split()), "script.py"])
+    assert planned(parsed) == launch
+
+
+def folder_of(folder: Path) -> str:
+    CONFIG.save_pretrained(folder)
+    make_tokenizer(vocab_size=512).save_pretrained(folder)
+    return str(folder)
+
+
+def run(folder: Path, *options: str) -> tuple[int, str]:
+    file = io.StringIO()
+    common = ["--environment", "agile:guess_number", "--model", folder_of(folder), "--episodes", "2"]
+    code = check.main([*common, *options], Console(file=file, width=400))
+    return code, file.getvalue()
+
+
+def test_batches_are_over_all_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1", "--gpu_memory", "79"]
+    code, report = run(tmp_path, *options, "--accelerate_config", "ddp", "--num_processes", "8")
+    assert code == 0 and "There are 8 processes, under ddp." in report
+    with pytest.raises(SystemExit):
+        run(tmp_path, *options)
+    assert "num_generations" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(tmp_path, *options, "--num_procesess", "8")
+    assert "did you mean --num_processes" in capsys.readouterr().err
+
+
+def test_an_engine_that_has_too_little_memory_is_a_problem(tmp_path: Path) -> None:
+    code, report = run(tmp_path, "--use_vllm", "--gpu_memory", "0.0004", "--use_peft")
+    assert code == 1 and "vllm_gpu_memory_utilization=0.3 leaves it" in report and "raise it" in report
+    code, report = run(tmp_path, "--use_vllm", "--gpu_memory", "24", "--vllm_enable_sleep_mode")
+    assert code == 0 and "of the longest episodes at the same time" in report and "7.20 GiB" in report
+    code, report = run(tmp_path, "--use_vllm", "--player", "random")
+    assert code == 0 and "--gpu_memory says how many fit" in report
+
+
+def test_a_plan_for_another_machine_loads_no_weights_and_has_a_gpus_precision(tmp_path: Path) -> None:
+    code, report = run(tmp_path, "--gpu_memory", "24")
+    assert code == 0 and "by the random player" in report
+    code, report = run(tmp_path)
+    assert code == 1 and "The model cannot play" in report, "this folder has no weights"
+    options = ["--environment", "agile:guess_number", "--model_name_or_path", str(tmp_path)]
+    for more, expected in (
+        ([], False),
+        (["--gpu_memory", "24"], True),
+        (["--gpu_memory", "24", "--bf16", "false"], False),
+    ):
+        (_, _, args, *_), _, _, elsewhere = check.read_options("grpo", [*options, *more])
+        assert args.bf16 is expected and elsewhere == bool(more)
+
+
+def test_almost_full_is_a_warning_with_advice(tmp_path: Path) -> None:
+    _, report = run(tmp_path, "--gpu_memory", "24")
+    line = next(line for line in report.splitlines() if line.strip().startswith("peak"))
+    size, unit = line.split()[1:3]
+    need = float(size) * {"GiB": 1.0, "MiB": 1 / 1024}[unit]
+    code, report = run(tmp_path, "--gpu_memory", f"{need / 0.9:.6f}")
+    assert code == 0 and re.search(r"The planned peak is (8[6-9]|9\d)% of the GPU's", report)
+    assert "Each of these alone: dtype=bfloat16 saves" in report
+    code, report = run(tmp_path, "--gpu_memory", f"{need / 1.1:.6f}")
+    assert code == 1 and "is more than the GPU's" in report and "Each of these alone: dtype=bfloat16 saves" in report
+
+
+def test_sizes_are_written_in_gib() -> None:
+    assert str(advice.Remedy("beta=0.0", 3 * 2**29)) == "beta=0.0 saves 1.50 GiB" and readable(2**27) == "0.12 GiB"
