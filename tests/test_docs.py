@@ -269,8 +269,10 @@ COMMANDS = [
     (block, command)
     for block in of("sh")
     for command in commands(block)
-    if not (block.page.startswith(TUTORIAL) and "chain" in command) and "examples/recipes" not in command
-    if block.page != "docs/eight_gpus.md"  # vLLM's own parser reads its servers, in tests/on_vllm/test_vllm_eight_gpus.py
+    if not (block.page.startswith(TUTORIAL) and "chain" in command)
+    and "examples/recipes" not in command
+    # tests/on_vllm/test_vllm_eight_gpus.py reads these servers with vLLM's own parser.
+    and block.page != "docs/eight_gpus.md"
 ]
 
 
