@@ -19,6 +19,10 @@ PAGES = {
     },
 }
 """Pages outside ``docs/``, and where the site has them."""
+_SHIM = "https://unpkg.com/iframe-worker/shim"
+"""What the theme's offline plugin loads from another server, so that the search works from ``file://``."""
+OWN_SHIM = "javascripts/iframe_worker.js"
+"""The same file, in the site."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?!https?:|#)[^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -63,3 +67,15 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite the links of a page; mkdocs calls this."""
     return with_site_links(markdown, Path(page.file.abs_src_path), page.file.src_uri)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Load the search's script from the site; mkdocs calls this."""
+    from mkdocs.utils import get_relative_url
+
+    return output.replace(_SHIM, get_relative_url(OWN_SHIM, page.url))
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """Load the search's script from the site in the page of errors too, which may be at any address; mkdocs calls this."""
+    return output_content.replace(_SHIM, f"/{OWN_SHIM}")

@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "docs"))
 
-from site_hooks import PAGES, site_uri, with_site_links  # noqa: E402
+from site_hooks import OWN_SHIM, PAGES, site_uri, with_site_links  # noqa: E402
 
 
 class _Settings(yaml.SafeLoader):
@@ -78,3 +78,7 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
         loaded = _Loaded()
         loaded.feed(page.read_text(encoding="utf-8"))
         assert loaded.addresses and not [address for address in loaded.addresses if re.match(r"(https?:)?//", address)]
+        assert "\\|" not in page.read_text(encoding="utf-8"), f"{page.name} shows an escaped bar"
+        own = [address for address in loaded.addresses if address.endswith(OWN_SHIM)]
+        assert len(own) == 1 and (own[0].startswith("/") or (page.parent / own[0]).is_file())
+    assert (tmp_path / "search/search_index.js").is_file(), "the search needs it where pages are files"
