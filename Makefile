@@ -14,7 +14,7 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 VLLM := .venv-vllm
 AGILERL := .venv-agilerl
 
-.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-gpu bench-agilerl bench-populations docs clean
+.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-gpu test-agilerl bench-agilerl bench-populations docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -93,6 +93,10 @@ bench-granularity: $(VENV)/.installed  ## the units of the advantage seed by see
 
 bench-populations: $(VENV)/.installed  ## a population beside a single tuned run, on the demo's game
 	$(RUN) benchmarks/populations.py
+
+test-agilerl: $(VENV)/.installed-dev $(AGILERL)/.installed  ## the converted scripts beside AgileRL: defaults, optimizer steps, rates, gradients
+	$(RUN) -m pytest tests/test_agilerl_wheel.py tests/test_agilerl_page.py
+	$(RUN) benchmarks/agilerl_gradients.py
 
 bench-agilerl: $(VENV)/.installed $(AGILERL)/.installed  ## the update beside AgileRL's learn(), a population beside its evolution; in an environment of its own
 	$(RUN) benchmarks/update_vs_agilerl.py

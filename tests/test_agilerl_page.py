@@ -1,9 +1,10 @@
-"""docs/agilerl.md: the names it gives exist, its defaults are the real ones, and no constructor argument is missing."""
+"""docs/agilerl.md: its names exist, its defaults are the real ones of both sides, and no argument or method is missing."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from agilerl_options import FAMILIES, PAGE, ROOT, ROWS, Row, _spans, _tables
+from agilerl_wheel import RECORDED
 from peft import LoraConfig
 from transformers import TrainingArguments
 from trl import GRPOConfig
@@ -26,24 +28,9 @@ KINDS = [
     "ours", "TRL", "transformers", "trainer", "PEFT", "accelerate", "command", "population", "automatic", "not_yet", "none",
 ]  # fmt: skip
 
-SHARED = """pad_token_id pad_token model_name actor_network model_config hp_config index batch_size beta clip_coef
-max_grad_norm update_epochs temperature repetition_penalty top_p top_k min_p offload_trainer_during_rollout
-calc_position_embeddings micro_batch_size_per_gpu mini_batch_size max_output_tokens min_output_tokens max_model_len
-max_row_tokens hf_generate_chunk_size lora_config cosine_lr_schedule_config fsdp_config device wrap clone vllm_config
-seed gradient_checkpointing torch_compiler use_liger_loss importance_sampling_level advantage_granularity
-use_separate_reference_adapter cast_logprobs_to_fp32 chunk_rows quantization_config activation_offload
-moe_lora_recompute lora_target_scope vllm_importance_sampling_correction vllm_importance_sampling_cap
-vllm_max_logprob_gap vllm_max_clip_fraction use_sequence_packing"""
-OWN = {
-    "GRPO": """lr group_size use_kl_advantage_shaping adv_norm loss_type whiten_advantages adv_clip_range
-        filter_zero_adv adv_filter_eps turn_advantage_trajectory_fallback loss_norm profiling_config
-        old_logprobs_source off_policy_token_mask_bounds off_policy_sequence_mask_threshold use_bias_correction_kl
-        kl_clamp""",
-    "REINFORCE": "lr gamma turn_ratio_pooling",
-    "PPO": """vf_coef gamma gae_lambda critic_warmup_steps lr_actor lr_critic share_grad_clip turn_level_clip
-        turn_ratio_pooling turn_value_reduction whiten_advantages fuse_actor_critic_pass kl_clamp""",
-}
-"""Constructor arguments of AgileRL 2.58's LLM algorithms."""
+RECORD = json.loads(RECORDED.read_text(encoding="utf-8"))
+"""Defaults and methods of AgileRL 2.58; tests/test_agilerl_wheel.py compares it with the wheel."""
+THERE: dict[str, dict[str, Any]] = RECORD["defaults"]
 VLLM_CONFIG = """tensor_parallel_size gpu_memory_utilization max_num_seqs max_num_batched_tokens enforce_eager
 sleep_mode sleep_mode_level dtype quantization vllm_model_name_or_path kv_cache_dtype max_lora_rank max_loras
 strip_multimodal_towers stop_sequences presence_penalty frequency_penalty kv_cache_memory_bytes limit_mm_per_prompt
@@ -126,10 +113,16 @@ def test_what_is_not_yet_there_is_trls_name_or_no_field_yet() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_constructor_argument_has_one_row(family: str) -> None:
-    start, end = (PAGE.index(f"\n## {title}") for title in ("Constructor arguments", "What goes into"))
+    start, end = (PAGE.index(f"\n{title}\n") for title in ("## Constructor arguments", "### Other objects"))
     sections = {line.lstrip("# ") for line in PAGE[start:end].splitlines() if line.startswith("#")}
     listed = [name for row in ROWS if row.section in sections and family in row.of for name in row.theirs]
-    assert sorted(listed) == sorted((SHARED + " " + OWN[family]).split())
+    assert sorted(listed) == sorted(THERE[family])
+
+
+def test_every_argument_of_the_training_loop_and_every_public_method_has_a_row() -> None:
+    listed = {name for row in ROWS for name in row.theirs}
+    assert not THERE["train_llm_rollout"].keys() - listed and not set(RECORD["methods"]) - listed
+    assert len(RECORD["methods"]) > 20
 
 
 def test_every_field_of_vllm_config_has_one_row() -> None:
@@ -138,7 +131,7 @@ def test_every_field_of_vllm_config_has_one_row() -> None:
 
 
 def test_every_name_of_older_documentation_has_one_row() -> None:
-    listed = [name for row in ROWS if row.section == "Names of older documentation" for name in row.theirs]
+    listed = [name for row in ROWS if row.section == "Names of older versions" for name in row.theirs]
     assert set(OLDER.split()) <= set(listed) and len(listed) == len(set(listed))
 
 
@@ -163,17 +156,63 @@ def test_values_the_page_writes_are_taken(algorithm: str, name: str, value: Any)
 
 
 DEFAULTS = [
-    (algorithm, name, ast.literal_eval(here.strip("`")))
+    (algorithm, family, _spans(theirs), ast.literal_eval(there.strip("`")), name, ast.literal_eval(here.strip("`")))
     for _, (theirs, of, there, option, here) in _tables("| option there | of | there | option here | here |")
     for algorithm in ([a.strip().lower() for a in of.split(",")] if of != "all" else ALGORITHMS)
+    for family in FAMILIES
+    if algorithm in FAMILIES[family]
     for name in _spans(option)
 ]
+UNSET_THERE = {"weight_decay": 0.01, "lr_scheduler_type": "constant", "use_bias_correction_kl": False}
+"""Ours that no argument of AgileRL sets, with what it does; tests/test_agilerl_wheel.py reads its optimizer."""
+SAME_MEANING = {
+    "min_p": "None and 0 keep all tokens",
+    "min_output_tokens": "None and 0 require none",
+    "turn_advantage_trajectory_fallback": "None is True where it applies",
+    "vllm_importance_sampling_correction": "None is True with vLLM, and AgileRL's acts with vLLM",
+    "importance_sampling_level": "None is `token`, with GSPO `trajectory`, here `sequence`",
+    "use_sequence_packing": "changes no gradient",
+    "device": "this test's CPU",
+    "loss_type": "GRPO's name of its own objective",
+    "completion_logging": "a log",
+    "max_steps": "an example of a budget",
+    "checkpoint_steps": "save_strategy decides",
+}
 
 
-@pytest.mark.parametrize(("algorithm", "name", "value"), DEFAULTS)
-def test_defaults_are_the_real_ones(algorithm: str, name: str, value: Any) -> None:
+@pytest.mark.parametrize(("algorithm", "family", "theirs", "there", "name", "here"), DEFAULTS)
+def test_defaults_are_the_real_ones(
+    algorithm: str, family: str, theirs: list[str], there: Any, name: str, here: Any
+) -> None:
     default = getattr(find_algorithm(algorithm).config_class(**CPU), name)
-    assert default == value and type(default) is type(value)
+    assert default == here and isinstance(default, type(here))
+    arguments = THERE[family] | THERE["train_llm_rollout"]
+    found = [arguments[one] for one in theirs if one in arguments] or [UNSET_THERE[name]]
+    assert [tuple(one) if isinstance(one, list) else one for one in found] == [there] * len(found)
+
+
+def test_all_other_defaults_are_equal() -> None:
+    """Of the options that the page pairs one to one."""
+    listed = {(algorithm, name) for algorithm, _, _, _, name, _ in DEFAULTS}
+    compared = 0
+    for row in ROWS:
+        if row.kind not in ("ours", "TRL", "transformers") or len(row.theirs) != len(row.ours):
+            continue
+        for theirs, (ours, value) in zip(row.theirs, row.ours, strict=True):
+            for family in row.of if value is None else ():
+                arguments = THERE[family] | THERE["train_llm_rollout"]
+                for algorithm in FAMILIES[family] if theirs in arguments else ():
+                    here = getattr(find_algorithm(algorithm).config_class(**CPU), ours)
+                    compared += 1
+                    differs = here != arguments[theirs] and theirs not in SAME_MEANING
+                    assert not differs or (algorithm, ours) in listed, (
+                        algorithm,
+                        theirs,
+                        arguments[theirs],
+                        ours,
+                        here,
+                    )
+    assert compared > 100
 
 
 def test_the_tests_that_hold_a_difference_exist() -> None:

@@ -1,107 +1,97 @@
-"""The whole scripts of docs/agilerl.md: AgileRL's are converted row by row, and ours learn on the embedded model.
+"""Scripts for AgileRL and their conversions: converted row by row, the page's among them; ours learn on the embedded model.
 
-``make snippets`` runs all of them on three seeds and prints the returns.
+``make snippets`` runs all of ours on three seeds and prints the returns; `make test-agilerl` runs both sides.
 """
 
 from __future__ import annotations
 
 import ast
-import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agilerl_options import ROWS
-from doc_blocks import ROOT, Block, blocks
 
-SCRIPTS = {
-    "reasoning-grpo": "GRPO",
-    "reasoning-reinforce": "REINFORCE",
-    "reasoning-ppo": "PPO",
-    "toy-grpo": "GRPO",
-    "toy-reinforce": "REINFORCE",
-    "toy-ppo": "PPO",
-}
-"""Families of algorithms, in the order of the page."""
-PAGE = blocks(ROOT / "docs" / "agilerl.md")
-THEIRS, OURS = ([block for block in PAGE if block.language == language] for language in ("py", "python"))
-OTHER_UNITS = ("max_steps", "generation_batch_size", "output_dir")
-"""What is counted or named otherwise here."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from agilerl_scripts import ALGORITHMS, EPISODES, NAMES, OURS, THEIRS, called, pair, set_keywords
+
 WORDS = (*"0123456", "Start:", "What", "is", "2+2?", "+", "?", "Done.")
-EXCHANGED = {
-    r'"Qwen/[^"]+"': "MODEL",
-    r"max_new_tokens=64": "max_new_tokens=1",
-    r"(?<!critic_)learning_rate=5e-6": "learning_rate=5e-3",
-    r'output_dir="runs/[\w-]+"': "output_dir=FOLDER, seed=SEED, logging_steps=1, use_cpu=True, bf16=False",
-    r"save_steps=16": 'save_steps=16, num_eval_episodes=32, report_to="none", disable_tqdm=True',
-}
+OTHER_UNITS = ("max_steps", "generation_batch_size", "save_steps", "eval_steps", "gradient_accumulation_steps")
+"""What is counted otherwise here."""
+SHOWN = [("reasoning", "GRPO"), ("toy", "PPO")]
+"""Pairs of the page, in its order."""
 
 
-def keywords(block: Block, called: str) -> dict[str, Any]:
-    """Keyword arguments of every call whose name matches, with their values where these are constants."""
-    calls = [node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Call)]
-    given: dict[str, Any] = {}
-    for call in calls:
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        if re.fullmatch(called, name):
-            given |= {k.arg: getattr(k.value, "value", None) for k in call.keywords if k.arg is not None}
-    return given
+def test_the_page_shows_two_of_the_pairs() -> None:
+    assert len(THEIRS) == len(OURS) == len(SHOWN)
+    for (environment, algorithm), theirs, ours in zip(SHOWN, THEIRS, OURS, strict=True):
+        made = pair(environment, algorithm)
+        for name, here, there in ((ALGORITHMS[algorithm].agent, made.theirs, theirs), ("Config", made.ours, ours)):
+            assert called(here, name) == called(there, name)
+        assert called(made.theirs, "train_llm_rollout") == called(theirs, "train_llm_rollout")
 
 
-def test_there_is_a_pair_of_every_kind() -> None:
-    assert len(THEIRS) == len(OURS) == len(SCRIPTS)
-    for name, ours in zip(SCRIPTS, OURS, strict=True):
-        assert f'output_dir="runs/{name}"' in ours.text
-
-
-@pytest.mark.parametrize(("name", "theirs", "ours"), list(zip(SCRIPTS, THEIRS, OURS)), ids=list(SCRIPTS))
-def test_every_keyword_is_converted_by_its_row(name: str, theirs: Block, ours: Block) -> None:
-    given = keywords(theirs, r"GRPO|LLM\w+|ReasoningGym|local|finetune_\w+|train_llm_rollout")
-    made = keywords(ours, r"MultiTurn\w+|ReasoningEnvironment")
+@pytest.mark.parametrize(("environment", "algorithm"), NAMES)
+def test_every_keyword_is_converted_by_its_row(environment: str, algorithm: str) -> None:
+    scripts = pair(environment, algorithm)
+    given = {
+        name: value
+        for call in (ALGORITHMS[algorithm].agent, "local", "train_llm_rollout")
+        for name, value in called(scripts.theirs, call).items()
+    }
+    made = called(scripts.ours, "Config") | called(scripts.ours, "Trainer")
     assert len(given) > 15
     for keyword, value in given.items():
-        rows = [row for row in ROWS if keyword in row.theirs and SCRIPTS[name] in row.of]
-        assert rows, f"{keyword} has no row"
+        rows = [row for row in ROWS if keyword in row.theirs and algorithm in row.of]
+        assert rows or keyword in ("env", "tokenizer"), f"{keyword} has no row"
         for row in rows:
-            names = [ours for ours, _ in row.ours if ours in made]
-            if row.kind not in ("ours", "TRL", "transformers") or row.section.startswith("The manifest"):
+            if row.kind not in ("ours", "TRL", "transformers") or len(row.theirs) != len(row.ours):
                 continue
-            assert names or any(ours in ("generation_batch_size", "metric_for_best_model") for ours, _ in row.ours), (
-                keyword
-            )
-            if len(row.ours) == 1 and names and names[0] not in OTHER_UNITS and value is not None:
-                assert made[names[0]] == value, f"{keyword}={value} there, {names[0]}={made[names[0]]} here"
-    episodes = made["max_steps"] * made["per_device_train_batch_size"] * made["gradient_accumulation_steps"]
-    assert episodes == given["max_steps"]
-    assert episodes // made["max_steps"] == given["batch_size"] * given.get("group_size", 1)
+            name = row.ours[row.theirs.index(keyword)][0]
+            if name not in OTHER_UNITS and row.ours[row.theirs.index(keyword)][1] is None:
+                assert made[name] == value, f"{keyword}={value} there, {name}={made.get(name)} here"
 
 
-CHEAP = ("toy-grpo", 0)
-RUNS = [
-    pytest.param(name, seed, marks=() if (name, seed) == CHEAP else pytest.mark.slow, id=f"{name}-{seed}")
-    for name in SCRIPTS
-    for seed in range(3)
-]
+@pytest.mark.parametrize(("environment", "algorithm"), NAMES)
+def test_the_cadence_is_agilerls(environment: str, algorithm: str) -> None:
+    """Rollouts end when the turns are played, and an unset ``mini_batch_size`` steps at each micro-batch."""
+    scripts = pair(environment, algorithm)
+    theirs = called(scripts.theirs, ALGORITHMS[algorithm].agent) | called(scripts.theirs, "train_llm_rollout")
+    ours = called(scripts.ours, "Config")
+    episodes = theirs["batch_size"] * theirs.get("group_size", 1)
+    rollouts = theirs["max_steps"] / (episodes * {"reasoning": 1, "toy": 2}[environment])
+    steps = episodes / theirs["micro_batch_size_per_gpu"] * theirs.get("update_epochs", 1)
+    assert episodes == ours["generation_batch_size"] == EPISODES
+    per_rollout = episodes / (ours["per_device_train_batch_size"] * ours["gradient_accumulation_steps"])
+    assert per_rollout * ours.get("num_iterations", 1) == steps == scripts.steps_per_rollout
+    assert ours["max_steps"] == rollouts * steps and ours["eval_steps"] == theirs["evaluation_interval"] * steps
+    assert ours["lr_scheduler_type"] == "constant" and ours["weight_decay"] == 0.01
 
 
-@pytest.mark.parametrize(("name", "seed"), RUNS)
-def test_ours_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, seed: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("environment", "algorithm"), NAMES)
+def test_ours_learn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], environment: str, algorithm: str, seed: int
+) -> None:
     from agile_trainers.embedded import make_embedded_model
 
-    text = OURS[list(SCRIPTS).index(name)].text
-    for pattern, instead in EXCHANGED.items():
-        text, count = re.subn(pattern, instead, text)
-        assert count == 1, pattern
-    text = text.replace("critic_learning_rate=5e-5", "critic_learning_rate=5e-3")
-    if name.startswith("toy"):
-        text = text.replace("max_steps=32", "max_steps=16")
-    names: dict[str, Any] = {"MODEL": str(make_embedded_model(tmp_path / "model", words=WORDS, seed=seed)),
-                             "FOLDER": str(tmp_path), "SEED": seed}  # fmt: skip
-    exec(text, names)
+    scripts = pair(environment, algorithm, turns=16 * EPISODES * {"reasoning": 1, "toy": 2}[environment])
+    tree = ast.parse(scripts.ours)
+    model = make_embedded_model(tmp_path / "model", words=WORDS, seed=seed)
+    set_keywords(tree, f"MultiTurn{algorithm}Trainer", model=str(model))
+    rates = {"critic_learning_rate": 5e-3} if algorithm == "PPO" else {}
+    set_keywords(
+        tree, f"MultiTurn{algorithm}Config", max_new_tokens=1, learning_rate=2e-3, seed=seed, logging_steps=1, use_cpu=True,
+        bf16=False, output_dir=str(tmp_path / "run"), num_eval_episodes=32, report_to="none", disable_tqdm=True,
+        max_grad_norm=1.0, diagnosis_interval=0, **rates,
+    )  # fmt: skip
+    names: dict[str, Any] = {}
+    exec(ast.unparse(tree), names)
     returns = [entry["return/mean"] for entry in names["trainer"].state.log_history if "return/mean" in entry]
-    evaluated = [entry["eval_return"] for entry in names["trainer"].state.log_history if "eval_return" in entry]
     first, last = sum(returns[:2]) / 2, sum(returns[-2:]) / 2
     with capsys.disabled():
-        print(f"\n{name}, seed {seed}: mean return at first {first:.3f}, at last {last:.3f}; evaluations {evaluated}")
+        print(f"\n{environment}, {algorithm}, seed {seed}: mean return at first {first:.3f}, at last {last:.3f}")
     # Always giving the right answer to one of the two questions earns half.
-    assert first < 0.35 and last > (0.8 if name.startswith("toy") else 0.35) and last > first + 0.3
+    assert first < 0.35 and last > (0.8 if environment == "toy" else 0.35) and last > first + 0.3
