@@ -225,7 +225,7 @@ class Difference:
 
 @dataclass
 class Evidence:
-    """What formulas read: episodes, log-probabilities (list of arrays over action tokens), values before each token."""
+    """Holds what formulas read: episodes, and arrays over action tokens of log-probabilities and of values before them."""
 
     case: Case
     episodes: list[Played]
