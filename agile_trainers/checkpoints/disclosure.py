@@ -297,15 +297,17 @@ def public_path(name: str) -> str:
 
 
 def shorten_paths(folder: Path) -> set[Path]:
-    """Leave of each folder that records and configurations of a copy name its last part; return the changed files.
+    """Leave of each folder that the record of a copy names its last part; return the changed files.
+
+    ``adapter_config.json`` stays: PEFT loads the base model by the path in it.
 
     Args:
         folder: Holds copies or hard links. A file that is rewritten is replaced, so that what it is linked to stays.
     """
     changed = set()
-    for path in (folder / RECORD, *folder.glob("adapter_config.json"), *folder.glob("*/adapter_config.json")):
+    for path in (folder / RECORD,):
         content = read_json(path) if path.is_file() else {}
-        places = [(content, "base_model_name_or_path"), (content.get("base_model") or {}, "name")]
+        places = [(content.get("base_model") or {}, "name")]
         stage = content.get("parent")
         while stage:
             places.append((stage, "source"))

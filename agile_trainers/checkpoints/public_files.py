@@ -96,8 +96,7 @@ def disclose_checkpoint(folder: Path, episodes: bool) -> Text | None:
         for name in matching(folder, ROLLOUT_FILES):
             (folder / name).unlink()
     state, position = folder / "trainer_state.json", folder / "rollout" / "position.json"
-    # `disclose` may have written these.
-    changed = {folder / RECORD, *folder.glob("**/adapter_config.json")}
+    changed = {folder / RECORD}  # by `disclose`
     if state.is_file():
         content = read_json(state)
         history = [numbers(entry) for entry in content.get("log_history", [])]
