@@ -226,17 +226,25 @@ def test_filters_act_on_charts(page_file: Path, records: list[dict[str, Any]], v
     page.locator("#filter-environment").select_option("")
     wait(page, "#run/0")
     assert len(texts(page, ".chart figcaption > span:first-child")) == 5
+    page = visit(page_file, "#runs?environment=hard")
+    assert texts(page, ".chart figcaption > span:first-child") == titles
     page = visit(page_file, "#run/0?outcome=nonsense")
     assert page.locator("#filter-outcome").input_value() == "nonsense", "what filters is shown, also if it is unknown"
 
 
-def test_the_list_of_a_run_that_goes_on(run: Path, visit: Visit) -> None:
+def test_the_list_of_a_run_that_goes_on(tmp_path: Path, visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agile_trainers.viewer.server.SECONDS", 0.2)
+    run = guessing_run(tmp_path, steps=6, groups=6)
     with Server(LiveRuns(lambda: open_records(run))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page = visit(server.url, "#episodes/0?q=I+guess&sort=-clip")
         assert page.locator("#found").inner_text().startswith("144 of 149")
         shown = [value for value in column(page, "clip") if value is not None]
         assert len(shown) > 10 and shown == sorted(shown, reverse=True)
+        new = episode_row(play(["I guess"], ["x"], [0.0]), step=9)
+        RecordWriter(tmp_path, {"run": run.name}).write_eval(9, "more", [new])
+        page.locator("#newer").click()
+        page.wait_for_function("() => document.getElementById('found').innerText.startsWith('145 of 150')")
         page.goto("about:blank")
         server.shutdown()
 

@@ -35,11 +35,14 @@ function changesOf(run, since) {
       for (const row of rowsOf(section)) {
         const [start, value] = [run.figure("start", row), run.get("return", row)];
         if (start === null || typeof value !== "number" || FAILED.has(run.get("stop", row))) continue;
-        for (const key of [`${start} ${run.get("seed", row)}`, start]) means.set(key, [...(means.get(key) || []), value]);
+        for (const key of [`${start} ${run.get("seed", row)}`, start]) {
+          const [sum, size] = means.get(key) || [0, 0];
+          means.set(key, [sum + value, size + 1]);
+        }
         const earlier = before.get(`${start} ${run.get("seed", row)}`) ?? before.get(start);
         if (earlier !== undefined) found[row] = value - earlier;
       }
-      if (since === "" || String(section.step) === since) for (const [key, values] of means) before.set(key, mean(values));
+      if (since === "" || String(section.step) === since) for (const [key, [sum, size]] of means) before.set(key, sum / size);
     }
   }
   return found;
@@ -51,10 +54,16 @@ async function loadFigures(run) {
   run.changes = changesOf(run, VIEW.filters.since);
 }
 
+/** Unpack all texts at the same time; a server reads them one after another. */
+function loadTexts(run) {
+  if (!run.live) for (const section of run.sections) run.texts(section).catch(() => null);
+}
+
 /** Search the texts of a run: the place of the first match by row, for rows that pass the filters. Calls `now` after each step. */
 async function searched(run, query, now = () => true) {
   const wanted = literally(query);
   const found = new Map();
+  loadTexts(run);
   for (const section of run.sections) {
     const texts = await run.texts(section);
     if (!now(found)) return null; // another search began
@@ -109,7 +118,7 @@ async function episodesPage(run) {
   const line = (row) => {
     const section = run.sectionOf(row);
     const text = h("td.snippet-cell", {});
-    run.texts(section).then((texts) => text.append(h("span.snippet", { dir: "auto" }, snippet(texts?.[row - section.first], state.matches?.get(row)))));
+    run.texts(section).catch(() => null).then((texts) => text.append(h("span.snippet", { dir: "auto" }, snippet(texts?.[row - section.first], state.matches?.get(row)))));
     const group = run.get("group", row);
     const place = `${section.phase === "train" ? "step" : "evaluation at"} ${section.step}${group === null ? "" : ` · group ${group}`}`;
     return h("tr", {},
@@ -161,8 +170,11 @@ async function episodesPage(run) {
     state.matches = null;
     if (query) {
       status.replaceChildren("Searching …");
-      const found = await searched(run, query, () => state.searching === mine);
-      if (state.searching !== mine) return;
+      const found = await searched(run, query, () => state.searching === mine).catch((error) => {
+        status.replaceChildren(error.message);
+        return null;
+      });
+      if (!found) return;
       state.matches = found;
     }
     draw();
@@ -179,7 +191,9 @@ async function episodesPage(run) {
   };
   let waiting;
   const input = h("input", {
-    type: "search", id: "search", placeholder: "search in the texts", "aria-label": "Search in the texts of the episodes", oninput: (event) => {
+    type: "search", id: "search", placeholder: "search in the texts", "aria-label": "Search in the texts of the episodes",
+    onfocus: () => loadTexts(run),
+    oninput: (event) => {
       clearTimeout(waiting);
       waiting = setTimeout(() => choose({ q: event.target.value }), 150);
     },

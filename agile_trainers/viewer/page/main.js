@@ -288,6 +288,13 @@ function take(index, parts) {
   VIEW.runs = index.runs.map((data, id) => new Run(id, data, index.live, parts));
 }
 
+/** Say on the Episodes page that there are more: a list that changes by itself cannot be read. */
+function announceNew() {
+  const found = document.getElementById("found");
+  if (!found || document.getElementById("newer")) return;
+  found.append(" ", h("button", { id: "newer", onclick: () => render({ keep: true }) }, "show new episodes"));
+}
+
 /** Ask a server for the index again and again, and draw it anew when it has changed; what is open stays open. */
 async function follow(parts, version) {
   const state = (text) => document.getElementById("live")?.replaceChildren(text);
@@ -300,7 +307,10 @@ async function follow(parts, version) {
         version = index.version;
         take(index, parts);
         if (["runs", "run", "step"].includes(VIEW.page?.name)) await render({ keep: true });
-        else VIEW.page = parsePlace();
+        else {
+          VIEW.page = parsePlace();
+          announceNew();
+        }
       } else if (answer.status !== 204) throw new Error(String(answer.status));
       state("● live");
     } catch {

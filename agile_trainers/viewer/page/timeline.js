@@ -91,6 +91,9 @@ function metricChooser(runs) {
 
 const seriesKey = (series) => h("p.key", {}, series.map(({ label }, k) => h(`span.key-${k}`, {}, label)));
 
+/** Load what charts are counted from while filters are set. */
+const figuresForFilters = (runs) => (filtered() ? Promise.all(runs.flatMap((run) => run.sections.map((section) => run.figures(section)))) : null);
+
 /** What the charts show while filters are set. */
 const filterNote = () => (filtered() ? h("p.note", { role: "note" },
   "The charts are counted from the episodes that pass the filters. Metrics that only the log has are not shown.") : null);
@@ -118,8 +121,9 @@ function shared(texts) {
   return `${one.slice(0, start)}…${end ? one.slice(-end) : ""}`;
 }
 
-function runsPage() {
+async function runsPage() {
   const sets = runSets();
+  await figuresForFilters(VIEW.runs);
   const shown = sets.filter(({ runs }) => runs.some((run) => shownCharts().some((chart) => pointsOf(run, chart).length > 1))).slice(0, SERIES);
   const charts = h("div.charts");
   VIEW.onShown = () => drawCharts(charts, shownCharts(), shown, null);
@@ -178,7 +182,7 @@ function showRest(lines, first, body, what) {
 async function runPage(run) {
   const against = VIEW.other(run);
   const series = [run, against].filter(Boolean).map((one) => ({ label: one.label, runs: [one] }));
-  if (filtered()) await Promise.all(series.flatMap(({ runs }) => runs[0].sections.map((section) => runs[0].figures(section))));
+  await figuresForFilters(series.flatMap(({ runs }) => runs));
   const charts = h("div.charts");
   const pick = (step) => {
     const training = run.sections.filter(({ phase }) => phase === "train");
