@@ -20,7 +20,7 @@ PAGES = {
 }
 """Pages outside ``docs/``, and where the site has them."""
 _SHIM = "https://unpkg.com/iframe-worker/shim"
-"""What the theme's offline plugin loads from another server, so that the search works from ``file://``."""
+"""File that the theme's offline plugin loads from another server; with it, the search works from ``file://``."""
 OWN_SHIM = "javascripts/iframe_worker.js"
 """The same file, in the site."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?!https?:|#)[^)\s#]+)(#[^)\s]*)?\)")
