@@ -1,4 +1,4 @@
-"""Imports what the user names (``module.path:Name``), and keeps the user's code from ending the program."""
+"""Finds what the user names (``module.path:Name``, a folder), and keeps the user's code from ending the program."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -66,6 +67,32 @@ def import_named(module: str) -> ModuleType:
             f"The module {module!r} cannot be imported: {type(error).__name__}: {error} ({file}, line {line}). "
             "Correct it, or name another module."
         ) from error
+
+
+def find_model_folder(name: str, option: str) -> Path | None:
+    """Return the folder of a model, or None for what may be a Hub id. No file is read.
+
+    Args:
+        name: A folder or Hub id, of a model or an adapter.
+        option: Option that has the name, for the message.
+
+    Raises:
+        ValueError: If the name is a file, or the path of a folder that does not exist.
+    """
+    folder, expected = Path(name).expanduser(), "Expected a folder with config.json or adapter_config.json"
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{option}={name!r} is a file. {expected}, or a Hub id.")
+    if name.startswith(("/", ".", "~")) or len(folder.parts) > 2:
+        raise ValueError(f"There is no folder {option}={name!r}{nearest_folder(folder) or '.'} {expected}.")
+    return None
+
+
+def nearest_folder(folder: Path) -> str:
+    """Return ``; did you mean X?`` with the folder of the nearest name beside one that does not exist."""
+    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    return nearest(folder.name, [one.name for one in beside if one.is_dir()], count=1)
 
 
 def pass_on_interrupt(error: BaseException) -> None:

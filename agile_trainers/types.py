@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # the command line checks names before it takes the seconds of this import
+    import torch
 
 Message = dict[str, Any]
 """One chat message, ``{"role": ..., "content": ...}``."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread on tiny tensors costs ten times what it brings
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,20 +16,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from pathlib import Path
-from typing import Any
-
-import pytest
+# What `datasets`, `evaluate` and `trackio` write, out of the home folder. They read these when they are imported, which the
+# conftest of a folder may do before pytest calls any hook.
+_written = tempfile.TemporaryDirectory(prefix="datasets-")
+os.environ["HF_DATASETS_CACHE"] = _written.name
+os.environ["HF_METRICS_CACHE"] = f"{_written.name}/metrics"
+os.environ["HF_MODULES_CACHE"] = f"{_written.name}/modules"
+os.environ["TRACKIO_DIR"] = f"{_written.name}/trackio"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep what `datasets`, `evaluate` and `trackio` write out of the home folder."""
-    folder = tempfile.TemporaryDirectory(prefix="datasets-")
-    config.add_cleanup(folder.cleanup)
-    os.environ["HF_DATASETS_CACHE"] = folder.name
-    os.environ["HF_METRICS_CACHE"] = f"{folder.name}/metrics"
-    os.environ["HF_MODULES_CACHE"] = f"{folder.name}/modules"
-    os.environ["TRACKIO_DIR"] = f"{folder.name}/trackio"
+    config.add_cleanup(_written.cleanup)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

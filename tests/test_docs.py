@@ -182,6 +182,17 @@ def tool_calls(namespace: dict[str, Any]) -> list[float]:
     return [answers_to(namespace["trainer"].environment(), call % by, "Done.") for by in (1, 2)]
 
 
+def products(namespace: dict[str, Any]) -> list[float]:
+    environment, row = namespace["trainer"].environment(), namespace["rows"][0]
+    asked = environment.reset(seed=0, options=row)[0][-1]["content"]
+    assert asked == row["prompt"] == "What is 11 times 11?"
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 11, "b": 11}}</tool_call>'
+    assert "121" in environment.step(call)[0]
+    right = environment.step("It is 121.")[1]
+    environment.reset(seed=0, options=row)
+    return [environment.step("It is 120.")[1], right]
+
+
 def conversions(namespace: dict[str, Any]) -> list[float]:
     environment = namespace["trainer"].environment()
     question = environment.reset(seed=0)[0]
@@ -231,7 +242,7 @@ EARNED = {
     "docs/launch.md": [GUESS],
     "docs/task_sampling.md": [GUESS],
     "docs/reasoning.md": [ideal_answers],
-    "docs/trl.md": [tool_calls],
+    "docs/trl.md": [tool_calls, products],
     "docs/verifiers.md": [twelve_numbers],
     "docs/environments.md": [GUESS, tool_calls],
     "docs/tools.md": [conversions, searches],

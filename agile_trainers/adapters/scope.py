@@ -34,10 +34,15 @@ def within_scope(config: PeftConfig, scope: str) -> LoraConfig:
 
 @contextmanager
 def explaining_scope(scope: str | None) -> Iterator[None]:
-    """Replace PEFT's error inside the block by one that names ``lora_target_scope``."""
+    """Replace PEFT's errors inside the block by one that names ``lora_target_scope``, or ways to name modules."""
     try:
         yield
     except ValueError as error:
+        if scope is None and "not found in the base model" in str(error):
+            raise ValueError(
+                f"{error} Set target_modules of peft_config to 'all-linear', or to names of model.named_modules() such as "
+                "'q_proj'."
+            ) from error
         if scope is None or "exclu" not in str(error):
             raise
         raise ValueError(

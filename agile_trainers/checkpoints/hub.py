@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
 from huggingface_hub import CommitInfo, auth_check, create_repo, upload_folder
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 from peft import PeftModel
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
@@ -23,6 +25,7 @@ from agile_trainers.checkpoints.disclosure import (
     CURVE,
     EPISODE_FILES,
     MODEL_FILES,
+    PRIVATE,
     ROLLOUT_FILES,
     STATE_FILES,
     TOKENIZER_FILES,
@@ -33,6 +36,45 @@ from agile_trainers.checkpoints.public_files import Text, disclose, disclose_che
 from agile_trainers.checkpoints.secrets import Masker
 
 logger = logging.get_logger(__name__)
+
+
+_NOT_PUSHED = (PRIVATE, "checkpoint-*", "rollouts/*", "*.bin")
+"""Files of an ``output_dir`` that the command for later leaves out: checkpoints are large, the others may hold secrets."""
+
+
+class HubUnreachableError(ConnectionError):
+    """Raised when nothing can be pushed, since the Hub cannot be reached; the message says how to push later."""
+
+
+@contextmanager
+def reporting_unreachable(name: str, folder: str | Path | None = None) -> Iterator[None]:
+    """Raise one error in the place of those of a connection.
+
+    Args:
+        name: Name of the repository.
+        folder: Folder of the saved model, for the message; None before training.
+
+    Raises:
+        HubUnreachableError: If the Hub cannot be reached from inside the block.
+    """
+    try:
+        yield
+    except (httpx.TransportError, ConnectionError) as raised:
+        error: BaseException = raised
+        if isinstance(error, HubUnreachableError) and error.__cause__ is not None:
+            error = error.__cause__  # of a block inside
+        offline = isinstance(error, OfflineModeIsEnabled)
+        reason = "HF_HUB_OFFLINE=1" if offline else f"the Hub cannot be reached ({str(error) or type(error).__name__})"
+        if folder is None:
+            raise HubUnreachableError(
+                f"Cannot push to {name}: {reason}. Connect to it, or set HF_HUB_OFFLINE=1 to train now and push later, or "
+                "leave push_to_hub unset."
+            ) from error
+        excluded = " ".join(f"--exclude '{pattern}'" for pattern in _NOT_PUSHED)
+        raise HubUnreachableError(
+            f"Nothing was pushed to {name}: {reason}. The model is in {folder}. Push it later with "
+            f"trainer.push_to_hub(), or: hf upload {name} {folder} . {excluded}"
+        ) from error
 
 
 class HubPushes:
@@ -65,9 +107,17 @@ class HubPushes:
 
         Returns:
             ``huggingface_hub.CommitInfo``, or a future of it if not ``blocking``.
+
+        Raises:
+            HubUnreachableError: If the Hub cannot be reached.
         """
         folder = self._stage(Path(self._args.output_dir), None)
-        upload = self._uploader(message, token=token, revision=revision)
+        push = self._uploader(message, token=token, revision=revision)
+
+        def upload(staged: Path) -> Any:
+            with reporting_unreachable(str(self._trainer.hub_model_id), self._args.output_dir):
+                return push(staged)
+
         if blocking:
             try:
                 return upload(folder)

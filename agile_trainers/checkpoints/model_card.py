@@ -62,6 +62,7 @@ def model_card(
     paper: Mapping[str, str] | None = None,
     rows: str | None = None,
     baselines: Baselines | None = None,
+    chat: bool = True,
 ) -> str:
     """Write the text of ``README.md``.
 
@@ -77,6 +78,7 @@ def model_card(
         paper: ``title``, ``id`` (arXiv) and optionally ``citation`` (BibTeX) of the algorithm.
         rows: Name of the rows of a run without an environment, if it is known.
         baselines: Results to compare with, by name.
+        chat: True if the tokenizer has a chat template.
     """
     base = record["base_model"]["name"]
     local = base is None or public_path(base) != base
@@ -102,7 +104,7 @@ def model_card(
         f"---\n{metadata.to_yaml()}\n---",
         f"# {name}",
         f"{base_link}, trained with {record['algorithm']} on {source}: {record['global_step']} updates.",
-        _loading(base_name, model_id, record, trainer),
+        _loading(base_name, model_id, record, trainer, published=not local, chat=chat),
         _evaluation_table(evaluations, measure(log_history), baselines),
         _curve_section(panels(log_history, baselines)),
         _table("Hyperparameters", ("option", "value"), [(f"`{k}`", f"`{v!r}`") for k, v in options.items()]),
@@ -133,12 +135,19 @@ def _result(environment: str, metrics: Mapping[str, Any], measured: str) -> Eval
         dataset_name=environment,
         metric_type="mean_reward",
         metric_name=f"mean episode {measured}",
-        metric_value=f"{metrics[f'eval_{measured}']:.3f} +/- {metrics[f'eval_{measured}_sem']:.3f}",
-        metric_args={"episodes_of": "evaluations during the run", "episodes": int(metrics.get("eval_episodes", 0))},
+        metric_value=round(metrics[f"eval_{measured}"], 4),
+        metric_args={
+            "episodes_of": "evaluations during the run",
+            "episodes": int(metrics.get("eval_episodes", 0)),
+            "standard_error": round(metrics[f"eval_{measured}_sem"], 4),
+        },
     )
 
 
-def _loading(base: str, model_id: str, record: Mapping[str, Any], trainer: str) -> str:
+def _loading(base: str, model_id: str, record: Mapping[str, Any], trainer: str, *, published: bool, chat: bool) -> str:
+    unpublished = bool(record["lora"] and not published)
+    # Of a local folder, `base` is the last part alone, since the ones above may name a person.
+    source = json.dumps(f"path/to/{base}" if unpublished else base)
     if record["lora"]:
         commit = record["base_model"]["commit"]
         revision = f", revision={json.dumps(commit)}" if commit else ""
@@ -146,7 +155,7 @@ def _loading(base: str, model_id: str, record: Mapping[str, Any], trainer: str) 
             "from peft import PeftModel",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
-            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}{revision})",
+            f"base = AutoModelForCausalLM.from_pretrained({source}{revision})",
             f'model = PeftModel.from_pretrained(base, "{model_id}")',
         ]
     else:
@@ -156,9 +165,29 @@ def _loading(base: str, model_id: str, record: Mapping[str, Any], trainer: str) 
             f'model = AutoModelForCausalLM.from_pretrained("{model_id}")',
         ]
     lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{model_id}")')
+    said = '[{"role": "user", "content": "Hello!"}], add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+    lines += [
+        "",
+        f"inputs = tokenizer.apply_chat_template({said})"
+        if chat
+        else 'inputs = tokenizer("Hello!", return_tensors="pt")',
+        "answer = model.generate(**inputs, max_new_tokens=64)",
+        'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
     code = "\n".join(lines)
     onward = f'`{trainer}(model="{model_id}", environment=..., args=...)` trains it on.'
-    return f"## How to load it\n\n```python\n{code}\n```\n\n{onward}"
+    parts = ["## How to load it", f"```python\n{code}\n```", *([_publishing(base)] if unpublished else []), onward]
+    return "\n\n".join(parts)
+
+
+def _publishing(base: str) -> str:
+    """Say that an adapter's base is not published, and how to publish both."""
+    name = base.rpartition("/")[2]
+    return (
+        f"The base model is not published. It was the folder {quoted(base)} on the machine that trained the adapter, which "
+        "loads on a copy of that folder alone. To publish both: `hf upload USER/BASE path/to/"
+        f"{name}`, write `USER/BASE` as `base_model_name_or_path` into this `adapter_config.json`, and upload this folder."
+    )
 
 
 def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], measured: str, baselines: Baselines) -> str:

@@ -100,6 +100,7 @@ class RunCards:
             dataset=self._dataset,
             paper=self._paper,
             baselines=self.baselines,
+            chat=bool(getattr(trainer.processing_class, "chat_template", None)),
         )
         write_card(folder, text, self._picture[1])
 

@@ -62,6 +62,9 @@ class Parser(TrlParser):
         kwargs = {"formatter_class": Formatter, "epilog": _EPILOG, "add_help": False, **kwargs}
         super().__init__(list(types), **kwargs)
         self._everything = False
+        for action in self._actions:
+            if action.dest == "report_to":
+                action.nargs = "+"  # transformers' own type is a text or a list
         hidden: dict[str, Any] = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
         # The parent removes `--config` before it parses; this adds it to the help page.
         config = "YAML file of options; those of the command line override it."

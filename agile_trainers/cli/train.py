@@ -19,9 +19,10 @@ from transformers import TrainerCallback
 from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 
+from agile_trainers.adapters.found import check_model
 from agile_trainers.cli.errors import Progress, cut, guard, message, take_debug
 from agile_trainers.cli.parser import Parser
-from agile_trainers.cli.preflight import check_model, check_output
+from agile_trainers.cli.preflight import check_output
 from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import environment_factories

@@ -52,7 +52,7 @@ def validate_reset(result: Any) -> ResetResult:
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise EnvironmentProtocolError(
-            f"reset() returned {_describe(result)}; expected the tuple (observation, info).{_hint(result)}"
+            f"reset() returned {_describe(result)}; expected the tuple (observation, info).{_hint(result, 2)}"
         )
     observation, info = result
     return _validate_observation(observation, "reset()"), _validate_info(info, "reset()")
@@ -70,7 +70,7 @@ def validate_step(result: Any) -> StepResult:
     """
     if not isinstance(result, tuple) or len(result) != 5:
         raise EnvironmentProtocolError(
-            f"step() returned {_describe(result)}; expected the tuple {_STEP_ITEMS}.{_hint(result)}"
+            f"step() returned {_describe(result)}; expected the tuple {_STEP_ITEMS}.{_hint(result, 5)}"
         )
     observation, reward, terminated, truncated, info = result
     observation = _validate_observation(observation, "step()")
@@ -97,7 +97,7 @@ def validate_end(result: Any) -> float | None:
 
 def _validate_reward(reward: Any, method: str) -> float:
     if isinstance(reward, bool) or not isinstance(reward, Real):
-        hint = " Call .item() on it." if hasattr(reward, "item") else _hint(reward) or " Convert it with float()."
+        hint = " Call .item() on it." if hasattr(reward, "item") else " Convert it with float()."
         raise EnvironmentProtocolError(f"{method} returned reward={_describe(reward)}; expected a finite number.{hint}")
     try:
         value = float(reward)
@@ -187,12 +187,17 @@ def _describe(value: Any) -> str:
     return f"{text} ({kind})"
 
 
-def _hint(result: Any) -> str:
+def _hint(result: Any, items: int) -> str:
+    """Return advice on a result that is no tuple of so many items."""
     if inspect.isawaitable(result):
         return " It was not awaited: define the method with `async def`."
+    if inspect.isgenerator(result):
+        return " Replace yield by return."
+    if isinstance(result, list) and len(result) == items:
+        return " It is a list: return the same items as a tuple, without the brackets."
     if isinstance(result, tuple) and len(result) == 4:
         return " Replace the old Gym's `done` by terminated (the task is over) and truncated (a limit stopped it)."
-    if isinstance(result, (str, list)):
+    if isinstance(result, (str, list)) and items == 2:
         return " Return an info dict with the observation, {} if empty."
     return ""
 
@@ -342,20 +347,32 @@ def check_methods(environment: Any, *, with_rows: bool = False) -> None:
     name = type(environment).__name__
     for method, signature in (("reset", "reset(seed, options)"), ("step", "step(action)")):
         if not callable(getattr(environment, method, None)):
-            raise EnvironmentProtocolError(f"{name} has no method {signature}.")
+            raise EnvironmentProtocolError(f"{name} has no method {signature}.{_as_of_trl(environment)}")
     rows = {"options": None} if with_rows or reads_rows(environment.reset) else {}
-    hint = (
-        " Dataset rows are passed to reset as options: add the parameter options=None, or pass no rows."
-        if with_rows
-        else ""
-    )
+    takes = inspect.signature(environment.reset).parameters
+    hint = " Define it as reset(self, seed=None, options=None)."
+    if with_rows and "seed" in takes and "options" not in takes:
+        hint = " Dataset rows are passed to reset as options: add the parameter options=None, or pass no rows."
     _check_call(environment, "reset", f"reset({', '.join(['seed', *rows])})", hint, seed=0, **rows)
-    _check_call(environment, "step", "step(action)", "", "")
+    _check_call(environment, "step", "step(action)", " Define it as step(self, action).", "")
     if getattr(environment, "end", None) is not None:
         hint = " It is called when a limit ends an episode, and returns a reward; give another method another name."
         if not callable(environment.end):
             raise EnvironmentProtocolError(f"{name}.end is {_describe(environment.end)}; expected a method.{hint}")
         _check_call(environment, "end", "end(reason)", hint, "max_turns")
+
+
+def _as_of_trl(environment: Any) -> str:
+    """Return advice for an object of TRL's ``environment_factory``: ``reset``, and public methods that are tools."""
+    kind = type(environment)
+    tools = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_" and name != "reset"]
+    if not callable(getattr(environment, "reset", None)) or not tools or "step" in tools:
+        return ""
+    return (
+        f" It looks like an environment_factory of TRL, whose methods are tools ({', '.join(tools[:3])}). Pass "
+        f"environment=trl_environment({kind.__name__}), which is in agile_trainers.envs.libraries.trl_tools, or the id "
+        f"'trl:{kind.__module__}:{kind.__qualname__}'."
+    )
 
 
 def _check_call(environment: Any, method: str, call: str, hint: str, *given: Any, **named: Any) -> None:

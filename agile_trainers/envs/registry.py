@@ -13,6 +13,7 @@ An id is one of:
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import inspect
@@ -239,7 +240,16 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
             "Pass the class, or a function without arguments that makes an instance."
         )
     if not callable(make):
-        raise ValueError(f"{name} ({type(make).__name__}) is neither an environment id nor a callable that makes one.")
+        kind = type(make).__name__
+        if not isinstance(make, type(inspect)) and hasattr(make, "reset"):
+            raise ValueError(
+                f"{name} is an instance; every episode has one of its own. Pass the class {kind}, or "
+                f"trl_environment({kind}) if its methods are tools of TRL's environment_factory."
+            )
+        raise ValueError(
+            f"{name} ({kind}) is neither an environment id nor a callable that makes one. Pass an id such as "
+            "'agile:guess_number', a class, a function without arguments, or a dict of these by name."
+        )
     try:
         signature = inspect.signature(make)
     except ValueError:  # some callables written in C have none
@@ -255,10 +265,29 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
     return functools.partial(make, **kwargs) if kwargs else make
 
 
+def _ids_near(environment: str) -> list[str]:
+    """List the ids of the library that an id names, or nearly names; all if it names none, which imports every library."""
+    source, colon, _ = environment.partition(":")
+    known = [*LIBRARIES, "agile"]
+    named = source if source in known else next(iter(difflib.get_close_matches(source, known, 1)), None)
+    if named in LIBRARIES:
+        adapter = LIBRARIES[named].adapter
+        return [f"{named}:{name}" for name in adapter.listed()] if adapter.is_installed() else []
+    agile = [*(f"agile:{name}" for name in _tasks()), *_registered]
+    return agile if named == "agile" or colon else list_environments()
+
+
 def _unknown(environment: str, reason: str | None = None) -> ValueError:
-    ids = list_environments()
+    ids = _ids_near(environment)
     near = nearest(environment, ids, cutoff=0.7) or nearest(environment, ids, count=1, cutoff=0.4) or "."
     because = f" ({reason})" if reason else ""
+    module, _, attribute = environment.partition(":")
+    if module.endswith(".py") and attribute:
+        path = ".".join(part for part in module.removesuffix(".py").split("/") if part not in ("", "."))
+        because += (
+            f". A file is named as a module, without .py: '{path}:{attribute}', from the folder that it is in, or with "
+            "that folder in PYTHONPATH"
+        )
     return ValueError(
         f"Unknown environment {environment!r}{because}{near} An environment is an id, 'module.path:Name' or a factory; "
         "`agile-trainers envs` lists the ids."

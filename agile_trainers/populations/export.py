@@ -6,7 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
+from huggingface_hub import EvalResult
+
 from agile_trainers.adapters import CRITIC, REFERENCE
+from agile_trainers.checkpoints.card_results import add_results
 from agile_trainers.checkpoints.disclosure import ADAPTER_FILES, CARD, CURVE, MODEL_FILES, TOKENIZER_FILES, matching
 from agile_trainers.populations.lineage import FILE, Lineage, LineageEvent
 from agile_trainers.populations.picture import PICTURE, write_picture
@@ -50,7 +53,26 @@ def export_policy(
         title = model_id.rpartition("/")[2]
         text = re.sub(rf"(?m)^(.*name: |# ){re.escape(name)}$", lambda found: found[1] + title, text)
         card.write_text(f"{text}\n{_section(lineage, trained)}", encoding="utf-8")
+        if held_out := _held_out_result(lineage, trained):
+            add_results(folder, [held_out])
     return folder
+
+
+def _held_out_result(lineage: Lineage, trained: LineageEvent) -> EvalResult | None:
+    """Return the winner's result on held-out episodes for the card's metadata; None for others, or without one."""
+    found, settings = lineage.held_out, lineage.settings
+    if found is None or found.fitness is None or trained != lineage.winner:
+        return None
+    error = {} if found.standard_error is None else {"standard_error": round(found.standard_error, 4)}
+    return EvalResult(
+        task_type="reinforcement-learning",
+        dataset_type=str(settings["environment"]),
+        dataset_name=str(settings["environment"]),
+        metric_type=str(settings["fitness"]),
+        metric_name=f"{settings['fitness']} on held-out episodes",
+        metric_value=round(found.fitness, 4),
+        metric_args={"episodes_of": "held-out episodes", "episodes": found.episodes, **error},
+    )
 
 
 def _section(lineage: Lineage, trained: LineageEvent) -> str:

@@ -9,8 +9,9 @@ import torch
 from trl import GRPOConfig
 
 from agile_trainers.checkpoints.disclosure import is_withheld, public_options
+from agile_trainers.imports import nearest
 from agile_trainers.trainers.build_locks import remove_abandoned_locks
-from agile_trainers.trainers.config_rules import CISPO_BOUND, EPISODES, SIZES, VALUES, Rule, check_rules
+from agile_trainers.trainers.config_rules import CISPO_BOUND, EPISODES, SIZES, VALUES, Rule, check_numbers, check_rules
 from agile_trainers.trainers.environment_options import check_environments, check_names, longest_completion
 from agile_trainers.trainers.launch import fill_deepspeed, uses_deepspeed
 from agile_trainers.trainers.options import default_of, option, with_args
@@ -298,7 +299,23 @@ class MultiTurnConfig(GRPOConfig):
         "loaded adapter's is an error.",
     )
 
+    def __new__(cls, *args: Any, **options: Any) -> "MultiTurnConfig":
+        """Reject an option that does not exist, naming the nearest one.
+
+        Raises:
+            TypeError: For such an option.
+        """
+        known = [one.name for one in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise TypeError(
+                    f"{cls.__name__} has no option {name!r}{nearest(name, known) or '.'} `agile-trainers grpo --help_all` "
+                    "lists the options."
+                )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        check_numbers(self)
         check_rules(self, SIZES)
         if uses_deepspeed(self):
             remove_abandoned_locks()  # before `TrainingArguments` starts it

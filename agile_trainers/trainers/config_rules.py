@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from numbers import Real
-from typing import Any
+from functools import cache
+from numbers import Integral, Real
+from typing import Any, get_type_hints
 
 from trl import GRPOConfig
 
@@ -57,6 +58,49 @@ def check_rules(args: Any, rules: Iterable[Rule]) -> None:
                     if isinstance(message, str)
                     else message(args, name, value)
                 )
+
+
+_NUMBERS: dict[Any, type] = {int: Integral, float: Real, int | None: Integral, float | None: Real}
+"""Annotation of an option to the kind of its values."""
+
+
+@cache
+def _numeric_options(config: type) -> dict[str, Any]:
+    """Return the options that are numbers, with their annotations; those that may also be something else are left out."""
+    hints = get_type_hints(config)
+    pairs = ("epsilon", "epsilon_high")  # whose rule explains AgileRL's pair of them
+    return {
+        one.name: hints[one.name] for one in fields(config) if hints[one.name] in _NUMBERS and one.name not in pairs
+    }
+
+
+def check_numbers(args: Any) -> None:
+    """Check that every option that is a number got one, since Python compares and computes with it later.
+
+    Args:
+        args: A configuration, as the user gave it.
+
+    Raises:
+        ValueError: For the first option that got anything else; the message says how to write the number.
+    """
+    for name, kind in _numeric_options(args.__class__).items():
+        value = getattr(args, name)
+        default = default_of(args.__dataclass_fields__[name])
+        if (
+            value is default
+            or isinstance(value, _NUMBERS[kind])
+            or (value is None and kind in (int | None, float | None))
+        ):
+            continue
+        whole = _NUMBERS[kind] is Integral
+        how = ""
+        try:
+            number = float(value)
+            shown = str(int(number)) if whole and number == int(number) else "" if whole else repr(number)
+            how = f" Write {name}={shown}." if shown and not isinstance(value, bool) else ""
+        except (TypeError, ValueError, OverflowError):
+            pass
+        raise ValueError(f"{name} must be {'a whole number' if whole else 'a number'}, got {value!r}.{how}")
 
 
 # ------------------------------------------------------------------------------------------------- kinds of rules
@@ -180,7 +224,15 @@ VALUES: tuple[Rule, ...] = (
     Rule(("epsilon", "epsilon_high"), lambda _, value: not isinstance(value, (tuple, list)), _explain_pair),
     positive("sapo_temperature_pos", "sapo_temperature_neg"),
     positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds", optional=True),
-    at_least(0, "epsilon", "beta", "zero_advantage_eps", "diagnosis_interval"),
+    at_least(0, "epsilon", "beta", "zero_advantage_eps", "diagnosis_interval", "weight_decay"),
+    at_least(0, "learning_rate", optional=True),
+    Rule(
+        ("stop_strings",),
+        lambda _, value: (
+            value is None or (isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value))
+        ),
+        "stop_strings must be a list of texts such as ['</answer>'], got {value!r}.",
+    ),
     at_least(0, "epsilon_high", "off_policy_mask_threshold", optional=True),
     in_unit_interval("top_entropy_quantile", "gamma"),
     one_of("importance_sampling_level", "token", "turn", "sequence"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -109,6 +110,7 @@ def prepare_run(
     first_states = {
         name: probe_environment(pool, start, row, name, with_rows=eval_rows is not None) for name, row in probed.items()
     }
+    warn_of_unseen_prompts(probed, first_states)
     functions, classes, args.reward_weights = add_return_reward(args, reward_funcs, reward_processing_classes, columns)
     args = with_best_metric(args, by_reward=len(functions) > 1, eval_dataset=eval_rows)
     return RunSetup(
@@ -126,6 +128,36 @@ def prepare_run(
         pool=pool,
         first_states=first_states,
     )
+
+
+def warn_of_unseen_prompts(
+    rows: Mapping[str | None, dict[str, Any] | None], first_states: Mapping[str | None, ResetResult]
+) -> None:
+    """Warn of a column ``prompt`` whose text is not in the first observation.
+
+    TRL shows this column to the model. Here a row goes to ``reset``, which decides what the model sees, and may use the
+    column otherwise, so this is no error.
+
+    Args:
+        rows: The row with which each environment was reset, by its name; None without rows.
+        first_states: What ``reset`` returned.
+    """
+    for name, (observation, _) in first_states.items():
+        prompt = (rows.get(name) or {}).get("prompt")
+        said = prompt if isinstance(prompt, str) else _last_content(prompt)
+        seen = observation if isinstance(observation, str) else "\n".join(str(m["content"]) for m in observation)
+        if said and said.strip() not in seen:
+            logger.warning(
+                "train_dataset has a column 'prompt', but the first observation%s does not contain its text: reset() gets "
+                "the row as options, and what it returns is all that the model sees. Return options['prompt'] from reset, "
+                "pass environment=trl_environment(tools=[...]) for a script with TRL's tools, or rename the column.",
+                "" if name is None else f" of {name!r}",
+            )
+
+
+def _last_content(messages: Any) -> str:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return str(last.get("content") or "") if isinstance(last, dict) else ""
 
 
 def reject_argument(name: str, value: Any, reason: str) -> None:
@@ -180,6 +212,24 @@ def check_architecture(model: Any, aux_loss_enabled: bool) -> None:
         raise ValueError(
             f"The router's auxiliary loss of {name} cannot be computed: its configuration has no num_experts, which TRL "
             "reads. Set router_aux_loss_coef=0.0."
+        )
+
+
+def check_vocabulary(model: Any, tokenizer: Any) -> None:
+    """Reject a tokenizer with tokens that the model has no embedding for.
+
+    Args:
+        model: The policy, adapters included.
+        tokenizer: Its tokenizer.
+
+    Raises:
+        ValueError: For such a tokenizer.
+    """
+    rows, highest = base_model(model).config.get_text_config().vocab_size, max(tokenizer.get_vocab().values())
+    if highest >= rows:
+        raise ValueError(
+            f"The tokenizer has token {highest}, but the model has embeddings for {rows} tokens only: they belong to "
+            "different models. Leave processing_class unset to load the model's own tokenizer."
         )
 
 

@@ -7,10 +7,13 @@ from typing import Any
 
 from transformers import SchedulerType
 
+from agile_trainers.imports import nearest
 from agile_trainers.trainers.config import MultiTurnConfig
 
 _KEPT = ("prompt", "image", "images")
 """Columns that ``remove_unused_columns`` keeps, in TRL too."""
+_ALWAYS_EVALUATED = ("return", "reward", "success")
+"""Metrics by which a policy is usually chosen, of every evaluation (``success`` if the environment reports it)."""
 
 
 def kept_columns(args: MultiTurnConfig, dataset: Any, name: str) -> Any:
@@ -85,6 +88,7 @@ def with_best_metric(args: MultiTurnConfig, *, by_reward: bool, eval_dataset: An
                 f"metric_for_best_model={args.metric_for_best_model!r} is not a metric of episodes, whose evaluation has no "
                 f"loss. Leave it unset ({metric!r}), or choose 'success' or any other that evaluate() returns."
             )
+        _check_spelling(str(args.metric_for_best_model), eval_dataset)
         return args
     if isinstance(eval_dataset, dict):
         names = ", ".join(repr(f"{name}_{metric}") for name in eval_dataset)
@@ -99,6 +103,26 @@ def with_best_metric(args: MultiTurnConfig, *, by_reward: bool, eval_dataset: An
     if plateau:
         args.lr_scheduler_kwargs = {"mode": "max", **dict(args.lr_scheduler_kwargs or {})}
     return args
+
+
+def _check_spelling(metric: str, eval_dataset: Any) -> None:
+    """Reject a metric whose name is almost that of one that every evaluation has; reward functions may log others.
+
+    Raises:
+        ValueError: For such a name.
+    """
+    known = [name if part is None else f"{part}_{name}" for part in _parts(eval_dataset) for name in _ALWAYS_EVALUATED]
+    name = metric.removeprefix("eval_")
+    near = "" if name in known else nearest(name, known, count=1, cutoff=0.75)
+    if near:
+        raise ValueError(
+            f"metric_for_best_model={metric!r} is no metric of an evaluation{near} Set it to one of "
+            f"{', '.join(map(repr, known))}, or to any other that evaluate() returns, or leave it unset."
+        )
+
+
+def _parts(eval_dataset: Any) -> list[str | None]:
+    return list(eval_dataset) if isinstance(eval_dataset, dict) else [None]
 
 
 def _columns(dataset: Any) -> list[str]:

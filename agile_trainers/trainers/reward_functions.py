@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isnan
+from math import isinf, isnan
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -50,9 +51,17 @@ def add_return_reward(
     Raises:
         ValueError: If there are not as many weights as functions, or a function requires an argument that it cannot get.
     """
-    own = [] if reward_funcs is None else list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+    own = (
+        []
+        if reward_funcs is None
+        else list(reward_funcs)
+        if isinstance(reward_funcs, (list, tuple))
+        else [reward_funcs]
+    )
     classes = classes if isinstance(classes, list) else [classes] * len(own)
     weights = args.reward_weights
+    if weights is not None and not isinstance(weights, (list, tuple)):
+        raise ValueError(f"reward_weights must be a list with a number for each of reward_funcs, got {weights!r}.")
     if weights is not None and len(weights) != len(own):
         raise ValueError(
             f"reward_weights has {len(weights)} entries for {len(own)} reward_funcs; the environment's own reward needs "
@@ -99,11 +108,7 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
         return sound, given
 
     def spread(values: Any, sound: list[int], count: int, column: str | None = None) -> list[Any]:
-        if not isinstance(values, Iterable):
-            raise ValueError(
-                f"{called} returned a {type(values).__name__}, expected a list with a reward for each episode."
-            )
-        values = list(values)
+        values = _numbers(values, called) if column is None else list(values)
         if len(values) != len(sound):
             told = "returned" if column is None else f"logged as {column!r}"
             raise ValueError(
@@ -114,11 +119,6 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
 
     def counted(rewards: list[Any], log_metric: Callable[[str, float], None]) -> list[Any]:
         """Log the share of NaN. TRL reads it as None, by which a function says that it does not score an episode."""
-        for one in rewards:
-            if not (
-                one is None or isinstance(one, Real) or (hasattr(one, "item") and getattr(one, "shape", None) == ())
-            ):
-                raise ValueError(f"{called} returned a {type(one).__name__} for an episode, expected a number or None.")
         log_metric(NOT_A_NUMBER, sum(isinstance(one, Real) and isnan(one) for one in rewards) / len(rewards))
         return rewards
 
@@ -138,6 +138,42 @@ def over_sound_episodes(function: RewardFunction, environments: bool) -> RewardF
     chosen.__name__ = get_callable_name(function)
     chosen.__wrapped__ = function
     return chosen
+
+
+def _numbers(values: Any, called: str) -> list[Any]:
+    """Return the rewards that a function gave as numbers, or None for an episode without one.
+
+    Raises:
+        ValueError: If they are no list of numbers; the message says how to make one of them.
+    """
+    if isinstance(values, (torch.Tensor, np.ndarray)):
+        if values.ndim != 1:
+            many = " Return scores.squeeze(-1)." if values.ndim == 2 and values.shape[1] == 1 else ""
+            raise ValueError(
+                f"{called} returned an array of shape {tuple(values.shape)}. Expected one number for each completion, a "
+                f"list or an array of shape (completions,).{many}"
+            )
+        values = values.tolist()
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
+        none = " Does it lack a return?" if values is None else ""
+        raise ValueError(
+            f"{called} returned {values!r:.100} ({type(values).__name__}). Expected a list with one number for each "
+            f"completion: [score(completion) for completion in completions].{none}"
+        )
+    given = list(values)
+    for value in given:
+        one = getattr(value, "item", None) if getattr(value, "ndim", None) == 0 else None
+        value = one() if one else value
+        if value is None or (isinstance(value, Real) and not isinf(value)):
+            continue
+        infinite = isinstance(value, Real)
+        raise ValueError(
+            f"{called} returned {value!r:.100} ({type(value).__name__}) for a completion. Expected a "
+            + ("finite number: one infinity makes a whole group worthless. Check divisions and logarithms, or return None "
+               "for a completion without a reward." if infinite
+               else "number, or None for a completion without a reward. Convert it, with float(...) for example.")
+        )  # fmt: skip
+    return given
 
 
 def _unwrapped(environment: Any) -> Any:

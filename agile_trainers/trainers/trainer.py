@@ -22,6 +22,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from huggingface_hub import is_offline_mode
+from huggingface_hub.errors import OfflineModeIsEnabled
 from peft import PeftModel
 from transformers.trainer_utils import PredictionOutput
 from transformers.utils import logging
@@ -48,7 +49,7 @@ from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.model_folders import LOADERS, RESUMING, naming_folder
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer, note_private
-from agile_trainers.checkpoints.hub import HubPushes, make_repository
+from agile_trainers.checkpoints.hub import HubPushes, HubUnreachableError, make_repository, reporting_unreachable
 from agile_trainers.checkpoints.machines import on_each_disk
 from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints, record_without_environment
 from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options, recorded_options
@@ -68,12 +69,14 @@ from agile_trainers.sampling.correction import mismatch_weights
 from agile_trainers.sampling.gap import GapMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows
+from agile_trainers.trainers.arguments import check_arguments, check_order, named_model
 from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.trainers.config_rules import skips_zero_advantage
 from agile_trainers.trainers.construction import (
     RunSetup,
     activation_offloading,
     check_architecture,
+    check_vocabulary,
     disable_bnb_cpu_packing,
     make_packer,
     prepare_run,
@@ -195,6 +198,8 @@ class MultiTurnTrainer(GRPOTrainer):
     _rollout_seconds = 0.0
     _adapter: str | None = POLICY
     """The adapter that runs, see :meth:`use_adapter`."""
+    _told_unreachable = False
+    """True once a warning said that the Hub cannot be reached."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -225,8 +230,10 @@ class MultiTurnTrainer(GRPOTrainer):
         environment: str | EnvironmentFactory | Mapping[str, str | EnvironmentFactory] | None = None,
         model_init: Callable[..., Any] | None = None,
     ):
+        check_order(reward_funcs)
         if args is None:
             args = self.config_class(output_dir=self._name.replace(" ", "-"))
+        model = named_model(model)
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self._recipe = TrainerRecipe(self, {**given, "args": copy.copy(args)})
         model = initial_model(model, model_init, args)
@@ -241,9 +248,15 @@ class MultiTurnTrainer(GRPOTrainer):
         else:
             if not isinstance(args, self.config_class):
                 raise TypeError(
-                    f"{type(self).__name__} takes a {self.config_class.__name__} as `args`, got {type(args).__name__}."
+                    f"{type(self).__name__} takes a {self.config_class.__name__} as `args`, got {type(args).__name__}. Pass "
+                    f"args={self.config_class.__name__}(...) with the same options."
                 )
-            reject_argument("tools", tools, "the environment answers the model")
+            check_arguments(model, args, given)
+            reject_argument(
+                "tools",
+                tools,
+                "the environment answers the model; environment=trl_environment(tools=[...]) plays tools",
+            )
             reject_argument("rollout_func", rollout_func, "the environment makes the rollout")
             reject_argument(
                 "environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both"
@@ -299,6 +312,7 @@ class MultiTurnTrainer(GRPOTrainer):
         args = self.args
         check_engine(self.accelerator, args)
         check_architecture(self.model, self.aux_loss_enabled)
+        check_vocabulary(self.model, self._tokenizer)
         disable_bnb_cpu_packing(self.model)
         fuse(self.model)
         self._turn_ratios = args.importance_sampling_level == "turn"
@@ -1051,7 +1065,10 @@ class MultiTurnTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as ``Trainer.save_model`` does, a record of its origin (``agile_trainers.json``) and a card."""
+        """Save the model as ``Trainer.save_model`` does, a record of its origin (``agile_trainers.json``) and a card.
+
+        With ``push_to_hub=True`` it is pushed too; where the Hub cannot be reached, one warning says how to do so later.
+        """
         folder = Path(output_dir or self.args.output_dir)
         if self.engine is not None and self.args.should_save:
             write_json(folder / RECORD, self.checkpoints.record())
@@ -1059,10 +1076,17 @@ class MultiTurnTrainer(GRPOTrainer):
                 note_private(folder, self.environment, recorded_options(self.args))
         sharded = is_zero3(self.accelerator.state.deepspeed_plugin) and isinstance(self.model, PeftModel)
         with naming_full_disk(folder), every_adapter_trainable(self.model) if sharded else nullcontext():
-            super().save_model(output_dir, _internal_call)
+            super().save_model(output_dir, _internal_call=True)
             if self.args.should_save:
                 clean_tokenizer(folder, self.processing_class)
                 self.cards.write(folder)
+        if self.args.push_to_hub and not _internal_call:
+            try:
+                self.push_to_hub(commit_message="Model save")
+            except HubUnreachableError as error:
+                if not self._told_unreachable:
+                    logger.warning("%s", error)
+                self._told_unreachable = True
 
     def _record(self, parent: dict[str, Any] | None) -> dict[str, Any]:
         """Return what the model card says of the run's origin."""
@@ -1159,6 +1183,7 @@ class MultiTurnTrainer(GRPOTrainer):
 
         Raises:
             ValueError: If the Hub refuses the repository's name or the token.
+            HubUnreachableError: If it cannot be reached.
         """
         if not self.is_world_process_zero():
             return
@@ -1175,7 +1200,8 @@ class MultiTurnTrainer(GRPOTrainer):
             super(MultiTurnTrainer, self).init_hf_repo(token=token)
             return str(self.hub_model_id)
 
-        make_repository("hub_model_id", name, token, make)
+        with reporting_unreachable(name):
+            make_repository("hub_model_id", name, token, make)
 
     def push_to_hub(
         self,
@@ -1199,14 +1225,21 @@ class MultiTurnTrainer(GRPOTrainer):
 
         Returns:
             ``huggingface_hub.CommitInfo``, a future of it if not ``blocking``; None on all processes but the main one.
+
+        Raises:
+            HubUnreachableError: If the Hub cannot be reached. The model is saved, and the message says how to push it later.
         """
         token = token or self.args.hub_token
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token)
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
+        if self.hub_model_id is None:
+            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+            with reporting_unreachable(name, self.args.output_dir):
+                if is_offline_mode():
+                    raise OfflineModeIsEnabled
+                self.init_hf_repo(token=token)
         self.create_model_card(**kwargs)
         self._finish_current_push()
         return self.hub.push(commit_message, blocking, token, revision)

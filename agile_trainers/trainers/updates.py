@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -310,7 +311,8 @@ class Updates:
         """Split episodes into generation batches; raise on all processes if they are not a whole update.
 
         Raises:
-            ValueError: For too few or too many episodes, or members of a group that do not belong together.
+            ValueError: For too few or too many episodes, rewards that are not finite, or members of a group that do not
+                belong together.
             TypeError: For anything but trajectories.
         """
         trainer, size, number = self._trainer, self._size, self._per_update()
@@ -325,6 +327,8 @@ class Updates:
                 f"update() takes {size * number} episodes on each process (generation_batch_size="
                 f"{trainer.args.generation_batch_size}, {number} generation batch(es) per update), got {len(trajectories)}."
             )
+        else:
+            problem = _unusable_reward(trajectories)
         for error in gather_object([problem]):
             if error is not None:
                 raise error
@@ -342,6 +346,19 @@ class Updates:
                 f"update() takes whole groups, the num_generations={members} episodes of a group side by side, but these "
                 f"{members} started from the seeds {torn}. Keep or drop the episodes of a group together."
             )
+
+
+def _unusable_reward(trajectories: list[Trajectory]) -> ValueError | None:
+    """Return the error for a reward that the caller set to anything but a finite number; None without one."""
+    for place, trajectory in enumerate(trajectories):
+        for number, reward in enumerate(trajectory.rewards):
+            sound = isinstance(reward, Real) and not isinstance(reward, bool) and math.isfinite(reward)
+            if not sound and not trajectory.stop_reason.failed:
+                return ValueError(
+                    f"update() takes finite rewards, but that of turn {number + 1} of episode {place} is {reward!r}. Check "
+                    "divisions and logarithms; the run goes on with the next update() of sound episodes."
+                )
+    return None
 
 
 class _Meter:

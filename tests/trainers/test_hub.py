@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoTokenizer
 
 from agile_trainers.adapters.folders import check_complete
+from agile_trainers.checkpoints.hub import HubUnreachableError
 from agile_trainers.checkpoints.model_card import draw_curve, hyperparameters, model_card, panels
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
@@ -156,6 +157,39 @@ def test_construction_works_offline(embedded_model, tmp_path):
     assert check_complete(checkpoint)
 
 
+def test_a_saved_run_says_how_to_push_it_later(embedded_model, tmp_path, monkeypatch):
+    """Offline by the variable, and with an endpoint that nobody listens at."""
+    import huggingface_hub
+    from huggingface_hub import constants, hf_api
+
+    said: list[str] = []
+    monkeypatch.setattr("agile_trainers.trainers.trainer.logger.warning", lambda text, *v: said.append(text % v))
+    trainer = make_trainer(embedded_model, tmp_path / "run", push_to_hub=True, hub_model_id="me/run")
+    assert len(said) == 1 and "HF_HUB_OFFLINE=1: nothing is pushed to me/run" in said[0]
+    later = r"Nothing was pushed to me/run: {} The model is in .*/run\. .*hf upload me/run .* --exclude 'private.json'"
+    with pytest.raises(HubUnreachableError, match=later.format(r"HF_HUB_OFFLINE=1\.")):
+        trainer.push_to_hub()
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file() and "run" in cards_of(tmp_path)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hf_api.api, "endpoint", "http://127.0.0.1:9")
+    assert not huggingface_hub.is_offline_mode()
+    with pytest.raises(HubUnreachableError, match=later.format(r"the Hub cannot be reached \(.+\)\.")) as raised:
+        trainer.push_to_hub(token=TOKEN)
+    assert TOKEN not in str(raised.value) and str(raised.value).count("me/run") == 2
+    said.clear()
+    for _ in range(2):
+        trainer.save_model()
+    assert len(said) == 1 and "hf upload me/run" in said[0], "the script goes on, after one warning"
+    trainer.hub_model_id = "me/run"  # as if it had been reached at the start
+    with pytest.raises(HubUnreachableError, match=later.format(r"the Hub cannot be reached \(.+\)\.")):
+        trainer.push_to_hub()
+    with pytest.raises(HubUnreachableError, match=later.format(r"the Hub cannot be reached \(.+\)\.")):
+        trainer.push_to_hub(blocking=False).result()
+    with pytest.raises(HubUnreachableError, match=r"Cannot push to me/run: .*HF_HUB_OFFLINE=1 to train now.*unset"):
+        make_trainer(embedded_model, tmp_path / "other", push_to_hub=True, hub_model_id="me/run")
+
+
 RECORD = {
     "algorithm": "Multi-turn GRPO", "environment": "agile:guess_number", "global_step": 7, "lora": {"r": 8},
     "base_model": {"name": "org/base", "commit": "c0ffee"}, "versions": {"trl": "1.16.0"},
@@ -187,6 +221,21 @@ def test_the_card_tells_the_stages_and_the_base():
     assert 'from_pretrained("org/base", revision="c0ffee")' in text and "base_model: org/base" in text
     assert "[org/rows](https://huggingface.co/datasets/org/rows)" in text and "@misc{a}" in text
     assert "learning_curve.png" not in text, "no training metrics, no picture"
+
+
+def test_the_lines_of_a_card_load_the_model_and_generate(embedded_model, tmp_path, monkeypatch, capsys):
+    trainer = make_trainer(embedded_model, tmp_path / "run")
+    trainer.save_model()
+    text = (tmp_path / "run" / "README.md").read_text()
+    place = embedded_model.name
+    assert f"The base model is not published. It was the folder `{place}` on the machine" in text
+    assert "hf upload USER/BASE path/to/model" in text and str(embedded_model) not in text
+    code = text.partition("```python\n")[2].partition("```")[0].replace(f"path/to/{place}", str(embedded_model))
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    exec(code, {})
+    assert capsys.readouterr().out.strip(), "an answer"
+    assert "not published" not in card() and "path/to" not in card(), "a base of the Hub"
 
 
 def test_the_evaluation_table_is_short_and_has_the_last_row():
@@ -237,7 +286,7 @@ def test_a_run_with_reward_functions_is_judged_by_the_reward():
     ]  # fmt: skip
     text = card(log_history=[*log, {"step": 2, "return/mean": 0.0, "reward": 0.2}])
     assert "| 2 | 0.200 ± 0.020 |  | 4 |" in text and "| update | reward (± standard error)" in text
-    assert "value: 0.200 +/- 0.020" in text and "name: mean episode reward" in text
+    assert "value: 0.2\n" in text and "standard_error: 0.02" in text and "name: mean episode reward" in text
     (panel,) = panels([*log, {"step": 2, "return/mean": 0.0, "reward": 0.2}])
     assert panel.training == [(2, 0.2)] and panel.evaluations == [(1, 0.1, 0.02), (2, 0.2, 0.02)]
 

@@ -1,48 +1,83 @@
-"""Runs with TensorBoard, W&B and Trackio, offline, read back from what each wrote.
-
-They are skipped where these are missing; `pip install tensorboard wandb trackio` installs them.
-"""
+"""One run with TensorBoard, W&B and Trackio, offline, read back from what each wrote, and searched for secrets."""
 
 from __future__ import annotations
 
 import json
 import struct
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import wandb
 from games import make_trainer
+from planted import SECRETS, arguments, files_of, found_in
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trackio.sqlite_storage import SQLiteStorage
+from trackio.utils import TRACKIO_DIR
+from transformers import AutoTokenizer
+from wandb.proto import wandb_internal_pb2
 
-pytestmark = pytest.mark.slow
+from agile_trainers.envs.registry import make_environment_factory
+
+TURNS = {"turn/1/reward", "turn/1/advantage", "turn/1/entropy"}
 
 
-def train(model: Path, folder: Path, tracker: str) -> list[str]:
-    """Train with a tracker, and return the metrics of turns that it should hold."""
-    trainer = make_trainer(
-        model, folder, report_to=[tracker], log_completions=True, max_steps=2, logging_steps=1, max_turns=2
-    )
-    trainer.train()
+@dataclass
+class Reported:
+    """What a run wrote for the trackers."""
+
+    folder: Path
+    model: Path
+    metrics: set[str]
+    """Names of its metrics of turns."""
+
+
+@pytest.fixture(scope="module")
+def reported(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reported]:
+    """A run of an environment whose arguments are secrets, as options and the process's variables are."""
+    folder = tmp_path_factory.mktemp("reported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_DIR", str(folder))
+        patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "events"))
+        for name, value in SECRETS.items():
+            patch.setenv(name.upper(), value)
+        trainer = make_trainer(
+            embedded_model, folder / "run", environment=make_environment_factory("planted:Keeper", **arguments()),
+            report_to=["tensorboard", "wandb", "trackio"], log_completions=True, max_steps=2, logging_steps=1, max_turns=2,
+            run_name="a run", hub_token=SECRETS["hugging_face"], model_init_kwargs={"token": SECRETS["hugging_face"]},
+            chat_template_kwargs={"license": SECRETS["license"]}, stop_strings=[SECRETS["pin_code"], *"aeiou01234 !"],
+        )  # fmt: skip
+        trainer.train()
+        wandb.finish()
     logs = {name for entry in trainer.state.log_history for name in entry}
-    return sorted(name for name in logs if name.startswith("turn/"))
+    yield Reported(folder, embedded_model, {name for name in logs if name.startswith("turn/")})
 
 
-def test_tensorboard(embedded_model, tmp_path, monkeypatch):
-    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    expected = train(embedded_model, tmp_path, "tensorboard")
-    (file,) = (tmp_path / "events").rglob("events.out.tfevents.*")
-    events = reading.EventAccumulator(str(file))
+def test_no_value_of_an_argument_option_or_variable_is_reported(reported: Reported) -> None:
+    trackers = (reported.folder / "events", reported.folder / "wandb", Path(TRACKIO_DIR))
+    files = [one for folder in trackers for one in files_of(folder)]
+    assert len(files) > 5 and found_in(files, AutoTokenizer.from_pretrained(reported.model)) == set()
+    everything = b"".join(content for _, content in files)
+    assert everything.count(b"planted:Keeper") or b"withheld" in everything or b"hub_token" in everything, (
+        "options are there"
+    )
+
+
+def test_tensorboard(reported: Reported) -> None:
+    (file,) = (reported.folder / "events").rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
     events.Reload()
     found = {tag.removeprefix("train/") for tag in events.Tags()["scalars"]}
-    assert {"turn/1/reward", "turn/1/advantage", "turn/1/entropy"} <= set(expected) <= found
+    assert TURNS <= reported.metrics <= found
     assert [event.step for event in events.Scalars("train/turn/1/reward")] == [1, 2]
 
 
 def wandb_metrics(file: Path) -> dict[str, list[float]]:
     """Read the metrics of an offline run: a LevelDB log of protocol buffers in blocks of 32 KiB after 7 bytes."""
-    from wandb.proto import wandb_internal_pb2
-
     data, at, parts, found = file.read_bytes(), 7, b"", defaultdict(list)
     while at + 7 < len(data):
         if (left := 32768 - at % 32768) < 7:
@@ -60,18 +95,13 @@ def wandb_metrics(file: Path) -> dict[str, list[float]]:
     return found
 
 
-def test_wandb_offline(embedded_model, tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    expected = train(embedded_model, tmp_path, "wandb")
-    wandb.finish()
-    (file,) = tmp_path.rglob("run-*.wandb")
+def test_wandb_offline(reported: Reported) -> None:
+    (file,) = reported.folder.rglob("run-*.wandb")
     found = wandb_metrics(file)
-    assert {"turn/1/reward", "turn/1/advantage", "turn/1/entropy"} <= set(expected) <= set(found)
+    assert TURNS <= reported.metrics <= set(found)
     assert len(found["turn/1/reward"]) == 2, "once per log"
-    tables = sorted(tmp_path.rglob("media/table/completions*.table.json"))
-    assert tables and expected
+    tables = sorted(reported.folder.rglob("media/table/completions*.table.json"))
+    assert tables
     table = json.loads(tables[-1].read_text())
     shown = pd.DataFrame(table["data"], columns=table["columns"])
     spoken = [[message["role"] for message in conversation] for conversation in shown["completion"]]
@@ -79,16 +109,12 @@ def test_wandb_offline(embedded_model, tmp_path, monkeypatch):
     assert {"step", "prompt", "completion", "advantage"} <= set(shown.columns)
 
 
-def test_trackio(embedded_model, tmp_path):
-    pytest.importorskip("trackio")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    expected = train(embedded_model, tmp_path, "trackio")
+def test_trackio(reported: Reported) -> None:
     (project,) = SQLiteStorage.get_projects()
     (run,) = SQLiteStorage.get_runs(project)
     logs = SQLiteStorage.get_logs(project, run)
     found = {name.removeprefix("train/") for log in logs for name in log}
-    assert {"turn/1/reward", "turn/1/advantage", "turn/1/entropy"} <= set(expected) <= found
+    assert TURNS <= reported.metrics <= found
     assert sum("train/turn/1/reward" in log for log in logs) == 2, "once per log"
     rows = [row for log in logs if "completions" in log for row in log["completions"]["_value"]]
     assert {"step", "prompt", "completion", "advantage"} <= set(rows[0])

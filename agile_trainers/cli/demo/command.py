@@ -240,4 +240,5 @@ def main(argv: Sequence[str]) -> None:
     if options.seed < 0:
         parser.error(f"--seed must not be negative, got {options.seed}")
     check_output(options.output_dir)
-    run(options.output_dir, options.seed, QUICK if options.quick else Budget(), Console())
+    # Absolute, since the adapter's record names its base by this path.
+    run(options.output_dir.resolve(), options.seed, QUICK if options.quick else Budget(), Console())

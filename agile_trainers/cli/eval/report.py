@@ -216,8 +216,8 @@ def card_results(report: EnvironmentReport, settings: dict[str, Any]) -> list[Ev
     if one.summary.success is not None:
         found.append(("success_rate", "success", round(one.summary.success.value, 4), one.summary.success))
     if one.summary.episode_return is not None:
-        text = f"{one.summary.episode_return.value:.3f} +/- {one.results.metrics['return_sem']:.3f}"
-        found.append(("mean_reward", "mean episode return", text, one.summary.episode_return))
+        value = round(one.summary.episode_return.value, 4)
+        found.append(("mean_reward", "mean episode return", value, one.summary.episode_return))
     for k, estimate in one.summary.pass_at_k.items():
         found.append((f"pass@{k}", f"pass@{k}", round(estimate.value, 4), estimate))
     return [
@@ -232,6 +232,7 @@ def card_results(report: EnvironmentReport, settings: dict[str, Any]) -> list[Ev
                 **settings,
                 "episodes": estimate.episodes,
                 **({"failed_episodes": one.summary.failed} if one.summary.failed else {}),
+                **({"standard_error": round(one.results.metrics["return_sem"], 4)} if kind == "mean_reward" else {}),
                 **_interval(estimate),
             },
         )

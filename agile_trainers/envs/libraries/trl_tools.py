@@ -1,4 +1,4 @@
-"""Adapts objects of TRL's ``environment_factory``, whose public methods are tools, to the protocol."""
+"""Adapts TRL's ``tools``, and objects of its ``environment_factory``, whose public methods are tools, to the protocol."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import pkgutil
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from agile_trainers.envs.tools.toolbox import CallFormat, Toolbox, as_observatio
 from agile_trainers.types import Message
 
 _OWN_METHODS = ("reset", "get_reward")
+_CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 
 
 def is_installed() -> bool:
@@ -47,18 +49,29 @@ def make_factory(path: str, **kwargs: Any) -> EnvironmentFactory:
     return trl_environment(factory, **kwargs)
 
 
-def trl_environment(factory: Callable[[], Any], **kwargs: Any) -> EnvironmentFactory:
-    """Convert the ``environment_factory`` of TRL's ``GRPOTrainer`` to an environment factory.
+class _NoObject:
+    """Stands in for the object where there are functions only; the prompt is the row's."""
+
+    def reset(self, **row: Any) -> None:
+        return None
+
+
+def trl_environment(factory: Callable[[], Any] | None = None, **kwargs: Any) -> EnvironmentFactory:
+    """Convert the ``environment_factory`` and the ``tools`` of TRL's ``GRPOTrainer`` to an environment factory.
 
     Args:
-        factory: Makes one object; called without arguments.
+        factory: Makes one object; called without arguments. None if there are ``tools`` only.
         kwargs: See :class:`TRLEnvironment`.
 
     Raises:
         ValueError: See :class:`TRLEnvironment`.
     """
+    if factory is None and not kwargs.get("tools"):
+        raise ValueError("trl_environment() needs a factory, TRL's environment_factory, or tools=[...], its tools.")
+    factory = _NoObject if factory is None else factory
     methods = _tools(first := factory())
-    last = [*methods.values(), getattr(first, "get_reward", None), *_as_list(kwargs.get("reward_funcs", ()))]
+    last = [*methods.values(), getattr(first, "get_reward", None)]
+    last += [one for name in ("tools", "reward_funcs") for one in _as_list(kwargs.get(name, ()))]
     kind = AsyncTRLEnvironment if any(inspect.iscoroutinefunction(method) for method in last) else TRLEnvironment
     kind(factory, **kwargs)
     return functools.partial(kind, factory, **kwargs)
@@ -70,7 +83,8 @@ class TRLEnvironment:
     As in TRL, its public methods are the tools. The result of ``reset(**row)`` is appended to the last message of the
     row's ``prompt`` (or is the prompt). The first answer without a tool call, or a limit of the trainer, ends the episode,
     which is then rewarded: by the object's ``get_reward()`` and by ``reward_funcs``, which get the object as
-    ``environments``. Rewards add up. Without either, all rewards are those of the trainer's own ``reward_funcs``.
+    ``environments``, and the conversation in TRL's form (``tool_calls``; results by ``name``). Rewards add up. Without
+    either, all rewards are those of the trainer's own ``reward_funcs``.
 
     Unlike in TRL, calls are read in Hermes' and in Llama 3's format for every chat template, and ``reset`` also gets
     ``seed`` if it takes one (``**kwargs`` takes one). An object with random numbers should seed itself from it, since all
@@ -80,6 +94,7 @@ class TRLEnvironment:
 
     Args:
         factory: Makes one object.
+        tools: Functions that are tools too, as in TRL's argument of that name.
         reward_funcs: One or several of TRL's reward functions.
         reward_weights: A weight for each of them. Default: 1. The weight of ``get_reward`` is always 1.
         call_format: The format of calls in the instructions to the model.
@@ -94,20 +109,25 @@ class TRLEnvironment:
         self,
         factory: Callable[[], Any],
         *,
+        tools: Sequence[Callable[..., Any]] = (),
         reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
         reward_weights: Sequence[float] | None = None,
         call_format: CallFormat = "hermes",
         announce: Literal["system", "no"] = "system",
     ):
         self.object = factory()
-        self.name = f"trl:{type(self.object).__name__}"
-        self.tools = _tools(self.object)
+        self.name = "trl" if factory is _NoObject else f"trl:{type(self.object).__name__}"
+        own = _tools(self.object)
+        self.tools = {**own, **{tool.__name__: tool for tool in _as_list(tools)}}
         self.reward_funcs = _as_list(reward_funcs)
         self.reward_weights = [1.0] * len(self.reward_funcs) if reward_weights is None else list(reward_weights)
         if not callable(getattr(self.object, "reset", None)) or not self.tools:
             raise ValueError(
                 f"{self.name} must define reset(**row) and at least one public method, which becomes a tool."
             )
+        if len(self.tools) < len(own) + len(_as_list(tools)):
+            names = ", ".join([*own, *(tool.__name__ for tool in _as_list(tools))])
+            raise ValueError(f"{self.name} has two tools of one name: {names}. Rename one.")
         if len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(f"{len(self.reward_funcs)} reward_funcs need as many weights, got {self.reward_weights}.")
         if announce not in ("system", "no"):
@@ -142,7 +162,7 @@ class TRLEnvironment:
         """Run the calls in an answer, or reward the episode if there are none."""
         calls = self._calls_in(action)
         if calls:
-            return self._continue([self._toolbox.run(call) for call in calls])
+            return self._continue(calls, [self._toolbox.run(call) for call in calls])
         return self._over([reward() for reward in self._rewards()])
 
     def end(self, reason: str) -> float:
@@ -155,13 +175,20 @@ class TRLEnvironment:
             self.object.close()
 
     def _calls_in(self, action: str) -> list[ToolCall | MalformedCall]:
-        self.completion.append({"role": "assistant", "content": action})
-        return parse_tool_calls(action)
+        calls = parse_tool_calls(action)
+        functions = [{"name": one.name, "arguments": one.arguments} for one in calls if isinstance(one, ToolCall)]
+        message: Message = {"role": "assistant", "content": action}
+        if functions:  # in TRL's form, since reward functions read it
+            message["content"] = _CALL.sub("", action).strip() if _CALL.search(action) else ""
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        self.completion.append(message)
+        return calls
 
-    def _continue(self, results: list[str]) -> StepResult:
+    def _continue(self, calls: list[ToolCall | MalformedCall], results: list[str]) -> StepResult:
         self.calls += len(results)
         self.failed_calls += count_failed(results)
-        self.completion += [{"role": "tool", "content": result} for result in results]
+        names = [call.name if isinstance(call, ToolCall) else "" for call in calls]
+        self.completion += [{"role": "tool", "name": n, "content": result} for n, result in zip(names, results)]
         return as_observation(results), 0.0, False, False, self._info()
 
     def _rewards(self) -> list[Callable[[], Any]]:
@@ -194,7 +221,7 @@ class AsyncTRLEnvironment(TRLEnvironment):
         """Await the calls in an answer, or reward the episode if there are none."""
         calls = self._calls_in(action)
         if calls:
-            return self._continue([await self._toolbox.run_awaited(call) for call in calls])
+            return self._continue(calls, [await self._toolbox.run_awaited(call) for call in calls])
         return self._over([await _awaited(reward()) for reward in self._rewards()])
 
     async def end(self, reason: str) -> float:  # type: ignore[override]

@@ -56,7 +56,7 @@ class SpecialTokenEscaper:
         """Tokenize a text that was rendered from hidden messages.
 
         Raises:
-            ValueError: If the tokenizer has no way to write a special token as ordinary text.
+            ValueError: If the tokenizer has no way to write a special token as ordinary text, or no token for a word.
         """
         ids: list[int] = []
         for position, piece in enumerate(self._marks.split(text)):
@@ -88,7 +88,20 @@ class SpecialTokenEscaper:
         return self._spelled[index]
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False) if text else []
+        if not text:
+            return []
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the tokenizers library raises no other type
+            if "[UNK]" not in str(error):
+                raise
+            known = self._tokenizer.get_vocab()
+            unknown = [word for part in self._pattern.split(text) for word in part.split() if word not in known]
+            raise ValueError(
+                f"The tokenizer has no token for {unknown[0] if unknown else text!r:.100}, and none for unknown words. Add "
+                "the word to make_embedded_model(words=...), add '[UNK]' to read every unknown word as that, or leave words "
+                "unset for a tokenizer that writes any text."
+            ) from error
 
     def _refusal(self, token_id: int) -> str:
         token = self._tokenizer.added_tokens_decoder[token_id].content

@@ -1,0 +1,161 @@
+"""Finds mistakes on the command line before PyTorch and TRL are imported, which takes seconds.
+
+Option names and numbers are read from the sources of the configurations, without running them. Nothing is accepted here:
+what passes is checked again, and in full, by the command's own parser.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from agile_trainers.cli.preflight import check_output, json_object
+from agile_trainers.cli.yaml_files import read_yaml
+from agile_trainers.envs.libraries import LIBRARIES
+from agile_trainers.envs.registry import environment_factories
+from agile_trainers.imports import find_model_folder, nearest
+from agile_trainers.trainers.algorithms import ALGORITHMS
+
+_OPTIONS = {
+    "transformers": ("training_args",),
+    "trl": ("trainer/base_config", "trainer/grpo_config", "trainer/model_config", "scripts/utils", "scripts/grpo"),
+    "accelerate": ("commands/launch",),
+    "agile_trainers": ("trainers/config", "cli/train", "cli/check/command", "cli/parser"),
+}
+"""Package to the files whose classes and parsers have the options of training."""
+_SIMPLE = {
+    "demo": "demo/command", "chain": "chain/command", "evolve": "evolve/command", "play": "play", "view": "view",
+    "envs": "environments", "env": "machine",
+}  # fmt: skip
+"""Command to its module, for those whose parser has these options alone."""
+_MORE = ("--accelerate_config", "--debug", "--model")
+_NUMBERS = {"int": (int, "a whole number"), "float": (float, "a number")}
+_MODELS = ("--model_name_or_path", "--model", "--against")
+
+
+def check_early(command: str, arguments: Sequence[str]) -> None:
+    """Check files, folders, the environment's id, and names and numbers of options.
+
+    Args:
+        command: The command.
+        arguments: Its options.
+
+    Raises:
+        ValueError: For the first mistake.
+        ImportError: If the environment's module needs another one that does not exist.
+    """
+    if {"-h", "--help", "--help_all", "--help-all"} & set(arguments):
+        return
+    given = _values(arguments)
+    options = {**_file_options(command, given), **given}
+    if command in ALGORITHMS or (command == "check" and _is_ours(arguments)):
+        _check_options(given)
+    if command in _SIMPLE:
+        known = [f"--{name}" for name, _ in _options_in("agile_trainers", f"cli/{_SIMPLE[command]}")]
+        for option in given:
+            if not any(one.startswith(option.replace("-", "_").replace("__", "--", 1)) for one in known):
+                raise ValueError(f"there is no option {option}{nearest(option, known, count=1) or '.'}")
+    if command in ("chain", "evolve"):
+        files = [argument for argument in arguments if argument.endswith((".yaml", ".yml"))]
+        if files:
+            read_yaml(files[0])
+        return
+    for option in _MODELS:
+        for name in given.get(option, []):
+            find_model_folder(name, option if option != "--model_name_or_path" else "model_name_or_path")
+    if command == "eval" and arguments and not arguments[0].startswith("-"):
+        find_model_folder(arguments[0], "MODEL")
+    _check_environments(options)
+    for folder in given.get("--output_dir", [])[:1]:
+        check_output(folder)
+
+
+def _values(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each option, which end at the next option."""
+    found: dict[str, list[str]] = {}
+    option = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            option, equals, value = argument.partition("=")
+            found.setdefault(option, []).extend([value] if equals else [])
+        elif option:
+            found[option].append(argument)
+    return found
+
+
+def _file_options(command: str, given: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Read the ``--config`` file, and return its environment, if that is one id."""
+    if "--config" not in given or command in ("chain", "evolve") or len(given["--config"]) != 1:
+        return {}
+    content = read_yaml(given["--config"][0])
+    environment = content.get("environment")
+    # With arguments in the file, the command's own parser makes the environment.
+    return (
+        {"--environment": [environment]} if isinstance(environment, str) and "environment_args" not in content else {}
+    )
+
+
+def _check_environments(options: Mapping[str, list[str]]) -> None:
+    """Make the environments of ids that need no library, as the command does later."""
+    try:
+        arguments = json_object((options.get("--environment_args") or ["{}"])[0])
+    except Exception:  # the command's own parser says it
+        return
+    ids = options.get("--environment", [])
+    for name in ids if len(ids) == 1 or not arguments else []:
+        if not name.startswith("{") and name.partition(":")[0] not in LIBRARIES:
+            environment_factories(name, arguments)
+
+
+def _is_ours(arguments: Sequence[str]) -> bool:
+    return not arguments or arguments[0].startswith("-") or arguments[0] in ALGORITHMS
+
+
+def _check_options(given: Mapping[str, list[str]]) -> None:
+    """Check names of options, and the values of those that are numbers."""
+    known = _options_of_training()
+    # An older or newer version may keep its options elsewhere; then the command's own parser decides.
+    if not {"max_turns", "learning_rate", "num_generations", "num_processes"} <= known.keys():
+        return
+    for option, values in given.items():
+        name = option[2:].replace("-", "_")
+        name = name.removeprefix("no_") if name not in known else name
+        if f"--{name}" in ("--config", *_MORE):
+            continue
+        if not any(one.startswith(name) for one in known):  # argparse takes the beginning of a name
+            near = nearest(option, [f"--{one}" for one in known], count=1)
+            raise ValueError(f"there is no option {option}{near or '.'}")
+        kind = _NUMBERS.get(known.get(name, ""))
+        for value in values[:1] if kind else []:
+            _check_number(option, value, *kind)  # type: ignore[misc]
+
+
+def _check_number(option: str, value: str, kind: type, expected: str) -> None:
+    try:
+        kind(value)
+    except ValueError as error:
+        raise ValueError(f"{option} must be {expected} ({kind.__name__}), got {value!r}.") from error
+
+
+def _options_of_training() -> dict[str, str]:
+    """Return the options of training and launching by name, with ``int`` or ``float`` for those that are numbers."""
+    files = [(package, file) for package, names in _OPTIONS.items() for file in names]
+    ours = {algorithm.trainer.partition(":")[0].partition(".")[2] for algorithm in ALGORITHMS.values()}
+    files += [("agile_trainers", module.replace(".", "/")) for module in sorted(ours)]
+    return {name: kind for package, file in files for name, kind in _options_in(package, file)}
+
+
+def _options_in(package: str, file: str) -> Iterator[tuple[str, str]]:
+    spec = find_spec(package)
+    path = Path(spec.origin or "").parent / f"{file}.py" if spec else Path()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else ():
+        if isinstance(node, ast.ClassDef):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    yield field.target.id, ast.unparse(field.annotation).removesuffix(" | None").removeprefix("None | ")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            for name in node.args:
+                if isinstance(name, ast.Constant) and str(name.value).startswith("--"):
+                    yield str(name.value)[2:].replace("-", "_"), ""
