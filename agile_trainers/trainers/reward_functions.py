@@ -157,7 +157,7 @@ def _numbers(values: Any, called: str) -> list[Any]:
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
         none = " Does it lack a return?" if values is None else ""
         raise ValueError(
-            f"{called} returned {values!r:.100} ({type(values).__name__}). Expected a list with one number for each "
+            f"{called} returned a {type(values).__name__}, {values!r:.100}. Expected a list with one number for each "
             f"completion: [score(completion) for completion in completions].{none}"
         )
     given = list(values)
@@ -168,7 +168,7 @@ def _numbers(values: Any, called: str) -> list[Any]:
             continue
         infinite = isinstance(value, Real)
         raise ValueError(
-            f"{called} returned {value!r:.100} ({type(value).__name__}) for a completion. Expected a "
+            f"{called} returned a {type(value).__name__}, {value!r:.100}, for a completion. Expected a "
             + ("finite number: one infinity makes a whole group worthless. Check divisions and logarithms, or return None "
                "for a completion without a reward." if infinite
                else "number, or None for a completion without a reward. Convert it, with float(...) for example.")
