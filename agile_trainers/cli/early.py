@@ -62,6 +62,8 @@ def check_early(command: str, arguments: Sequence[str]) -> None:
         if files:
             read_yaml(files[0])
         return
+    if command == "check":  # its report lists what cannot be found, with everything else
+        return
     for option in _MODELS:
         for name in given.get(option, []):
             find_model_folder(name, option if option != "--model_name_or_path" else "model_name_or_path")
