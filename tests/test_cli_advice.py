@@ -210,9 +210,13 @@ def test_almost_full_is_a_warning_with_advice(tmp_path: Path) -> None:
     need = float(size) * {"GiB": 1.0, "MiB": 1 / 1024}[unit]
     code, report = run(tmp_path, "--gpu_memory", f"{need / 0.9:.6f}")
     assert code == 0 and re.search(r"The planned peak is (8[6-9]|9\d)% of the GPU's", report)
-    assert "Each of these alone: dtype=bfloat16 saves" in report
+    assert "Each of these alone: dtype=bfloat16 (which rounds" in report
     code, report = run(tmp_path, "--gpu_memory", f"{need / 1.1:.6f}")
-    assert code == 1 and "is more than the GPU's" in report and "Each of these alone: dtype=bfloat16 saves" in report
+    assert (
+        code == 1
+        and "is more than the GPU's" in report
+        and "Each of these alone: dtype=bfloat16 (which rounds" in report
+    )
 
 
 def test_sizes_are_written_in_gib() -> None:

@@ -37,6 +37,16 @@ SMALL = """\
 --dtype float32 --max_turns 2 --max_new_tokens 8 --max_model_length 256 --per_device_train_batch_size 4
 --gradient_accumulation_steps 2 --max_steps 2 --save_steps 2 --logging_steps 1 --report_to none --num_processes 2"""
 LENGTH = 512
+LONGER = """
+class Longer:
+    \"\"\"Pays for the length of an answer, so that a group has a signal.\"\"\"
+
+    def reset(self, seed=None, options=None):
+        return f"Question {seed % 7}?", {}
+
+    def step(self, action):
+        return "Go on.", len(action) / 10, False, False, {}
+"""
 
 
 def smaller(words: list[str], **exchanged: str) -> list[str]:
@@ -52,18 +62,13 @@ def train(words: list[str], model: Path, url: str, output: Path, config: str) ->
     """Run a command of training of the page, with a tiny model, on CPU."""
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
     words[words.index("--accelerate_config") + 1] = str(ROOT / f"accelerate_configs/cpu/{config}.yaml")
-    words += [
-        *SMALL.split(),
-        "--model_name_or_path",
-        str(model),
-        "--vllm_server_base_url",
-        url,
-        "--output_dir",
-        str(output),
-    ]
+    output.mkdir()
+    (output / "longer.py").write_text(LONGER, encoding="utf-8")
+    words += [*SMALL.split(), "--model_name_or_path", str(model), "--vllm_server_base_url", url]
+    words += ["--environment", "longer:Longer", "--output_dir", str(output)]
     port = str(20000 + os.getpid() % 20000)
     command = [sys.executable, "-m", "agile_trainers.cli.main", *words, "--main_process_port", port]
-    return run(command, timeout=900, cwd=ROOT)
+    return run(command, timeout=900, cwd=output)
 
 
 @pytest.fixture(scope="module")

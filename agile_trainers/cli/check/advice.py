@@ -64,7 +64,8 @@ def _changes(plan: MemoryPlan, step: Step, gpu: int | None) -> Iterator[tuple[st
     """Yield the changes that a run can make, each as options with the plan that it leads to."""
     lora, launch = plan.peft_config is not None, plan.launch
     if plan.dtype.itemsize > 2:
-        yield "dtype=bfloat16", replace(plan, dtype=torch.bfloat16)
+        option = "dtype=bfloat16" if lora else "dtype=bfloat16 (which rounds small updates of a whole model away)"
+        yield option, replace(plan, dtype=torch.bfloat16)
     if not lora:
         adapters = get_peft_config(ModelConfig(use_peft=True, lora_target_modules=["all-linear"]))
         yield "use_peft=True", replace(plan, peft_config=adapters, copies=1)
