@@ -378,11 +378,9 @@ def test_dry_run(pipeline: dict, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(f"{name}: " in output for name in ("sft", "dpo", "grpo", "ppo-after")) and "not begun" in output
     assert not (tmp_path / "chain").exists()
     path.write_text("stages: [")
-    with pytest.raises(SystemExit):
-        main(["chain", str(path), "--dry-run"])
+    assert main(["chain", str(path), "--dry-run"]) == 2
     assert "is not YAML" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["chain", str(tmp_path / "gone.yaml")])
+    assert main(["chain", str(tmp_path / "gone.yaml")]) == 2
     assert "There is no file" in capsys.readouterr().err
 
 

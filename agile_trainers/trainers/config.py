@@ -169,8 +169,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     group_filter_share: float = option(
         0.9,
-        "Share of the sum of all groups' reward variances that the kept groups hold, with `group_filter=variance`: the "
-        "fewest that do, from the largest variance down.",
+        "Share of the sum of all reward variances that the kept groups hold, with `group_filter=variance`: the fewest, "
+        "from the largest down.",
     )
     generation_chunk_size: int | None = option(
         None,
@@ -214,7 +214,7 @@ class MultiTurnConfig(GRPOConfig):
         "micro-batch are dealt to passes of similar length; loss, gradient and averages stay those of the micro-batch of "
         "`per_device_train_batch_size` episodes. It is rejected with terms that need the whole micro-batch at once: an "
         "adaptive entropy bonus, an entropy quantile, a router's auxiliary loss. Default: 2000 on CPU, where longer passes "
-        "are slower; on a GPU what fits into its memory, and half of that when it did not.",
+        "are slower; on a GPU what fits, and half of that when it did not.",
     )
     sequence_packing: str = option(
         "auto",
@@ -242,8 +242,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     entropy_coef_schedule: str = option(
         "constant",
-        "Schedule of `entropy_coef` over the run: `constant`, or `linear` (to 0), with which the policy explores early and "
-        "may be deterministic in the end.",
+        "Schedule of `entropy_coef` over the run: `constant`, or `linear` (to 0), with which the policy explores early.",
     )
     activation_offload: bool = option(
         False, "Keep activations in the CPU's memory between forward and backward pass. Needs a GPU."
@@ -271,9 +270,9 @@ class MultiTurnConfig(GRPOConfig):
     )
     max_wall_seconds: float | None = option(
         None,
-        "Seconds after which the run saves a checkpoint and ends as if it were done, with exit code 0: at the end of the "
-        "first optimizer step after them. They count from the start of training, rollouts and evaluations included; a "
-        "resumed run has as many again. The learning rate's schedule still ends at `max_steps`. Default: no limit.",
+        "Seconds after which the run saves and ends with exit code 0. The optimizer step is finished first. The seconds "
+        "count from the start of training, rollouts and evaluations included; a resumed run has as many again. The "
+        "learning rate's schedule still ends at `max_steps`. Default: no limit.",
     )
     hub_extras: list[str] = option(
         [],

@@ -426,7 +426,7 @@ def test_a_strangers_words_are_shown_as_code(text: str) -> None:
     assert "<" not in prose and "evil" not in prose, "a base is a link if its name is one of the Hub's"
     code = body.partition("```python\n")[2].partition("\n```\n")[0]
     compile(code, "card", "exec")
-    assert code.count("\n") == 5 and all(len(cell) < 210 for row in table for cell in row.split("|"))
+    assert code.count("\n") == 9 and all(len(cell) < 210 for row in table for cell in row.split("|"))
 
 
 # ------------------------------------------------------------------------------------------------------------- adapters
