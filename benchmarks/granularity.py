@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import probes
 import torch
-from datasets import disable_progress_bars
+from datasets import concatenate_datasets, disable_progress_bars
 from transformers import PrinterCallback
 from transformers.utils import logging
 
@@ -108,7 +108,9 @@ def _game(algorithm: str, task: str, unit: str, seed: int) -> Run:
             args=trainer_class.config_class(
                 output_dir=folder, num_eval_episodes=EPISODES, log_rollouts=0, diagnosis_interval=0, **options
             ),
-            train_dataset=demo.secrets(),
+            train_dataset=concatenate_datasets(
+                [demo.secrets()] * (of_demo.num_generations // options["num_generations"])
+            ),
             eval_dataset=demo.secrets(),
             peft_config=demo.lora(),
         )

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from agile_trainers.checkpoints.card_results import add_results
 from agile_trainers.cli.main import main
+from agile_trainers.evaluation.statistics import standard_error
 from agile_trainers.records.reader import open_records
 
 GUESS = ["--environment", "agile:guess_number", "--max_turns", "2", "--max_new_tokens", "2"]
@@ -115,7 +116,10 @@ def test_results_are_added_to_the_card_once_and_its_text_stays(
     (policy,) = found["environments"][0]["policies"]
     first = yaml.safe_load(once.decode().split("---")[1])["model-index"][0]["results"][0]["metrics"]
     assert first[0]["value"] == round(policy["success"]["value"], 4)
-    assert first[1]["value"] == round(policy["episode_return"]["value"], 4) and first[1]["args"]["standard_error"] > 0
+    assert first[1]["value"] == round(policy["episode_return"]["value"], 4)
+    (run,) = (run for run in open_records(tmp_path) if run.info["run"] == f"{found['run']}-0-0")
+    returns = [episode["return"] for episode in run.index()]
+    assert first[1]["args"]["standard_error"] == round(standard_error(returns), 4)
 
 
 class Fussy:

@@ -82,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     # A warning at every import on a CPU without the package `kernels`, which no command needs.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # DeepSpeed's, which is imported to see whether it is used; the commands say themselves that there is no GPU.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:Name` may be in the current folder
     debug, arguments = take_debug(arguments)

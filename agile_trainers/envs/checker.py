@@ -97,7 +97,9 @@ def validate_end(result: Any) -> float | None:
 
 def _validate_reward(reward: Any, method: str) -> float:
     if isinstance(reward, bool) or not isinstance(reward, Real):
-        hint = " Call .item() on it." if hasattr(reward, "item") else " Convert it with float()."
+        hint = (
+            " Call .item() on it." if hasattr(reward, "item") else _not_awaited(reward) or " Convert it with float()."
+        )
         raise EnvironmentProtocolError(f"{method} returned reward={_describe(reward)}; expected a finite number.{hint}")
     try:
         value = float(reward)
@@ -189,8 +191,8 @@ def _describe(value: Any) -> str:
 
 def _hint(result: Any, items: int) -> str:
     """Return advice on a result that is no tuple of so many items."""
-    if inspect.isawaitable(result):
-        return " It was not awaited: define the method with `async def`."
+    if hint := _not_awaited(result):
+        return hint
     if inspect.isgenerator(result):
         return " Replace yield by return."
     if isinstance(result, list) and len(result) == items:
@@ -200,6 +202,10 @@ def _hint(result: Any, items: int) -> str:
     if isinstance(result, (str, list)) and items == 2:
         return " Return an info dict with the observation, {} if empty."
     return ""
+
+
+def _not_awaited(result: Any) -> str:
+    return " It was not awaited: define the method with `async def`." if inspect.isawaitable(result) else ""
 
 
 @dataclass(frozen=True)

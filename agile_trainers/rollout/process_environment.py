@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -68,7 +69,7 @@ class ProcessEnvironment:
         factory: Makes the environment in that process.
 
     Raises:
-        ValueError: If the factory cannot be sent.
+        ValueError: If the factory cannot be sent, or the name of the temporary folder is too long for a socket.
     """
 
     def __init__(self, factory: EnvironmentFactory):
@@ -87,6 +88,13 @@ class ProcessEnvironment:
                     if attempt + 1 == _STARTS:
                         raise
                     time.sleep(_PAUSE)
+                except OSError as error:
+                    if "AF_UNIX" not in str(error):
+                        raise
+                    raise ValueError(
+                        f"The temporary folder {tempfile.gettempdir()} has a name too long for a socket in it, by which "
+                        "environments are started in processes. Set TMPDIR to a shorter one, or environment_processes=0."
+                    ) from error
         theirs.close()
         self._calls = 0
         """Number of the last call, which its answer repeats."""

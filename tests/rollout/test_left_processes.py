@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from multiprocessing import current_process, forkserver
 from pathlib import Path
 
 import pytest
 from elsewhere import Leaving
 from episodes import Player, make_engine, specs
 
+from agile_trainers.rollout.process_environment import ProcessEnvironment
 from agile_trainers.types import StopReason
 
 
@@ -68,13 +72,19 @@ def test_nothing_outlives_an_instance_that_failed(what: str, request: pytest.Fix
     engine.pool.close()
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder whose name is short enough for a socket in it, whatever pytest's is called."""
+    with tempfile.TemporaryDirectory(prefix="left-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("ends", ["kill", "exit", "hang_up"])
-def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path) -> None:
+def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path, temporary: Path) -> None:
     """It is killed during a call, or returns without closing its environments."""
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    (temporary := tmp_path / "tmp").mkdir()
     trainer = subprocess.Popen(
         [sys.executable, str(script), ends],
         stdout=subprocess.PIPE,
@@ -100,6 +110,15 @@ def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path) -> None:
         assert not left
     elif ends == "kill":  # in a call, after which the environment cannot remove its own folder; the server's is removed
         assert len(left) == 1 and not left[0].startswith("pymp-")
+
+
+def test_a_temporary_folder_with_a_long_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (long := tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setitem(current_process()._config, "tempdir", str(long))  # type: ignore[attr-defined]
+    monkeypatch.setattr(forkserver, "connect_to_new_process", forkserver.ForkServer().connect_to_new_process)
+    with pytest.raises(ValueError, match=r"x{100} has a name too long.*TMPDIR"):
+        ProcessEnvironment(Leaving)
 
 
 TRAINER = """
