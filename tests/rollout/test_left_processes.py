@@ -101,7 +101,7 @@ def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path, temporary: Path
     elif ends != "exit":
         assert trainer.stdout.readline() == "inside\n"
         trainer.kill()
-    trainer.wait()
+    trainer.wait(60)
     trainer.stdout.read()  # until the server of processes has ended too
     trainer.stdout.close()
     all_end(started)
@@ -122,7 +122,8 @@ def test_a_temporary_folder_with_a_long_name_is_named(tmp_path: Path, monkeypatc
 
 
 TRAINER = """
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
 from elsewhere import Leaving
 from agile_trainers.rollout.process_environment import ProcessEnvironment
 
