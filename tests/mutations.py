@@ -1417,6 +1417,10 @@ MUTATIONS = [
         "tests/trainers/test_passes.py -k budget",
     ),
     Mutation(
+        "rows that share most of their tokens are read twice on a CPU", "trainers/passes.py",
+        "fast is None or 2 * common > length", "fast is None", "tests/trainers/test_passes.py -k stay_together",
+    ),
+    Mutation(
         "a pass that is dealt as packed is padded", "trainers/passes.py",
         "if len(rows) == 1 or packer.pays(part, rows):", "if True:", "tests/trainers/test_passes.py -k does_not_pay",
     ),

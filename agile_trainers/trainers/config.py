@@ -214,7 +214,8 @@ class MultiTurnConfig(GRPOConfig):
         "micro-batch are dealt to passes of similar length; loss, gradient and averages stay those of the micro-batch of "
         "`per_device_train_batch_size` episodes. It is rejected with terms that need the whole micro-batch at once: an "
         "adaptive entropy bonus, an entropy quantile, a router's auxiliary loss. Default: 2000 on CPU, where longer passes "
-        "are slower; on a GPU what fits, and half of that when it did not.",
+        "are slower, and up to 16000 for episodes that share most of their tokens; on a GPU what fits, and half of that "
+        "when it did not.",
     )
     sequence_packing: str = option(
         "auto",

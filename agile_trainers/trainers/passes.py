@@ -20,7 +20,9 @@ from agile_trainers.train_batch import Batch, TrainBatch
 logger = logging.get_logger(__name__)
 
 CPU_TOKENS = 2000
-"""Tokens of a forward pass on CPU: longer ones leave the cache, and the memory that they take is fresh each time."""
+"""Tokens of a forward pass that is fast on a CPU: longer ones leave the cache, and their memory is fresh each time."""
+_CPU_LIMIT = 8 * CPU_TOKENS
+"""Tokens of a forward pass on CPU, at most, where no other limit is set."""
 _PACKED_GAIN = 0.9
 """Part of the tokens of padded passes that packed ones may have, so that the rows that share a prefix stay together."""
 _GPU_SHARE = 0.6
@@ -75,14 +77,19 @@ def deal_padded(prompts: torch.Tensor, completions: torch.Tensor, budget: int, m
     return [torch.tensor(rows) for rows in passes]
 
 
-def deal_packed(lengths: torch.Tensor, shared: torch.Tensor, budget: int, multiple: int = 1) -> list[torch.Tensor]:
+def deal_packed(
+    lengths: torch.Tensor, shared: torch.Tensor, budget: int, multiple: int = 1, fast: int | None = None
+) -> list[torch.Tensor]:
     """Deal ordered rows to passes of neighbours, each of which costs its distinct tokens.
+
+    A pass has at most ``fast`` tokens, unless the next row shares most of its own with it: another would read them again.
 
     Args:
         lengths: (B,) int64.
         shared: (B,) int64, tokens in common with the row before.
         budget: Tokens of a pass. Only a pass of a single row may have more.
         multiple: The tokens of a pass are padded to a multiple of it.
+        fast: Tokens of a pass from which on it gets slower. Default: ``budget``.
 
     Returns:
         Positions in the order, pass by pass.
@@ -90,7 +97,8 @@ def deal_packed(lengths: torch.Tensor, shared: torch.Tensor, budget: int, multip
     passes: list[list[int]] = []
     used = 0
     for place, (length, common) in enumerate(zip(lengths.tolist(), shared.tolist(), strict=True)):
-        if passes and -(-(used + length - common) // multiple) * multiple <= budget:
+        limit = budget if fast is None or 2 * common > length else min(fast, budget)
+        if passes and -(-(used + length - common) // multiple) * multiple <= limit:
             passes[-1].append(place)
             used += length - common
         else:
@@ -203,10 +211,9 @@ class Passes:
         self, rows: torch.Tensor, prompts: torch.Tensor, completions: torch.Tensor
     ) -> tuple[list[torch.Tensor], int]:
         """Deal some rows to padded passes; return these, and the sum of their tokens."""
-        assert self.budget is not None
         ordered = rows[(prompts + completions)[rows].argsort(stable=True)]
         widths, lengths = prompts[ordered], completions[ordered]
-        dealt = deal_padded(widths, lengths, self.budget, self._trainer.pad_to_multiple_of or 1)
+        dealt = deal_padded(widths, lengths, self._fast, self._trainer.pad_to_multiple_of or 1)
         tokens = sum(len(places) * int(widths[places].max() + lengths[places].max()) for places in dealt)
         # The largest first: where it fits, the others do.
         return [ordered[places] for places in dealt[::-1]], tokens
@@ -220,7 +227,7 @@ class Passes:
         assert budget is not None
         order, lengths, shared = sharing[0].cpu(), sharing[1], sharing[2]
         passes, tokens = list[torch.Tensor](), 0
-        for places in deal_packed(lengths, shared, budget, packer.multiple):
+        for places in deal_packed(lengths, shared, budget, packer.multiple, self._fast):
             rows = order[places]
             if len(rows) == 1 or packer.pays(part, rows):
                 passes.append(rows)
@@ -231,11 +238,18 @@ class Passes:
                 passes, tokens = passes + padded, tokens + more
         return passes, tokens
 
+    @property
+    def _fast(self) -> int:
+        """Tokens of a pass from which on it gets slower."""
+        assert self.budget is not None
+        slows = self._trainer.accelerator.device.type == "cpu" and self._args.max_tokens_per_micro_batch is None
+        return min(CPU_TOKENS, self.budget) if slows else self.budget
+
     def _fitting(self) -> int:
         """Return the tokens of a pass that fit, the smallest number of all processes."""
         accelerator = self._trainer.accelerator
         if accelerator.device.type != "cuda":
-            return CPU_TOKENS
+            return _CPU_LIMIT
         free = torch.cuda.mem_get_info(accelerator.device)[0]
         free += torch.cuda.memory_reserved(accelerator.device) - torch.cuda.memory_allocated(accelerator.device)
         config = accelerator.unwrap_model(self._trainer.model).config.get_text_config()

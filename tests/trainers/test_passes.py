@@ -42,6 +42,18 @@ def test_packed_rows_are_dealt_by_distinct_tokens():
     assert packed([5, 5], [0, 4], 6, multiple=4) == [[0], [1]] and packed([5, 5], [0, 4], 8, multiple=4) == [[0, 1]]
 
 
+def test_packed_rows_that_share_most_of_their_tokens_stay_together_beyond_a_fast_pass():
+    def packed(shared, budget, fast):
+        lengths, shared = torch.full((len(shared),), 10), torch.tensor(shared)
+        return listed(deal_packed(lengths, shared, budget, fast=fast))
+
+    # Eight rows of 8 shared and 2 own tokens are 24 distinct ones; passes of 12 would read the shared ones four times.
+    assert packed([0] + [8] * 7, 100, 12) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    # The budget holds whatever they share, and half of a row is not most of it.
+    assert packed([0] + [8] * 7, 16, 12) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert packed([0, 5, 5], 100, 14) == [[0], [1], [2]]
+
+
 class LongPrompt(Chatter):
     """Chatter whose first observation is long and the same in every episode, or of very different lengths."""
 
