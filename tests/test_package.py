@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import pkgutil
 import re
 import subprocess
 import sys
@@ -239,21 +238,6 @@ def _top_level_imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module)
     return names
-
-
-def test_new_names_of_the_changelog_exist_and_old_modules_do_not() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    modules, names = (
-        re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|$", table, flags=re.M)
-        for table in text.partition("| old module | new module |")[2].split("| old name | new name |")
-    )
-    assert len(modules) > 50 and len(names) > 20
-    new = {f"{path.relative_to(PACKAGE).with_suffix('')}".replace("/", ".") for path in FILES}
-    assert {after for _, after in modules} <= new and not {before for before, _ in modules} & new
-    for _, after in names:
-        home, _, name = after.rpartition(".")
-        owner = pkgutil.resolve_name(f"agile_trainers.{home}")
-        assert hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()), after
 
 
 def test_the_package_itself_is_light() -> None:
