@@ -267,7 +267,7 @@ def _place(key: tuple[str, str, int]) -> tuple[int, int, int]:
 def _start_worker() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    logging.get_logger("agile_trainers.trainers.watch").setLevel("ERROR")  # a run's line names its findings
+    logging.get_logger("agile_trainers.monitor.health_checks").setLevel("ERROR")  # a run's line names its findings
 
 
 def run_all(wanted: Sequence[tuple[str, str, int]], jobs: int, fresh: bool) -> list[Run]:

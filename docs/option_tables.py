@@ -7,9 +7,9 @@ import re
 import sys
 from pathlib import Path
 
+from agile_trainers.config.options import option_table
 from agile_trainers.trainers import MultiTurnConfig
-from agile_trainers.trainers.algorithms import ALGORITHMS, find_algorithm
-from agile_trainers.trainers.options import option_table
+from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
 DOCS = Path(__file__).resolve().parent
 _CLASSES: list[type] = [MultiTurnConfig]

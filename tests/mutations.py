@@ -125,7 +125,7 @@ MUTATIONS = [
         "if seen == machines and args.save_on_each_node:", "if seen > machines and args.save_on_each_node:", MACHINES,
     ),
     Mutation(
-        "a log that is written ends a streak of episodes that are not", "trainers/episode_records.py",
+        "a log that is written ends a streak of episodes that are not", "monitor/episode_records.py",
         "self._failing.discard(kind)", "self._failing.clear()",
         "tests/trainers/test_misbehaving_environments.py::test_each_streak_of_failures_is_warned_of_once",
     ),
@@ -239,7 +239,7 @@ MUTATIONS = [
         f"{SEARCH}::test_the_best_run_has_the_best_objective_and_its_policy_is_in_its_folder",
     ),
     Mutation(
-        "the records' token columns stand at other episodes", "trainers/episode_records.py",
+        "the records' token columns stand at other episodes", "monitor/episode_records.py",
         "row = self.unfinished[episode]", "row = self.unfinished[place]",
         f"{EPISODE_RECORDS}::test_tokens_have_what_the_last_pass_computed",
     ),
@@ -288,7 +288,7 @@ MUTATIONS = [
         "torch.where(own, returns[rows, 0, None], returns[group, 0])", f"{STOPPING} -k leave_one_out",
     ),
     Mutation(
-        "an uncompared turn gets nothing", "trainers/grpo.py",
+        "an uncompared turn gets nothing", "algorithms/grpo.py",
         'args.turn_advantage_trajectory_fallback is not False and', "False and", f"{STOPPING} -k leave_one_out",
     ),
     Mutation(
@@ -296,11 +296,11 @@ MUTATIONS = [
         "        members[group],\n", "        torch.ones_like(own),\n", ADVANTAGES,
     ),
     Mutation(
-        "CISPO with the bound of a clipped ratio", "trainers/config.py",
+        "CISPO with the bound of a clipped ratio", "config/config.py",
         "args.epsilon_high = CISPO_BOUND", "pass", "tests/trainers/test_invariances.py -k cispos_bound",
     ),
     Mutation(
-        "windows that an epoch closes early", "trainers/construction.py",
+        "windows that an epoch closes early", "trainers/setup.py",
         "whole = groups * (accumulation // gcd(accumulation, micro_steps))", "whole = groups",
         "tests/trainers/test_accumulation.py -k closes_early",
     ),
@@ -359,14 +359,15 @@ MUTATIONS = [
         'max(int(ids.max()) + 1, 1), "sum")', 'max(int(ids.max()) + 1, 1), "mean")', MISMATCH,
     ),
     Mutation(
-        "an adapter at the rate of a whole model", "trainers/recipe.py",
+        "an adapter at the rate of a whole model", "config/batch_defaults.py",
         "LORA_LEARNING_RATE if adapter else TRL_LEARNING_RATE", "TRL_LEARNING_RATE", f"{RECIPE} -k rate_of_its_own",
     ),
     Mutation(
-        "an update of one group by default", "trainers/recipe.py", "GROUPS = 8", "GROUPS = 1", f"{RECIPE} -k eight_groups",
+        "an update of one group by default", "config/batch_defaults.py",
+        "GROUPS = 8", "GROUPS = 1", f"{RECIPE} -k eight_groups",
     ),
     Mutation(
-        "an update that splits a group", "trainers/recipe.py",
+        "an update that splits a group", "config/batch_defaults.py",
         "whole = unit // math.gcd(unit, together)", "whole = 1", f"{RECIPE} -k eight_groups",
     ),
     Mutation(
@@ -403,7 +404,7 @@ MUTATIONS = [
         "running, following = torch.zeros_like(final_values), torch.zeros_like(final_values)", GAE,
     ),
     Mutation(
-        "bootstrap on termination", "trainers/critic.py",
+        "bootstrap on termination", "step/critic.py",
         "torch.where(batch.unfinished, read[:, -1], 0.0)", "read[:, -1]", "tests/trainers/test_ppo.py -k by_hand",
     ),
     Mutation(
@@ -431,12 +432,12 @@ MUTATIONS = [
         "tests/trainers/test_kl_placement.py -k no_kl_term",
     ),
     Mutation(
-        "ranks not reduced", "trainers/credit.py",
+        "ranks not reduced", "step/credit.py",
         "accelerator.gather(accelerator.pad_across_processes(value, dim=1))\n        for value in (own.rew",
         "value\n        for value in (own.rew", "tests/trainers/test_two_processes.py",
     ),
     Mutation(
-        "value loss not counted over ranks", "trainers/critic.py",
+        "value loss not counted over ranks", "step/critic.py",
         'turns = self._trainer.accelerator.reduce(sum(weights), reduction="sum")', "turns = sum(weights)",
         "tests/trainers/test_ppo_two_processes.py",
     ),
@@ -496,7 +497,7 @@ MUTATIONS = [
         "tests/trainers/test_passes.py -k one_pass",
     ),
     Mutation(
-        "a pass that ran out of memory counts twice", "trainers/passes.py",
+        "a pass that ran out of memory counts twice", "step/token_batches.py",
         "parameter.grad = gradient", "pass", "tests/trainers/test_passes.py -k does_not_fit_is_made",
     ),
     Mutation(
@@ -510,29 +511,29 @@ MUTATIONS = [
         "tests/trainers/test_reference.py -k so_many_steps",
     ),
     Mutation(
-        "rows are packed under a router loss", "trainers/construction.py",
+        "rows are packed under a router loss", "trainers/setup.py",
         "shared ones too\": trainer.aux_loss_enabled", "shared ones too\": False", f"{PACKING} -k router_loss",
     ),
     Mutation(
-        "the critic learns twice, in the update too", "trainers/critic.py",
+        "the critic learns twice, in the update too", "step/critic.py",
         "        if self.learned:\n            return None\n", "", "tests/trainers/test_ppo_learned.py -k second_pass",
     ),
     Mutation(
-        "the critic learns from truncated episodes that are masked", "trainers/critic.py",
+        "the critic learns from truncated episodes that are masked", "step/critic.py",
         "self._weigh(lesson.trained[rows], ", "self._weigh(own.valid_mask, ",
         "tests/trainers/test_ppo_learned.py -k second_pass",
     ),
     Mutation(
-        "the critic learns while it is read in the first of two epochs alone", "trainers/critic.py",
+        "the critic learns while it is read in the first of two epochs alone", "step/critic.py",
         "            and trainer.num_iterations == 1\n", "", "tests/trainers/test_ppo_learned.py -k used_up",
     ),
     Mutation(
-        "a critic's pass that ran out of memory counts twice", "trainers/passes.py",
+        "a critic's pass that ran out of memory counts twice", "step/token_batches.py",
         "self._tell()\n                _put_back(gradients)", "self._tell()",
         "tests/trainers/test_ppo_learned.py -k do_not_fit",
     ),
     Mutation(
-        "warm-up trains the policy", "trainers/critic.py",
+        "warm-up trains the policy", "step/critic.py",
         "policy_weight = 0.0 if trainer.state.global_step < args.critic_warmup_steps else 1.0", "policy_weight = 1.0",
         "tests/trainers/test_ppo.py -k warm_up",
     ),
@@ -548,30 +549,30 @@ MUTATIONS = [
         "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo-rows]",
     ),
     Mutation(
-        "a resumed run by hand begins a new generation batch", "trainers/updates.py",
+        "a resumed run by hand begins a new generation batch", "trainers/manual_loop.py",
         "        if done:\n            rows = next", "        if False:\n            rows = next",
         "tests/trainers/test_updates.py -k resumed",
     ),
     Mutation(
-        "update takes torn groups", "trainers/updates.py",
+        "update takes torn groups", "trainers/manual_loop.py",
         "if len(set(group)) > 1", "if len(set(group)) > members", "tests/trainers/test_updates.py -k refused",
     ),
     Mutation(
-        "an option at its default is rejected too", "trainers/config_rules.py",
+        "an option at its default is rejected too", "config/rules.py",
         "if rule.when_set and value ==", "if False and value ==",
         "tests/trainers/test_config_rules.py -k default",
     ),
     Mutation(
-        "an algorithm's own rules for values are not read", "trainers/config.py",
+        "an algorithm's own rules for values are not read", "config/config.py",
         "(*VALUES, *self.value_rules)", "VALUES", "tests/trainers/test_config_rules.py -k no_other",
     ),
     Mutation(
-        "an update does not move the stream of rows", "trainers/updates.py",
+        "an update does not move the stream of rows", "trainers/manual_loop.py",
         "        self._peek()  # advance", "        pass  # the stream",
         "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo]",
     ),
     Mutation(
-        "every update is of the first rows", "trainers/updates.py",
+        "every update is of the first rows", "trainers/manual_loop.py",
         "        self._pending = None\n        return", "        return",
         "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo-rows]",
     ),
@@ -684,7 +685,7 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py -k damaged",
     ),
     Mutation(
-        "the Hub token is pickled beside the model", "trainers/config.py",
+        "the Hub token is pickled beside the model", "config/config.py",
         "for name in hidden} | {\"withheld\": hidden}", "for name in ()}",
         "tests/trainers/test_hub.py -k token",
     ),
@@ -697,7 +698,7 @@ MUTATIONS = [
         "if self.disable_adapters or self.merged", "if self.merged", "tests/adapters/test_fused.py",
     ),
     Mutation(
-        "no gradient through packed 4-bit weights", "trainers/construction.py",
+        "no gradient through packed 4-bit weights", "trainers/setup.py",
         "module.support_avx512bf16_for_cpu = False", "pass", "tests/trainers/test_quantized.py",
     ),
     Mutation(
@@ -710,11 +711,11 @@ MUTATIONS = [
         "tests/trainers/test_training_options.py -k not_compiled",
     ),
     Mutation(
-        "another engine than the launch configuration names", "trainers/launch.py",
+        "another engine than the launch configuration names", "config/launch_checks.py",
         "and engine != expected:", "and not expected:", "tests/trainers/test_launch_checks.py",
     ),
     Mutation(
-        "each process trains by itself", "trainers/launch.py",
+        "each process trains by itself", "config/launch_checks.py",
         "if started != accelerator.num_processes:", "if not started:", "tests/trainers/test_launch_checks.py",
     ),
     Mutation(
@@ -752,7 +753,7 @@ MUTATIONS = [
         "self.call, self.since = call, time.monotonic()", "self.call = call", "tests/envs/test_env_checker.py -k slow",
     ),
     Mutation(
-        "an option's token is reported", "trainers/config.py",
+        "an option's token is reported", "config/config.py",
         "return public_options(super().to_dict(), type(self), self.public_values)", "return super().to_dict()",
         "tests/trainers/test_secrets.py",
     ),
@@ -865,7 +866,7 @@ MUTATIONS = [
         '["train"][sys.intern(name)]', '["train"][name]', "tests/trainers/test_growth.py -k grpo",
     ),
     Mutation(
-        "every evaluation has names of its own", "trainers/reporting.py",
+        "every evaluation has names of its own", "monitor/reporting.py",
         "{sys.intern(name): value", "{name: value", "tests/trainers/test_growth.py -k grpo",
     ),
     Mutation(
@@ -956,7 +957,7 @@ MUTATIONS = [
         "tests/evaluation/test_false_findings.py",
     ),
     Mutation(
-        "a flipped sign passes as a reward", "trainers/health_metrics.py",
+        "a flipped sign passes as a reward", "monitor/health_metrics.py",
         "return products / (squares * ones) ** 0.5", "return abs(products) / (squares * ones) ** 0.5",
         "tests/trainers/test_health_metrics.py",
     ),
@@ -988,7 +989,7 @@ MUTATIONS = [
         "scores.logsumexp(dim=1)", "scores.logsumexp(dim=0)", f"{WATCH} -k prompt_information",
     ),
     Mutation(
-        "a value of a metric is taken at every step until the log", "trainers/watch.py",
+        "a value of a metric is taken at every step until the log", "monitor/health_checks.py",
         "values[self._taken.get(name, 0) :]", "values", f"{WATCH} -k taken_once",
     ),
     Mutation(
@@ -1006,7 +1007,7 @@ MUTATIONS = [
         f"{ARCHITECTURES}::test_padding_moves_no_position_of_the_critic",
     ),
     Mutation(
-        "dropout kept as a float stays on", "trainers/noise.py",
+        "dropout kept as a float stays on", "step/dropout.py",
         "_zero(module, _NOISE)", "pass", f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
     ),
     Mutation(
@@ -1077,11 +1078,11 @@ MUTATIONS = [
         "if any((one / MARKER).is_file() for one in there):", "if False:", "tests/test_cli_chain.py -k damaged",
     ),
     Mutation(
-        "a skipped step moves the schedule", "trainers/nonfinite.py",
+        "a skipped step moves the schedule", "monitor/nonfinite.py",
         "optimizer._is_overflow = True", "optimizer._is_overflow = False", "tests/trainers/test_nonfinite.py",
     ),
     Mutation(
-        "weights that are not finite are saved", "trainers/nonfinite.py",
+        "weights that are not finite are saved", "monitor/nonfinite.py",
         "if not _agree(broken is None, accelerator):", "if False:", "tests/trainers/test_nonfinite.py",
     ),
     Mutation(
@@ -1177,11 +1178,11 @@ MUTATIONS = [
         "tests/trainers/test_reward_functions.py -k checkpoint",
     ),
     Mutation(
-        "failed episodes are scored", "trainers/reward_functions.py",
+        "failed episodes are scored", "step/reward.py",
         "if not episode.stop_reason.failed]", "if episode.turns]", "tests/trainers/test_reward_functions.py -k not_scored",
     ),
     Mutation(
-        "values go to the wrong episodes", "trainers/reward_functions.py",
+        "values go to the wrong episodes", "step/reward.py",
         "by_place = dict(zip(sound, values))", "by_place = dict(enumerate(values))",
         "tests/trainers/test_reward_functions.py -k not_scored",
     ),
@@ -1190,7 +1191,7 @@ MUTATIONS = [
         "// (multiple or 1)) * (multiple or 1)", "// 1)", "tests/trainers/test_training_options.py -k multiple",
     ),
     Mutation(
-        "what reward functions log leaks", "trainers/reward_functions.py",
+        "what reward functions log leaks", "step/reward.py",
         "        means[name] = total / count\n    pending.clear()", "        means[name] = total / count",
         "tests/trainers/test_reward_functions.py -k loggers",
     ),
@@ -1303,7 +1304,7 @@ MUTATIONS = [
         "tests/test_cli_eval.py -k any_card",
     ),
     Mutation(
-        "turn metrics over episodes that ended before", "trainers/turn_metrics.py",
+        "turn metrics over episodes that ended before", "monitor/turn_metrics.py",
         "kept = values[mask].float()", "kept = values[mask].float() * mask.float().mean()",
         "tests/trainers/test_turn_metrics.py -k reached",
     ),
@@ -1325,7 +1326,7 @@ MUTATIONS = [
         "if digest(weights) == before[1]:", "if not weights:", "tests/trainers/test_served_policy.py -k once_for_each",
     ),
     Mutation(
-        "the user's own arguments are completed", "trainers/config.py",
+        "the user's own arguments are completed", "config/config.py",
         "        args = copy.copy(self)\n        if args.vllm_importance",
         "        args = self\n        if args.vllm_importance",
         "tests/trainers/test_reward_functions.py -k makes_two_trainers",
@@ -1392,11 +1393,11 @@ MUTATIONS = [
         f"{VIEWER} -k advantage_of_a_turn",
     ),
     Mutation(
-        "a task's counts never age", "trainers/task_sampling.py",
+        "a task's counts never age", "step/task_sampling.py",
         "self._observed[task] * _DECAY + 1", "self._observed[task] + 1", f"{TASKS}::test_weights_by_hand",
     ),
     Mutation(
-        "tasks without advantage are drawn more", "trainers/task_sampling.py",
+        "tasks without advantage are drawn more", "step/task_sampling.py",
         "return (self._informative + 1) / (self._observed + 2)",
         "return (self._observed - self._informative + 1) / (self._observed + 2)", f"{TASKS}::test_adaptive_rows",
     ),
@@ -1412,38 +1413,38 @@ MUTATIONS = [
         "tests/trainers/test_skip_zero_advantage.py -k whatever_its_length",
     ),
     Mutation(
-        "padded passes are dealt by the longest row, not by their columns", "trainers/passes.py",
+        "padded passes are dealt by the longest row, not by their columns", "step/token_batches.py",
         "columns = max(width, own_width) + max(length, own_length)", "columns = own_width + own_length",
         "tests/trainers/test_passes.py -k budget",
     ),
     Mutation(
-        "rows that share most of their tokens are read twice on a CPU", "trainers/passes.py",
+        "rows that share most of their tokens are read twice on a CPU", "step/token_batches.py",
         "fast is None or 2 * common > length", "fast is None", "tests/trainers/test_passes.py -k stay_together",
     ),
     Mutation(
-        "a pass that is dealt as packed is padded", "trainers/passes.py",
+        "a pass that is dealt as packed is padded", "step/token_batches.py",
         "if len(rows) == 1 or packer.pays(part, rows):", "if True:", "tests/trainers/test_passes.py -k does_not_pay",
     ),
     Mutation(
-        "a group that replaces another has its seed and noise", "trainers/group_rollouts.py",
+        "a group that replaces another has its seed and noise", "step/play.py",
         "offset=attempt * self._groups,", "offset=0,", f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
-        "a group that replaces another keeps its reward", "trainers/group_rollouts.py",
+        "a group that replaces another keeps its reward", "step/play.py",
         "batch.rewards[places] = part[: len(places)]", "pass", f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
-        "the update trains on the groups that were replaced", "trainers/group_rollouts.py",
+        "the update trains on the groups that were replaced", "step/play.py",
         "batch.batch = self._collate(batch.trajectories, batch.rewards)", "self._collate(batch.trajectories, batch.rewards)",
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
-        "groups with an advantage are replaced", "trainers/group_rollouts.py",
+        "groups with an advantage are replaced", "step/play.py",
         "for group, none in enumerate(zero) if none]", "for group, none in enumerate(zero) if not none]",
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
-        "rewards of replaced groups go to another process", "trainers/group_rollouts.py",
+        "rewards of replaced groups go to another process", "step/play.py",
         "zip(parts, by_rank, strict=True)", "zip(parts.flip(0), by_rank, strict=True)",
         "tests/trainers/test_two_processes.py -k tasks",
     ),

@@ -23,7 +23,7 @@ from trl.scripts.grpo import make_parser as make_trl_parser
 from agile_trainers.cli import launch_configs, train
 from agile_trainers.cli.launch_configs import FOLDER
 from agile_trainers.cli.main import COMMANDS, OWN_MODULES, main
-from agile_trainers.trainers.algorithms import ALGORITHMS, find_algorithm
+from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
 TRLS = Path(trl.__file__).parent / "accelerate_configs"
 CONFIG = """\

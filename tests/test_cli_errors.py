@@ -18,7 +18,7 @@ from agile_trainers.cli.main import main
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
 from agile_trainers.imports import nearest
-from agile_trainers.trainers.algorithms import find_algorithm
+from agile_trainers.trainers.registry import find_algorithm
 
 GUESS = ["--environment", "agile:guess_number"]
 

@@ -19,7 +19,7 @@ from mutations import MUTATIONS, Mutation
 import agile_trainers
 from agile_trainers import MultiTurnTrainer, trainers
 from agile_trainers.cli.chain import command as chain
-from agile_trainers.trainers.algorithms import ALGORITHMS, find_algorithm
+from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "agile_trainers"

@@ -74,9 +74,9 @@ class RolloutState:
     micro_batches: list[Batch] | None
     """Micro-batches of the current generation batch; None at its start."""
     watch: dict[str, Any] = field(default_factory=dict)
-    """State of a :class:`~agile_trainers.trainers.watch.RunWatch`."""
+    """State of a :class:`~agile_trainers.monitor.health_checks.RunWatch`."""
     skipped_steps: dict[str, int] = field(default_factory=dict)
-    """Counters of a :class:`~agile_trainers.trainers.nonfinite.StepGuard`."""
+    """Counters of a :class:`~agile_trainers.monitor.nonfinite.StepGuard`."""
     pass_tokens: int | None = None
     """Tokens of a forward pass of the update; None if that is not decided."""
     episodes: list[dict[str, Any]] = field(default_factory=list)
@@ -84,7 +84,7 @@ class RolloutState:
     packing: dict[str, Any] = field(default_factory=dict)
     """The run's :class:`~agile_trainers.packing.packer.PackingState`."""
     tasks: dict[str, Any] = field(default_factory=dict)
-    """State of a :class:`~agile_trainers.trainers.group_rollouts.GroupRollouts`."""
+    """State of a :class:`~agile_trainers.step.play.GroupRollouts`."""
 
 
 class RunCheckpoints:

@@ -16,7 +16,7 @@ from agile_trainers.cli.yaml_files import read_yaml
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import find_model_folder, nearest
-from agile_trainers.trainers.algorithms import ALGORITHMS
+from agile_trainers.trainers.registry import ALGORITHMS
 
 _OPTIONS = {
     "transformers": ("training_args",),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from agile_trainers.cli.errors import guard, take_debug
 from agile_trainers.imports import nearest
-from agile_trainers.trainers.algorithms import ALGORITHMS, algorithm_names
+from agile_trainers.trainers.registry import ALGORITHMS, algorithm_names
 
 COMMANDS = {
     "demo": "trains a tiny model on guess-the-number, in minutes on a CPU",

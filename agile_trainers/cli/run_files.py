@@ -18,7 +18,7 @@ from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import exits_reported, import_named, nearest
-from agile_trainers.trainers.algorithms import algorithm_names, find_algorithm
+from agile_trainers.trainers.registry import algorithm_names, find_algorithm
 
 
 def make_config(config: type, options: Mapping[str, Any], output_dir: Path | None, where: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agile_trainers.trainers.config import MultiTurnConfig
+from agile_trainers.config.config import MultiTurnConfig
 
 Values = dict[str, float]
 """Option name to value."""

@@ -34,6 +34,8 @@ from agile_trainers.checkpoints.hub import push_written
 from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import recorded_options
 from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.rules import SIZES, VALUES, check_rules
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.export import copy_policy, export_policy
 from agile_trainers.populations.fitness import Score, ranked, with_failures
@@ -59,10 +61,8 @@ from agile_trainers.populations.processes import Processes, check_alone
 from agile_trainers.populations.schedule import Schedule
 from agile_trainers.populations.selection import Strategy, Successor, strategy_of
 from agile_trainers.sampling.sampler import shared_engine
-from agile_trainers.trainers.algorithms import find_algorithm
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.config_rules import SIZES, VALUES, check_rules
-from agile_trainers.trainers.mixture import names_of
+from agile_trainers.step.mixture import names_of
+from agile_trainers.trainers.registry import find_algorithm
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 logger = logging.get_logger(__name__)

@@ -11,14 +11,14 @@ import torch
 from trl import GRPOTrainer
 
 from agile_trainers.evaluation.results import evaluation_episodes, in_order, play_evaluation
+from agile_trainers.monitor.evaluation_table import Evaluated
+from agile_trainers.monitor.reporting import evaluation_summary
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import preserved_random_state
 from agile_trainers.sampling.sampler import RolloutSampler
-from agile_trainers.trainers.evaluation_table import Evaluated
-from agile_trainers.trainers.mixture import with_names
-from agile_trainers.trainers.reporting import evaluation_summary
-from agile_trainers.trainers.reward_functions import (
+from agile_trainers.step.mixture import with_names
+from agile_trainers.step.reward import (
     drained_columns,
     drained_metrics,
     not_scored,

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import SchedulerType
 
+from agile_trainers.config.config import MultiTurnConfig
 from agile_trainers.imports import nearest
-from agile_trainers.trainers.config import MultiTurnConfig
 
 _KEPT = ("prompt", "image", "images")
 """Columns that ``remove_unused_columns`` keeps, in TRL too."""

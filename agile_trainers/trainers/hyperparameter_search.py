@@ -15,11 +15,11 @@ from transformers import TrainerCallback, set_seed
 from transformers.trainer_utils import BestRun, SaveStrategy
 from transformers.utils import logging
 
+from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.launch_checks import uses_deepspeed
+from agile_trainers.config.rules import VALUES, check_rules
 from agile_trainers.imports import nearest
 from agile_trainers.sampling.sampler import shared_engine
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.config_rules import VALUES, check_rules
-from agile_trainers.trainers.launch import uses_deepspeed
 
 if TYPE_CHECKING:
     from agile_trainers.trainers.trainer import MultiTurnTrainer

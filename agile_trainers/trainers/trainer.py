@@ -55,7 +55,17 @@ from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints, reco
 from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options, recorded_options
 from agile_trainers.checkpoints.run_cards import RunCards
 from agile_trainers.checkpoints.stopping import GracefulStop
+from agile_trainers.config.batch_defaults import decide_learning_rate, warn_of_idle_recipe
+from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.launch_checks import check_engine
+from agile_trainers.config.rules import skips_zero_advantage
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.monitor.episode_log import EpisodeLog
+from agile_trainers.monitor.episode_records import EpisodeRecords
+from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
+from agile_trainers.monitor.health_checks import PolicyMeasurements, RunWatch
+from agile_trainers.monitor.nonfinite import StepGuard, check_finite
+from agile_trainers.monitor.turn_metrics import TurnEntropies, credit_by_turn
 from agile_trainers.objectives.advantages import with_advantage, zero_advantage_groups
 from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
 from agile_trainers.objectives.ratios import pool_log_probs
@@ -68,11 +78,22 @@ from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.sampling.correction import mismatch_weights
 from agile_trainers.sampling.gap import GapMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
+from agile_trainers.step.credit import Credit, CreditInputs, filter_groups, gather_turns, normalize
+from agile_trainers.step.critic import TARGETS, Critic, CriticValues
+from agile_trainers.step.dropout import switch_off_noise
+from agile_trainers.step.log_probs import Scorer, Scores
+from agile_trainers.step.play import GroupRollouts, PlayedGroups
+from agile_trainers.step.reward import RewardColumns, drained_metrics, reward_inputs, totals
+from agile_trainers.step.token_batches import Pass, Passes, gathering_ragged
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows
 from agile_trainers.trainers.arguments import check_arguments, check_order, named_model
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.config_rules import skips_zero_advantage
-from agile_trainers.trainers.construction import (
+from agile_trainers.trainers.evaluation import EpisodeEvaluator
+from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
+from agile_trainers.trainers.hyperparameter_search import TrainerRecipe, initial_model, search
+from agile_trainers.trainers.load_adapter import TrainerInputs, resolve_inputs
+from agile_trainers.trainers.manual_loop import Updates, rows_of_episodes
+from agile_trainers.trainers.reference import ReferencePolicy
+from agile_trainers.trainers.setup import (
     RunSetup,
     activation_offloading,
     check_architecture,
@@ -82,27 +103,6 @@ from agile_trainers.trainers.construction import (
     prepare_run,
     reject_argument,
 )
-from agile_trainers.trainers.credit import Credit, CreditInputs, filter_groups, gather_turns, normalize
-from agile_trainers.trainers.critic import TARGETS, Critic, CriticValues
-from agile_trainers.trainers.episode_log import EpisodeLog
-from agile_trainers.trainers.episode_records import EpisodeRecords
-from agile_trainers.trainers.evaluation import EpisodeEvaluator
-from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
-from agile_trainers.trainers.evaluation_table import Evaluated, completions_table
-from agile_trainers.trainers.group_rollouts import GroupRollouts, PlayedGroups
-from agile_trainers.trainers.hyperparameter_search import TrainerRecipe, initial_model, search
-from agile_trainers.trainers.inputs import TrainerInputs, resolve_inputs
-from agile_trainers.trainers.launch import check_engine
-from agile_trainers.trainers.noise import switch_off_noise
-from agile_trainers.trainers.nonfinite import StepGuard, check_finite
-from agile_trainers.trainers.passes import Pass, Passes, gathering_ragged
-from agile_trainers.trainers.recipe import decide_learning_rate, warn_of_idle_recipe
-from agile_trainers.trainers.reference import ReferencePolicy
-from agile_trainers.trainers.reward_functions import RewardColumns, drained_metrics, reward_inputs, totals
-from agile_trainers.trainers.scoring import Scorer, Scores
-from agile_trainers.trainers.turn_metrics import TurnEntropies, credit_by_turn
-from agile_trainers.trainers.updates import Updates, rows_of_episodes
-from agile_trainers.trainers.watch import PolicyMeasurements, RunWatch
 from agile_trainers.types import Trajectory, TurnBatch
 
 logger = logging.get_logger(__name__)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import PrinterCallback
 
 from agile_trainers.populations import HyperparameterConfig, Population, Range
-from agile_trainers.trainers.algorithms import find_algorithm
+from agile_trainers.trainers.registry import find_algorithm
 
 
 class Talk:

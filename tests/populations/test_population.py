@@ -31,7 +31,7 @@ from agile_trainers.populations.lineage import HeldOut
 from agile_trainers.populations.members import Assignment, Rounds, saved_adapter
 from agile_trainers.populations.picture import PICTURE
 from agile_trainers.rollout.seeds import SELECTION
-from agile_trainers.trainers.algorithms import find_algorithm
+from agile_trainers.trainers.registry import find_algorithm
 from agile_trainers.types import Trajectory
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,8 @@ from trl import GRPOTrainer
 
 from agile_trainers.checkpoints import output_lock, stopping
 from agile_trainers.checkpoints import record as checkpoint_module
-from agile_trainers.trainers import nonfinite, trainer
+from agile_trainers.monitor import nonfinite
+from agile_trainers.trainers import trainer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from games import make_trainer
 
 from agile_trainers.objectives.segments import spread_to_tokens
-from agile_trainers.trainers.credit import CreditInputs
+from agile_trainers.step.credit import CreditInputs
 from agile_trainers.types import TurnBatch
 
 EPISODES = torch.tensor(list(itertools.product((0, 1), repeat=3)))

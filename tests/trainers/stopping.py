@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from agile_trainers.rollout.collate import collate
-from agile_trainers.trainers.credit import Credit
-from agile_trainers.trainers.scoring import Scores
+from agile_trainers.step.credit import Credit
+from agile_trainers.step.log_probs import Scores
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 from agile_trainers.types import StopReason, Trajectory, Turn, TurnBatch
 

@@ -61,7 +61,7 @@ def test_no_window_closes_early_without_a_data_set(embedded_model, tmp_path, acc
 def test_an_epoch_shorter_than_an_update_is_warned_of(embedded_model, tmp_path, monkeypatch):
     warnings = []
     monkeypatch.setattr(
-        "agile_trainers.trainers.construction.logger.warning", lambda text, *args: warnings.append(text % args)
+        "agile_trainers.trainers.setup.logger.warning", lambda text, *args: warnings.append(text % args)
     )
     rows = Dataset.from_dict({"x": [0, 1, 2]})
     options = {"gradient_accumulation_steps": 4, "steps_per_generation": 1}

@@ -21,9 +21,9 @@ from agile_trainers.cli.chain.stages import PipelineError, parse_pipeline
 from agile_trainers.cli.main import main
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS
-from agile_trainers.trainers import algorithms
-from agile_trainers.trainers.algorithms import ALGORITHMS
-from agile_trainers.trainers.credit import Credit, CreditInputs
+from agile_trainers.step.credit import Credit, CreditInputs
+from agile_trainers.trainers import registry as algorithms
+from agile_trainers.trainers.registry import ALGORITHMS
 
 FILE = blocks(ROOT / "docs" / "algorithms.md")[0].text
 NAME = "constant_baseline:ConstantBaselineTrainer"

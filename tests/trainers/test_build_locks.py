@@ -14,8 +14,8 @@ import pytest
 from launching import run
 from torch.utils.file_baton import FileBaton
 
+from agile_trainers.config.build_locks import remove_abandoned_locks
 from agile_trainers.trainers import MultiTurnGRPOConfig, build_locks
-from agile_trainers.trainers.build_locks import remove_abandoned_locks
 
 
 def _build(lock: Path, holding: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_configuration_for_deepspeed_looks_for_locks_before_deepspeed_builds(t
     def look() -> None:
         raise LookedError
 
-    monkeypatch.setattr("agile_trainers.trainers.config.remove_abandoned_locks", look)
+    monkeypatch.setattr("agile_trainers.config.config.remove_abandoned_locks", look)
     MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(LookedError):

@@ -8,15 +8,8 @@ from pathlib import Path
 import pytest
 from errors import naming
 
-from agile_trainers.trainers import (
-    MultiTurnCISPOConfig,
-    MultiTurnGRPOConfig,
-    MultiTurnGSPOConfig,
-    MultiTurnPPOConfig,
-    MultiTurnREINFORCEConfig,
-)
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.config_rules import (
+from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.rules import (
     EPISODES,
     MACHINE,
     SIZES,
@@ -28,6 +21,13 @@ from agile_trainers.trainers.config_rules import (
     in_unit_interval,
     one_of,
     positive,
+)
+from agile_trainers.trainers import (
+    MultiTurnCISPOConfig,
+    MultiTurnGRPOConfig,
+    MultiTurnGSPOConfig,
+    MultiTurnPPOConfig,
+    MultiTurnREINFORCEConfig,
 )
 
 CONFIGS = [

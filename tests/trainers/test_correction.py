@@ -27,8 +27,8 @@ from games import relative_error as relative_error_of
 
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.rollout.generators.transformers.sampling import Sampler
-from agile_trainers.trainers.credit import Credit
-from agile_trainers.trainers.scoring import Scores
+from agile_trainers.step.credit import Credit
+from agile_trainers.step.log_probs import Scores
 
 WHOLE: dict[str, Any] = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1e6}
 """The whole episode's ratio, however large."""

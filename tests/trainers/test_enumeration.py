@@ -33,9 +33,9 @@ from enumerated import (
 )
 from games import Chatter, settings
 
+from agile_trainers.step.credit import Credit, gather_turns
+from agile_trainers.step.log_probs import Scores
 from agile_trainers.trainers import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
-from agile_trainers.trainers.credit import Credit, gather_turns
-from agile_trainers.trainers.scoring import Scores
 
 
 def expectation(trainer, table: Table, group: int) -> torch.Tensor:

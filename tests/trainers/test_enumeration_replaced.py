@@ -16,7 +16,7 @@ from games import make_trainer
 from trl import GRPOTrainer
 
 from agile_trainers.objectives.advantages import zero_advantage_groups
-from agile_trainers.trainers.credit import CreditInputs
+from agile_trainers.step.credit import CreditInputs
 
 RIGHT = (0.9, 0.3)
 """Probability of the right answer, by task."""

@@ -15,8 +15,8 @@ from ppo_games import make_ppo
 from stopping import Game, relative_error
 from trl import GRPOTrainer
 
+from agile_trainers.step.critic import CriticValues
 from agile_trainers.trainers import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
-from agile_trainers.trainers.critic import CriticValues
 
 GAMMAS = [1.0, 0.5]
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from agile_trainers.trainers.health_metrics import health_metrics, reward_success_correlation, task_of
+from agile_trainers.monitor.health_metrics import health_metrics, reward_success_correlation, task_of
 from agile_trainers.types import StopReason, Trajectory
 
 

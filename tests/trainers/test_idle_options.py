@@ -9,8 +9,8 @@ from games import Chatter, make_trainer, settings
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
+from agile_trainers.config.rules import LOSS, SWITCHED_ON, UNUSED, Rule
 from agile_trainers.trainers import MultiTurnGRPOConfig
-from agile_trainers.trainers.config_rules import LOSS, SWITCHED_ON, UNUSED, Rule
 
 REFUSED = {
     "log_multimodal": False, "num_generations_eval": 2, "generation_kwargs": {"num_beams": 2},

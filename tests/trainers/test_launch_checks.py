@@ -9,7 +9,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from games import make_trainer
 
-from agile_trainers.trainers.launch import check_engine
+from agile_trainers.config.launch_checks import check_engine
 
 
 @pytest.mark.parametrize(("size", "kind"), [("cp_size", "context"), ("sp_size", "sequence"), ("tp_size", "tensor")])

@@ -21,8 +21,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from agile_trainers.embedded import make_embedded_model
+from agile_trainers.step.reward import over_sound_episodes
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agile_trainers.trainers.reward_functions import over_sound_episodes
 from agile_trainers.types import StopReason
 
 ROWS = Dataset.from_dict({"secret": [1, 2, 3, 4]})

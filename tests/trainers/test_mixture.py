@@ -17,6 +17,7 @@ from mixtures import BOTH, LIMITS, High, Low, make
 from recorded import recorded
 
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json
+from agile_trainers.config.environment_limits import for_environment
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS
 from agile_trainers.envs.registry import describe_environment
@@ -24,7 +25,6 @@ from agile_trainers.objectives.advantages import whiten, whiten_each
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import evaluation_specs, training_specs
 from agile_trainers.trainers import MultiTurnGRPOConfig
-from agile_trainers.trainers.environment_options import for_environment
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ def test_a_prompt_that_the_model_does_not_see_is_warned_of(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("agile_trainers.trainers.construction.logger.warning", lambda text, *v: said.append(text % v))
+    monkeypatch.setattr("agile_trainers.trainers.setup.logger.warning", lambda text, *v: said.append(text % v))
     for environment in (Deaf, Repeating, trl_environment(tools=[multiply]), {"a": Deaf, "b": Deaf}):
         several = isinstance(environment, dict)
         rows = ROWS.add_column("environment", ["a", "b", "a", "b"]) if several else ROWS

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import newest_complete
-from agile_trainers.trainers.nonfinite import MOST_SKIPPED_IN_A_ROW, NonFiniteError
+from agile_trainers.monitor.nonfinite import MOST_SKIPPED_IN_A_ROW, NonFiniteError
 
 RUN = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-2,

@@ -13,7 +13,7 @@ from trl import GRPOConfig
 
 from agile_trainers.cli.check.command import CheckArguments
 from agile_trainers.cli.train import MultiTurnScriptArguments
-from agile_trainers.trainers.options import changed_default, default_of, option, option_table, own_options, with_args
+from agile_trainers.config.options import changed_default, default_of, option, option_table, own_options, with_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 

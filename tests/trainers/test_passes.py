@@ -8,8 +8,8 @@ from checkpointed_runs import SAVING, make
 from games import Chatter, loss_and_gradients, make_trainer, relative_error
 from ppo_games import make_ppo, wake
 
+from agile_trainers.step.token_batches import bytes_per_token, deal_packed, deal_padded, in_number
 from agile_trainers.train_batch import TrainBatch
-from agile_trainers.trainers.passes import bytes_per_token, deal_packed, deal_padded, in_number
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 WHOLE = 10**6
@@ -233,7 +233,7 @@ def test_a_pass_that_does_not_fit_is_made_smaller(embedded_model, tmp_path, monk
     """The gradient counts every row once, also where the pass failed in its backward pass."""
     warnings = []
     monkeypatch.setattr(
-        "agile_trainers.trainers.passes.logger.warning", lambda text, *args: warnings.append(text % args)
+        "agile_trainers.step.token_batches.logger.warning", lambda text, *args: warnings.append(text % args)
     )
     trainer = make_trainer(embedded_model, tmp_path, num_iterations=2)
     batch = drawn(trainer)

@@ -481,7 +481,7 @@ def test_what_the_trainer_cannot_do_without(embedded_model, tmp_path):
 def test_a_value_read_after_the_action_is_warned_of(embedded_model, tmp_path, monkeypatch):
     warnings = []
     monkeypatch.setattr(
-        "agile_trainers.trainers.critic.logger.warning", lambda message, *args: warnings.append(message % args)
+        "agile_trainers.step.critic.logger.warning", lambda message, *args: warnings.append(message % args)
     )
     make_ppo(embedded_model, tmp_path, turn_value_position="final")
     assert len(warnings) == 1 and "'final'" in warnings[0] and "biased" in warnings[0]

@@ -7,8 +7,8 @@ import torch
 from games import Gradients, relative_error
 from ppo_games import make_ppo, wake
 
+from agile_trainers.step.critic import Critic
 from agile_trainers.trainers import MultiTurnPPOTrainer
-from agile_trainers.trainers.critic import Critic
 
 CASES = {
     "accumulation, clipping": {

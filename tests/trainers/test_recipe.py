@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from agile_trainers.cli.train import parse_checked
+from agile_trainers.config.batch_defaults import accumulation, decide_learning_rate
 from agile_trainers.trainers import MultiTurnGRPOConfig
-from agile_trainers.trainers.algorithms import ALGORITHMS, find_algorithm
-from agile_trainers.trainers.recipe import accumulation, decide_learning_rate
+from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
 CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1}
 EPISODES = {"max_turns": 2, "max_new_tokens": 2, "log_rollouts": False}
@@ -154,7 +154,7 @@ def test_a_recipe_that_learns_nothing_is_warned_of(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="agile_trainers"):
         make(algorithm, str(embedded_model), tmp_path, peft_config, **options)
-    told = [record.getMessage() for record in caplog.records if record.name == "agile_trainers.trainers.recipe"]
+    told = [record.getMessage() for record in caplog.records if record.name == "agile_trainers.config.batch_defaults"]
     assert len(told) == len(named) and all(name in message for name, message in zip(named, told))
 
 

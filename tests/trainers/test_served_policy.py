@@ -73,7 +73,7 @@ class Beside(ServedPolicy):
 
 @pytest.fixture
 def made(embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("agile_trainers.trainers.construction.is_vllm_available", lambda: True)
+    monkeypatch.setattr("agile_trainers.trainers.setup.is_vllm_available", lambda: True)
     monkeypatch.setattr("agile_trainers.sampling.sampler._policy_class", lambda mode: Beside)
 
     def make(**options: Any) -> tuple[MultiTurnTrainer, Beside]:

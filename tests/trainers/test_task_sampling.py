@@ -16,8 +16,8 @@ from mixtures import BOTH
 from recorded import recorded
 
 from agile_trainers.rollout.mixture import Mixture, systematic_sample
+from agile_trainers.step.task_sampling import TaskPool, TaskSampling, task_pool
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnREINFORCEConfig
-from agile_trainers.trainers.task_sampling import TaskPool, TaskSampling, task_pool
 
 ROWS = Dataset.from_dict({"number": [0, 1, 2, 3], "level": ["dull", "live", "dull", "live"]})
 

@@ -14,7 +14,7 @@ from ppo_games import make_ppo
 from transformers import TrainerCallback
 
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agile_trainers.trainers.updates import RunOverError
+from agile_trainers.trainers.manual_loop import RunOverError
 
 ROWS = [{"prompt": [{"role": "user", "content": ""}], "row": n} for n in range(7)]
 CASES: dict[str, dict[str, Any]] = {

@@ -13,6 +13,7 @@ from games import make_trainer, settings
 from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.sampling.vllm_checks import (
@@ -23,7 +24,6 @@ from agile_trainers.sampling.vllm_checks import (
     quantization,
 )
 from agile_trainers.trainers import MultiTurnGRPOConfig
-from agile_trainers.trainers.config_rules import MACHINE, check_rules
 
 
 def config(tmp_path: Path, **changes: object) -> MultiTurnGRPOConfig:

@@ -15,9 +15,7 @@ from datasets import Dataset
 from games import OneTurn, make_trainer
 
 from agile_trainers.envs.probes import PROBES
-from agile_trainers.objectives.prompt_information import prompt_information
-from agile_trainers.records.reader import open_records
-from agile_trainers.trainers.watch import (
+from agile_trainers.monitor.health_checks import (
     ANSWER_TOKENS,
     LANDMARKS,
     PAIRS,
@@ -26,6 +24,8 @@ from agile_trainers.trainers.watch import (
     RunWatch,
     answers_of_turn,
 )
+from agile_trainers.objectives.prompt_information import prompt_information
+from agile_trainers.records.reader import open_records
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -59,13 +59,13 @@ from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.train import Started
+from agile_trainers.config.launch_checks import uses_deepspeed
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import EpisodeResults, evaluate_policy
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.sampling.sampler import sampling_settings
-from agile_trainers.trainers.algorithms import find_algorithm
-from agile_trainers.trainers.launch import uses_deepspeed
+from agile_trainers.trainers.registry import find_algorithm
 
 logger = logging.get_logger(__name__)
 

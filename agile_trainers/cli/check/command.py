@@ -33,18 +33,18 @@ from agile_trainers.cli.train import (
     script_dataset,
     split_of,
 )
+from agile_trainers.config.batch_defaults import idle_recipe
+from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.environment_limits import for_environment
+from agile_trainers.config.options import option, with_args
+from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.registry import describe_environment, environment_factories
 from agile_trainers.rollout.episode_options import end_token_ids
-from agile_trainers.trainers.algorithms import algorithm_names, find_algorithm
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.config_rules import MACHINE, check_rules
-from agile_trainers.trainers.construction import training_rows
-from agile_trainers.trainers.environment_options import for_environment
-from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, rows_of_environment
-from agile_trainers.trainers.options import option, with_args
-from agile_trainers.trainers.recipe import idle_recipe
-from agile_trainers.trainers.task_sampling import task_pool
+from agile_trainers.step.mixture import first_rows, mixture_of, names_of, rows_of_environment
+from agile_trainers.step.task_sampling import task_pool
+from agile_trainers.trainers.registry import algorithm_names, find_algorithm
+from agile_trainers.trainers.setup import training_rows
 
 PLAYERS = ("auto", "model", "random", "expert")
 

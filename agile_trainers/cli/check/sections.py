@@ -24,11 +24,13 @@ from agile_trainers.cli.check.memory_plan import MemoryPlan, estimate_memory, pl
 from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.layout import draw_layout
+from agile_trainers.config.config import MultiTurnConfig
 from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.players import Player, known_players
 from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.evaluation.diagnosis import Finding, findings_before
+from agile_trainers.monitor.reporting import training_summary
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
@@ -36,8 +38,6 @@ from agile_trainers.rollout.metrics import episode_row, summarize
 from agile_trainers.rollout.players import play_in_seat
 from agile_trainers.rollout.seeds import TRAINING, environment_seed, evaluation_specs
 from agile_trainers.sampling.sampler import sampling_settings
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.reporting import training_summary
 from agile_trainers.types import StopReason, Trajectory
 
 OF_POLICY = ("solved", "too_hard", "zero_advantage_groups", "too_easy")

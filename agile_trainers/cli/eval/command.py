@@ -32,6 +32,7 @@ from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.cli.errors import message
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
 from agile_trainers.cli.preflight import check_output, json_object
+from agile_trainers.config.config import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import make_environment_factory
@@ -51,7 +52,6 @@ from agile_trainers.imports import nearest
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.rollout.episode_options import LIMITS
 from agile_trainers.rollout.mixture import COLUMN
-from agile_trainers.trainers.config import MultiTurnConfig
 from agile_trainers.types import Trajectory
 
 _ABOUT = (

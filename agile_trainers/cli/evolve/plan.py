@@ -26,7 +26,7 @@ from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
 from agile_trainers.imports import load_named
 from agile_trainers.populations import HyperparameterConfig, Population, Processes, Range
 from agile_trainers.populations.selection import STRATEGIES, Strategy
-from agile_trainers.trainers.algorithms import find_algorithm
+from agile_trainers.trainers.registry import find_algorithm
 
 OWN = (
     "algorithm", "hyperparameters", "members", "rounds", "strategy", "fitness", "max_episodes", "max_hours", "seed",

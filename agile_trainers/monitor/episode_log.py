@@ -11,6 +11,8 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.monitor.health_metrics import health_metrics, task_of
+from agile_trainers.monitor.reporting import environment_summaries, training_summary
 from agile_trainers.objectives.advantages import pool_over_turns
 from agile_trainers.rollout.metrics import (
     differing_groups,
@@ -19,9 +21,7 @@ from agile_trainers.rollout.metrics import (
     start_of,
     with_success,
 )
-from agile_trainers.trainers.health_metrics import health_metrics, task_of
-from agile_trainers.trainers.reporting import environment_summaries, training_summary
-from agile_trainers.trainers.reward_functions import drained_columns, reward_summary, share_without_spread, totals
+from agile_trainers.step.reward import drained_columns, reward_summary, share_without_spread, totals
 from agile_trainers.types import Trajectory
 
 logger = logging.get_logger(__name__)

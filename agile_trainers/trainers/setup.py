@@ -17,6 +17,9 @@ from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
 
 from agile_trainers.adapters import check_repeatable, within_scope
+from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.launch_checks import check_parallelism
+from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.envs.base import ResetResult
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.packing.packer import Packer
@@ -27,14 +30,11 @@ from agile_trainers.rollout.generators.architecture import check_padding
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
 from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.config_rules import MACHINE, check_rules
+from agile_trainers.step.dropout import is_noisy
+from agile_trainers.step.mixture import first_rows, mixture_of, names_of, with_column
+from agile_trainers.step.reward import add_return_reward
+from agile_trainers.step.task_sampling import TaskPool, task_pool
 from agile_trainers.trainers.evaluation_data import kept_columns, played_columns, with_best_metric
-from agile_trainers.trainers.launch import check_parallelism
-from agile_trainers.trainers.mixture import first_rows, mixture_of, names_of, with_column
-from agile_trainers.trainers.noise import is_noisy
-from agile_trainers.trainers.reward_functions import add_return_reward
-from agile_trainers.trainers.task_sampling import TaskPool, task_pool
 
 logger = logging.get_logger(__name__)
 

@@ -14,10 +14,10 @@ from accelerate import skip_first_batches
 from accelerate.utils import gather_object
 
 from agile_trainers.adapters.folders import naming_full_disk
+from agile_trainers.config.rules import BY_HAND, check_rules
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.seeds import training_specs
-from agile_trainers.trainers.config_rules import BY_HAND, check_rules
-from agile_trainers.trainers.mixture import COLUMN
+from agile_trainers.step.mixture import COLUMN
 from agile_trainers.types import Trajectory
 
 if TYPE_CHECKING:

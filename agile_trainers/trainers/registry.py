@@ -24,7 +24,7 @@ class Algorithm:
     """One line of ``agile-trainers --help``."""
 
 
-_HERE = "agile_trainers.trainers"
+_HERE = "agile_trainers.algorithms"
 ALGORITHMS = {
     "grpo": Algorithm(f"{_HERE}.grpo:MultiTurnGRPOTrainer", "trains any model on any environment by multi-turn GRPO"),
     "gspo": Algorithm(

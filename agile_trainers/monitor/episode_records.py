@@ -14,13 +14,13 @@ from trl import GRPOTrainer
 
 from agile_trainers.checkpoints.record import RunCheckpoints
 from agile_trainers.envs.checker import describe_error
+from agile_trainers.monitor.evaluation_table import Evaluated
+from agile_trainers.monitor.health_checks import RunWatch
 from agile_trainers.objectives.clipping import importance_ratios, is_clipped
 from agile_trainers.objectives.returns import discounted_returns
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
+from agile_trainers.step.play import PlayedGroups
 from agile_trainers.train_batch import TrainBatch
-from agile_trainers.trainers.evaluation_table import Evaluated
-from agile_trainers.trainers.group_rollouts import PlayedGroups
-from agile_trainers.trainers.watch import RunWatch
 from agile_trainers.types import Trajectory, TurnBatch
 
 logger = logging.get_logger(__name__)

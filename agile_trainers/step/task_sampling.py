@@ -11,9 +11,9 @@ import numpy as np
 from datasets import IterableDataset
 from transformers.utils import logging
 
+from agile_trainers.config.config import MultiTurnConfig
 from agile_trainers.rollout.mixture import Mixture, systematic_sample
 from agile_trainers.rollout.seeds import environment_seed
-from agile_trainers.trainers.config import MultiTurnConfig
 
 logger = logging.get_logger(__name__)
 

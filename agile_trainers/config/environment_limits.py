@@ -8,7 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from agile_trainers.trainers.config import MultiTurnConfig
+    from agile_trainers.config.config import MultiTurnConfig
 
 LIMITS = ("max_turns", "max_new_tokens", "max_model_length", "max_observation_length")
 """Names of the limits that an environment may have of its own."""

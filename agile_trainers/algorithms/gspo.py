@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agile_trainers.trainers.config_rules import Rule, one_of
-from agile_trainers.trainers.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agile_trainers.trainers.options import changed_default, option, with_args
+from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.config.options import changed_default, option, with_args
+from agile_trainers.config.rules import Rule, one_of
 
 
 @with_args

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from agile_trainers.trainers.launch import fill_deepspeed
+from agile_trainers.config.launch_checks import fill_deepspeed
 
 logger = logging.get_logger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any, get_type_hints
 
 from trl import GRPOConfig
 
+from agile_trainers.config.launch_checks import uses_deepspeed
+from agile_trainers.config.options import default_of
 from agile_trainers.objectives.mismatch import MODES
-from agile_trainers.trainers.launch import uses_deepspeed
-from agile_trainers.trainers.options import default_of
 
 Allows = Callable[[Any, Any], bool]
 """Maps a configuration and the option's value to whether that value is accepted."""

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.options import changed_default, option, with_args
+from agile_trainers.config.rules import Rule, one_of
 from agile_trainers.objectives.advantages import whiten_each
 from agile_trainers.objectives.returns import discounted_returns
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.config_rules import Rule, one_of
-from agile_trainers.trainers.credit import Credit, CreditInputs
-from agile_trainers.trainers.options import changed_default, option, with_args
+from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 

@@ -9,13 +9,13 @@ import torch
 from trl import GRPOConfig
 
 from agile_trainers.checkpoints.disclosure import is_withheld, public_options
+from agile_trainers.config.batch_defaults import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
+from agile_trainers.config.build_locks import remove_abandoned_locks
+from agile_trainers.config.environment_limits import check_environments, check_names, longest_completion
+from agile_trainers.config.launch_checks import fill_deepspeed, uses_deepspeed
+from agile_trainers.config.options import default_of, option, with_args
+from agile_trainers.config.rules import CISPO_BOUND, EPISODES, SIZES, VALUES, Rule, check_numbers, check_rules
 from agile_trainers.imports import nearest
-from agile_trainers.trainers.build_locks import remove_abandoned_locks
-from agile_trainers.trainers.config_rules import CISPO_BOUND, EPISODES, SIZES, VALUES, Rule, check_numbers, check_rules
-from agile_trainers.trainers.environment_options import check_environments, check_names, longest_completion
-from agile_trainers.trainers.launch import fill_deepspeed, uses_deepspeed
-from agile_trainers.trainers.options import default_of, option, with_args
-from agile_trainers.trainers.recipe import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
 
 TRL_COMPLETION_LENGTH = 512
 """TRL's default for ``max_completion_length``, which applies when there is no environment."""

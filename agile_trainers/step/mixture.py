@@ -8,9 +8,9 @@ from typing import Any
 
 from datasets import Dataset
 
+from agile_trainers.config.config import MultiTurnConfig
 from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.mixture import COLUMN, Mixture
-from agile_trainers.trainers.config import MultiTurnConfig
 
 _STREAMED = 1000
 """Number of rows of a stream that are read before training."""

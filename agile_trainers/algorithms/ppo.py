@@ -5,13 +5,13 @@ from typing import ClassVar
 
 import torch
 
+from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.options import option, with_args
+from agile_trainers.config.rules import Rule, at_least, in_unit_interval, one_of, positive
 from agile_trainers.objectives.returns import gae
 from agile_trainers.objectives.value_loss import explained_variance
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.config_rules import Rule, at_least, in_unit_interval, one_of, positive
-from agile_trainers.trainers.credit import Credit, CreditInputs
-from agile_trainers.trainers.critic import TARGETS
-from agile_trainers.trainers.options import option, with_args
+from agile_trainers.step.credit import Credit, CreditInputs
+from agile_trainers.step.critic import TARGETS
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from trl import GRPOTrainer
 
+from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.options import option, with_args
+from agile_trainers.config.rules import Rule, one_of
 from agile_trainers.objectives.advantages import group_advantages
-from agile_trainers.trainers.config import MultiTurnConfig
-from agile_trainers.trainers.config_rules import Rule, one_of
-from agile_trainers.trainers.credit import Credit, CreditInputs
-from agile_trainers.trainers.options import option, with_args
+from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 

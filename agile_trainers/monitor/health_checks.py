@@ -19,7 +19,7 @@ from transformers.utils import logging
 from agile_trainers.evaluation.diagnosis import Diagnosis, Finding
 from agile_trainers.objectives.prompt_information import prompt_information
 from agile_trainers.rollout.collate import collate
-from agile_trainers.trainers.scoring import Scorer
+from agile_trainers.step.log_probs import Scorer
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 logger = logging.get_logger(__name__)

@@ -12,10 +12,10 @@ from trl import GRPOTrainer
 
 from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.seeds import training_specs
-from agile_trainers.trainers.construction import RunSetup
-from agile_trainers.trainers.mixture import with_names
-from agile_trainers.trainers.reward_functions import not_scored, totals
-from agile_trainers.trainers.task_sampling import Draw, TaskSampling
+from agile_trainers.step.mixture import with_names
+from agile_trainers.step.reward import not_scored, totals
+from agile_trainers.step.task_sampling import Draw, TaskSampling
+from agile_trainers.trainers.setup import RunSetup
 from agile_trainers.types import Trajectory, TurnBatch
 
 Row = dict[str, Any]
@@ -67,7 +67,7 @@ class GroupRollouts:
     fresh starts, up to that many times; those that are left then stay (dynamic sampling, DAPO: Yu et al.,
     2025, https://huggingface.co/papers/2503.14476, which samples until the batch is full). All processes do so together;
     each plays the episodes of its own places. Rows, environments and seeds of fresh groups come from the run's
-    :class:`~agile_trainers.trainers.task_sampling.TaskSampling`.
+    :class:`~agile_trainers.step.task_sampling.TaskSampling`.
 
     Args:
         trainer: After TRL's own constructor.

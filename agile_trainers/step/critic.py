@@ -30,9 +30,9 @@ from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, 
 from agile_trainers.objectives.value_loss import value_errors
 from agile_trainers.packing.forward import ValueReading
 from agile_trainers.packing.packer import Packer
+from agile_trainers.step.credit import CreditInputs, own_turns
+from agile_trainers.step.dropout import is_noisy
 from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches
-from agile_trainers.trainers.credit import CreditInputs, own_turns
-from agile_trainers.trainers.noise import is_noisy
 from agile_trainers.types import TurnBatch
 
 logger = logging.get_logger(__name__)

@@ -1,0 +1,1 @@
+"""One training step, in the order in which it runs: play, reward, log-probs, credit, batch, token batches."""
