@@ -15,6 +15,14 @@ import httpx
 from huggingface_hub import set_client_factory
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils._http import default_client_factory
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_after_attempt,
+    stop_when_event_set,
+)
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -121,17 +129,16 @@ class BackgroundPushes:
 
     def _push(self, what: str, folder: Path, upload: Callable[[Path], Any]) -> None:
         try:
-            for wait in (*WAITS, None):
-                try:
-                    upload(folder)
-                    return
-                except Exception as error:
-                    wait = _pause(error, wait)
-                    if wait is None or self._stop.is_set():
-                        self._give_up(what, error)
-                        return
-                    logger.warning("Pushing %s failed (%s). Trying again in %.0f s.", what, _reason(error), wait)
-                    self._stop.wait(wait)
+            retrying = Retrying(
+                retry=retry_if_exception(_may_pass), wait=_pause, sleep=sleep_using_event(self._stop), reraise=True,
+                stop=stop_after_attempt(1 + len(WAITS)) | stop_when_event_set(self._stop),
+                before_sleep=lambda state: logger.warning(
+                    "Pushing %s failed (%s). Trying again in %.0f s.", what, _reason(_error(state)), state.upcoming_sleep
+                ),
+            )  # fmt: skip
+            retrying(upload, folder)
+        except Exception as error:
+            self._give_up(what, error)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -147,18 +154,26 @@ def _link(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
-def _pause(error: Exception, wait: float | None) -> float | None:
-    """Return the seconds to wait before another attempt; None if it would fail too, or if this was the last."""
+def _may_pass(error: BaseException) -> bool:
+    """Return whether another attempt may succeed."""
     response = getattr(error, "response", None)
-    if wait is None or not isinstance(error, HfHubHTTPError) or response is None:
-        return wait if isinstance(error, (httpx.TransportError, OSError)) else None
-    if response.status_code == 429:
-        after = response.headers.get("Retry-After", "")
-        return max(wait, float(after)) if after.isdigit() else wait
-    return wait if response.status_code >= 500 or response.status_code == 408 else None
+    if isinstance(error, HfHubHTTPError) and response is not None:
+        return response.status_code >= 500 or response.status_code in (408, 429)
+    return isinstance(error, (httpx.TransportError, OSError))
 
 
-def _reason(error: Exception) -> str:
+def _error(state: RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None
+
+
+def _pause(state: RetryCallState) -> float:
+    """Return the seconds to wait before another attempt: those that the Hub asks for, if they are more than ours."""
+    wait, response = WAITS[min(state.attempt_number, len(WAITS)) - 1], getattr(_error(state), "response", None)
+    after = response.headers.get("Retry-After", "") if response is not None and response.status_code == 429 else ""
+    return max(wait, float(after)) if after.isdigit() else wait
+
+
+def _reason(error: BaseException | None) -> str:
     first = str(error).strip().splitlines()
     response = getattr(error, "response", None)
     status = f"{response.status_code} " if response is not None else ""

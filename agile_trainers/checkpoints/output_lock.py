@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TextIO
 
+from filelock import FileLock, Timeout
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -38,39 +37,21 @@ def locked(output_dir: Path) -> Iterator[None]:
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     path = output_dir / LOCK
-    while True:
-        with path.open("a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as taken:
-                _check_holder(output_dir, file, taken)
-            if not _is_there(file, path):
-                continue  # its holder removed it after it was opened here
-            file.seek(0)
-            file.truncate()
-            json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
-            file.flush()
-            try:
-                yield
-            finally:
-                if _is_there(file, path):
-                    with suppress(OSError):
-                        path.unlink()
-            return
+    with ExitStack() as stack:
+        try:
+            # Time to open the file again where its holder has just removed it.
+            stack.enter_context(FileLock(path, timeout=0.2))
+            path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
+            stack.callback(path.unlink, missing_ok=True)
+        except Timeout as taken:
+            _check_holder(output_dir, taken)
+        yield
 
 
-def _is_there(file: TextIO, path: Path) -> bool:
+def _check_holder(output_dir: Path, taken: Timeout) -> None:
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _check_holder(output_dir: Path, file: TextIO, taken: OSError) -> None:
-    file.seek(0)
-    try:
-        holder = json.load(file)
-    except (ValueError, RecursionError):
+        holder = json.loads((output_dir / LOCK).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         holder = {}
     holder = holder if isinstance(holder, dict) else {}
     host, pid = holder.get("host", "an unknown host"), holder.get("pid", "unknown")

@@ -27,7 +27,7 @@ def digest_entry(path: Path, content: Path) -> dict[str, str]:
 
 
 def has_digest(path: Path) -> bool:
-    """Return whether a file's folder keeps digests. A single file, and records of earlier releases, have none."""
+    """Return whether a file's folder keeps digests. A single copied file has none."""
     return any(path.parent.glob(DIGESTS))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agile_trainers.records.digests import digest_problem, has_digest
-from agile_trainers.records.plain import LARGEST_JSON, from_json, to_json
-from agile_trainers.records.schema import EPISODE, LIGHT, TRAINED, VOCABULARY
+from agile_trainers.records.plain import LARGEST_JSON, from_json
+from agile_trainers.records.schema import EPISODE, LIGHT, VOCABULARY
 from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
-from agile_trainers.types import NO_TURN, StopReason
+from agile_trainers.types import StopReason
 
 _MOST_ROWS = 1_000_000
 """Episodes of a file; a few bytes of Parquet can stand for billions of equal rows."""
@@ -41,19 +40,14 @@ class RunRecords:
 
     folder: Path
     files: list[Path]
-    """Files of episodes, Parquet or JSON lines, in the order of their names. Made anew by :meth:`refresh`."""
+    """Parquet files of episodes, in the order of their names."""
     name: str
     info: dict[str, Any] = field(default_factory=dict)
-    """Content of ``run.json``; empty for JSON lines of earlier releases, and if the file cannot be read."""
+    """Content of ``run.json``; empty if there is none, or it cannot be read."""
     problems: list[str] = field(default_factory=list)
     """A sentence for each file that could not be read when the run was opened."""
     member: dict[str, Any] | None = None
     """The run's place in a population; set by the viewer."""
-
-    def refresh(self) -> None:
-        """Look for new files, of a run that is going on. A run of a single file stays as it is."""
-        if len(self.files) != 1 or self.files[0].name != self.name:
-            self.files = _episode_files(self.folder)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read the logs of the run: ``step`` and metrics by name, in order. A line of a killed run is left out."""
@@ -119,17 +113,17 @@ def open_records(path: Path | str) -> list[RunRecords]:
     """Find the records of runs.
 
     Args:
-        path: An ``output_dir``, its ``rollouts/`` folder, the folder of a run, or one file of episodes. JSON lines of
-            earlier releases are read too. Folders inside (the stages of a chain, the demo's ``rl/``) are searched.
+        path: An ``output_dir``, its ``rollouts/`` folder, the folder of a run, or one file of episodes.
+            Folders inside (the stages of a chain, the demo's ``rl/``) are searched.
 
     Returns:
-        The runs by folder and name; old JSON lines of a folder are one run.
+        The runs by folder and name.
 
     Raises:
         RecordsError: If there are no records.
     """
     path = Path(path)
-    if path.is_file() and path.suffix in (".parquet", ".jsonl"):
+    if path.is_file() and path.suffix == ".parquet":
         return [RunRecords(path.parent, [path], path.name, *_info(path.parent))]
     folders = {path, *path.glob("*")} if path.name == ROLLOUTS else {path}
     for rollouts in path.rglob(ROLLOUTS):
@@ -143,7 +137,7 @@ def open_records(path: Path | str) -> list[RunRecords]:
     if not runs:
         raise RecordsError(
             f"{path} holds no episode records. Expected an output_dir, its {ROLLOUTS}/ folder, the folder of a run in it, "
-            "or a file of episodes (.parquet, .jsonl). A run writes them unless log_rollouts=0."
+            "or a file of episodes (.parquet). A run writes them unless log_rollouts=0."
         )
     return runs
 
@@ -170,8 +164,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _episode_files(folder: Path) -> list[Path]:
-    new = [path for kind in ("train", "eval") for path in folder.glob(f"{kind}-*-rank*.parquet")]
-    return sorted([*new, *(path for path in folder.glob("*rank*.jsonl"))])
+    return sorted(path for kind in ("train", "eval") for path in folder.glob(f"{kind}-*-rank*.parquet"))
 
 
 def _info(folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -252,10 +245,7 @@ def _table(file: pq.ParquetFile, columns: list[str] | None, groups: Sequence[int
 def _light(path: Path) -> list[dict[str, Any]]:
     """Return the index of a file."""
     with _naming(path):
-        if path.suffix == ".jsonl":
-            found = _old_episodes(path)
-        else:
-            found = _read(path, list(LIGHT) if has_digest(path) else None).to_pylist()
+        found = _read(path, list(LIGHT) if has_digest(path) else None).to_pylist()
         return [{"key": f"{path.name}#{n}", **_checked(row, n)} for n, row in enumerate(found)]
 
 
@@ -271,11 +261,6 @@ def _checked(row: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _episodes(path: Path, row: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the episodes of a file, or that of one row."""
-    if path.suffix == ".jsonl":
-        with _naming(path):
-            found = _old_episodes(path)
-        yield from found[slice(None) if row is None else slice(row, row + 1)]
-        return
     with _opened(path, EPISODE) as file:
         first = 0
         for group in range(file.num_row_groups):
@@ -326,67 +311,3 @@ def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         elif line.strip():
             others += 1
     return found, others
-
-
-# --------------------------------------------------------------------------------------------- JSON lines, format 1
-
-
-def _old_episodes(path: Path) -> list[dict[str, Any]]:
-    stamp = path.stat()
-    return _old_file(path, stamp.st_mtime_ns, stamp.st_size)
-
-
-@lru_cache(maxsize=8)
-def _old_file(path: Path, _modified: int, _size: int) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise ValueError("it is no regular file")
-    if _size > LARGEST_JSON:
-        raise ValueError(f"it has {_size:,} bytes, expected at most {LARGEST_JSON:,}")
-    rows = []
-    with path.open(encoding="utf-8") as file:
-        for index, line in enumerate(file):
-            try:
-                rows.append(_converted(from_json(line), index))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"line {index + 1} is no episode: {type(error).__name__}: {str(error)[:200]}"
-                ) from error
-    # Through today's columns, so that every value has their type.
-    return [_decoded(row) for row in pa.Table.from_pylist(rows, schema=EPISODE).to_pylist()]
-
-
-def _converted(old: dict[str, Any], index: int) -> dict[str, Any]:
-    """Convert an episode of JSON lines to the columns of today; what it does not say is None."""
-    turn_ids, to_go = old["turn_ids"], 0.0
-    places: dict[Any, list[int]] = {}
-    for place, turn_id in enumerate(turn_ids):
-        places.setdefault(turn_id, []).append(place)
-    turns = [dict.fromkeys(("value", "advantage")) | turn for turn in old["turns"]]
-    for k, turn in reversed(list(enumerate(turns))):
-        to_go += turn["reward"]
-        is_text = turn.get("observation") is None or isinstance(turn["observation"], str)
-        turn |= {
-            "observation": turn.get("observation") if is_text else to_json(turn["observation"]),
-            "observation_is_json": not is_text,
-            "info": to_json(turn.get("info")),
-        }
-        turn |= {
-            "start": min(places.get(k, ()), default=0),
-            "end": max(places.get(k, ()), default=-1) + 1,
-            "return": to_go,
-        }
-    sampled = [None if turn_ids[n] == NO_TURN else value for n, value in enumerate(old["sampling_logprobs"])]
-    trained = bool(turns) and "advantage" in old["turns"][0]
-    return dict.fromkeys(EPISODE.names) | {
-        **{name: old[name] for name in old if name in EPISODE.names},
-        **{name: None if old.get(name) is None else to_json(old[name]) for name in _JSON},
-        "step": old.get("step", 0),
-        "phase": "train" if trained or old.get("group") is not None else "eval",
-        "index": index,
-        "truncated": StopReason(old["stop_reason"]).truncated,
-        "num_turns": len(turns),
-        "num_tokens": len(turn_ids),
-        "turns": turns,
-        "sampling_logprobs": sampled,
-        **dict.fromkeys(TRAINED),
-    }

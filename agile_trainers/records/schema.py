@@ -14,7 +14,7 @@ import pyarrow as pa
 from agile_trainers.records.plain import encodable
 
 FORMAT = 2
-"""Version of the records in ``run.json``. JSON lines of earlier releases are version 1."""
+"""Version of the records in ``run.json``."""
 
 TURN = pa.struct({
     "start": pa.int32(),  # first action token, in completion coordinates

@@ -186,13 +186,6 @@ class RecordWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         for partial in self.folder.glob(f"*-rank{rank}.parquet{_PARTIAL}"):  # of a killed process
             partial.unlink()
-        if not self._digests.is_file():  # files of a run that an earlier release began, which kept no digests
-            there = [
-                *self.folder.glob(f"*-rank{rank}.parquet"),
-                *(self.folder.glob(VOCABULARY_FILE) if rank == 0 else ()),
-            ]
-            for path in there:
-                _append(self._digests, digest_entry(path, path))
         if rank == 0 and not (self.folder / RUN).is_file():
             started = datetime.now(UTC).isoformat(timespec="seconds")
             entries = {"format": FORMAT, "kind": kind, "started": started, **info, "run": self.run}

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,10 +17,11 @@ pytest.importorskip("openenv", reason="OpenEnv is not installed: pip install 'ag
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from tenacity import AsyncRetrying
 
 from agile_trainers.envs import check_environment, make_environment_factory
+from agile_trainers.envs.libraries import openenv
 from agile_trainers.envs.libraries.openenv import OpenEnvEnvironment, OpenEnvError, OpenEnvUnavailableError
-from agile_trainers.envs.libraries.retries import retry
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 
 
@@ -298,28 +299,39 @@ def test_a_lost_connection_costs_the_episode_and_the_next_one_reconnects() -> No
             servers[-1].__exit__(None, None, None)
 
 
-def test_pauses_double_and_other_errors_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_double_and_other_errors_are_not_repeated(guess_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    # The module's own name alone: servers of other tests, in threads of this process, sleep too.
-    monkeypatch.setattr("agile_trainers.envs.libraries.retries.asyncio", SimpleNamespace(sleep=sleep))
-    errors: list[Exception | None] = [ConnectionError(), ConnectionError(), ConnectionError(), None]
+    # Not asyncio's: servers of other tests, in threads of this process, sleep too.
+    monkeypatch.setattr(openenv, "AsyncRetrying", partial(AsyncRetrying, sleep=sleep))
+    down = OpenEnvUnavailableError
+    errors: list[Exception | None] = [down(), down(), down(), None]
+    environment = OpenEnvEnvironment(guess_url, retries=3, backoff=0.5)
+    call = environment._call
 
-    async def attempt() -> str:
+    async def attempt(*given: Any) -> Any:
         if (error := errors.pop(0)) is not None:
             raise error
-        return "done"
+        return await call(*given)
 
-    assert asyncio.run(retry(attempt, (ConnectionError,), 3, 0.5)) == "done" and pauses == [0.5, 1.0, 2.0]
-    errors[:] = [ConnectionError("1"), ConnectionError("2")]
-    with pytest.raises(ConnectionError, match="2"):
-        asyncio.run(retry(attempt, (ConnectionError,), 1, 0.0))
+    monkeypatch.setattr(environment, "_call", attempt)
+
+    async def start() -> None:
+        await environment.reset(seed=0)
+        await environment.close()
+
+    asyncio.run(start())
+    assert pauses == [0.5, 1.0, 2.0]
+    errors[:] = [down("1"), down("2"), down("3"), down("4")]
+    with pytest.raises(down, match="4"):
+        asyncio.run(start())
     errors[:] = [ValueError()]
     with pytest.raises(ValueError):
-        asyncio.run(retry(attempt, (ConnectionError,), 3, 0.0))
+        asyncio.run(start())
+    assert len(pauses) == 6
 
 
 def test_the_checker_finds_nothing(guess_url: str) -> None:

@@ -29,12 +29,6 @@ SOUND: dict[str, Any] = {
     "turns": [{"start": 0, "end": 1, "text": "a", "observation": "b", "observation_is_json": False, "reward": 1.0, "info": "{}"}],
     "prompt_ids": [1], "completion_ids": [2, 3], "turn_ids": [0, -1], "sampling_logprobs": [-1.0, None],
 }  # fmt: skip
-OLD: dict[str, Any] = {
-    "step": 3, "group": 0, "member": 1, "return": 1.5, "success": True, "stop_reason": "max_turns", "error": None,
-    "environment": None, "seed": 7, "reset_info": {"goal": "right"}, "prompt": [{"role": "user", "content": "go"}],
-    "turns": [{"text": "left", "finish_reason": "stop", "reward": 0.5, "observation": "wall", "info": {"x": 1}, "advantage": 1.0}],
-    "prompt_ids": [11], "completion_ids": [21, 22], "turn_ids": [0, 0], "sampling_logprobs": [-0.5, -1.0],
-}  # fmt: skip
 
 
 def replaced(value: Any, by: Any) -> Iterator[Any]:
@@ -105,10 +99,6 @@ def write_hostile(folder: Path) -> list[str]:
     """Write runs of every kind. Returns names of files that cannot be shown."""
     rollouts = folder / "<meta http-equiv=refresh content=0>" / "rollouts"
     bad = hostile_columns(rollouts / "columns")
-    for n, changed in enumerate(changed for by in VALUES for changed in replaced(OLD, by)):
-        name = f"step-{n:06d}-rank0.jsonl"
-        (rollouts / "lines").mkdir(exist_ok=True)
-        (rollouts / "lines" / name).write_text(json.dumps(changed))
     logs = guessing_run(folder / "logs", steps=2, groups=1)
     (logs / "metrics.jsonl").write_text(
         lines_of({"step": 1, "success": 0.5}) + '{"step": 100000000000000000, "loss": 1}\n{"step": 1, "loss": 1e300}\n'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_records import HOSTILE, byte_tokens, guessing_run, large_run, play, populated, run_of
+from made_records import HOSTILE, guessing_run, large_run, play, populated, run_of
 from written_page import shoot, texts
 
 from agile_trainers.records.reader import open_records
@@ -350,25 +349,6 @@ def test_long_answers_are_cut_until_asked_for(tmp_path: Path, visit: Visit) -> N
     page.locator("#turn-0 .tokens .more").click()
     assert page.locator("#turn-0 .tokens .t").count() == 10_001
     assert page.locator("#turn-0 .tokens .t.seq").count() > 9_900
-
-
-def test_records_of_earlier_releases_open(tmp_path: Path, visit: Visit) -> None:
-    """Without a vocabulary, the text of the action is shown beside the numbers of its tokens."""
-    ids = byte_tokens("hello")
-    turn = {"text": "hello", "finish_reason": "stop", "reward": 1.0, "observation": "bye", "info": {}, "advantage": 0.5}
-    old = {
-        "step": 3, "group": 0, "return": 1.0, "success": True, "stop_reason": "terminated", "error": None,
-        "environment": None, "seed": 7, "reset_info": {}, "prompt": [{"role": "user", "content": "hi"}], "turns": [turn],
-        "prompt_ids": [1],
-        "completion_ids": ids, "turn_ids": [0] * 5, "sampling_logprobs": [-0.5] * 5,
-    }  # fmt: skip
-    path = tmp_path / "rollouts" / "step-000003-generation-000000-rank0.jsonl"
-    path.parent.mkdir()
-    path.write_text("".join(json.dumps({**old, "member": member}) + "\n" for member in range(2)))
-    page = visit(write_page(open_records(tmp_path), tmp_path / "view.html").path, "#episode/0/1")
-    assert page.locator("#turn-0 > .text").inner_text() == "hello"
-    assert texts(page, "#turn-0 .tokens:not(details *) .t")[0] == f"#{ord('h')}"
-    assert "advantage +0.5" in page.locator("#turn-0 .numbers").inner_text()
 
 
 def test_a_run_without_episodes_shows_its_metrics(tmp_path: Path, visit: Visit) -> None:

@@ -68,8 +68,6 @@ def test_what_cannot_be_shown_is_named_and_the_rest_is_shown(
     named = " ".join(columns["problems"])
     assert all(name in named for name in bad) and len(columns["problems"]) == len(bad)
     assert len(columns["episodes"]["return"]) >= 40
-    (lines,) = [run for run in index["runs"] if run["name"] == "lines"]
-    assert lines["problems"] and lines["episodes"]["return"]
     for run in index["runs"]:
         assert all(type(step) is int for _, step, _, _ in run["sections"])
         assert all(type(finding["step"]) is int for finding in run["findings"])

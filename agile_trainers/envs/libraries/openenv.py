@@ -15,8 +15,9 @@ import json
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
-from agile_trainers.envs.libraries.retries import retry
 
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _MAX_MESSAGE = 2**26
@@ -135,7 +136,11 @@ class OpenEnvEnvironment:
         data = {name: value for name, value in (options or {}).items() if value is not None}
         if seed is not None:
             data.setdefault("seed", seed % 2**32)
-        answer = await retry(lambda: self._call("reset", data), (OpenEnvUnavailableError,), self.retries, self.backoff)
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(OpenEnvUnavailableError), stop=stop_after_attempt(1 + self.retries),
+            wait=wait_exponential(self.backoff), reraise=True,
+        )  # fmt: skip
+        answer: dict[str, Any] = await retrying(self._call, "reset", data)
         return self._text(answer["observation"]), {"observation": answer["observation"]}
 
     async def step(self, action: str) -> StepResult:

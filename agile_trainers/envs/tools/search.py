@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 Search = Callable[[str], list[str]]
 """Function from a query to passages, best first."""
@@ -121,18 +122,15 @@ class HttpSearch:
             SearchServerError: If the server fails or its answer contains no passages.
         """
         body = json.dumps(self.payload(query)).encode()
-        for attempt in range(self.retries + 1):
-            try:
-                return self._passages(self._post(body))
-            except urllib.error.HTTPError as error:
-                cause: Exception = error
-                if error.code != 429 and error.code < 500:
-                    break
-            except OSError as error:  # the base class of URLError, timeouts and broken connections
-                cause = error
-            if attempt < self.retries:
-                time.sleep(self.backoff * 2**attempt)
-        raise SearchServerError(f"{self.url} did not answer a search in {attempt + 1} attempt(s): {cause}") from cause
+        retrying = Retrying(
+            retry=retry_if_exception(_may_pass), stop=stop_after_attempt(1 + self.retries),
+            wait=wait_exponential(self.backoff), reraise=True,
+        )  # fmt: skip
+        try:
+            return self._passages(retrying(self._post, body))
+        except OSError as error:
+            tried = retrying.statistics["attempt_number"]
+            raise SearchServerError(f"{self.url} did not answer a search in {tried} attempt(s): {error}") from error
 
     def _post(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, body, self.headers, method="POST")
@@ -150,6 +148,13 @@ class HttpSearch:
         if not isinstance(found, list) or not all(isinstance(passage, str) for passage in found):
             raise SearchServerError(f"{self.url}: expected a list of texts as passages, got {str(found)[:80]!r}.")
         return found
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether another attempt may succeed: after broken connections, timeouts, and an answer that says so."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code == 429 or error.code >= 500
+    return isinstance(error, OSError)
 
 
 def _words(text: str) -> list[str]:
