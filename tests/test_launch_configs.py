@@ -8,10 +8,13 @@ import copy
 import importlib.util
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -22,6 +25,7 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from launching import run
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "accelerate_configs").rglob("*.yaml"))
@@ -125,3 +129,12 @@ def test_an_example_passes_arguments_that_exist_and_reads_its_options(path):
         if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
             name = ast.literal_eval(call.args[0]).lstrip("-")
             assert f"options.{name}" in source, f"--{name} is never read"
+
+
+def test_a_test_that_times_out_ends_what_it_launched(tmp_path):
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
+    with pytest.raises(subprocess.TimeoutExpired) as stop:
+        run([sys.executable, "-c", launcher], timeout=2)
+    printed = stop.value.output
+    assert not printed or not psutil.pid_exists(int(printed))

@@ -10,12 +10,21 @@ from trl import GRPOConfig
 
 from agile_trainers.checkpoints.disclosure import is_withheld, public_options
 from agile_trainers.config.batch_defaults import TRL_LEARNING_RATE, accumulation, micro_batch, take_trl_batch
-from agile_trainers.config.build_locks import remove_abandoned_locks
-from agile_trainers.config.environment_limits import check_environments, check_names, longest_completion
-from agile_trainers.config.launch_checks import fill_deepspeed, uses_deepspeed
+from agile_trainers.config.launch_checks import fill_deepspeed
 from agile_trainers.config.options import default_of, option, with_args
-from agile_trainers.config.rules import CISPO_BOUND, EPISODES, SIZES, VALUES, Rule, check_numbers, check_rules
+from agile_trainers.config.rules import (
+    CISPO_BOUND,
+    EPISODES,
+    SIZES,
+    VALUES,
+    Rule,
+    check_environment_names,
+    check_limits,
+    check_numbers,
+    check_rules,
+)
 from agile_trainers.imports import nearest
+from agile_trainers.rollout.episode_options import EpisodeOptions
 
 TRL_COMPLETION_LENGTH = 512
 """TRL's default for ``max_completion_length``, which applies when there is no environment."""
@@ -83,8 +92,8 @@ class MultiTurnConfig(GRPOConfig):
         "Unit of the importance ratio: `token`, `turn` or `sequence` (also called `trajectory`). `turn` needs an "
         "environment.",
     )
-    max_turns: int = option(8, "Turns after which an episode is cut short.")
-    max_new_tokens: int = option(256, "Tokens of one answer, at most.")
+    max_turns: int = option(EpisodeOptions.max_turns, "Turns after which an episode is cut short.")
+    max_new_tokens: int = option(EpisodeOptions.max_new_tokens, "Tokens of one answer, at most.")
     min_new_tokens: int = option(0, "Tokens of one answer before an end-of-turn token may be sampled.")
     max_model_length: int | None = option(
         None,
@@ -92,7 +101,8 @@ class MultiTurnConfig(GRPOConfig):
         "`max_position_embeddings`.",
     )
     max_observation_length: int = option(
-        100_000, "Characters of one observation, at most. A longer one is cut, with a note to the model."
+        EpisodeOptions.max_observation_length,
+        "Characters of one observation, at most. A longer one is cut, with a note to the model.",
     )
     stop_strings: list[str] | None = option(None, "Strings that end an answer. They stay part of it.")
     system_prompt: str | None = option(None, "System message before a first observation that has no system message.")
@@ -317,8 +327,6 @@ class MultiTurnConfig(GRPOConfig):
     def __post_init__(self) -> None:
         check_numbers(self)
         check_rules(self, SIZES)
-        if uses_deepspeed(self):
-            remove_abandoned_locks()  # before `TrainingArguments` starts it
         # TRL checks the eval batch against the group size; episodes are evaluated on their own, so that check is
         # left to `without_environment`.
         group, eval_group = vars(self)["num_generations"], vars(self)["num_generations_eval"]
@@ -339,7 +347,7 @@ class MultiTurnConfig(GRPOConfig):
         if self.importance_sampling_level == "trajectory":
             self.importance_sampling_level = "sequence"
         check_rules(self, (*VALUES, *self.value_rules))
-        check_environments(self)
+        check_limits(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # `Trainer` pickles its arguments into every folder that it saves, and W&B uploads them with a model.
@@ -410,8 +418,9 @@ class MultiTurnConfig(GRPOConfig):
             names: Names of several environments; None for one.
         """
         check_rules(self, self.episode_rules)
-        check_names(self, names)
-        length = longest_completion(self, names)
+        check_environment_names(self, names)
+        each = [self.for_environment(name) for name in names or (None,)]
+        length = max(one.max_turns * one.max_new_tokens for one in each)
         if self.max_completion_length not in (None, length):
             raise ValueError(
                 f"max_completion_length={self.max_completion_length} cannot be set together with an environment: it is "
@@ -429,6 +438,13 @@ class MultiTurnConfig(GRPOConfig):
         if args.vllm_importance_sampling_correction:
             args.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode or "turn_truncate"
         return args
+
+    def for_environment(self, name: str | None) -> "MultiTurnConfig":
+        """Copy the configuration with the limits of one of several environments in place of the common ones."""
+        alone = copy.copy(self)
+        alone.__dict__.update(EpisodeOptions.of_args(self).of(name).__dict__, environment_weights=None)
+        alone.max_completion_length = alone.max_turns * alone.max_new_tokens
+        return alone
 
     def _episodes_per_generation(self) -> int:
         """Return a group size that passes TRL's check of the generation batch, for algorithms without groups."""

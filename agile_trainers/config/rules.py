@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from math import inf
 from numbers import Integral, Real
 from typing import Any, get_type_hints
 
@@ -16,6 +17,7 @@ from trl import GRPOConfig
 from agile_trainers.config.launch_checks import uses_deepspeed
 from agile_trainers.config.options import default_of
 from agile_trainers.objectives.mismatch import MODES
+from agile_trainers.rollout.episode_options import LIMITS, EpisodeOptions
 
 Allows = Callable[[Any, Any], bool]
 """Maps a configuration and the option's value to whether that value is accepted."""
@@ -248,20 +250,15 @@ VALUES: tuple[Rule, ...] = (
     positive("group_filter_share"),
     in_unit_interval("group_filter_share"),
     at_least(2, "task_seeds", optional=True),
-    at_least(1, "max_turns", "max_new_tokens", "num_eval_episodes", "max_observation_length"),
+    at_least(0, "min_new_tokens"),
+    at_least(1, "num_eval_episodes"),
     at_least(
         1,
-        "max_model_length",
         "generation_chunk_size",
         "reference_update_steps",
         "pad_to_multiple_of",
         "max_tokens_per_micro_batch",
         optional=True,
-    ),
-    Rule(
-        ("min_new_tokens",),
-        lambda args, value: 0 <= value <= args.max_new_tokens,
-        "min_new_tokens must lie between 0 and max_new_tokens={args.max_new_tokens}, got {value!r}.",
     ),
 )
 """Rules for values, checked at construction."""
@@ -565,3 +562,76 @@ BY_HAND: tuple[Rule, ...] = (
     ),
 )
 """Rules for a run of ``rollout()`` and ``update()``."""
+
+
+# ------------------------------------------------------------------------------------- limits, several environments
+
+
+def check_limits(args: Any) -> None:
+    """Check the limits of episodes and the weights of environments, before the environments are known.
+
+    Args:
+        args: A ``MultiTurnConfig``.
+
+    Raises:
+        ValueError: For a value out of range, or limits that contradict each other; the message names the environment.
+    """
+    options = EpisodeOptions.of_args(args)
+    for name in (None, *(args.environment_limits or {})):
+        own, where = options.of(name), "" if name is None else f"environment_limits[{name!r}]: "
+        if args.min_new_tokens > own.max_new_tokens:
+            raise ValueError(
+                f"{where}max_new_tokens={own.max_new_tokens} is less than min_new_tokens={args.min_new_tokens}, which "
+                "applies to every answer. Raise the first or lower the second."
+            )
+        if (own.max_model_length or 0) > (args.max_model_length or inf):
+            raise ValueError(
+                f"{where}max_model_length={own.max_model_length} is more than max_model_length={args.max_model_length}, "
+                "which applies to all. Raise that one."
+            )
+    weights = args.environment_weights
+    if weights is None:
+        return
+    if not isinstance(weights, dict) or not weights:
+        raise ValueError(f'environment_weights must be a mapping by name such as {{"guess": 2.0}}, got {weights!r}.')
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < inf:
+            raise ValueError(f"environment_weights[{name!r}] must be a number of at least 0, got {weight!r}.")
+    if not any(weights.values()):
+        raise ValueError(f"environment_weights={weights}: all are 0, and no environment would be played. Raise one.")
+
+
+def check_environment_names(args: Any, names: Sequence[str] | None) -> None:
+    """Check the names in ``environment_limits`` and ``environment_weights`` against the environments of the run.
+
+    Args:
+        args: A ``MultiTurnConfig``.
+        names: Names of several environments; None for one.
+
+    Raises:
+        ValueError: For an unknown or missing name, and for a limit that would have no effect.
+    """
+    limits, weights = args.environment_limits, args.environment_weights
+    for option, given in {"environment_limits": limits, "environment_weights": weights}.items():
+        if given is None:
+            continue
+        if names is None:
+            raise ValueError(
+                f"{option}={given} applies to several environments, but the run has one. Pass them by name, "
+                'environment={"guess": ..., "sums": ...}, or leave it unset.'
+            )
+        if unknown := [name for name in given if name not in names]:
+            raise ValueError(f"{option} names {unknown[0]!r}, expected one of the environments {', '.join(names)}.")
+    if weights and (missing := [name for name in names or () if name not in weights]):
+        raise ValueError(
+            f"environment_weights={weights} leaves out {missing[0]!r}. Give every environment a weight; 0 is for one "
+            "that is only evaluated."
+        )
+    # `max_model_length` also bounds those of the environments, and sizes the engine.
+    for limit in set(LIMITS) - {"max_model_length"} if limits else ():
+        value = getattr(args, limit)
+        if value != getattr(EpisodeOptions, limit) and all(limit in limits.get(name, {}) for name in names or ()):
+            raise ValueError(
+                f"{limit}={value} has no effect: environment_limits gives every environment one of its own. Leave {limit} "
+                "unset."
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +19,7 @@ from agile_trainers.rollout.generators.architecture import same_up_to
 logger = logging.get_logger(__name__)
 
 LIMITS = ("max_turns", "max_new_tokens", "max_model_length", "max_observation_length")
-"""Limits that each of several environments may have of its own."""
+"""Limits of an episode, which each of several environments may have of its own."""
 _UNLIMITED = 1 << 30
 
 
@@ -27,7 +28,7 @@ class EpisodeOptions:
     """Options of the episodes. Every field has the name, default and meaning that it has in the trainers' configuration.
 
     Raises:
-        ValueError: If a limit is below 1, or ``environment_limits`` has another one.
+        ValueError: If a limit is no whole number of at least 1, or ``environment_limits`` has another one.
     """
 
     max_turns: int = 8
@@ -44,12 +45,11 @@ class EpisodeOptions:
     environment_limits: Mapping[str, Mapping[str, int]] | None = None
 
     def __post_init__(self) -> None:
-        for name in LIMITS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        for environment in self.environment_limits or {}:
-            self.of(environment)
+        _check_limits({name: getattr(self, name) for name in LIMITS})
+        limits = self.environment_limits
+        for name, own in ({} if limits is None else _mapping("environment_limits", limits)).items():
+            where = f"environment_limits[{name!r}]"
+            _check_limits(_mapping(where, own), f"{where}: ")
 
     @classmethod
     def of_args(cls, args: Any) -> EpisodeOptions:
@@ -57,22 +57,9 @@ class EpisodeOptions:
         return cls(**{one.name: getattr(args, one.name) for one in fields(cls)})
 
     def of(self, environment: str | None) -> EpisodeOptions:
-        """The options as one of several environments has them, with its own limits.
-
-        Raises:
-            ValueError: If one of these is unknown or out of range.
-        """
+        """The options as one of several environments has them, with its own limits."""
         own: dict[str, Any] = dict((self.environment_limits or {}).get(environment or "", {}))
-        unknown = [name for name in own if name not in LIMITS]
-        if unknown:
-            raise ValueError(
-                f"environment_limits[{environment!r}] knows no {unknown[0]!r}; an environment may have its own "
-                f"{', '.join(LIMITS)}."
-            )
-        try:
-            return replace(self, environment_limits=None, **own)
-        except ValueError as error:
-            raise ValueError(f"environment_limits[{environment!r}]: {error}") from error
+        return replace(self, environment_limits=None, **own)
 
     def make_pool(self, factory: EnvironmentFactory | Mapping[str, EnvironmentFactory]) -> EnvironmentPool:
         """Make the environment pool of one factory, or of several by name.
@@ -87,6 +74,21 @@ class EpisodeOptions:
             processes=self.environment_processes,
             max_environments=self.max_environments,
         )
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(f'{name} must be a mapping by name such as {{"guess": {{"max_turns": 4}}}}, got {value!r}.')
+    return value
+
+
+def _check_limits(limits: Mapping[str, Any], where: str = "") -> None:
+    for name, value in limits.items():
+        if name not in LIMITS:
+            raise ValueError(f"{where}unknown limit {name!r}. Use any of {', '.join(LIMITS)}.")
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not (whole and value >= 1) and (value is not None or where or name != "max_model_length"):
+            raise ValueError(f"{where}{name} must be {'at least 1' if whole else 'a whole number'}, got {value!r}.")
 
 
 def build_engine(

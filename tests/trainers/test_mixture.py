@@ -17,7 +17,6 @@ from mixtures import BOTH, LIMITS, High, Low, make
 from recorded import recorded
 
 from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json
-from agile_trainers.config.environment_limits import for_environment
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS
 from agile_trainers.envs.registry import describe_environment
@@ -343,7 +342,7 @@ def test_the_longest_environment_sizes_the_completion(tmp_path):
         [*LIMITS, "other"]
     )
     assert args.max_completion_length == 35 and args.with_environment([*LIMITS, "other"]) == args
-    assert (for_environment(args, "other").max_turns, for_environment(args, "low").max_turns) == (5, 1)
+    assert (args.for_environment("other").max_turns, args.for_environment("low").max_turns) == (5, 1)
 
 
 def test_limits_of_the_conversation_are_each_environments_own(embedded_model, tmp_path):

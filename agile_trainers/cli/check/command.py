@@ -35,7 +35,6 @@ from agile_trainers.cli.train import (
 )
 from agile_trainers.config.batch_defaults import idle_recipe
 from agile_trainers.config.config import MultiTurnConfig
-from agile_trainers.config.environment_limits import for_environment
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.embedded import make_embedded_model
@@ -196,7 +195,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 environment=str(name or script.environment),
                 factory=factory,
                 algorithm=algorithm,
-                args=for_environment(args, name),
+                args=args.for_environment(name),
                 model=model,
                 config=config,
                 named=named is not None and not elsewhere,
