@@ -296,7 +296,7 @@ MUTATIONS = [
         "        members[group],\n", "        torch.ones_like(own),\n", ADVANTAGES,
     ),
     Mutation(
-        "CISPO with the bound of a clipped ratio", "config/config.py",
+        "CISPO with the bound of a clipped ratio", "config/multi_turn.py",
         "args.epsilon_high = CISPO_BOUND", "pass", "tests/trainers/test_invariances.py -k cispos_bound",
     ),
     Mutation(
@@ -563,7 +563,7 @@ MUTATIONS = [
         "tests/trainers/test_config_rules.py -k default",
     ),
     Mutation(
-        "an algorithm's own rules for values are not read", "config/config.py",
+        "an algorithm's own rules for values are not read", "config/multi_turn.py",
         "(*VALUES, *self.value_rules)", "VALUES", "tests/trainers/test_config_rules.py -k no_other",
     ),
     Mutation(
@@ -685,7 +685,7 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py -k damaged",
     ),
     Mutation(
-        "the Hub token is pickled beside the model", "config/config.py",
+        "the Hub token is pickled beside the model", "config/multi_turn.py",
         "for name in hidden} | {\"withheld\": hidden}", "for name in ()}",
         "tests/trainers/test_hub.py -k token",
     ),
@@ -753,7 +753,7 @@ MUTATIONS = [
         "self.call, self.since = call, time.monotonic()", "self.call = call", "tests/envs/test_env_checker.py -k slow",
     ),
     Mutation(
-        "an option's token is reported", "config/config.py",
+        "an option's token is reported", "config/multi_turn.py",
         "return public_options(super().to_dict(), type(self), self.public_values)", "return super().to_dict()",
         "tests/trainers/test_secrets.py",
     ),
@@ -1326,7 +1326,7 @@ MUTATIONS = [
         "if digest(weights) == before[1]:", "if not weights:", "tests/trainers/test_served_policy.py -k once_for_each",
     ),
     Mutation(
-        "the user's own arguments are completed", "config/config.py",
+        "the user's own arguments are completed", "config/multi_turn.py",
         "        args = copy.copy(self)\n        if args.vllm_importance",
         "        args = self\n        if args.vllm_importance",
         "tests/trainers/test_reward_functions.py -k makes_two_trainers",

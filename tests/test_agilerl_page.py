@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 from trl import GRPOConfig
 
 from agile_trainers.cli.train import make_parser
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.populations import Population
 from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 from agile_trainers.trainers.trainer import MultiTurnTrainer

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from trl import GRPOTrainer
 
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.rules import Rule, one_of
 from agile_trainers.objectives.advantages import group_advantages

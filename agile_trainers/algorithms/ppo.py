@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.rules import Rule, at_least, in_unit_interval, one_of, positive
 from agile_trainers.objectives.returns import gae

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import changed_default, option, with_args
 from agile_trainers.config.rules import Rule, one_of
 from agile_trainers.objectives.advantages import whiten_each

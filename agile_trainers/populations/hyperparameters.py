@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 
 Values = dict[str, float]
 """Option name to value."""

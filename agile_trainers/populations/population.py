@@ -34,7 +34,7 @@ from agile_trainers.checkpoints.hub import push_written
 from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import recorded_options
 from agile_trainers.checkpoints.secrets import masked
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import SIZES, VALUES, check_rules
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.export import copy_policy, export_policy

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.mixture import COLUMN, Mixture
 

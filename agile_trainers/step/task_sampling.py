@@ -11,7 +11,7 @@ import numpy as np
 from datasets import IterableDataset
 from transformers.utils import logging
 
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.rollout.mixture import Mixture, systematic_sample
 from agile_trainers.rollout.seeds import environment_seed
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from agile_trainers.algorithms.gspo import MultiTurnGSPOConfig, MultiTurnGSPOTrainer
     from agile_trainers.algorithms.ppo import MultiTurnPPOConfig, MultiTurnPPOTrainer
     from agile_trainers.algorithms.reinforce import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
-    from agile_trainers.config.config import MultiTurnConfig
+    from agile_trainers.config.multi_turn import MultiTurnConfig
     from agile_trainers.config.options import option
     from agile_trainers.step.credit import Credit, CreditInputs
     from agile_trainers.trainers.trainer import MultiTurnTrainer
@@ -41,7 +41,7 @@ __all__ = [
 _LOADED_LATER = {
     "Credit": "step.credit",
     "CreditInputs": "step.credit",
-    "MultiTurnConfig": "config.config",
+    "MultiTurnConfig": "config.multi_turn",
     "MultiTurnTrainer": "trainers.trainer",
     "option": "config.options",
 }

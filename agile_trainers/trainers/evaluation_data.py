@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import SchedulerType
 
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.imports import nearest
 
 _KEPT = ("prompt", "image", "images")

@@ -15,8 +15,8 @@ from transformers import TrainerCallback, set_seed
 from transformers.trainer_utils import BestRun, SaveStrategy
 from transformers.utils import logging
 
-from agile_trainers.config.config import MultiTurnConfig
 from agile_trainers.config.launch_checks import uses_deepspeed
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import VALUES, check_rules
 from agile_trainers.imports import nearest
 from agile_trainers.sampling.sampler import shared_engine

@@ -17,8 +17,8 @@ from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
 
 from agile_trainers.adapters import check_repeatable, within_scope
-from agile_trainers.config.config import MultiTurnConfig
 from agile_trainers.config.launch_checks import check_parallelism
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.envs.base import ResetResult
 from agile_trainers.envs.registry import environment_factories

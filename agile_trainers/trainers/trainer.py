@@ -56,8 +56,8 @@ from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_
 from agile_trainers.checkpoints.run_cards import RunCards
 from agile_trainers.checkpoints.stopping import GracefulStop
 from agile_trainers.config.batch_defaults import decide_learning_rate, warn_of_idle_recipe
-from agile_trainers.config.config import MultiTurnConfig
 from agile_trainers.config.launch_checks import check_engine
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import skips_zero_advantage
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.monitor.episode_log import EpisodeLog

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from errors import naming
 
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import (
     EPISODES,
     MACHINE,

@@ -34,7 +34,7 @@ from agile_trainers.cli.train import (
     split_of,
 )
 from agile_trainers.config.batch_defaults import idle_recipe
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.embedded import make_embedded_model

@@ -14,7 +14,7 @@ from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 from agile_trainers.adapters.scope import within_scope
 from agile_trainers.cli.check.tracing import Shape, Step, trace_step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.rollout.generators.transformers.kv_cache import capacity
 
 QUANTIZED = {"4 bit": 0.5 + 4 / 64, "4 bit, double": 0.5 + 1 / 64, "8 bit": 1.0}

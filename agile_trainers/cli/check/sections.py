@@ -24,7 +24,7 @@ from agile_trainers.cli.check.memory_plan import MemoryPlan, estimate_memory, pl
 from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.layout import draw_layout
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.players import Player, known_players

@@ -32,7 +32,7 @@ from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.cli.errors import message
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
 from agile_trainers.cli.preflight import check_output, json_object
-from agile_trainers.config.config import MultiTurnConfig
+from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.questions.rows import read_dataset
 from agile_trainers.envs.registry import make_environment_factory
