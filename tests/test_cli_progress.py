@@ -86,3 +86,13 @@ def test_other_processes_and_a_log_level_above_warnings_print_nothing(options: d
 
 def test_the_header_is_repeated() -> None:
     assert printed(Trainer(), LOGS[:1] * 31).count("success") == 2
+
+
+def test_a_number_of_rows_is_spread_over_the_run() -> None:
+    screen, trainer = StringIO(), Trainer()
+    with show_table(trainer, Console(file=screen), rows=4):  # type: ignore[arg-type]
+        (table,) = trainer.callbacks
+        for step in range(1, 13):
+            table.on_log(None, SimpleNamespace(global_step=step, max_steps=12), None, logs={"loss": 1.0})
+    steps = [line.split()[0] for line in screen.getvalue().splitlines()]
+    assert steps == ["step", "3/12", "6/12", "9/12", "12/12"]

@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from agile_environments.guess_number import demonstrations, halving_player, random_player
+from agile_trainers.checkpoints.model_card import moving_average
 from agile_trainers.cli.demo import command as demo
 from agile_trainers.cli.demo import report
 from agile_trainers.cli.demo.command import Budget
@@ -37,7 +38,6 @@ def test_everything_promised_is_written(finished: tuple[Path, dict]) -> None:
     output, summary = finished
     assert json.loads((output / "summary.json").read_text()) == summary
     assert {"random_success", "sft_success", "rl_success", "optimal_success", "seconds", "adapter_path"} <= set(summary)
-    assert (output / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     screen = (output / "screen.txt").read_text()
     for expected in ("random play", "after SFT", "after RL", "optimal play", "PeftModel.from_pretrained", "2/2"):
         assert expected in screen
@@ -100,13 +100,8 @@ def test_supervised_tokens_are_those_of_a_rollout(finished: tuple[Path, dict], t
 
 
 def test_moving_average_shrinks_at_the_ends() -> None:
-    assert report.moving_average([1, 2, 6, 3], 3) == [1.5, 3.0, 11 / 3, 4.5]
-    assert report.moving_average([], 3) == []
-
-
-def test_learning_curve_takes_training_steps_only() -> None:
-    history = [{"step": 0, "eval_success": 0.1}, {"step": 1, "success": 0.2}, {"step": 2, "success": 0.4}, {"step": 2}]
-    assert report.learning_curve(history) == ([1, 2], [0.2, 0.4])
+    assert moving_average([1, 2, 6, 3], 3) == [1.5, 3.0, 11 / 3, 4.5]
+    assert moving_average([], 3) == []
 
 
 def test_games_shown_are_the_longest_of_the_last_evaluation(tmp_path: Path) -> None:

@@ -1,31 +1,28 @@
-"""Adds the results of an evaluation to the metadata of a model card, and changes nothing else of it."""
+"""Adds the results of an evaluation to the metadata of a model card, and leaves its text as it is."""
 
 from __future__ import annotations
 
-import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult
+from huggingface_hub import EvalResult, metadata_load, metadata_save
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from agile_trainers.adapters.folders import is_cached
 
 CARD = "README.md"
-_FRONT = re.compile(r"\A(---[ \t]*\r?\n)(.*?)(^---[ \t]*\r?$)", re.DOTALL | re.MULTILINE)
 _UNREADABLE = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors of PyYAML, and of values that are of another form than a model index."""
-_INDEX = re.compile(r"^model-index:.*?(?=^[^\s-]|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def add_results(folder: Path, results: Sequence[EvalResult]) -> Path:
     """Add results to the ``model-index`` of ``README.md``, which is created if it does not exist.
 
     A result of the same environment and metric, played with the same limits on episodes of the same kind, takes the place of
-    the earlier one. The text below the metadata, and the
-    other metadata with its comments, stay as they are.
+    the earlier one. The text below the metadata and the other metadata stay as they are; comments in the metadata are lost.
 
     Args:
         folder: Folder of the model.
@@ -41,41 +38,23 @@ def add_results(folder: Path, results: Sequence[EvalResult]) -> Path:
     card, name = folder / CARD, folder.resolve().name
     if (card.is_symlink() and not is_cached(card)) or (card.exists() and not card.is_file()):
         raise ValueError(f"{card} is no regular file. Put a copy of the card there, or remove it.")
-    text = card.read_bytes().decode(errors="surrogateescape") if card.is_file() else f"# {name}\n"
-    newline = "\r\n" if "\r\n" in text else "\n"
-    front = _FRONT.match(text)
-    opening, block, rest = (
-        (front[1], front[2], text[front.start(3) :]) if front else (f"---{newline}", "", f"---{newline}{newline}{text}")
-    )
+    partial = card.with_name(f"{card.name}.partial")
+    partial.unlink(missing_ok=True)  # which may be a link to another file
     try:
-        data = yaml.safe_load(block) or {}
+        data = (metadata_load(card) if card.is_file() else None) or {}
         index = _merged(data.get("model-index") or [{"name": name, "results": []}], results)
-        dumped = yaml.safe_dump({"model-index": index}, sort_keys=False, allow_unicode=True).replace("\n", newline)
+        if card.is_file():
+            shutil.copyfile(card, partial)
+        else:
+            partial.write_text(f"# {name}\n", encoding="utf-8")
+        metadata_save(partial, {**data, "model-index": index})
     except _UNREADABLE as error:
+        partial.unlink(missing_ok=True)
         raise ValueError(
             f"The metadata at the top of {card} cannot be read: {str(error)[:300]}. Correct or remove it."
         ) from error
-    changed = _INDEX.sub("", block)
-    if changed and not changed.endswith("\n"):
-        changed += newline
-    changed += dumped
-    expected = {**data, "model-index": index}
-    if _read(changed) != yaml.safe_dump(expected):  # a comment in the old index, for example
-        changed = yaml.safe_dump(expected, sort_keys=False, allow_unicode=True).replace("\n", newline)
-    partial = card.with_name(f"{card.name}.partial")
-    partial.unlink(missing_ok=True)  # which may be a link to another file
-    with partial.open("xb") as file:
-        file.write((opening + changed + rest).encode(errors="surrogateescape"))
     partial.replace(card)
     return card
-
-
-def _read(block: str) -> str | None:
-    """Read metadata and write it as YAML. Unlike values, texts are compared in linear time, whatever aliases stand for."""
-    try:
-        return yaml.safe_dump(yaml.safe_load(block))
-    except _UNREADABLE:
-        return None
 
 
 def _merged(index: list[Any], results: Sequence[EvalResult]) -> list[Any]:

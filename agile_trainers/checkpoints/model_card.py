@@ -11,6 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 from trl import GRPOConfig
 
@@ -82,7 +83,7 @@ def model_card(
     """
     base = record["base_model"]["name"]
     local = base is None or public_path(base) != base
-    evaluations, baselines = _evaluations(log_history, baselines or {}), baselines or {}
+    evaluations, baselines, measured = _evaluations(log_history, baselines or {}), baselines or {}, measure(log_history)
     metadata = ModelCardData(
         base_model=None if local else base,
         datasets=dataset,
@@ -90,29 +91,41 @@ def model_card(
         pipeline_tag="text-generation",
         tags=list(tags),
         model_name=name,
-        eval_results=[_result(record["environment"], evaluations[-1], measure(log_history))]
+        eval_results=[_result(record["environment"], evaluations[-1], measured)]
         if evaluations and record["environment"]
         else None,
     )
     base_name = public_path(base) if base else "a model made in code"
     is_name = base is None or re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", base_name)
-    base_link = quoted(base_name) if not is_name else base_name if local else f"[{base}](https://huggingface.co/{base})"
     source = f"the environment `{record['environment']}`" if record["environment"] else f"`{rows}`" if rows else ""
     link = f"rows of [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
-    source = ", with ".join(one for one in (source, link) if one) or "rows"
-    parts = [
-        f"---\n{metadata.to_yaml()}\n---",
-        f"# {name}",
-        f"{base_link}, trained with {record['algorithm']} on {source}: {record['global_step']} updates.",
-        _loading(base_name, model_id, record, trainer, published=not local, chat=chat),
-        _evaluation_table(evaluations, measure(log_history), baselines),
-        _curve_section(panels(log_history, baselines)),
-        _table("Hyperparameters", ("option", "value"), [(f"`{k}`", f"`{v!r}`") for k, v in options.items()]),
-        _lineage(record),
-        _table("Versions", ("", ""), list(record["versions"].items())),
-        _citations(record["algorithm"], paper),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    commit = record["base_model"].get("commit")
+    # Of a local folder, the last part alone is shown, since the ones above may name a person.
+    arguments = json.dumps(f"path/to/{base_name}" if local else base_name)
+    return _TEMPLATE.render(
+        metadata=metadata.to_yaml(),
+        name=name,
+        model_id=model_id,
+        record=record,
+        base_name=base_name,
+        base_is_local=local,
+        base_link=quoted(base_name)
+        if not is_name
+        else base_name
+        if local
+        else f"[{base}](https://huggingface.co/{base})",
+        base_arguments=arguments + (f", revision={json.dumps(commit)}" if commit else ""),
+        source=", with ".join(one for one in (source, link) if one) or "rows",
+        trainer=trainer,
+        chat=chat,
+        evaluation=_evaluation_rows(evaluations, measured, baselines),
+        panels=panels(log_history, baselines),
+        curve=CURVE,
+        smoothed=SMOOTHED,
+        options=[(f"`{name}`", f"`{value!r}`") for name, value in options.items()],
+        stages=_stages(record),
+        paper=paper,
+    )
 
 
 def _evaluations(log_history: Sequence[Mapping[str, Any]], baselines: Baselines) -> list[Mapping[str, Any]]:
@@ -144,60 +157,21 @@ def _result(environment: str, metrics: Mapping[str, Any], measured: str) -> Eval
     )
 
 
-def _loading(base: str, model_id: str, record: Mapping[str, Any], trainer: str, *, published: bool, chat: bool) -> str:
-    unpublished = bool(record["lora"] and not published)
-    # Of a local folder, `base` is the last part alone, since the ones above may name a person.
-    source = json.dumps(f"path/to/{base}" if unpublished else base)
-    if record["lora"]:
-        commit = record["base_model"]["commit"]
-        revision = f", revision={json.dumps(commit)}" if commit else ""
-        lines = [
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f"base = AutoModelForCausalLM.from_pretrained({source}{revision})",
-            f'model = PeftModel.from_pretrained(base, "{model_id}")',
-        ]
-    else:
-        lines = [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f'model = AutoModelForCausalLM.from_pretrained("{model_id}")',
-        ]
-    lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{model_id}")')
-    said = '[{"role": "user", "content": "Hello!"}], add_generation_prompt=True, return_dict=True, return_tensors="pt"'
-    lines += [
-        "",
-        f"inputs = tokenizer.apply_chat_template({said})"
-        if chat
-        else 'inputs = tokenizer("Hello!", return_tensors="pt")',
-        "answer = model.generate(**inputs, max_new_tokens=64)",
-        'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
-    ]
-    code = "\n".join(lines)
-    onward = f'`{trainer}(model="{model_id}", environment=..., args=...)` trains it on.'
-    parts = ["## How to load it", f"```python\n{code}\n```", *([_publishing(base)] if unpublished else []), onward]
-    return "\n\n".join(parts)
-
-
-def _publishing(base: str) -> str:
-    """Say that an adapter's base is not published, and how to publish both."""
-    name = base.rpartition("/")[2]
-    return (
-        f"The base model is not published. It was the folder {quoted(base)} on the machine that trained the adapter, which "
-        "loads on a copy of that folder alone. To publish both: `hf upload USER/BASE path/to/"
-        f"{name}`, write `USER/BASE` as `base_model_name_or_path` into this `adapter_config.json`, and upload this folder."
-    )
-
-
-def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], measured: str, baselines: Baselines) -> str:
+def _evaluation_rows(
+    evaluations: Sequence[Mapping[str, Any]], measured: str, baselines: Baselines
+) -> list[tuple[str, ...]]:
+    """Return the header and the rows of the evaluation table; nothing without evaluations and baselines."""
     stride = -(-len(evaluations) // _EVALUATIONS) or 1
-    shown = list(reversed(list(reversed(evaluations))[::stride]))
-    shown = [{"step": name, **metrics} for name, metrics in baselines.items()] + shown
+    shown = [{"step": name, **metrics} for name, metrics in baselines.items()] + [
+        *reversed(evaluations[::-1][::stride])
+    ]
     # One column for each of several environments.
     names = sorted(
         {found[1] for entry in shown for key in entry if (found := re.fullmatch(r"eval_(.+)_return_sem", key))}
     )
+    header = (
+        "update", f"{measured} (± standard error)", "success", "episodes", *(f"return of {_shown(name)}" for name in names)
+    )  # fmt: skip
     rows = [
         (
             str(entry["step"]),
@@ -208,10 +182,7 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], measured: str, b
         )
         for entry in shown
     ]
-    header = (
-        "update", f"{measured} (± standard error)", "success", "episodes", *(f"return of {_shown(name)}" for name in names)
-    )  # fmt: skip
-    return _table("Evaluation", header, rows)
+    return [header, *rows]
 
 
 def _with_error(entry: Mapping[str, Any], prefix: str, measured: str = "return") -> str:
@@ -220,20 +191,15 @@ def _with_error(entry: Mapping[str, Any], prefix: str, measured: str = "return")
     return f"{entry[name]:.3f}{error}" if name in entry else ""
 
 
-def _lineage(record: Mapping[str, Any]) -> str:
-    rows = [("this model", record["algorithm"], _environment(record))]
+def _stages(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for the model and each stage before it; nothing if it is the first."""
+    rows = [("this model", record["algorithm"], quoted(record["environment"] or ""))]
     stage: Mapping[str, Any] | None = record["parent"]
     while stage is not None:  # its author may be another person
-        source, commit = stage["source"], stage["commit"]
-        name = public_path(source)
-        name += f" at {commit[:10]}" if commit else ""
-        rows.append((quoted(name), quoted(stage["algorithm"] or ""), _environment(stage)))
+        name = public_path(stage["source"]) + (f" at {stage['commit'][:10]}" if stage["commit"] else "")
+        rows.append((quoted(name), quoted(stage["algorithm"] or ""), quoted(stage["environment"] or "")))
         stage = stage["parent"]
-    return _table("Stages, latest first", ("", "algorithm", "environment"), rows) if len(rows) > 1 else ""
-
-
-def _environment(stage: Mapping[str, Any]) -> str:
-    return quoted(stage["environment"] or "")
+    return rows if len(rows) > 1 else []
 
 
 def _shown(name: str) -> str:
@@ -247,20 +213,13 @@ def quoted(text: str) -> str:
     return f"`{shown}`" if shown.strip() else ""
 
 
-def _citations(algorithm: str, paper: Mapping[str, str] | None) -> str:
-    own = "Trained with agile-trainers, on top of [TRL](https://github.com/huggingface/trl)."
-    if not paper:
-        return f"## Citations\n\n{own}"
-    text = f"## Citations\n\n{algorithm}: [{paper['title']}](https://huggingface.co/papers/{paper['id']}). {own}"
-    return text + (f"\n\n```bibtex\n{paper['citation'].strip()}\n```" if paper.get("citation") else "")
+def _row(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
 
 
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    lines = [header, ["---"] * len(header), *rows]
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
-    return f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in cells)
+_ENVIRONMENT = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+_ENVIRONMENT.filters |= {"quoted": quoted, "row": _row}
+_TEMPLATE = _ENVIRONMENT.from_string(Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -314,15 +273,6 @@ def moving_average(values: Sequence[float], width: int) -> list[float]:
     half = width // 2
     windows = (values[max(index - half, 0) : index + half + 1] for index in range(len(values)))
     return [sum(window) / len(window) for window in windows]
-
-
-def _curve_section(shown: Sequence[Panel]) -> str:
-    if not shown:
-        return ""
-    lines = f"Pale lines show every log, bold lines the mean of the {SMOOTHED} logs around it."
-    compared = " Dashed lines are the baselines of the table above." if any(panel.baselines for panel in shown) else ""
-    title = f"{' and '.join(panel.name for panel in shown)} at each update"
-    return f"## Learning curve\n\n![{title}]({CURVE})\n\n{lines}{compared}"
 
 
 def draw_curve(shown: Sequence[Panel]) -> bytes:

@@ -15,10 +15,6 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from agile_trainers.checkpoints.model_card import measure
 
-MILESTONES = 8
-"""Number of lines that stay on the screen, the only output without a terminal."""
-
-
 PROGRESS = ("table", "dicts")
 """Values of ``--progress``: our table, or the output of transformers."""
 _COLUMNS = {
@@ -40,7 +36,7 @@ _HEADER_EVERY = 30
 
 
 @contextmanager
-def show_table(trainer: Trainer, console: Console, title: str = "training") -> Iterator[None]:
+def show_table(trainer: Trainer, console: Console, title: str = "training", rows: int | None = None) -> Iterator[None]:
     """Show a table while the trainer trains: one row per log, and a bar below if the console is a terminal.
 
     Only the main process prints. ``disable_tqdm`` leaves out the bar, and a ``log_level`` above warnings
@@ -50,6 +46,7 @@ def show_table(trainer: Trainer, console: Console, title: str = "training") -> I
         trainer: The trainer. Its own bar and log lines are switched off.
         console: Console for the table.
         title: Text beside the bar.
+        rows: Number of rows, of logs at equal distances. Default: one for each log.
     """
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
@@ -59,7 +56,7 @@ def show_table(trainer: Trainer, console: Console, title: str = "training") -> I
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = console.is_terminal and not trainer.args.disable_tqdm
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
-    table = _Table(bar, title)
+    table = _Table(bar, title, rows)
     trainer.add_callback(table)
     try:
         with bar:
@@ -69,8 +66,8 @@ def show_table(trainer: Trainer, console: Console, title: str = "training") -> I
 
 
 class _Table(TrainerCallback):
-    def __init__(self, bar: Progress, title: str):
-        self.bar = bar
+    def __init__(self, bar: Progress, title: str, most: int | None):
+        self.bar, self.most, self.last = bar, most, 0
         self.task = bar.add_task(title, total=None)
         self.columns: list[str] = []
         self.rows = 0
@@ -85,8 +82,10 @@ class _Table(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         found = _row(logs or {})
-        if not found:
+        step, total = state.global_step, state.max_steps
+        if not found or (self.most is not None and step != total and step - self.last < total / self.most):
             return
+        self.last = step
         if not self.columns or not set(found) <= {*self.columns, "_"} or self.rows % _HEADER_EVERY == 0:
             self.columns = [name for name in _COLUMNS if name in {*self.columns, *found}]
             self._print("step", "time", self.columns, state)
@@ -139,48 +138,3 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
-
-
-@contextmanager
-def show_progress(trainer: Trainer, console: Console, title: str, metrics: Mapping[str, str]) -> Iterator[None]:
-    """Show a bar while the trainer trains.
-
-    Args:
-        trainer: The trainer, whose own log lines are switched off.
-        console: Console for the bar.
-        title: Text beside the bar.
-        metrics: Key of the trainer's logs to the name beside the bar.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, TextColumn("{task.fields[numbers]}"), console=console, transient=True)
-    callback = _Bar(progress, title, metrics)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(callback)
-    try:
-        with progress:
-            yield
-    finally:
-        trainer.remove_callback(callback)
-
-
-class _Bar(TrainerCallback):
-    def __init__(self, progress: Progress, title: str, metrics: Mapping[str, str]):
-        self.progress = progress
-        self.title = title
-        self.metrics = metrics
-        self.task = progress.add_task(title, total=None, numbers="")
-        self.last_line = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.progress.update(self.task, total=state.max_steps, completed=state.global_step)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        shown = {name: float(logs[key]) for key, name in self.metrics.items() if logs and key in logs}
-        if not shown:
-            return
-        numbers = "  ".join(f"{name} {value:.2f}" for name, value in shown.items())
-        self.progress.update(self.task, numbers=numbers)
-        step, total = state.global_step, state.max_steps
-        if step == total or step - self.last_line >= total / MILESTONES:
-            self.last_line = step
-            self.progress.console.print(f"{self.title}  {step:>{len(str(total))}}/{total}  {numbers}", highlight=False)

@@ -27,11 +27,12 @@ from trl import SFTTrainer
 from agile_environments.guess_number import LEVELS, demonstrations, halving_player, random_player
 from agile_trainers import embedded
 from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.checkpoints.disclosure import CURVE
 from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.run_cards import write_card_of_rows
-from agile_trainers.cli.demo.report import Score, learning_curve, plot, results_table, some_games, write_summary
+from agile_trainers.cli.demo.report import Score, results_table, some_games, write_summary
 from agile_trainers.cli.preflight import check_output
-from agile_trainers.cli.progress import show_progress
+from agile_trainers.cli.progress import show_table
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.players import Player
@@ -44,6 +45,8 @@ ENVIRONMENT = "agile:guess_number"
 HIGH, GUESSES = LEVELS["normal"]
 GROUP = 8
 """Number of games with the same secret in one update, whose returns are compared."""
+ROWS = 8
+"""Rows of the table of each stage."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     untrained = make_embedded_model(output / "untrained", words=words, seed=seed)
     base = output / "sft"
     supervised = sft_trainer(untrained, base, seed, budget)
-    with show_progress(supervised, console, "learning the format", {"loss": "loss", "mean_token_accuracy": "accuracy"}):
+    with show_table(supervised, console, "learning the format", rows=ROWS):
         supervised.train()
     supervised.save_model()
     learned = record_without_environment("SFT", supervised.model, supervised.state.global_step)
@@ -180,8 +183,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
         "random": scripted_score("random play", random_player, trainer, budget.eval_episodes),
         "sft": model_score("after SFT", trainer),
     }
-    shown = {"success": "success", "return/mean": "return", "turns/mean": "turns", "entropy": "entropy"}
-    with show_progress(trainer, console, "multi-turn GRPO", shown):
+    with show_table(trainer, console, "multi-turn GRPO", rows=ROWS):
         trainer.train()
     scores["rl"] = model_score("after RL", trainer)
     scores["optimal"] = scripted_score("optimal play", halving_player, trainer, budget.eval_episodes)
@@ -192,19 +194,15 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
         trainer.cards.baselines[of.name] = measured
     adapter = output / "adapter"
     trainer.save_model(str(adapter))
-    steps, successes = learning_curve(trainer.state.log_history)
-    picture = plot(steps, successes, scores, output / "learning_curve.png")
     games = some_games(output / "rl" / "rollouts")
     (output / "games.txt").write_text(games + "\n", encoding="utf-8")
     seconds = time.perf_counter() - started
     summary = write_summary(output, scores, seed=seed, seconds=seconds, adapter=adapter, base=base, budget=budget)
-    _show(console, games, results_table(scores, budget.eval_episodes), picture, base, adapter, seconds)
+    _show(console, games, results_table(scores, budget.eval_episodes), base, adapter, seconds)
     return summary
 
 
-def _show(
-    console: Console, games: str, table: object, picture: Path, base: Path, adapter: Path, seconds: float
-) -> None:
+def _show(console: Console, games: str, table: object, base: Path, adapter: Path, seconds: float) -> None:
     console.rule("Some games of the trained model")
     console.print(games, highlight=False, soft_wrap=True)
     console.rule("Result")
@@ -213,7 +211,7 @@ def _show(
         f"agile-trainers view {base.parent} --open shows the episodes in a browser.", highlight=False, soft_wrap=True
     )
     console.print(
-        f"{seconds:.0f} seconds. Learning curve: {picture}. The adapter is in {adapter} and loads with\n\n"
+        f"{seconds:.0f} seconds. Learning curve: {adapter / CURVE}. The adapter is in {adapter} and loads with\n\n"
         f'    base = AutoModelForCausalLM.from_pretrained("{base}")\n'
         f'    model = PeftModel.from_pretrained(base, "{adapter}")\n'
         f'    tokenizer = AutoTokenizer.from_pretrained("{adapter}")\n',

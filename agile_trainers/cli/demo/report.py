@@ -1,9 +1,9 @@
-"""Writes the results of the demo: a table, a picture, some games and ``summary.json``."""
+"""Writes the results of the demo: a table, some games and ``summary.json``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.table import Table
 
-from agile_trainers.checkpoints.model_card import SMOOTHED, moving_average
 from agile_trainers.records.reader import open_records, read_records
 
 LIBRARIES = ("agile-trainers", "trl", "transformers", "peft", "torch")
@@ -34,41 +33,6 @@ def results_table(scores: Mapping[str, Score], episodes: int) -> Table:
     for score in scores.values():
         table.add_row(score.name, f"{score.success:.1%}", f"{score.episode_return:+.3f}")
     return table
-
-
-def learning_curve(log_history: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
-    """Read training steps and their success rates from ``trainer.state.log_history``."""
-    points = [(int(log["step"]), float(log["success"])) for log in log_history if "success" in log]
-    return [step for step, _ in points], [success for _, success in points]
-
-
-def plot(steps: Sequence[int], successes: Sequence[float], scores: Mapping[str, Score], path: Path) -> Path:
-    """Draw a learning curve, with the scores as horizontal lines.
-
-    Args:
-        steps: Number of each update.
-        successes: Share of each update's games that were won.
-        scores: Scores, drawn as dashed lines.
-        path: PNG file to write.
-
-    Returns:
-        ``path``.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, successes, color="tab:blue", linewidth=1, alpha=0.35)
-    axes.plot(
-        steps, moving_average(successes, SMOOTHED), color="tab:blue", linewidth=2, label=f"mean of {SMOOTHED} updates"
-    )
-    for score, color in zip(scores.values(), ("tab:gray", "tab:orange", "tab:green", "black")):
-        axes.axhline(score.success, color=color, linestyle="--", linewidth=1, label=f"{score.name} {score.success:.2f}")
-    axes.set(xlabel="update", ylabel="games won", ylim=(0, 1.02), title="Multi-turn GRPO on guess-the-number")
-    axes.legend(loc="lower right", fontsize="small")
-    FigureCanvasAgg(figure).print_png(path)
-    return path
 
 
 def some_games(rollouts: Path, count: int = 3) -> str:

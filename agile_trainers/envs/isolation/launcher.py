@@ -1,7 +1,7 @@
 """Isolates its own process, then replaces itself by the program to run; see ``levels.py``.
 
 It is started as ``python -I -S launcher.py <specification as JSON> program arguments...`` and imports only the standard
-library. Before the program starts, it sets limits, user, namespaces and mounts or a Landlock domain, capabilities,
+library. Before the program starts, it sets limits, user, a Landlock domain, capabilities,
 ``no_new_privs``, and a seccomp filter that the caller compiled.
 """
 
@@ -11,7 +11,6 @@ import base64
 import ctypes
 import json
 import os
-import platform
 import resource
 import signal
 import sys
@@ -19,14 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 NOBODY = 65534
-_NEW = {"mount": 0x00020000, "cgroup": 0x02000000, "uts": 0x04000000, "ipc": 0x08000000, "user": 0x10000000,
-        "pid": 0x20000000, "net": 0x40000000}  # fmt: skip
-_MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 0x40000, 0x2, 0x4
-_MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
-_READ_ONLY, _NO_SUID = 0x1, 0x2
-_MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 """Numbers of system calls, equal on every architecture."""
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 _EXECUTE, _READ_FILE, _READ_DIR = 1, 4, 8
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,10 +35,7 @@ def seal(spec: dict[str, Any]) -> None:
     if sys.platform != "linux":
         _start_nothing()
         return
-    if spec["level"] == "namespaces":
-        _die_with(spec["parent"])
-        _enter_namespaces(spec)
-    elif spec["level"] != "bubblewrap":  # which has done this already
+    if spec["level"] != "bubblewrap":  # which has done this already
         if spec["level"] == "landlock":
             _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
         _become_nobody(spec["paths"])
@@ -71,70 +61,6 @@ def _die_with(parent: int) -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _enter_namespaces(spec: dict[str, Any]) -> None:
-    """Continue as process 2 of new namespaces, with a root that contains only some read-only folders.
-
-    Process 1 waits for it, since the kernel does not deliver most signals, timers included, to a process 1.
-    """
-    user, group = os.getuid(), os.getgid()
-    if user == 0:
-        os.setgroups([])
-    _check(_libc.unshare(sum(_NEW.values())), "unshare")
-    for name, line in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {user} 1"), ("gid_map", f"{NOBODY} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(line)
-    _wait_for_child()
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
-    _new_root(spec["paths"], spec["links"])
-    _drop_capabilities()
-    _wait_for_child()
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
-
-
-def _wait_for_child() -> None:
-    """Fork; the parent waits and exits with the child's code, or with 128 plus the number of its signal."""
-    child = os.fork()
-    if child == 0:
-        return
-    _, status = os.waitpid(child, 0)
-    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
-
-
-def _new_root(paths: list[str], links: dict[str, str]) -> None:
-    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    root = next(path for path in ("/tmp", "/mnt", "/var", "/proc") if os.path.isdir(path))
-    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    old = "/.old"
-    os.mkdir(root + old, 0o700)
-    number = _PIVOT_ROOT[platform.machine()]
-    _check(_libc.syscall(number, root.encode(), (root + old).encode()), "pivot_root")
-    os.chdir("/")
-    for path in paths:
-        os.umask(0o022)
-        if os.path.isdir(old + path):
-            os.makedirs(path, exist_ok=True)
-        else:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "x"):
-                pass
-        _mount(old + path, path, None, _MS_BIND | _MS_REC)
-    for link, target in links.items():
-        os.symlink(target, link)
-    os.umask(0o077)
-    _check(_libc.umount2(old.encode(), _MNT_DETACH), "umount2")
-    os.rmdir(old)
-    attributes = (ctypes.c_uint64 * 4)(_READ_ONLY | _NO_SUID, 0, 0, 0)
-    done = _libc.syscall(
-        _MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)
-    )
-    _check(done, "mount_setattr")
-
-
-def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    words = [None if word is None else word.encode() for word in (source, target, kind, data)]
-    _check(_libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
 
 
 def _become_nobody(paths: list[str]) -> None:

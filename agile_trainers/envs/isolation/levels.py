@@ -25,10 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-BUBBLEWRAP, NAMESPACES, LANDLOCK, NONE = "bubblewrap", "namespaces", "landlock", "none"
+BUBBLEWRAP, LANDLOCK, NONE = "bubblewrap", "landlock", "none"
 LEVELS = {
     BUBBLEWRAP: "bubblewrap's namespaces and empty root, and a seccomp filter",
-    NAMESPACES: "new user, process, mount and network namespaces, an empty root, and a seccomp filter",
     LANDLOCK: "a Landlock domain, an unprivileged user, and a seccomp filter",
     NONE: "a separate process with limits and without environment variables; it can read files, and use the network "
     "unless a seccomp filter can be made",
@@ -298,32 +297,31 @@ def _command(
     name: str, arguments: Sequence[str], limits: dict[str, int], sites: bool, extra: Sequence[Path | str]
 ) -> list[str]:
     interpreter = os.path.realpath(sys.executable)
-    paths, links = _readable(sites, extra)
+    paths = _readable(sites, extra)
     spec = {
         "level": name,
         "limits": limits,
         "paths": paths,
-        "links": links,
         "parent": os.getpid(),
         "filter": base64.b64encode(_filter() if name != NONE else _filter_if_any()).decode(),
     }
     launch = [interpreter, "-I", "-S", "-B", "-c", _LAUNCHER.read_text(encoding="utf-8"), json.dumps(spec)]
-    return [*(_bubblewrap(paths, links) if name == BUBBLEWRAP else []), *launch,
+    return [*(_bubblewrap(paths) if name == BUBBLEWRAP else []), *launch,
             interpreter, "-I", "-S", "-B", "-W", "ignore", *arguments]  # fmt: skip
 
 
-def _bubblewrap(paths: list[str], links: dict[str, str]) -> list[str]:
+def _bubblewrap(paths: list[str]) -> list[str]:
     options = ["--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL",
                "--die-with-parent", "--new-session"]  # fmt: skip
     for path in paths:
         options += ["--ro-bind", path, path]
-    for link, target in links.items():
-        options += ["--symlink", target, link]
+    for link in filter(os.path.islink, ("/lib", "/lib64")):
+        options += ["--symlink", os.readlink(link), link]
     return [shutil.which("bwrap") or "bwrap", *options, "--remount-ro", "/", "--chdir", "/", "--"]
 
 
-def _readable(sites: bool, extra: Sequence[Path | str]) -> tuple[list[str], dict[str, str]]:
-    """Return the files and folders that an isolated program may read, none inside another, and links of the root folder."""
+def _readable(sites: bool, extra: Sequence[Path | str]) -> list[str]:
+    """Return the files and folders that an isolated program may read, none inside another."""
     wanted = [
         sys.base_prefix,
         sys.base_exec_prefix,
@@ -338,8 +336,7 @@ def _readable(sites: bool, extra: Sequence[Path | str]) -> tuple[list[str], dict
     for path in real:
         if not any(path.startswith(f"{above}/") for above in paths):
             paths.append(path)
-    links = {path: os.readlink(path) for path in ("/lib", "/lib64") if os.path.islink(path)}
-    return paths, links
+    return paths
 
 
 def exit_code(status: int) -> int:
