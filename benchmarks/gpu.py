@@ -1,9 +1,9 @@
-"""Measures rollout and update speed and peak memory on a GPU, for this library and for plain TRL (`make bench-gpu`).
+"""Measures decoding, updates and whole steps on a GPU, for this library and for plain TRL (`make bench-gpu`).
 
-The models have random weights and 0.5B and 1.5B shapes, and train with LoRA, bf16 and gradient checkpointing on episodes of
-4k and 16k tokens. Plain TRL answers once, so it is compared with our episodes of one turn; those of four turns have as many
-tokens. Each measurement runs in a process of its own, so that it leaves nothing on the GPU and may run out of memory alone.
-The results go to `results/gpu.md`. `--tiny` runs the same on CPU in seconds; its figures mean nothing.
+The models have random weights and Qwen2.5's shapes, and train with LoRA in bf16. Each case runs in a process of its own, so
+that it leaves nothing on the GPU and may run out of memory alone, and is written down before the next one starts: a run that
+is cut off goes on where it ended. Plain TRL answers once, so whole steps are compared with our episodes of one turn; those
+of four turns have as many tokens. ``--rehearse`` runs the same on CPU in a minute; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from case_log import CaseLog
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import GenerationConfig, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
@@ -32,22 +34,27 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.import_utils import is_vllm_available
 
 from agile_trainers.embedded import make_tokenizer
+from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
 SHAPES: dict[str, dict[str, int]] = {
     "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
     "1.5B": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
+    "7B": {
+        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+    },
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
-}
-"""Shapes of Qwen2.5, with a vocabulary of 151936 tokens and two key-value heads."""
+}  # fmt: skip
+"""Shapes of Qwen2.5, with a vocabulary of 151936 tokens, and two key-value heads where no other number is stated."""
 EPISODES, NEW_TOKENS, STEPS = 8, 256, 3
 """Episodes of a batch (one group), tokens sampled in each episode, and steps; the first step is a warm-up."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The settings of one measurement."""
+    """Whole steps of one side: a rollout and an update."""
 
     shape: str
     tokens: int
@@ -58,9 +65,124 @@ class Case:
     vllm: bool
 
     @property
+    def name(self) -> str:
+        generator = ", vLLM" if self.vllm else ""
+        return f"step {self.shape}, {self.tokens} tokens, {self.turns} turns, {self.side}{generator}"
+
+    @property
     def new_tokens(self) -> int:
         """Tokens sampled per turn."""
         return min(NEW_TOKENS, self.tokens // 4) // self.turns
+
+    def figures(self, model: Path) -> dict[str, Any]:
+        """Tokens per second, and memory."""
+        return asdict(measure(self, model))
+
+
+@dataclass(frozen=True)
+class Update:
+    """A workload of `update_vs_trl.py`: the same episodes for us, for TRL and for the bare model."""
+
+    shape: str
+    part: str
+
+    @property
+    def name(self) -> str:
+        return f"update {self.shape}, {self.part}"
+
+    def figures(self, model: Path) -> dict[str, Any]:
+        """Median seconds of each side, their ratios, and the seconds that the matrix products alone take."""
+        import update_vs_trl as update  # it imports this file
+
+        if torch.cuda.is_available():
+            update.DEVICE = "cuda"
+        update.CHECKPOINTS = self.shape == "7B"
+        result = update.compare(update.WORKLOADS[self.part], model, 2 if self.shape == "tiny" else 3)
+        took = {side: median(seconds) for side, seconds in result["seconds"].items()}
+        weights = sum(p.numel() for p in Qwen2ForCausalLM.from_pretrained(model).parameters())
+        # Forward, and the gradient of the input: 2 multiplications and additions a weight each, none for frozen weights.
+        least = 4 * weights * result["distinct_tokens"] / products_per_second()
+        return {
+            **{f"{side}, s": seconds for side, seconds in took.items()},
+            "ours / TRL": median(update.ratios(result["seconds"], "ours", "TRL")),
+            "ours / bare model": median(update.ratios(result["seconds"], "ours", "limit")),
+            "matrix products, s": least,
+            "ours / matrix products": took["ours"] / least,
+        }
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Answers to ragged prompts by the generator of the rollouts, and by transformers' own ``generate``."""
+
+    shape: str
+    rows: int
+    context: int
+    """Tokens of the longest prompt; the shortest has half of it."""
+
+    @property
+    def name(self) -> str:
+        return f"decode {self.shape}, {self.rows} rows of {self.context}"
+
+    def figures(self, model: Path) -> dict[str, Any]:
+        """Sampled tokens per second of each, the reading of the prompts included, and memory."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        loaded = Qwen2ForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+        chance, count = random.Random(0), 16 if self.shape == "tiny" else 128
+        lengths = [self.context - row * self.context // (2 * self.rows) for row in range(self.rows)]
+        prompts = [[chance.randrange(10, 1000) for _ in range(length)] for length in lengths]
+        found: dict[str, Any] = {}
+        for side, decode in (("ours", _decode), ("generate", _generate)):
+            decode(loaded, prompts, 4)
+            _finish()
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            started = time.perf_counter()
+            sampled = decode(loaded, prompts, count)
+            _finish()
+            found[f"{side}, tokens/s"] = sampled / (time.perf_counter() - started)
+            if sampled != count * self.rows:
+                raise RuntimeError(f"{side} sampled {sampled} tokens, expected {count * self.rows}.")
+            if torch.cuda.is_available():
+                found[f"{side}, GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        return found
+
+
+def _decode(model: Any, prompts: list[list[int]], count: int) -> int:
+    eos, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    settings = SamplingSettings(min_new_tokens=count)
+    generator = TransformersGenerator(model, eos_token_ids=[eos], pad_token_id=pad, settings=settings)
+    for episode, prompt in enumerate(prompts):
+        chance = random.Random(episode)
+        uniforms = lambda n, chance=chance: [chance.random() for _ in range(n)]  # noqa: E731
+        generator.submit(GenerationRequest(episode, prompt, count, uniforms))
+    sampled = 0
+    while generator.pending:
+        sampled += sum(len(output.token_ids) for output in generator.step())
+    return sampled
+
+
+def _generate(model: Any, prompts: list[list[int]], count: int) -> int:
+    width, pad = max(map(len, prompts)), model.generation_config.pad_token_id
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    answers = model.generate(input_ids=ids, attention_mask=mask, min_new_tokens=count, max_new_tokens=count)
+    return int(answers[:, width:].numel())
+
+
+def products_per_second() -> float:
+    """Multiplications and additions per second of a large matrix product, in the type that models compute in."""
+    size, cuda = (8192, True) if torch.cuda.is_available() else (512, False)
+    a, b = torch.randn(2, size, size, device="cuda" if cuda else "cpu", dtype=torch.bfloat16 if cuda else torch.float32)
+    took = []
+    for _ in range(8):
+        _finish()
+        started = time.perf_counter()
+        a @ b
+        _finish()
+        took.append(time.perf_counter() - started)
+    return 2 * size**3 / median(took[2:])
 
 
 @dataclass(frozen=True)
@@ -77,26 +199,42 @@ class Speed:
     tokens: int
 
 
-def cases(tiny: bool, vllm: bool) -> list[Case]:
-    """All measurements, with the two sides alternating."""
-    shapes, lengths = (("tiny",), (64,)) if tiny else (("0.5B", "1.5B"), (4096, 16384))
-    runs = (("ours", 1), ("TRL", 1), ("ours", 4))
+def cases(tiny: bool, vllm: bool) -> list[Case | Update | Decoding]:
+    """All measurements, those that tell most first."""
+    if tiny:
+        return [Decoding("tiny", 4, 64), Update("tiny", "whole"), *_steps("tiny", 64, False)]
     return [
-        Case(shape, tokens, turns, side, engine)
-        for shape in shapes
-        for tokens in lengths
-        for engine in ((False, True) if vllm else (False,))
-        for side, turns in runs
+        Decoding("0.5B", 64, 1024),
+        Update("0.5B", "whole"),
+        *_steps("0.5B", 4096, False),
+        Decoding("0.5B", 256, 1024),
+        Update("7B", "whole"),
+        Decoding("7B", 64, 1024),
+        *(Update("0.5B", part) for part in ("long", "ragged", "sure", "silent")),
+        Update("7B", "long"),
+        *_steps("0.5B", 16384, False),
+        *(case for tokens in (4096, 16384) for case in _steps("1.5B", tokens, False)),
+        *(
+            case
+            for shape in ("0.5B", "1.5B")
+            if vllm
+            for tokens in (4096, 16384)
+            for case in _steps(shape, tokens, True)
+        ),
     ]
+
+
+def _steps(shape: str, tokens: int, vllm: bool) -> list[Case]:
+    """Whole steps of the two sides, which alternate."""
+    return [Case(shape, tokens, turns, side, vllm) for side, turns in (("ours", 1), ("TRL", 1), ("ours", 4))]
 
 
 def make_model(shape: str, folder: Path) -> Path:
     """Make a model with random weights, and a tokenizer whose vocabulary is a part of the model's."""
     tokenizer = make_tokenizer()
     config = Qwen2Config(
-        **SHAPES[shape],
+        **{"num_key_value_heads": 2, **SHAPES[shape]},
         vocab_size=2048 if shape == "tiny" else 151936,
-        num_key_value_heads=2,
         max_position_embeddings=32768,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -104,7 +242,13 @@ def make_model(shape: str, folder: Path) -> Path:
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, top_k=0
     )
@@ -238,103 +382,83 @@ def measure(case: Case, model: Path) -> Speed:
     return Speed(sampled / rollout, tokens / update, memory, sampled, tokens)
 
 
-def measure_apart(case: Case, model: Path) -> Speed | str:
-    """Run :func:`measure` in a process of its own. Returns the last line of its error if it fails."""
-    command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--model", str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"rollout"')]
+def measure_apart(case: Case | Update | Decoding, model: Path, log: CaseLog, seconds: float) -> None:
+    """Measure a case in a process of its own, and write its figures, or the line of its error, into the log."""
+    command = [sys.executable, __file__, "--case", case.name, "--model", str(model)]
+    started = time.time()
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        log.write(case.name, "died", time.time() - started, reason=f"took longer than {seconds:.0f} s")
+        return
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"figures"')]
     if done.returncode == 0 and lines:
-        return Speed(**json.loads(lines[-1]))
+        log.write(case.name, "passed", time.time() - started, **json.loads(lines[-1]))
+        return
     errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return next((line for line in reversed(errors) if "Error" in line), errors[-1])[:200]
+    reason = next((line for line in reversed(errors) if "Error" in line), errors[-1])[:300]
+    log.write(case.name, "failed", time.time() - started, reason=reason)
 
 
-def table(results: Sequence[tuple[Case, Speed | str]]) -> str:
-    """The results as a Markdown table."""
-    lines = [
-        "| model | tokens | turns | generator | library | rollout, tokens/s | update, tokens/s | peak memory, GiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for case, speed in results:
-        cells = [case.shape, str(case.tokens), str(case.turns), "vLLM" if case.vllm else "transformers", case.side]
-        if isinstance(speed, str):
-            cells += [speed.replace("|", "/"), "", ""]
-        else:
-            cells += [f"{speed.rollout:.0f}", f"{speed.update:.0f}", f"{speed.memory:.1f}" if speed.memory else "-"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def update_tables(shape: str, *options: str) -> str:
-    """Run the update workloads of `update_vs_trl.py` in a process of their own; return their tables."""
-    script = Path(__file__).with_name("update_vs_trl.py")
-    command = [
-        sys.executable,
-        str(script),
-        "--shape",
-        shape,
-        "--parts",
-        "whole",
-        "ragged",
-        "long",
-        "sure",
-        "silent",
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("|") or not line]
-    return "\n".join(lines).strip() or (done.stderr.strip().splitlines() or ["no output"])[-1]
-
-
-def page(results: Sequence[tuple[Case, Speed | str]], device: str) -> str:
-    """The content of `results/gpu.md`."""
+def page(log: CaseLog, device: str) -> str:
+    """The results, in Markdown."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("agile-trainers", "trl", "transformers", "torch"))
     return (
-        "# Rollout, update and memory on a GPU, beside TRL's GRPOTrainer\n\n"
-        f"Written by `make bench-gpu` on {device}; {versions}. {EPISODES} episodes of about so many tokens, {NEW_TOKENS} of "
-        "them sampled (a quarter at most), the rest read; random weights of Qwen2.5's shapes, LoRA r=16, bf16, gradient "
-        f"checkpointing; means of {STEPS - 1} steps after one to warm up. Rollout counts sampled tokens, update those of "
-        f"whole episodes. Peak memory is torch's, without vLLM's own.\n\n{table(results)}\n"
+        "# Decoding, updates and whole steps on a GPU\n\n"
+        f"Written by `make bench-gpu` on {device}; {versions}. Random weights of Qwen2.5's shapes, LoRA, bf16. A step has "
+        f"{EPISODES} episodes of about so many tokens, {NEW_TOKENS} of them sampled (a quarter at most), and gradient "
+        f"checkpointing; its figures are means of {STEPS - 1} steps after one to warm up: sampled tokens per second of the "
+        "rollout, tokens of whole episodes per second of the rest, and torch's peak memory in GiB, without vLLM's own.\n\n"
+        f"{log.table()}"
     )
 
 
+def run(log: CaseLog, models: Path, *, seconds: float, rehearse: bool) -> None:
+    """Measure the cases that have no result yet, until the time is over."""
+    started = time.time()
+    finished = log.finished(started)
+    for case in cases(rehearse, is_vllm_available() and not rehearse):
+        left = started + seconds - time.time()
+        if case.name in finished or left < 30:
+            continue
+        model = models / case.shape
+        if not model.is_dir():
+            make_model(case.shape, model)
+        measure_apart(case, model, log, left)
+        print(log.table().splitlines()[-1], flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure everything and write the table; return 2 without a GPU, 1 if a measurement failed."""
+    """Measure what is left and write the table; return 2 without a GPU, 1 if a measurement failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="run a tiny model on CPU, to test the benchmark itself")
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu.md")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model on CPU, to test the benchmark itself")
+    parser.add_argument("--seconds", type=float, default=500, help="time of this run (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="where results are kept (default: runs/gpu or runs/gpu-rehearsal)")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if options.case is not None:
-        print(json.dumps(asdict(measure(Case(**options.case), options.model))))
+        known = {case.name: case for tiny in (True, False) for case in cases(tiny, True)}
+        print(json.dumps({"figures": known[options.case].figures(options.model)}))
         return 0
-    if not torch.cuda.is_available() and not options.tiny:
+    if not torch.cuda.is_available() and not options.rehearse:
         print(
-            "bench-gpu measures a GPU, and torch sees none here. See `agile-trainers env`; --tiny runs it on CPU.",
+            "bench-gpu measures a GPU, and torch sees none here. See `agile-trainers env`; --rehearse runs it on CPU.",
             file=sys.stderr,
         )
         return 2
-    results: list[tuple[Case, Speed | str]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for case in cases(options.tiny, is_vllm_available() and not options.tiny):
-            model = Path(folder) / case.shape
-            if not model.is_dir():
-                make_model(case.shape, model)
-            results.append((case, measure(case, model) if options.tiny else measure_apart(case, model)))
-            print(table(results[-1:]).splitlines()[-1], flush=True)
+    folder = options.folder or ROOT / "runs" / ("gpu-rehearsal" if options.rehearse else "gpu")
+    log = CaseLog(folder / "bench.jsonl")
+    with tempfile.TemporaryDirectory() as models:
+        run(log, Path(models), seconds=options.seconds, rehearse=options.rehearse)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    text = page(results, device)
-    if not options.tiny:
-        for shape in ("0.5B", "1.5B"):
-            tables = update_tables(shape)
-            print(f"\n{shape}\n{tables}", flush=True)
-            text += f"\n## Update, {shape}\n\nSee `update_vs_trl.py`; the bars are those of CPU.\n\n{tables}\n"
-    options.output.write_text(text, encoding="utf-8")
-    return int(any(isinstance(speed, str) for _, speed in results))
+    (folder / "bench.md").write_text(page(log, device), encoding="utf-8")
+    print(f"results in {folder}")
+    return int(any(one["outcome"] != "passed" for one in log.results().values()))
 
 
 if __name__ == "__main__":

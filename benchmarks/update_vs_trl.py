@@ -59,6 +59,8 @@ PROMPT, ACTION, OBSERVATION = 70, 32, 70
 LONG_PROMPT, LONG_ANSWER = 1024, 256
 DEVICE = "cpu"
 """Device of all sides; ``cuda`` with ``--shape``, if there is one."""
+CHECKPOINTS = False
+"""Gradient checkpointing of both trainers; the bare model has none."""
 LIMIT_BAR = 1.25
 """Largest ratio of an update to its physical limit."""
 PPO_BARS = {"PPO": 2.1, "PPO, critic_layers=1": 1.75}
@@ -242,7 +244,7 @@ def _common(folder: str, steps: int) -> dict[str, Any]:
         "bf16": _cuda(),
         "use_cpu": not _cuda(),
         "model_init_kwargs": {"dtype": "bfloat16" if _cuda() else "float32"},
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": CHECKPOINTS,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
