@@ -7,21 +7,10 @@ from trl import GRPOTrainer
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
-from agile_trainers.config.rules import Rule, one_of
+from agile_trainers.config.rules import Rule, acts_with, one_of
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.trainers.trainer import MultiTurnTrainer
-
-
-def _acts_at(granularities: tuple[str, ...], option: str) -> Rule:
-    shown = " or ".join(map(repr, granularities))
-    return Rule(
-        (option,),
-        lambda args, _: args.advantage_granularity in granularities,
-        f"{{name}}={{value!r}} acts on advantage_granularity={shown} only, which is {{args.advantage_granularity!r}}. Leave "
-        "{name} unset.",
-        when_set=True,
-    )
 
 
 @with_args
@@ -61,29 +50,15 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
         one_of("advantage_baseline", "mean", "leave_one_out"),
     )
     episode_rules: ClassVar[tuple[Rule, ...]] = (
-        _acts_at(("turn", "anchor"), "turn_credit"),
-        _acts_at(("turn",), "turn_advantage_trajectory_fallback"),
-        _acts_at(("anchor",), "anchor_weight"),
-        Rule(
-            ("turn_advantage_trajectory_fallback",),
-            lambda args, value: value is None or args.turn_credit == "return",
-            "turn_advantage_trajectory_fallback={value!r} acts on turn_credit='return' only: it compares a turn's return "
-            "with those of whole episodes. Leave it unset, or set turn_credit='return'.",
-        ),
+        acts_with("advantage_granularity", ("turn", "anchor"), "turn_credit", "gamma"),
+        acts_with("advantage_granularity", ("turn",), "turn_advantage_trajectory_fallback"),
+        acts_with("advantage_granularity", ("anchor",), "anchor_weight"),
+        acts_with("turn_credit", ("return",), "turn_advantage_trajectory_fallback", "gamma"),
         Rule(
             ("scale_rewards",),
             lambda args, value: not (value == "mean" and args.beta != 0.0 and args.kl_placement == "reward"),
             "scale_rewards={value!r} takes rewards of at least 0, and kl_placement='reward' subtracts from them. Set "
             "kl_placement='advantage' or 'loss', or scale_rewards='group'.",
-        ),
-        Rule(
-            ("gamma",),
-            lambda args, value: (
-                value == 1.0 or (args.advantage_granularity != "trajectory" and args.turn_credit == "return")
-            ),
-            "gamma={value} discounts the return of a turn, which advantage_granularity={args.advantage_granularity!r} with "
-            "turn_credit={args.turn_credit!r} does not use. Set advantage_granularity='turn' and turn_credit='return', or "
-            "gamma=1.0.",
         ),
     )
 

@@ -7,21 +7,12 @@ import torch
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
-from agile_trainers.config.rules import Rule, at_least, in_unit_interval, one_of, positive
+from agile_trainers.config.rules import Rule, acts_with, at_least, in_unit_interval, one_of, positive
 from agile_trainers.objectives.returns import gae
 from agile_trainers.objectives.value_loss import explained_variance
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.step.critic import TARGETS
 from agile_trainers.trainers.trainer import MultiTurnTrainer
-
-
-def _tokens_need(option: str, needed: str) -> Rule:
-    return Rule(
-        (option,),
-        lambda args, value: args.advantage_granularity == "turn" or value == needed,
-        "advantage_granularity={args.advantage_granularity!r}, which may give each token an advantage, needs "
-        f"{option}={needed!r}, got {{value!r}}. Set {option}={needed!r} or advantage_granularity='turn'.",
-    )
 
 
 @with_args
@@ -87,10 +78,9 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         one_of("turn_value_position", "state", "final", "mean"),
         one_of("advantage_granularity", "turn", "token", "auto"),
         in_unit_interval("gae_lambda"),
-        positive("vf_coef"),
-        positive("value_clip_range", "critic_learning_rate", optional=True),
+        positive("vf_coef", "value_clip_range", "critic_learning_rate"),
         at_least(0, "critic_warmup_steps"),
-        at_least(1, "critic_layers", optional=True),
+        at_least(1, "critic_layers"),
         Rule(
             ("weight_decay",),
             lambda args, value: not (value and args.critic_warmup_steps),
@@ -110,8 +100,8 @@ class MultiTurnPPOConfig(MultiTurnConfig):
             lambda args, value: value is not True,
             "skip_zero_advantage={value} has no effect: every episode trains the critic. Leave skip_zero_advantage unset.",
         ),
-        _tokens_need("importance_sampling_level", "token"),
-        _tokens_need("turn_value_position", "state"),
+        acts_with("importance_sampling_level", ("token",), "advantage_granularity"),
+        acts_with("turn_value_position", ("state",), "advantage_granularity"),
     )
 
 

@@ -35,7 +35,7 @@ from agile_trainers.checkpoints.output_lock import locked
 from agile_trainers.checkpoints.resumed_options import recorded_options
 from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.config.rules import SIZES, VALUES, check_rules
+from agile_trainers.config.rules import check_values
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.export import copy_policy, export_policy
 from agile_trainers.populations.fitness import Score, ranked, with_failures
@@ -705,5 +705,5 @@ def _check_values(args: MultiTurnConfig, hyperparameters: Mapping[str, Any], env
     """
     for end in ("low", "high"):
         made = with_values(args, {name: getattr(one, end) for name, one in hyperparameters.items()})
-        check_rules(made, (*SIZES, *VALUES, *made.value_rules))
+        check_values(made)
         made.with_environment(environments)

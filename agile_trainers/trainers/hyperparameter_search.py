@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from agile_trainers.config.launch_checks import uses_deepspeed
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.config.rules import VALUES, check_rules
+from agile_trainers.config.rules import check_values
 from agile_trainers.imports import nearest
 from agile_trainers.sampling.sampler import shared_engine
 
@@ -270,7 +270,7 @@ def changed(args: Any, values: dict[str, Any]) -> Any:
             raise ValueError(f"hp_space names {name!r}, which trials cannot differ in: {FIXED[name]}. Leave it out.")
         setattr(copied, name, _converted(name, value, getattr(args, name)))
     if isinstance(args, MultiTurnConfig):
-        check_rules(copied, (*VALUES, *copied.value_rules))
+        check_values(copied)
     return copied
 
 

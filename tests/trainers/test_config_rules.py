@@ -18,6 +18,7 @@ from agile_trainers.config.rules import (
     acts_with,
     at_least,
     check_rules,
+    check_values,
     in_unit_interval,
     one_of,
     positive,
@@ -58,11 +59,10 @@ def test_the_defaults_of_every_algorithm_pass(tmp_path: Path, config: type[Multi
 @pytest.mark.parametrize(
     ("rule", "accepted", "rejected"),
     [
-        (at_least(1, "beta"), [1, 1.5], [0, 0.99, -1, float("nan"), "2", True, None]),
-        (at_least(0, "beta", optional=True), [0, 0.0, None], [-1e-9, False]),
-        (positive("beta"), [1e-9, 3], [0, -1, None]),
-        (positive("beta", optional=True), [None], [0.0]),
-        (in_unit_interval("beta"), [0, 1, 0.5], [-0.1, 1.1, None, "1"]),
+        (at_least(1, "beta"), [1, 1.5, None], [0, 0.99, -1, float("nan")]),
+        (at_least(0, "beta"), [0, 0.0, None], [-1e-9]),
+        (positive("beta"), [1e-9, 3, None], [0, -1, 0.0]),
+        (in_unit_interval("beta"), [0, 1, 0.5, None], [-0.1, 1.1, float("nan")]),
         (one_of("beta", "a", "b"), ["a", "b"], ["c", None, 1]),
         (one_of("beta", "a", optional=True), ["a", None], ["b"]),
     ],
@@ -78,12 +78,25 @@ def test_ranges(tmp_path: Path, rule: Rule, accepted: list[object], rejected: li
             check_rules(args, [rule])
 
 
+@pytest.mark.parametrize("value", ["2", True, None, [1]])
+def test_what_is_no_number_is_refused_before_its_range_is_looked_at(tmp_path: Path, value: object):
+    args = MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    for name in ("beta", "max_turns", "epsilon"):
+        vars(args)[name] = value
+        with pytest.raises(ValueError, match=naming(name, "number", value)):
+            check_values(args)
+        vars(args)[name] = getattr(MultiTurnGRPOConfig, name)
+    for name in ("epsilon_high", "delta", "learning_rate", "task_seeds"):
+        vars(args)[name] = None
+    check_values(args)
+
+
 def test_an_option_at_its_default_needs_nothing(tmp_path: Path):
     args = MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    rule = acts_with("log_completions=True", lambda args: args.log_completions, "gamma")
+    rule = acts_with("log_completions", (True,), "gamma")
     check_rules(args, [rule])
     args.gamma = 0.5
-    with pytest.raises(ValueError, match=naming("gamma=0.5", "log_completions=True")):
+    with pytest.raises(ValueError, match=naming("gamma=0.5", "log_completions=False", "log_completions=True")):
         check_rules(args, [rule])
     args.log_completions = True
     check_rules(args, [rule])

@@ -71,7 +71,7 @@ def test_an_option_that_another_one_switches_on(tmp_path, name):
     value, needed = NEEDING[name]
     args = MultiTurnGRPOConfig(**settings(tmp_path))
     setattr(args, name, value)
-    with pytest.raises(ValueError, match=rf"{name}=.* has no effect without"):
+    with pytest.raises(ValueError, match=rf"{name}=.* has no effect with"):
         args.with_environment()
     if needed is not None:
         MultiTurnGRPOConfig(**settings(tmp_path, **{name: value, **needed})).with_environment()

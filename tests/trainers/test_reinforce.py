@@ -83,7 +83,7 @@ def test_sum_pooling_is_the_default_and_reaches_the_loss(embedded_model, tmp_pat
         ({"whiten_advantages": True}, "whiten_advantages=True"),
         (
             {"importance_sampling_level": "token", "turn_ratio_pooling": "mean"},
-            "acts on importance_sampling_level='turn'",
+            "acts with importance_sampling_level='turn'",
         ),
     ],
 )

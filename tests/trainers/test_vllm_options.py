@@ -78,7 +78,7 @@ def test_options_that_would_be_ignored(tmp_path: Path, changes: dict[str, object
 )
 def test_without_vllm_its_options_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     ((name, value),) = changes.items()
-    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} has no effect without vLLM")):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} has no effect with use_vllm=False")):
         config(tmp_path, **changes).with_environment()
 
 
@@ -184,7 +184,7 @@ def test_modes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["vllm_enable_sleep_mode", "offload_policy_during_rollout"])
 def test_what_frees_a_gpu_needs_one(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=True frees a GPU's memory and has no effect on CPU"):
+    with pytest.raises(ValueError, match=f"{name}=True needs a GPU and has no effect on CPU"):
         check_rules(config(tmp_path, use_vllm=True, **{name: True}).with_environment(), MACHINE)
 
 
@@ -192,6 +192,8 @@ def test_sharded_weights_are_not_moved_about() -> None:
     args = SimpleNamespace(
         vllm_enable_sleep_mode=False,
         offload_policy_during_rollout=True,
+        use_liger_kernel=False,
+        activation_offload=False,
         device=torch.device("cuda"),
         deepspeed="zero2.json",
         fsdp="",
