@@ -680,7 +680,7 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py -k while_saving",
     ),
     Mutation(
-        "a changed file is not noticed", "adapters/folders.py",
+        "a changed file is not noticed", "checkpoints/integrity.py",
         "if found != expected:", "if found['size'] != expected['size']:",
         "tests/trainers/test_checkpoint.py -k damaged",
     ),
@@ -777,7 +777,7 @@ MUTATIONS = [
         "tests/trainers/test_secrets.py -k options",
     ),
     Mutation(
-        "a digest that anyone can guess the value by", "adapters/trust.py",
+        "a digest that anyone can guess the value by", "checkpoints/signing.py",
         'hmac.new(key, f"{kind}', 'hmac.new(b"", f"{kind}', "tests/trainers/test_secrets.py -k key",
     ),
     Mutation(
@@ -790,20 +790,20 @@ MUTATIONS = [
         "patterns += [*STATE_FILES, *ROLLOUT_FILES, CARD, CURVE]", "tests/trainers/test_hub_secrets.py",
     ),
     Mutation(
-        "a pickle that was added to a signed checkpoint is read", "adapters/trust.py",
-        " and files.keys() >= set(found)", "", "tests/adapters/test_trust.py",
+        "a pickle that was added to a signed checkpoint is read", "checkpoints/signing.py",
+        " and files.keys() >= set(found)", "", "tests/adapters/test_signing.py",
     ),
     Mutation(
-        "DeepSpeed is sent to another folder", "adapters/folders.py",
+        "DeepSpeed is sent to another folder", "checkpoints/integrity.py",
         'r"global_step[0-9]{1,18}"', 'r".*"', "tests/adapters/test_strangers.py -k latest",
     ),
     Mutation(
-        "a pickle of an unknown name needs no signature", "adapters/trust.py",
+        "a pickle of an unknown name needs no signature", "checkpoints/signing.py",
         "PurePosixPath(name).suffix not in _DATA and not", "name.endswith('.pt') and not",
         "tests/adapters/test_strangers.py -k pickle",
     ),
     Mutation(
-        "links in a checkpoint are followed", "adapters/folders.py",
+        "links in a checkpoint are followed", "checkpoints/integrity.py",
         "elif entry.is_file(follow_symlinks=False) or is_cached(path):", "elif entry.is_file():",
         "tests/adapters/test_strangers.py -k signed",
     ),
@@ -831,7 +831,7 @@ MUTATIONS = [
         'type(error).__name__ != "PanicException"', "True", "tests/adapters/test_damaged_models.py -k stay",
     ),
     Mutation(
-        "an epoch of a checkpoint is drawn for hours", "adapters/folders.py",
+        "an epoch of a checkpoint is drawn for hours", "checkpoints/integrity.py",
         'not 0 <= state["epoch"] <= state["global_step"] + 1', 'state["epoch"] < 0',
         "tests/adapters/test_strangers.py -k trainer_state",
     ),
@@ -849,8 +849,8 @@ MUTATIONS = [
         "tests/trainers/test_secrets.py -k special_token",
     ),
     Mutation(
-        "a key that others can read signs", "adapters/trust.py", "& 0o077:", "& 0:",
-        "tests/adapters/test_trust.py -k others",
+        "a key that others can read signs", "checkpoints/signing.py", "& 0o077:", "& 0:",
+        "tests/adapters/test_signing.py -k others",
     ),
     Mutation(
         "a stranger's words are Markdown", "checkpoints/model_card.py",
@@ -875,8 +875,8 @@ MUTATIONS = [
         "tests/trainers/test_growth.py -k grpo",
     ),
     Mutation(
-        "any signature will do", "adapters/trust.py",
-        "hmac.compare_digest(signature, expected)", "bool(expected)", "tests/adapters/test_trust.py",
+        "any signature will do", "checkpoints/signing.py",
+        "hmac.compare_digest(signature, expected)", "bool(expected)", "tests/adapters/test_signing.py",
     ),
     Mutation(
         "isolated programs open sockets", "envs/isolation/levels.py",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from agile_trainers.adapters.folders import RECORD, check_complete, mark_complete, read_json, write_json
+from agile_trainers.adapters.folders import RECORD, read_json, write_json
+from agile_trainers.checkpoints.integrity import check_complete, mark_complete
 
 _STATE, _SCHEDULER = "trainer_state.json", "scheduler.pt"
 

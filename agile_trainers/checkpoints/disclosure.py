@@ -19,10 +19,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from agile_trainers.adapters import CRITIC, REFERENCE
-from agile_trainers.adapters.folders import MARKER, RECORD, read_json, write_json
+from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.adapters.forms import WITHHELD
-from agile_trainers.adapters.trust import keyed_digest
+from agile_trainers.checkpoints.integrity import MARKER
 from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.checkpoints.signing import keyed_digest
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.imports import nearest
 from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE

@@ -193,7 +193,7 @@ def _with_error(entry: Mapping[str, Any], prefix: str, measured: str = "return")
 
 def _stages(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return a row for the model and each stage before it; nothing if it is the first."""
-    rows = [("this model", record["algorithm"], quoted(record["environment"] or ""))]
+    rows: list[tuple[str, ...]] = [("this model", record["algorithm"], quoted(record["environment"] or ""))]
     stage: Mapping[str, Any] | None = record["parent"]
     while stage is not None:  # its author may be another person
         name = public_path(stage["source"]) + (f" at {stage['commit'][:10]}" if stage["commit"] else "")

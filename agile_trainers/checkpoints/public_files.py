@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agile_trainers.adapters.folders import MARKER, RECORD, mark_complete, read_json, write_json
+from agile_trainers.adapters.folders import RECORD, read_json, write_json
 from agile_trainers.checkpoints.disclosure import (
     EPISODE_FILES,
     ROLLOUT_FILES,
@@ -16,6 +16,7 @@ from agile_trainers.checkpoints.disclosure import (
     public_path,
     shorten_paths,
 )
+from agile_trainers.checkpoints.integrity import MARKER, mark_complete
 from agile_trainers.checkpoints.secrets import Masker, masked
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.records.digests import DIGESTS

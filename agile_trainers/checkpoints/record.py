@@ -22,20 +22,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from agile_trainers.adapters import POLICY, REFERENCE, SavedAdapters, parent_of
-from agile_trainers.adapters.folders import (
-    RECORD,
-    CheckpointError,
-    check_complete,
-    checkpoints,
-    lora_settings,
-    mark_complete,
-    newest_complete,
-    read_json,
-    read_record,
-    set_aside,
-    step_of,
-    write_json,
-)
+from agile_trainers.adapters.folders import RECORD, CheckpointError, lora_settings, read_json, read_record, write_json
 from agile_trainers.adapters.loading import read_config
 from agile_trainers.adapters.patterns import check_patterns
 from agile_trainers.checkpoints.disclosure import (
@@ -45,6 +32,14 @@ from agile_trainers.checkpoints.disclosure import (
     note_private,
     public_arguments,
     public_options,
+)
+from agile_trainers.checkpoints.integrity import (
+    check_complete,
+    checkpoints,
+    mark_complete,
+    newest_complete,
+    set_aside,
+    step_of,
 )
 from agile_trainers.checkpoints.machines import agreed_step, check_storage, on_each_disk
 from agile_trainers.checkpoints.output_lock import locked

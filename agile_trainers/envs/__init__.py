@@ -2,9 +2,9 @@
 
 from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation, ResetResult, StepResult, read_options
 from agile_trainers.envs.checker import (
+    CheckFinding,
     CheckReport,
     EnvironmentProtocolError,
-    Finding,
     check_environment,
     validate_reset,
     validate_step,
@@ -15,12 +15,12 @@ from agile_trainers.envs.questions.rows import load_rows
 from agile_trainers.envs.registry import list_environments, make_environment_factory, register_environment
 
 __all__ = [
+    "CheckFinding",
     "CheckReport",
     "Environment",
     "EnvironmentFactory",
     "EnvironmentProtocolError",
     "Episode",
-    "Finding",
     "Observation",
     "Player",
     "ReasoningEnvironment",

@@ -209,7 +209,7 @@ def _not_awaited(result: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """One finding of the checker."""
 
     level: Literal["error", "warning"]
@@ -225,7 +225,7 @@ class CheckReport:
 
     environment: str = "the environment"
     """Name of the checked environment: its class, or the factory if construction failed."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckFinding] = field(default_factory=list)
 
     @property
     def errors(self) -> list[str]:
@@ -319,7 +319,7 @@ async def _check(
             _check_lengths(first, seed, report)
         if random_state != _random_state():
             report.findings.append(
-                Finding(
+                CheckFinding(
                     "warning",
                     "the environment draws from or seeds the global random state (random or numpy.random), so episodes "
                     "depend on other code in the process; use a separate random.Random or numpy Generator",
@@ -329,7 +329,7 @@ async def _check(
         pass_on_interrupt(error)
         raised = f"{watch.call} raised {describe_error(error)}"
         message = str(error) if isinstance(error, EnvironmentProtocolError) else raised
-        report.findings.append(Finding("error", message))
+        report.findings.append(CheckFinding("error", message))
     for instance in instances:
         watch.begin("close()")
         try:
@@ -337,7 +337,7 @@ async def _check(
                 await _call(close)
         except BaseException as error:
             pass_on_interrupt(error)
-            report.findings.append(Finding("warning", f"close() raised {describe_error(error)}"))
+            report.findings.append(CheckFinding("warning", f"close() raised {describe_error(error)}"))
 
 
 def check_methods(environment: Any, *, with_rows: bool = False) -> None:
@@ -427,7 +427,7 @@ def _compare(
     start, other_start = first[0], second[0]
     if start != other_start:
         report.findings.append(
-            Finding(
+            CheckFinding(
                 "warning",
                 f"reset(seed={seed}) gave {_describe(start)} and then, on another instance, {_describe(other_start)}: "
                 "a group would not start from the same state; derive all randomness of reset from the seed",
@@ -436,7 +436,7 @@ def _compare(
         )
     elif [step[:4] for step in first[1]] != [step[:4] for step in second[1]]:
         report.findings.append(
-            Finding(
+            CheckFinding(
                 "warning",
                 f"the same actions after reset(seed={seed}) gave different results on two instances: runs will not be "
                 "reproducible; derive all randomness of step from the seed of the last reset",
@@ -444,7 +444,7 @@ def _compare(
         )
     if start == "":
         report.findings.append(
-            Finding("warning", f"reset(seed={seed}) gave an empty observation: the model sees nothing")
+            CheckFinding("warning", f"reset(seed={seed}) gave an empty observation: the model sees nothing")
         )
 
 
@@ -456,13 +456,13 @@ def _check_lengths(episode: tuple[Observation, list[StepResult]], seed: int, rep
             f"an observation after reset(seed={seed}) has {len(longest):,} characters: a rollout cuts observations "
             "longer than max_observation_length; return only the text that the model needs"
         )
-        report.findings.append(Finding("warning", message))
+        report.findings.append(CheckFinding("warning", message))
     elif len(texts) > 3 and all(20 < len(a) < len(b) and a in b for a, b in pairwise(texts[1:])):
         message = (
             f"each observation after reset(seed={seed}) repeats the previous one: the conversation contains it "
             "already, and its length grows with the square of the turns; return only new text"
         )
-        report.findings.append(Finding("warning", message))
+        report.findings.append(CheckFinding("warning", message))
 
 
 def _text(observation: Observation) -> str:
@@ -494,6 +494,6 @@ def _wait_for(coroutine: Coroutine[Any, Any, None], report: CheckReport, watch: 
     while thread.is_alive():
         thread.join(None if timeout is None else 0.02)
         if timeout is not None and thread.is_alive() and time.monotonic() - watch.since > timeout:
-            report.findings.append(Finding("error", f"{watch.call} did not return within {timeout:g} s"))
+            report.findings.append(CheckFinding("error", f"{watch.call} did not return within {timeout:g} s"))
             return None
     return None

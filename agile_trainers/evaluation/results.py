@@ -21,7 +21,7 @@ from agile_trainers.evaluation.failures import failed_value
 from agile_trainers.evaluation.statistics import within
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
-from agile_trainers.rollout.metrics import environments_with_success, episode_row, summarize, with_success
+from agile_trainers.rollout.metrics import environments_with_success, episode_metrics, summarize, with_success
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import EVALUATION, evaluation_specs
 from agile_trainers.types import StopReason, Trajectory
@@ -99,7 +99,7 @@ class EpisodeResults:
     places: list[int]
     """Their places among the episodes of all processes."""
     rows: list[dict[str, Any]]
-    """One :func:`~agile_trainers.rollout.metrics.episode_row` per episode of all processes, in order of their places:
+    """One :func:`~agile_trainers.rollout.metrics.episode_metrics` per episode of all processes, in order of their places:
     ``return``, ``success``, ``turns``, ``action_tokens``, ``stop_reason``, ``environment`` and others."""
     starts: list[EpisodeStart]
     """The start of each episode of all processes, in the order of ``rows``."""
@@ -280,7 +280,7 @@ def play_evaluation(
     own, places = list(specs[rank::world_size]), list(range(rank, len(specs), world_size))
     with generator as made:
         trajectories = engine.run(own, made, on_finish)
-    played = in_order(places, [(episode_row(one), start_of_episode(one), one.error) for one in trajectories])
+    played = in_order(places, [(episode_metrics(one), start_of_episode(one), one.error) for one in trajectories])
     rows = [row for row, *_ in played]
     engine.reports_success |= environments_with_success(rows)
     _warn_of_failures([error for *_, error in played], rank)

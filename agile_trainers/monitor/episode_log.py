@@ -17,7 +17,7 @@ from agile_trainers.objectives.advantages import pool_over_turns
 from agile_trainers.rollout.metrics import (
     differing_groups,
     environments_with_success,
-    episode_row,
+    episode_metrics,
     start_of,
     with_success,
 )
@@ -57,9 +57,9 @@ class EpisodeLog:
             discarded: Index and episode of this process's groups that were replaced. Only their tokens count.
         """
         trainer = self._trainer
-        rows = gather_object([episode_row(trajectory) for trajectory in trajectories])
+        rows = gather_object([episode_metrics(trajectory) for trajectory in trajectories])
         per_episode = totals(rewards, trainer.reward_weights)
-        unused = gather_object([episode_row(trajectory) for _, trajectory in discarded])
+        unused = gather_object([episode_metrics(trajectory) for _, trajectory in discarded])
         known = trainer.engine.reports_success
         known |= environments_with_success(rows)
         summary = training_summary(rows, max(gather_object([seconds])), unused, known)

@@ -60,7 +60,7 @@ def health_metrics(
     """Compute the metrics of a generation batch, of all processes.
 
     Args:
-        rows: The :func:`~agile_trainers.rollout.metrics.episode_row` of each episode, members of a group side by side.
+        rows: The :func:`~agile_trainers.rollout.metrics.episode_metrics` of each episode, members of a group side by side.
         rewards: Of each episode, NaN without one.
         tasks: The :func:`task_of` each episode.
         group_size: Episodes that are compared with each other.

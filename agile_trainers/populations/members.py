@@ -18,10 +18,10 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from agile_trainers.adapters import POLICY, find_adapters
-from agile_trainers.adapters.folders import checkpoints, step_of
 from agile_trainers.adapters.forms import NUMBER, Count, Fields
 from agile_trainers.adapters.loading import read_weights
 from agile_trainers.checkpoints.adoption import adopt
+from agile_trainers.checkpoints.integrity import checkpoints, step_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.rollout.engine import EpisodeSpec

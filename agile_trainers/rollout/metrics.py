@@ -14,7 +14,7 @@ _SHOWN = 200
 """Characters of a prompt shown in a warning."""
 
 
-def episode_row(trajectory: Trajectory) -> dict[str, Any]:
+def episode_metrics(trajectory: Trajectory) -> dict[str, Any]:
     """Return the statistics of one episode; :func:`summarize` takes those of all ranks."""
     lengths = [turn.end - turn.start for turn in trajectory.turns]
     return {
@@ -76,7 +76,7 @@ def with_success(rows: Sequence[dict[str, Any]], known: Collection[str | None] =
     environment failed stay as they are.
 
     Args:
-        rows: The :func:`episode_row` of each episode.
+        rows: The :func:`episode_metrics` of each episode.
         known: Names of further environments that report success, as known from other episodes.
 
     Returns:
@@ -95,7 +95,7 @@ def summarize(rows: Sequence[dict[str, Any]], known: Collection[str | None] = ()
     """Compute the metrics of a batch of episodes.
 
     Args:
-        rows: The :func:`episode_row` of each episode of all ranks.
+        rows: The :func:`episode_metrics` of each episode of all ranks.
         known: Names of environments that are known to report success; see :func:`with_success`.
 
     Returns:

@@ -75,7 +75,7 @@ def shared_engine(
 
     policy = None if lender is None else lender.vllm
     assert policy is None or isinstance(policy, vllm_colocated.VllmPolicy)
-    return vllm_colocated.shared_engine(max_adapters, policy)
+    return vllm_colocated.lend_engine(max_adapters, policy)
 
 
 class RolloutSampler:

@@ -91,7 +91,7 @@ _shared: ContextVar[_Shared | None] = ContextVar("shared vLLM engine", default=N
 
 
 @contextmanager
-def shared_engine(max_adapters: int, lender: VllmPolicy | None = None) -> Iterator[None]:
+def lend_engine(max_adapters: int, lender: VllmPolicy | None = None) -> Iterator[None]:
     """Let the trainers that are made in this block use one engine in turn, if they would start equal ones.
 
     Args:

@@ -37,19 +37,13 @@ from agile_trainers.adapters import (
     restore_adapter,
     running,
 )
-from agile_trainers.adapters.folders import (
-    RECORD,
-    CheckpointError,
-    check_complete,
-    naming_full_disk,
-    step_of,
-    write_json,
-)
+from agile_trainers.adapters.folders import RECORD, CheckpointError, naming_full_disk, write_json
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.model_folders import LOADERS, RESUMING, naming_folder
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer, note_private
 from agile_trainers.checkpoints.hub import HubPushes, HubUnreachableError, make_repository, reporting_unreachable
+from agile_trainers.checkpoints.integrity import check_complete, step_of
 from agile_trainers.checkpoints.machines import on_each_disk
 from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints, record_without_environment
 from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options, recorded_options

@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
-from agile_trainers.adapters.folders import (
-    MARKER,
-    RECORD,
-    CheckpointError,
-    check_complete,
-    mark_complete,
-    read_form,
-    write_json,
-)
-from agile_trainers.adapters.trust import KEY_FILE, OPTION
+from agile_trainers.adapters.folders import RECORD, CheckpointError, read_form, write_json
+from agile_trainers.checkpoints.integrity import MARKER, check_complete, mark_complete
+from agile_trainers.checkpoints.signing import KEY_FILE, OPTION
 from agile_trainers.cli.chain import command
 from agile_trainers.populations.lineage import HELD_OUT_FORM, Lineage
 from agile_trainers.populations.members import RESULT_FORM, Result

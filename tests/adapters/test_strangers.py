@@ -27,26 +27,16 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from agile_trainers.adapters import limited
-from agile_trainers.adapters.folders import (
-    MARKER,
-    POSITION,
-    RECORD,
-    CheckpointError,
-    check_complete,
-    mark_complete,
-    newest_complete,
-    read_json,
-    read_record,
-    write_json,
-)
+from agile_trainers.adapters.folders import RECORD, CheckpointError, read_json, read_record, write_json
 from agile_trainers.adapters.forms import OPTIONS, misfits
 from agile_trainers.adapters.loading import find_adapters, parent_of, read_config
 from agile_trainers.adapters.model_folders import check_model_folder
 from agile_trainers.adapters.patterns import check_patterns, expressions
 from agile_trainers.adapters.templates import check_template
-from agile_trainers.adapters.trust import KEY_FILE, OPTION
 from agile_trainers.checkpoints.card_results import add_results
+from agile_trainers.checkpoints.integrity import MARKER, POSITION, check_complete, mark_complete, newest_complete
 from agile_trainers.checkpoints.model_card import model_card, write_card
+from agile_trainers.checkpoints.signing import KEY_FILE, OPTION
 from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.base import SamplingSettings

@@ -17,7 +17,7 @@ from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
-from agile_trainers.rollout.metrics import episode_row, summarize
+from agile_trainers.rollout.metrics import episode_metrics, summarize
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.types import Message, Trajectory
 
@@ -177,7 +177,7 @@ def test_ten_megabytes_are_cut_with_a_note() -> None:
     assert "12" * 50 + note + "<|im_end|>" in TOKENIZER.decode(trajectory.completion_ids)
     assert len(trajectory.turns) == 2 and trajectory.stop_reason.value == "max_turns"
     assert trajectory.observations_cut == 2
-    assert summarize([episode_row(trajectory)])["observations_cut"] == 2.0
+    assert summarize([episode_metrics(trajectory)])["observations_cut"] == 2.0
 
 
 def test_the_first_observation_is_cut_too() -> None:

@@ -28,7 +28,7 @@ from agile_trainers.evaluation.statistics import (
     newcombe_interval,
     wilson_interval,
 )
-from agile_trainers.rollout.metrics import episode_row
+from agile_trainers.rollout.metrics import episode_metrics
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 FAILED = StopReason.ENVIRONMENT_ERROR
@@ -44,7 +44,7 @@ def episode(
 
 
 def results(episodes: list[Trajectory], greedy: bool = False) -> EpisodeResults:
-    rows, starts = [episode_row(one) for one in episodes], [start_of_episode(one) for one in episodes]
+    rows, starts = [episode_metrics(one) for one in episodes], [start_of_episode(one) for one in episodes]
     return EpisodeResults([], episodes, list(range(len(episodes))), rows, starts, greedy)
 
 

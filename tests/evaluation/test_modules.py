@@ -17,7 +17,7 @@ from agile_trainers.evaluation.modules import (
 )
 from agile_trainers.evaluation.results import EpisodeResults, start_of_episode
 from agile_trainers.evaluation.statistics import wilson_interval
-from agile_trainers.rollout.metrics import episode_row
+from agile_trainers.rollout.metrics import episode_metrics
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 LENGTHS = """
@@ -53,7 +53,7 @@ def episode(
 
 
 def results(*episodes: Trajectory) -> EpisodeResults:
-    rows, starts = [episode_row(one) for one in episodes], [start_of_episode(one) for one in episodes]
+    rows, starts = [episode_metrics(one) for one in episodes], [start_of_episode(one) for one in episodes]
     return EpisodeResults([], list(episodes), list(range(len(episodes))), rows, starts)
 
 

@@ -50,7 +50,7 @@ from ppo_games import make_ppo
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from agile_trainers.adapters.folders import checkpoints, newest_complete
+from agile_trainers.checkpoints.integrity import checkpoints, newest_complete
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.records.reader import RecordsError, open_records
 

@@ -17,7 +17,8 @@ import torch
 from games import end_process, make_trainer
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
-from agile_trainers.adapters.folders import CheckpointError, mark_complete
+from agile_trainers.adapters.folders import CheckpointError
+from agile_trainers.checkpoints.integrity import mark_complete
 
 STATES = "mp_rank_00_model_states.pt"
 

@@ -19,7 +19,7 @@ from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
-from agile_trainers.rollout.metrics import episode_row, summarize
+from agile_trainers.rollout.metrics import episode_metrics, summarize
 from agile_trainers.types import StopReason, Trajectory
 
 PROMPT = "[ user ↵ go ] ↵ [ assistant ↵"
@@ -121,7 +121,7 @@ def test_on_finish_is_called_in_order_of_ending() -> None:
 
 
 def shares(trajectory: Trajectory) -> dict[str, float]:
-    metrics = summarize([episode_row(trajectory)])
+    metrics = summarize([episode_metrics(trajectory)])
     return {name: value for name, value in metrics.items() if name.startswith("stop/") and value}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agile_trainers.rollout.metrics import episode_row, summarize, with_success
+from agile_trainers.rollout.metrics import episode_metrics, summarize, with_success
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 
@@ -20,7 +20,7 @@ def episode(stop: StopReason, turns: list[tuple[int, str, float]], success: bool
 
 
 def test_a_row_by_hand() -> None:
-    row = episode_row(episode(StopReason.MAX_TURNS, [(4, "length", 0.5), (2, "stop", 1.0)], success=False))
+    row = episode_metrics(episode(StopReason.MAX_TURNS, [(4, "length", 0.5), (2, "stop", 1.0)], success=False))
     assert row == {
         "return": 1.5,
         "success": False,
@@ -46,7 +46,7 @@ def test_a_summary_by_hand() -> None:
         episode(StopReason.TERMINATED, [(1, "stop", -1.0)]),
         episode(StopReason.ENVIRONMENT_ERROR, [(5, "length", 100.0)], success=True),
     ]
-    assert summarize([episode_row(trajectory) for trajectory in episodes]) == {
+    assert summarize([episode_metrics(trajectory) for trajectory in episodes]) == {
         "return/mean": 1.0,
         "return/std": 2.0,
         "return/min": -1.0,
@@ -71,18 +71,18 @@ def test_success_is_reported_by_environment() -> None:
     """One environment's word says nothing of another; what is known of earlier episodes counts."""
     silent = replace(episode(StopReason.TERMINATED, [(1, "stop", 1.0)]), environment_name="a")
     other = replace(episode(StopReason.TERMINATED, [(1, "stop", 1.0)], success=True), environment_name="b")
-    rows = [episode_row(one) for one in (silent, other)]
+    rows = [episode_metrics(one) for one in (silent, other)]
     assert summarize(rows)["success"] == 1.0 and "success/unreported" not in summarize(rows)
     assert summarize(rows, {"a"})["success"] == 0.5 and summarize(rows[:1], {"a"})["success"] == 0.0
     assert summarize(rows[:1], {"a"})["success/unreported"] == 1.0
-    failed = episode_row(replace(episode(StopReason.ENVIRONMENT_ERROR, []), environment_name="a"))
+    failed = episode_metrics(replace(episode(StopReason.ENVIRONMENT_ERROR, []), environment_name="a"))
     assert with_success([failed], {"a"}) == [failed] and "success" not in summarize([failed], {"a"})
 
 
 def test_a_summary_leaves_out_what_has_no_episodes() -> None:
-    failed = summarize([episode_row(episode(StopReason.ENVIRONMENT_TIMEOUT, []))])
+    failed = summarize([episode_metrics(episode(StopReason.ENVIRONMENT_TIMEOUT, []))])
     assert {name: value for name, value in failed.items() if value} == {"stop/environment_timeout": 1.0}
     assert set(failed) == {"observations_cut", *(f"stop/{reason.value}" for reason in StopReason)}
-    single = summarize([episode_row(episode(StopReason.TERMINATED, [(1, "stop", 2.0)]))])
+    single = summarize([episode_metrics(episode(StopReason.TERMINATED, [(1, "stop", 2.0)]))])
     assert single["return/std"] == 0.0 and "success" not in single
     assert all(type(value) is float for value in single.values())

@@ -23,14 +23,8 @@ from recorded import recorded
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from agile_trainers.adapters.folders import (
-    MARKER,
-    RECORD,
-    CheckpointError,
-    check_complete,
-    mark_complete,
-    newest_complete,
-)
+from agile_trainers.adapters.folders import RECORD, CheckpointError
+from agile_trainers.checkpoints.integrity import MARKER, check_complete, mark_complete, newest_complete
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ from checkpointed_runs import assert_same
 from launching import run
 from safetensors.torch import load_file
 
-from agile_trainers.adapters.folders import newest_complete
+from agile_trainers.checkpoints.integrity import newest_complete
 
 SCRIPT = Path(__file__).with_name("checkpoint_two_processes.py")
 

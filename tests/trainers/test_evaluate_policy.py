@@ -12,7 +12,7 @@ from games import Chatter, OneTurn, make_trainer, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.evaluation import EpisodeOptions, EpisodeResults, SamplingSettings, evaluate_policy
-from agile_trainers.rollout.metrics import episode_row
+from agile_trainers.rollout.metrics import episode_metrics
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 OPTIONS = EpisodeOptions(max_turns=4, max_new_tokens=5)
@@ -86,7 +86,7 @@ def test_the_episodes_are_those_of_the_trainer(trained: MultiTurnTrainer, source
     ours = results.metrics
     assert {"return", "return_sem", "episodes", "success", "turns/mean", "stop/terminated"} <= set(ours)
     assert ours == {name: metrics[f"eval_{name}"] for name in ours}
-    assert results.rows == [episode_row(trajectory) for trajectory in expected] and results.places == list(range(7))
+    assert results.rows == [episode_metrics(trajectory) for trajectory in expected] and results.places == list(range(7))
     assert modes == [module.training for module in trained.model.modules()]
 
 

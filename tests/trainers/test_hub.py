@@ -18,8 +18,8 @@ from launching import run as run_to_end
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoTokenizer
 
-from agile_trainers.adapters.folders import check_complete
 from agile_trainers.checkpoints.hub import HubUnreachableError
+from agile_trainers.checkpoints.integrity import check_complete
 from agile_trainers.checkpoints.model_card import draw_curve, hyperparameters, model_card, panels
 from agile_trainers.trainers import MultiTurnGRPOConfig
 

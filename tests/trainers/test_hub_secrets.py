@@ -15,7 +15,8 @@ from launching import run as run_to_end
 from planted import SECRETS, Keeper, found_in
 from transformers import AutoTokenizer
 
-from agile_trainers.adapters.folders import CheckpointError, check_complete
+from agile_trainers.adapters.folders import CheckpointError
+from agile_trainers.checkpoints.integrity import check_complete
 
 TEXT = {
     "error", "environment", "prompt", "reset_info", "row", "turns", "prompt_ids", "completion_ids",

@@ -12,7 +12,7 @@ from checkpointed_runs import SAVING, assert_same, make, weights
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from agile_trainers.adapters.folders import newest_complete
+from agile_trainers.checkpoints.integrity import newest_complete
 from agile_trainers.monitor.nonfinite import MOST_SKIPPED_IN_A_ROW, NonFiniteError
 
 RUN = {

@@ -14,7 +14,7 @@ from recorded import recorded
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import use_adapter
 
-from agile_trainers.adapters.folders import mark_complete
+from agile_trainers.checkpoints.integrity import mark_complete
 from agile_trainers.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
 
 READ = {

@@ -16,7 +16,8 @@ from checkpointed_runs import SAVING, assert_same, make, run_until, weights
 from games import Chatter
 
 from agile_trainers import MultiTurnPPOTrainer
-from agile_trainers.adapters.folders import MARKER, RECORD, CheckpointError, check_complete, mark_complete
+from agile_trainers.adapters.folders import RECORD, CheckpointError
+from agile_trainers.checkpoints.integrity import MARKER, check_complete, mark_complete
 from agile_trainers.checkpoints.output_lock import LOCK, OutputDirInUseError, locked
 from agile_trainers.checkpoints.resumed_options import compare_options
 from agile_trainers.envs.registry import describe_environment, make_environment_factory

@@ -18,8 +18,7 @@ import torch
 from games import Chatter, make_trainer
 from transformers.trainer_utils import HubStrategy
 
-from agile_trainers.adapters.folders import MARKER, CheckpointError, mark_complete, read_json, write_json
-from agile_trainers.adapters.trust import KEY_FILE
+from agile_trainers.adapters.folders import CheckpointError, read_json, write_json
 from agile_trainers.checkpoints.disclosure import (
     check_special_tokens,
     clean_tokenizer,
@@ -29,9 +28,11 @@ from agile_trainers.checkpoints.disclosure import (
     withheld,
 )
 from agile_trainers.checkpoints.hub import check_deepspeed
+from agile_trainers.checkpoints.integrity import MARKER, mark_complete
 from agile_trainers.checkpoints.model_card import hyperparameters, model_card
 from agile_trainers.checkpoints.public_files import disclose_checkpoint
 from agile_trainers.checkpoints.secrets import Masker, mask
+from agile_trainers.checkpoints.signing import KEY_FILE
 from agile_trainers.envs.registry import environment_factories, make_environment_factory
 from agile_trainers.evaluation.loading import recorded_settings
 from agile_trainers.populations.lineage import Lineage

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from checkpointed_runs import SAVING, make
 
-from agile_trainers.adapters.folders import RECORD, CheckpointError, check_complete, mark_complete, write_json
+from agile_trainers.adapters.folders import RECORD, CheckpointError, write_json
 from agile_trainers.checkpoints import run_cards
+from agile_trainers.checkpoints.integrity import check_complete, mark_complete
 from agile_trainers.checkpoints.output_lock import LOCK
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.trainers import MultiTurnGRPOConfig

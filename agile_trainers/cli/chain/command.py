@@ -28,17 +28,7 @@ from transformers.utils import logging
 from trl import DPOTrainer, SFTTrainer
 
 from agile_trainers.adapters import POLICY, REFERENCE, copy_adapter, find_adapters, load_policy, parent_of
-from agile_trainers.adapters.folders import (
-    MARKER,
-    RECORD,
-    CheckpointError,
-    checkpoints,
-    mark_complete,
-    naming_full_disk,
-    newest_complete,
-    read_form,
-    write_json,
-)
+from agile_trainers.adapters.folders import RECORD, CheckpointError, naming_full_disk, read_form, write_json
 from agile_trainers.adapters.forms import Fields, Name
 from agile_trainers.adapters.loading import load_tokenizer
 from agile_trainers.checkpoints.disclosure import (
@@ -50,6 +40,7 @@ from agile_trainers.checkpoints.disclosure import (
     withheld_values,
 )
 from agile_trainers.checkpoints.hub import HubPushes
+from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_complete, newest_complete
 from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.run_cards import write_card_of_rows
 from agile_trainers.checkpoints.secrets import masked

@@ -14,7 +14,7 @@ from typing import Any
 from peft import LoraConfig
 from trl import DPOConfig, SFTConfig
 
-from agile_trainers.cli.evolve.plan import Plan, check_plan, read_plan
+from agile_trainers.cli.evolve.plan import PopulationPlan, check_plan, read_plan
 from agile_trainers.cli.run_files import (
     check_algorithm,
     check_dataset,
@@ -83,7 +83,7 @@ class Stage:
     dataset_args: dict[str, Any] = field(default_factory=dict)
     lora: LoraConfig | None = None
     merge_lora_configs: bool = False
-    population: Plan | None = None
+    population: PopulationPlan | None = None
     """The population of an ``evolve`` stage; ``algorithm`` is that of its members."""
 
 

@@ -34,7 +34,7 @@ from agile_trainers.monitor.reporting import training_summary
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.metrics import episode_row, summarize
+from agile_trainers.rollout.metrics import episode_metrics, summarize
 from agile_trainers.rollout.players import play_in_seat
 from agile_trainers.rollout.seeds import TRAINING, environment_seed, evaluation_specs
 from agile_trainers.sampling.sampler import sampling_settings
@@ -263,7 +263,7 @@ def model_plays(run: Run) -> list[Trajectory]:
 
 def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
     """Report returns, rewards, lengths with their limits, and stop reasons."""
-    args, rows = run.args, [episode_row(episode) for episode in played]
+    args, rows = run.args, [episode_metrics(episode) for episode in played]
     summary = summarize(rows)
     failed = Counter(episode.error for episode in played if episode.stop_reason.failed)
     errors = "; ".join(f"{error} ({count} episodes)" for error, count in failed.items())
@@ -336,7 +336,7 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
     table = Table("", "return", "success", box=None, pad_edge=False)
     returns, means = list[float](), dict[str, float]()
     for name, episodes in scores.items():
-        summary = summarize([episode_row(episode) for episode in episodes])
+        summary = summarize([episode_metrics(episode) for episode in episodes])
         if "return/mean" in summary:
             success = f"{summary['success']:.1%}" if "success" in summary else "-"
             table.add_row(f"  {name}", f"{summary['return/mean']:+.3f}", success)
@@ -353,7 +353,7 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
         report.warning("the expert is not better than the random player: check the limits and the rewards.")
     own = {episode.episode_return for episode in scores[run.player] if not episode.stop_reason.failed}
     of_model = run.player == "model" and run.named
-    found = findings_before(training_summary([episode_row(episode) for episode in scores[run.player]], 0), run.args)
+    found = findings_before(training_summary([episode_metrics(episode) for episode in scores[run.player]], 0), run.args)
     policy = [finding for finding in found if finding.name in OF_POLICY]
     told = "; ".join(f"[{finding.name}] {finding.advice}" for finding in policy)
     told = f"there is no learning signal. {told} (docs/troubleshooting.md) --episodes plays more."

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from agile_trainers.cli.errors import Progress
-from agile_trainers.cli.evolve.plan import Plan, PopulationFile, read_population
+from agile_trainers.cli.evolve.plan import PopulationFile, PopulationPlan, read_population
 from agile_trainers.cli.evolve.table import MemberProgress, value_text
 from agile_trainers.cli.progress import PROGRESS
 from agile_trainers.cli.train import Started
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run_plan(
-    plan: Plan,
+    plan: PopulationPlan,
     model: str,
     environment: Any,
     lora: Any,

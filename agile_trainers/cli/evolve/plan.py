@@ -49,7 +49,7 @@ class _Search:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PopulationPlan:
     """A population as a file describes it, checked."""
 
     algorithm: str
@@ -106,7 +106,7 @@ class PopulationFile:
     """A factory, or several by name."""
     environment_options: str
     """The options of the command line that name it; empty if the file names several."""
-    plan: Plan
+    plan: PopulationPlan
 
 
 def read_population(path: Path) -> PopulationFile:
@@ -141,7 +141,7 @@ def _environment_options(environment: Any, arguments: dict[str, Any] | None) -> 
 
 def read_plan(
     content: Any, output_dir: Path, *, shared: Mapping[str, Any] | None = None, where: str = "the file"
-) -> Plan:
+) -> PopulationPlan:
     """Read and check what a file or a stage says of a population.
 
     Args:
@@ -176,7 +176,7 @@ def read_plan(
         search["rounds"] = _rounds(content["rounds"], where)
     search["strategy"] = _strategy(content.get("strategy"), where)
     search["fitness"] = _fitness(content.get("fitness", "return"), where)
-    return Plan(
+    return PopulationPlan(
         algorithm=content["algorithm"],
         config=make_config(config, options, output_dir, f"{where}, `options`"),
         options=options,
@@ -187,7 +187,9 @@ def read_plan(
     )
 
 
-def check_plan(plan: Plan, model: str, environment: Any, lora: LoraConfig | None, where: str = "the file") -> None:
+def check_plan(
+    plan: PopulationPlan, model: str, environment: Any, lora: LoraConfig | None, where: str = "the file"
+) -> None:
     """Check what a population checks at construction, without loading model or data.
 
     Raises:

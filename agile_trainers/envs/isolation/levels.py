@@ -82,7 +82,7 @@ def command(
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramResult:
     """Result of an isolated program."""
 
     printed: str
@@ -113,7 +113,7 @@ def run_program(
     max_output: int,
     sites: bool = False,
     prologue: str = "",
-) -> Run:
+) -> ProgramResult:
     """Run a Python program at the best level of isolation.
 
     Args:
@@ -158,7 +158,7 @@ def run_program(
     printed = streams[output][1:]
     cut = max(len(printed), len(streams[errors])) > max_output
     status = exit_code(process.returncode)
-    return Run(
+    return ProgramResult(
         printed=printed[:max_output].decode("utf-8", "replace"),
         errors=streams[errors][:max_output].decode("utf-8", "replace"),
         status=status,

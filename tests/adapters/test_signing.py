@@ -7,15 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agile_trainers.adapters.folders import (
-    MARKER,
-    RECORD,
-    CheckpointError,
-    check_complete,
-    mark_complete,
-    write_json,
-)
-from agile_trainers.adapters.trust import KEY_FILE, OPTION, is_trusted, keyed_digest, sign
+from agile_trainers.adapters.folders import RECORD, CheckpointError, write_json
+from agile_trainers.checkpoints.integrity import MARKER, check_complete, mark_complete
+from agile_trainers.checkpoints.signing import KEY_FILE, OPTION, is_trusted, keyed_digest, sign
 
 STATES = {"deepspeed": "global_step4/mp_rank_00_model_states.pt", "fsdp": "optimizer_0/.metadata"}
 
