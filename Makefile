@@ -13,6 +13,9 @@ export TRL_EXPERIMENTAL_SILENCE := 1
 
 VLLM := .venv-vllm
 AGILERL := .venv-agilerl
+TRL_NEWEST := .venv-trl-newest
+TRL ?= trl
+CONTRACT := tests/trainers/test_trl_contract.py $(addprefix tests/trainers/test_,without_environment.py multi_turn_grpo.py ppo.py updates.py resume.py packing.py)
 
 # With carried wheels, PYTHON's own packages and these are used, and no registry is asked.
 GPU_WHEELS := .gpu-wheels
@@ -25,7 +28,7 @@ GPU_READY := $(VENV)/.installed-dev
 GPU_RUN := $(RUN)
 endif
 
-.PHONY: demo test test-slow test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
+.PHONY: demo test test-slow test-trl-newest test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -38,6 +41,15 @@ test-slow: $(VENV)/.installed-dev  ## the tests that take minutes: learning on s
 
 test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, on CPU, in an environment of their own
 	$(VLLM)/bin/python -m pytest tests/on_vllm -m "not gpu"
+
+test-trl-newest: $(VENV)/.installed-dev  ## the contract with TRL, and trainers, on the newest TRL; TRL=trl==1.15.0 takes another
+	@test -d $(TRL_NEWEST) || $(RUN) -m venv $(TRL_NEWEST)
+	@echo "import site; site.addsitedir('$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  > $$($(TRL_NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	@sed '/^trl==/d' requirements/constraints.txt > $(TRL_NEWEST)/constraints.txt
+	$(TRL_NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --constraint $(TRL_NEWEST)/constraints.txt "$(TRL)"
+	$(TRL_NEWEST)/bin/python -c "import trl, transformers as t; print('TRL', trl.__version__, 'with transformers', t.__version__)"
+	$(TRL_NEWEST)/bin/python -m pytest -q $(CONTRACT)
 
 test-launch: $(VENV)/.installed-dev  ## accelerate launch with two processes: DDP, ZeRO, FSDP2; minutes
 	$(RUN) -m pytest tests/launch -m "launch and not gpu"
@@ -120,7 +132,7 @@ bench-agilerl: $(VENV)/.installed $(AGILERL)/.installed  ## the update beside Ag
 	$(RUN) benchmarks/evolution_vs_agilerl.py
 
 clean:  ## forget the environment and the caches, not the runs
-	rm -rf $(VENV) $(GPU_SITE) $(VLLM) $(AGILERL) .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(GPU_SITE) $(VLLM) $(AGILERL) $(TRL_NEWEST) .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

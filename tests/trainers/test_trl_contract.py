@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections import deque
 
@@ -13,9 +14,12 @@ from datasets import Dataset
 from games import LORA
 from peft import LoraConfig
 from transformers import TrainerState
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.kernels import chunked_logprob
 from trl.models import utils as model_utils
+from trl.scripts.grpo import GRPOScriptArguments
 from trl.trainer import utils
 
 SIGNATURES = {
@@ -29,7 +33,10 @@ SIGNATURES = {
     "_save_checkpoint": ["self", "model", "trial"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "_load_best_model": ["self"],
+    "_load_rng_state": ["self", "checkpoint"],
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
+    "_finish_current_push": ["self"],
     "_get_output_dir": ["self", "trial"],
     "_get_grad_norm": ["self", "model", "grad_norm"],
     "save_model": ["self", "output_dir", "_internal_call"],
@@ -104,8 +111,64 @@ def test_the_loss_is_weighed_where_vllm_samples():
 
 
 def test_the_weights_of_a_whole_model_have_vllms_names():
+    """``_WholeModel`` has no engine; a server's policy is sent, and the description of its weights is read back."""
     assert parameters(VLLMGeneration.__init__)[:4] == ["self", "model", "accelerator", "processing_class"]
-    assert parameters(VLLMGeneration._iter_named_params) == parameters(VLLMGeneration._init_vllm) == ["self"]
+    server = {"mode", "server_base_url", "server_timeout", "group_port"}
+    assert server <= set(parameters(VLLMGeneration.__init__))
+    for name in ("_iter_named_params", "_init_vllm", "sync_weights"):
+        assert parameters(getattr(VLLMGeneration, name)) == ["self"]
+    source = inspect.getsource(VLLMGeneration.sync_weights)
+    assert "update_named_params(self._weight_metadata, self._iter_named_params())" in source
+
+
+def test_the_client_of_a_vllm_server():
+    """Its session, its URL, and the answers to our two requests; a running server: tests/on_vllm."""
+    assert {"base_url", "connection_timeout"} <= set(parameters(VLLMClient.__init__))
+    source = inspect.getsource(VLLMClient.__init__)
+    assert "self.session = requests.Session()" in source and "self.base_url = " in source
+    assert parameters(VLLMClient.get_server_info) == ["self"]
+    assert parameters(VLLMClient.generate)[:2] == ["self", "prompts"]
+    assert "generation_kwargs" in parameters(VLLMClient.generate)
+    source = inspect.getsource(VLLMClient.generate)
+    assert '"completion_ids": completion_ids' in source and '"logprobs": logprobs' in source
+
+
+def test_the_fused_heads_output_and_arguments():
+    """``ActorCriticOutput`` adds a field to TRL's; packed rows replace the per-token fields that TRL asks for."""
+    fields = dataclasses.fields(utils.FusedCausalLMOutput)
+    names = ["loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss"]
+    assert [(field.name, field.default) for field in fields] == [(name, None) for name in names]
+    given = inspect.signature(utils.add_fused_lm_head).parameters
+    assert {name: one.default for name, one in given.items() if name != "model"} == {
+        "temperature": 1.0, "cast_lm_head_to_fp32": False, "outputs": ("log_probs",),
+    }  # fmt: skip
+    source = inspect.getsource(GRPOTrainer.__init__)
+    (call,) = [part.partition(")\n")[0] for part in source.split("add_fused_lm_head(")[1:] if "outputs=" in part]
+    assert 'outputs=("log_probs", "entropy")' in call
+
+
+def test_the_tiles_of_the_fused_head():
+    """The memory plan counts them, as tokens and as words of the vocabulary."""
+    assert (chunked_logprob.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE) == (4096, 32768)
+
+
+def test_the_arguments_of_trls_script_are_the_ones_the_command_reads():
+    assert {field.name for field in dataclasses.fields(GRPOScriptArguments)} == {
+        "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming",
+        "ignore_bias_buffers", "reward_model_name_or_path", "reward_funcs",
+    }  # fmt: skip
+
+
+def test_the_parser_of_trl():
+    assert parameters(TrlParser.__init__) == ["self", "dataclass_types", "kwargs"]
+    given = ["self", "args", "return_remaining_strings", "fail_with_unknown_args", "separate_remaining_strings"]
+    assert parameters(TrlParser.parse_args_and_config) == given
+    assert parameters(TrlParser.set_defaults_with_config) == ["self", "kwargs"]
+    parser = TrlParser([GRPOConfig])
+    assert parser.dataclass_types == [GRPOConfig]
+    # The file's values come through the method that we override, and `--config` is TRL's to remove.
+    source = inspect.getsource(TrlParser.parse_args_and_config)
+    assert "self.set_defaults_with_config(**" in source and '"--config"' in source
 
 
 def test_attributes_of_an_instance(embedded_model, tmp_path):
