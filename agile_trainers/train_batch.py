@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from agile_trainers.types import TurnBatch
 
@@ -209,6 +210,11 @@ def length_sorted_batches(
             part = {name: value[places] for name, value in whole.items()}
             width, length = (_width(part[f"{name}_mask"], multiple) for name in ("prompt", "completion"))
             yield together[places], {name: _cut(value, _SHAPES[name], width, length) for name, value in part.items()}
+
+
+def own_rows(accelerator: Accelerator, count: int) -> slice:
+    """Return the rows of this process among those of all, of which each has ``count``."""
+    return slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
 
 
 def read_inputs(part: Batch) -> Batch:

@@ -1304,7 +1304,7 @@ MUTATIONS = [
         "tests/test_cli_eval.py -k any_card",
     ),
     Mutation(
-        "turn metrics over episodes that ended before", "monitor/turn_metrics.py",
+        "turn metrics over episodes that ended before", "step.turn_metrics.py",
         "kept = values[mask].float()", "kept = values[mask].float() * mask.float().mean()",
         "tests/trainers/test_turn_metrics.py -k reached",
     ),

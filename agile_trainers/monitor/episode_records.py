@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.utils import logging
-from trl import GRPOTrainer
 
 from agile_trainers.checkpoints.record import RunCheckpoints
 from agile_trainers.envs.checker import describe_error
@@ -21,7 +21,7 @@ from agile_trainers.objectives.returns import discounted_returns
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.train_batch import TrainBatch
-from agile_trainers.types import Trajectory, TurnBatch
+from agile_trainers.types import Trajectory
 
 logger = logging.get_logger(__name__)
 
@@ -35,16 +35,20 @@ class EpisodeRecords(TrainerCallback):
     every log of the trainer to ``metrics.jsonl``.
 
     Args:
-        trainer: After TRL's own constructor.
+        args: A ``MultiTurnConfig`` for episodes.
+        accelerator: The trainer's.
+        processing_class: The trainer's.
         checkpoints: Knows the id of the run.
         watch: Finds what is wrong with the run.
     """
 
-    def __init__(self, trainer: GRPOTrainer, checkpoints: RunCheckpoints, watch: RunWatch) -> None:
-        self._trainer: Any = trainer
+    def __init__(
+        self, args: Any, accelerator: Accelerator, processing_class: Any, checkpoints: RunCheckpoints, watch: RunWatch
+    ) -> None:
+        self._args, self._accelerator, self._processing_class = args, accelerator, processing_class
         self._watch = watch
         self._checkpoints = checkpoints
-        self._every = int(trainer.args.log_rollouts)
+        self._every = int(args.log_rollouts)
         self._writer: RecordWriter | None = None
         self._evaluation = ""
         """Id of the evaluations before a run."""
@@ -86,8 +90,8 @@ class EpisodeRecords(TrainerCallback):
     def begin(
         self,
         generation: int,
+        step: int,
         played: PlayedGroups,
-        batch: TurnBatch,
         advantages: torch.Tensor,
         values: torch.Tensor | None,
     ) -> None:
@@ -95,28 +99,30 @@ class EpisodeRecords(TrainerCallback):
 
         Args:
             generation: Its index in the run.
-            played: The episodes of this process. Those of groups that were replaced are written too, without advantages.
-            batch: The others as tensors, with the rewards that credit was computed from.
+            step: Optimizer steps so far.
+            played: The episodes of this process, with the rewards that credit was computed from. Those of groups that were
+                replaced are written too, without advantages.
             advantages: (B, K), of their turns.
             values: (B, K), of the critic; None without one.
         """
         self.unfinished, self._generation = [], generation
         if not self._every or generation % self._every:
             return
-        returns = discounted_returns(batch.turn_rewards, batch.turn_mask, self._trainer.args.gamma).tolist()
+        batch = played.batch
+        returns = discounted_returns(batch.turn_rewards, batch.turn_mask, self._args.gamma).tolist()
         by_turn = advantages.tolist(), returns, [None] * len(returns) if values is None else values.tolist()
         for index, trajectory, of_turns, to_go, valued in zip(
             played.indices, played.trajectories, *by_turn, strict=True
         ):
-            self._add(generation, index, trajectory, advantages=of_turns, returns=to_go, values=valued)
+            self._add(generation, step, index, trajectory, advantages=of_turns, returns=to_go, values=valued)
         # After the others, whose places `observe` knows.
         for index, trajectory in played.discarded:
-            self._add(generation, index, trajectory)
+            self._add(generation, step, index, trajectory)
 
-    def _add(self, generation: int, index: int, trajectory: Trajectory, **of_turns: Any) -> None:
-        group, member = divmod(index, self._trainer.num_generations)
+    def _add(self, generation: int, step: int, index: int, trajectory: Trajectory, **of_turns: Any) -> None:
+        group, member = divmod(index, self._args.num_generations)
         row = episode_row(
-            trajectory, step=self._trainer.state.global_step, phase="train", index=index, generation=generation,
+            trajectory, step=step, phase="train", index=index, generation=generation,
             group=group, member=member, **of_turns,
         )  # fmt: skip
         self.unfinished.append(row)
@@ -143,12 +149,10 @@ class EpisodeRecords(TrainerCallback):
     def _token_columns(
         self, batch: TrainBatch, log_probs: torch.Tensor, log_ratio: torch.Tensor
     ) -> dict[str, np.ndarray]:
-        trainer = self._trainer
-        per_sequence = trainer.importance_sampling_level == "sequence"
-        ratios = importance_ratios(log_ratio, batch.counted, per_sequence)
-        clipped = is_clipped(
-            ratios, batch.advantages, trainer.loss_type, trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta
-        )
+        args = self._args
+        ratios = importance_ratios(log_ratio, batch.counted, args.importance_sampling_level == "sequence")
+        highest = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        clipped = is_clipped(ratios, batch.advantages, args.loss_type, args.epsilon, highest, args.delta)
         old = log_probs if batch.old_per_token_logps is None else batch.old_per_token_logps
         columns = {"logprobs": old, "advantages": batch.advantages, "ratios": ratios, "clipped": clipped}
         if batch.recorded_reference is not None:
@@ -165,14 +169,14 @@ class EpisodeRecords(TrainerCallback):
 
     # ---------------------------------------------------------------------------------------- evaluation and metrics
 
-    def write_evaluation(self, prefix: str, played: Evaluated) -> None:
+    def write_evaluation(self, step: int, prefix: str, played: Evaluated) -> None:
         """Write the episodes of an evaluation.
 
         Args:
+            step: Optimizer steps so far.
             prefix: Prefix of its metrics.
             played: The episodes of this process.
         """
-        step = self._trainer.state.global_step
         rows = (episode_row(one, step=step, index=n) for one, n in zip(played.trajectories, played.places))
         self._write("eval", lambda writer: writer.write_eval(step, prefix, rows))
 
@@ -219,11 +223,11 @@ class EpisodeRecords(TrainerCallback):
             self._failures = 0
 
     def _warn(self, what: str) -> None:
-        logger.warning(f"The episodes of {self._trainer.args.output_dir} could not be written: {what}")
+        logger.warning(f"The episodes of {self._args.output_dir} could not be written: {what}")
 
     def _open(self) -> RecordWriter:
         """Open the folder of the run. An evaluation before a run has a folder of its own."""
-        trainer, record = self._trainer, self._checkpoints.record()
+        args, record = self._args, self._checkpoints.record()
         run = self._checkpoints.run_id or self._evaluation_id()
         entries = {
             "kind": "training" if run == self._checkpoints.run_id else "evaluation",
@@ -231,19 +235,19 @@ class EpisodeRecords(TrainerCallback):
             "algorithm": record["algorithm"],
             "model": record["base_model"]["name"],
             "environment": record["environment"],
-            "seed": trainer.args.seed,
+            "seed": args.seed,
             "options": record["options"],
         }
-        limit, processes = trainer.args.log_rollouts_max_gb, trainer.accelerator.num_processes
+        limit, processes = args.log_rollouts_max_gb, self._accelerator.num_processes
         self._writer = RecordWriter(
-            trainer.args.output_dir,
+            args.output_dir,
             entries,
             max_bytes=None if limit is None else int(limit * _GIGABYTE / processes),
-            rank=trainer.accelerator.process_index,
+            rank=self._accelerator.process_index,
             report=logger.warning,
         )
-        if trainer.accelerator.is_main_process:
-            tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        if self._accelerator.is_main_process:
+            tokenizer = getattr(self._processing_class, "tokenizer", self._processing_class)
             self._writer.write_vocabulary(tokenizer)
         return self._writer
 

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from agile_trainers.evaluation.diagnosis import Diagnosis, Finding
 from agile_trainers.objectives.prompt_information import prompt_information
 from agile_trainers.rollout.collate import collate
-from agile_trainers.step.log_probs import Scorer
+from agile_trainers.step.log_probs import Models, Scorer
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 logger = logging.get_logger(__name__)
@@ -96,12 +96,13 @@ class PolicyMeasurements:
         self.rows = 0
         """Rows that all measurements of this process read."""
 
-    def take(self, generation: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def take(self, generation: int, trajectories: Sequence[Trajectory], models: Models) -> dict[str, float]:
         """Measure if it is time to. Every rank must call it at the same point.
 
         Args:
             generation: Index of the generation batch.
             trajectories: Its episodes of this process.
+            models: The policy.
 
         Returns:
             ``prompt_information`` if the batch has enough different prompts; ``policy_change``, from the second measurement
@@ -115,10 +116,10 @@ class PolicyMeasurements:
             self._landmarks = self._choose_landmarks(trajectories)
         metrics = {}
         if compared:
-            totals = [sum(values) for values in self._log_probs(crossed)]
+            totals = [sum(values) for values in self._log_probs(crossed, models)]
             metrics["prompt_information"] = prompt_information(torch.tensor(totals).view(len(compared), -1))
         # Apart from the others: rounding depends on the rows of a forward pass.
-        now = self._log_probs(self._landmarks)
+        now = self._log_probs(self._landmarks, models)
         if self._first:
             changes = [abs(x - y) for row, before in zip(now, self._first) for x, y in zip(row, before)]
             metrics["policy_change"] = sum(changes) / len(changes)
@@ -131,7 +132,7 @@ class PolicyMeasurements:
                for e in trajectories if e.turns and not e.stop_reason.failed][:LANDMARKS]  # fmt: skip
         return gather_object(own)[:LANDMARKS]
 
-    def _log_probs(self, answers: Sequence[Answer]) -> list[list[float]]:
+    def _log_probs(self, answers: Sequence[Answer], models: Models) -> list[list[float]]:
         """Return the log-probability of each token of each answer; the processes share the work."""
         if not answers:
             return []
@@ -148,7 +149,7 @@ class PolicyMeasurements:
             pad_to_multiple_of=self._scorer.pad_to_multiple_of,
             device=self._accelerator.device,
         )
-        scores = self._scorer.score(batch, old=True, reference=False).old
+        scores = self._scorer.score(models, batch, old=True, reference=False).old
         assert scores is not None
         self.rows += share
         kept = [row[: len(answer.answer_ids)].tolist() for row, answer in zip(scores, own)]
@@ -191,9 +192,9 @@ class RunWatch:
         """Take evidence that was established elsewhere; see :meth:`Diagnosis.note`."""
         self._diagnosis.note(name, text)
 
-    def measure(self, generation: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def measure(self, generation: int, trajectories: Sequence[Trajectory], models: Models) -> dict[str, float]:
         """Measure the policy; see :meth:`PolicyMeasurements.take`."""
-        return self._measurements.take(generation, trajectories)
+        return self._measurements.take(generation, trajectories, models)
 
     @contextmanager
     def looking(self, step: int, metrics: Mapping[str, Sequence[float]]) -> Iterator[None]:

@@ -1,16 +1,18 @@
-"""Defines the input and output of a credit rule, and normalizes its advantages."""
+"""Assigns credit to the turns of a generation batch: applies the credit rule, filters groups, normalizes advantages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from agile_trainers.objectives.advantages import pool_over_turns, whiten, with_advantage
+from agile_trainers.objectives.advantages import pool_over_turns, whiten, with_advantage, zero_advantage_groups
 from agile_trainers.objectives.group_filter import group_variances, top_share
 from agile_trainers.objectives.segments import turn_lengths
+from agile_trainers.step.turn_metrics import credit_by_turn
 from agile_trainers.types import TurnBatch
 
 
@@ -58,6 +60,67 @@ class Credit:
         columns = {name: column[rows, :turns] for name, column in self.columns.items()}
         kept = None if self.kept is None else self.kept[rows]
         return replace(self, advantages=self.advantages[rows, :turns], columns=columns, kept=kept)
+
+
+@dataclass
+class Judged:
+    """What the credit rule says of a generation batch, of all processes, before anything is normalized."""
+
+    turns: CreditInputs
+    credit: Credit
+    zero: torch.Tensor
+    """(groups,) bool, zero-advantage groups; without groups, each episode is one."""
+
+
+class CreditAssignment:
+    """Assigns credit by the rule of an algorithm and the options that act on every rule.
+
+    Args:
+        rule: The algorithm's ``assign_credit``.
+        args: A ``MultiTurnConfig``.
+        accelerator: The trainer's. Every statistic is over all processes.
+        per_sequence: True if the importance ratio is one per sequence; the advantage is then pooled over it too.
+    """
+
+    def __init__(
+        self, rule: Callable[[CreditInputs], Credit], args: Any, accelerator: Accelerator, *, per_sequence: bool
+    ) -> None:
+        self._rule, self._args, self._accelerator, self._per_sequence = rule, args, accelerator, per_sequence
+
+    def judge(
+        self, batch: TurnBatch, values: torch.Tensor | None = None, final_values: torch.Tensor | None = None
+    ) -> Judged:
+        """Apply the credit rule.
+
+        Args:
+            batch: The episodes of this process, before TRL shuffles rows.
+            values: (B, K), of a critic.
+            final_values: (B,), of a critic.
+        """
+        turns = gather_turns(batch, self._accelerator, values, final_values)
+        credit, args = self._rule(turns), self._args
+        zero = zero_advantage_groups(credit.advantages, turns.mask, args.zero_advantage_eps, args.num_generations)
+        return Judged(turns, credit, zero)
+
+    def finish(self, judged: Judged, rewards: torch.Tensor) -> Credit:
+        """Filter groups, and whiten, clip and pool advantages, as the options say.
+
+        Args:
+            judged: Of :meth:`judge`, for the final rewards of the turns.
+            rewards: (B,) of all processes, by which groups are filtered; NaN for episodes that failed.
+
+        Returns:
+            The credit of all processes, with the metrics.
+        """
+        args, turns = self._args, judged.turns
+        credit, mask, metrics = judged.credit, turns.mask, dict[str, float]()
+        if not args.groupless:
+            metrics["zero_advantage_groups"] = judged.zero.double().mean().item()
+        if args.group_filter == "variance":
+            credit, mask = filter_groups(credit, mask, rewards, args.num_generations, args.group_filter_share)
+        credit = normalize(credit, mask, args, per_sequence=self._per_sequence)
+        credit.metrics |= metrics | credit_by_turn(turns.rewards, credit.advantages, turns.mask)
+        return credit
 
 
 def own_turns(

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from peft import PeftModel
 from transformers.utils import logging
-from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from agile_trainers.adapters import (
@@ -30,9 +30,10 @@ from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, 
 from agile_trainers.objectives.value_loss import value_errors
 from agile_trainers.packing.forward import ValueReading
 from agile_trainers.packing.packer import Packer
-from agile_trainers.step.credit import CreditInputs, own_turns
+from agile_trainers.step.credit import Credit, CreditInputs, own_turns
 from agile_trainers.step.dropout import is_noisy
-from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches
+from agile_trainers.step.token_batches import Passes
+from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches, own_rows
 from agile_trainers.types import TurnBatch
 
 logger = logging.get_logger(__name__)
@@ -70,42 +71,97 @@ class _Lesson:
     """Turns of the optimizer step."""
 
 
-class Critic:
-    """Makes, reads, trains and restores the critic.
+def add_critic(model: Any, args: Any, saved: SavedAdapters | None, optimizer: Any, *, name: str) -> None:
+    """Add the critic's adapter to the policy's base model.
 
     Args:
-        trainer: The trainer, otherwise set up; its model gets the critic's adapter.
-        packer: Runs the forward passes of its model.
+        model: The policy.
+        args: The configuration of an algorithm with a critic.
         saved: The adapters that the policy was loaded from, if any.
+        optimizer: The user's.
+        name: The trainer's, for errors.
 
     Raises:
         ValueError: Without LoRA, or with an optimizer made before the critic was.
     """
-
-    def __init__(self, trainer: GRPOTrainer, packer: Packer, saved: SavedAdapters | None) -> None:
-        args: Any = trainer.args
-        name = type(trainer).__name__
-        if not isinstance(trainer.model, PeftModel):
-            raise ValueError(
-                f"{name} trains policy and critic as two adapters on one base: pass `peft_config=LoraConfig(...)`."
-            )
-        if trainer.optimizer is not None:
-            raise ValueError(
-                f"{name} adds the critic's parameters to the model, which an optimizer made before cannot hold. Leave "
-                "`optimizers[0]` unset and use optim, learning_rate and critic_learning_rate."
-            )
-        # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
-        zero3 = is_zero3(args.deepspeed_plugin)
-        start_critic(
-            trainer.model,
-            saved,
-            args.critic_start,
-            layers=args.critic_layers,
-            seed=args.seed,
-            autocast_adapter_dtype=not zero3,
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            f"{name} trains policy and critic as two adapters on one base: pass `peft_config=LoraConfig(...)`."
         )
-        self._trainer, self._packer, self._args = trainer, packer, args
-        self._totals = torch.zeros(4, device=trainer.accelerator.device)
+    if optimizer is not None:
+        raise ValueError(
+            f"{name} adds the critic's parameters to the model, which an optimizer made before cannot hold. Leave "
+            "`optimizers[0]` unset and use optim, learning_rate and critic_learning_rate."
+        )
+    # As TRL does for the policy: ZeRO-3 gathers parameters of one dtype only.
+    zero3 = is_zero3(args.deepspeed_plugin)
+    start_critic(
+        model, saved, args.critic_start, layers=args.critic_layers, seed=args.seed, autocast_adapter_dtype=not zero3
+    )
+
+
+class NoCritic:
+    """Takes the place of a critic in a run without one: there are no values, and nothing is added to the loss."""
+
+    def thaw(self, model: Any) -> None:
+        """Do nothing; PEFT keeps the policy trainable."""
+
+    def split_groups(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing."""
+
+    def restore(self, model: Any, folder: Path) -> None:
+        """Do nothing."""
+
+    def read(self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, *, one_update: bool) -> None:
+        """Return None: there are no values."""
+
+    def spread(self, credit: Credit, read: CriticValues | None, batch: TurnBatch) -> torch.Tensor:
+        """Return the advantages (B, T): each token has that of its turn."""
+        return spread_to_tokens(credit.advantages, batch.turn_ids)
+
+    def add_columns(self, output: TrainBatch, read: CriticValues | None, credit: Credit, batch: TurnBatch) -> None:
+        """Do nothing."""
+
+    def forget_step(self) -> None:
+        """Do nothing."""
+
+    def count_turns_of_step(
+        self, step: int, micro_batches: list[Batch], *, drawn: bool, every: int, length: int
+    ) -> None:
+        """Do nothing."""
+
+    def count_turns(self, micro_batches: list[Batch], in_step: int | None = None) -> None:
+        """Do nothing."""
+
+    def reading(self, batch: TrainBatch, heard: Callable[[torch.Tensor], None]) -> ValueReading | None:
+        """Return None: the forward pass of the loss reads no values."""
+        return None
+
+    def add_loss(
+        self, policy_loss: torch.Tensor, values: torch.Tensor | None, batch: TrainBatch, step: int
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the policy loss."""
+        return policy_loss, {}
+
+
+class Critic:
+    """Reads and trains the critic.
+
+    Args:
+        args: The configuration of an algorithm with a critic.
+        accelerator: The trainer's.
+        packer: Runs the forward passes of the model that :func:`add_critic` has given a critic.
+        passes: Splits rows into them.
+        targets_of: Computes the targets of some rows from the credit rule's input; None if those of a row depend on other
+            rows.
+    """
+
+    def __init__(
+        self, args: Any, accelerator: Accelerator, packer: Packer, passes: Passes, targets_of: TargetsOf | None
+    ) -> None:
+        self._args, self._accelerator, self._packer, self._passes = args, accelerator, packer, passes
+        self._targets_of = targets_of
+        self._totals = torch.zeros(4, device=accelerator.device)
         self._step_ends = 0  # the micro-step at which the optimizer step ends that is being accumulated
         self.learned = False
         """True if the gradient of this generation batch was accumulated when its values were read."""
@@ -115,15 +171,15 @@ class Critic:
                 args.turn_value_position,
             )
 
-    def thaw(self) -> None:
+    def thaw(self, model: Any) -> None:
         """Make policy and critic trainable; PEFT leaves only one of them trainable when it switches adapters."""
-        thaw(self._trainer.model, (POLICY, CRITIC))
+        thaw(model, (POLICY, CRITIC))
 
-    def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
+    def split_groups(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Move the critic's parameters into a group of their own if ``critic_learning_rate`` is set."""
         if self._args.critic_learning_rate is None:
             return
-        critic = {id(p) for name, p in self._trainer.model.named_parameters() if belongs_to(name, CRITIC)}
+        critic = {id(p) for name, p in model.named_parameters() if belongs_to(name, CRITIC)}
         groups = []
         for group in optimizer.param_groups:
             for of_critic, rate in ((False, group["lr"]), (True, self._args.critic_learning_rate)):
@@ -131,67 +187,62 @@ class Critic:
                 groups += [{**group, "params": chosen, "lr": rate}] if chosen else []
         optimizer.param_groups[:] = groups
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, model: Any, folder: Path) -> None:
         """Load the critic of a checkpoint, if it has one."""
         if (folder / CRITIC).is_dir():
-            model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-            restore_adapter(model, CRITIC, folder / CRITIC)
+            restore_adapter(self._accelerator.unwrap_model(model), CRITIC, folder / CRITIC)
 
     # ------------------------------------------------------------------------------------------------------ credit
 
-    def read(self, batch: TurnBatch, trained: torch.Tensor, step: int, targets_of: TargetsOf | None) -> CriticValues:
+    def read(self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, *, one_update: bool) -> CriticValues:
         """Compute the values of a generation batch, in micro-batches of similar length, like log-probabilities.
 
         If the update would compute the same values again, their gradient is accumulated right away, and the update is the
         policy's alone. See :attr:`learned`.
 
         Args:
+            model: The policy, wrapped for distributed training, with its critic.
             batch: The episodes of this process.
             trained: (B, T) bool, the tokens that enter the loss.
             step: Number of micro-steps before.
-            targets_of: Computes the targets; None if those of a row depend on other rows.
+            one_update: True if the generation batch is one optimizer step, before which the critic does not change.
         """
-        trainer, args = self._trainer, self._args
         by_token = self._by_token(batch)
-        self.learned = targets_of is not None and self._learns_from(step)
-        if targets_of is not None and self.learned:
+        self.learned = one_update and self._targets_of is not None and self._learns_from(model, step)
+        if self.learned:
+            assert self._targets_of is not None
             lengths = turn_lengths(torch.where(trained, batch.turn_ids, -1), batch.turn_mask.size(1))
-            lesson = _Lesson(trained, targets_of, (lengths > 0).sum())
-            self.thaw()
+            lesson = _Lesson(trained, self._targets_of, (lengths > 0).sum())
+            self.thaw(model)
             longest = int((batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1)).max())
-            return trainer.passes.fitting(lambda: self._read(batch, by_token, lesson), longest)
-        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
-            return self._read(batch, by_token, None)
+            return self._passes.fitting(lambda: self._read(model, batch, by_token, lesson), longest)
+        with torch.no_grad(), disable_gradient_checkpointing(model, self._args.gradient_checkpointing_kwargs):
+            return self._read(model, batch, by_token, None)
 
-    def _learns_from(self, step: int) -> bool:
-        """Return True if a generation batch is one optimizer step, before which the critic does not change.
+    def _learns_from(self, model: Any, step: int) -> bool:
+        """Return True if the gradient of the values may be accumulated as they are read.
 
         Several processes, and engines, average gradients in the backward pass of the wrapped model.
         """
-        trainer: Any = self._trainer
         return (
-            trainer.is_in_train
-            and trainer.accelerator.distributed_type == DistributedType.NO
+            self._accelerator.distributed_type == DistributedType.NO
             and self._args.n_gpu <= 1
             and self._args.critic_layers is None
-            and trainer.num_iterations == 1
             and step >= self._step_ends
-            and trainer.current_gradient_accumulation_steps == self._args.steps_per_generation
-            and not trainer.passes.steps_in_backward
-            and not is_noisy(trainer.model)
+            and not self._passes.steps_in_backward
+            and not is_noisy(model)
         )
 
-    def _read(self, batch: TurnBatch, by_token: bool, lesson: _Lesson | None) -> CriticValues:
-        trainer = self._trainer
+    def _read(self, model: Any, batch: TurnBatch, by_token: bool, lesson: _Lesson | None) -> CriticValues:
         final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
         offsets = torch.cat([self._offsets(batch, by_token), final], dim=1)
         read = torch.zeros(offsets.shape, device=offsets.device)
-        size, multiple = self._args.per_device_train_batch_size, trainer.pad_to_multiple_of
-        for rows, part in length_sorted_batches(batch, size, multiple, split=trainer.passes.split):
+        size, multiple = self._args.per_device_train_batch_size, self._args.pad_to_multiple_of
+        for rows, part in length_sorted_batches(batch, size, multiple, split=self._passes.split):
             # No position that counts is past the last token of the longest row.
             positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
-            with trainer.accelerator.autocast():
-                values = self._packer.values(trainer.model, part, positions)
+            with self._accelerator.autocast():
+                values = self._packer.values(model, part, positions)
             read[rows] = values.detach()
             if lesson is not None:
                 self._learn(self._values(values, offsets[rows], batch.rows(rows), by_token), batch, rows, lesson)
@@ -214,13 +265,13 @@ class Critic:
         weights, targets = self._weigh(lesson.trained[rows], targets, own, found.by_token)
         errors, _ = value_errors(found.values, found.values.detach(), targets, self._args.value_clip_range)
         total = torch.where(weights > 0, errors * weights, 0.0).sum()
-        self._trainer.accelerator.backward(self._args.vf_coef * total / lesson.turns.clamp(min=1.0))
+        self._accelerator.backward(self._args.vf_coef * total / lesson.turns.clamp(min=1.0))
 
     def _by_token(self, batch: TurnBatch) -> bool:
         """Return True, on all ranks alike, if this generation batch has advantages per token."""
         if self._args.advantage_granularity == "auto":
             turns = (batch.turn_mask & ~batch.failed[:, None]).sum(dim=1).max()
-            return int(self._trainer.accelerator.gather(turns).max()) <= 1
+            return int(self._accelerator.gather(turns).max()) <= 1
         return self._args.advantage_granularity == "token"
 
     def _offsets(self, batch: TurnBatch, by_token: bool) -> torch.Tensor:
@@ -240,37 +291,43 @@ class Critic:
             return values
         return pool_to_turns(values, turn_ids, num_turns, "mean")
 
-    def token_advantages(self, read: CriticValues, targets: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
-        """Compute the advantages (B, T) of tokens, whitened over all processes and clipped by the options.
+    def spread(self, credit: Credit, read: CriticValues | None, batch: TurnBatch) -> torch.Tensor:
+        """Compute the advantages (B, T) of tokens.
+
+        Each token has the advantage of its turn; where tokens have values, one of its own, whitened over all processes and
+        clipped by the options.
 
         Args:
-            read: The output of :meth:`read`, with ``by_token``.
-            targets: (B, K), of this process.
-            batch: Its episodes.
+            credit: Of this process.
+            read: The output of :meth:`read`.
+            batch: The episodes of this process.
         """
-        accelerator, mask = self._trainer.accelerator, batch.valid_mask
-        advantages = token_gae(targets, read.values, batch.turn_ids)
+        assert read is not None
+        if not read.by_token:
+            return spread_to_tokens(credit.advantages, batch.turn_ids)
+        accelerator, mask = self._accelerator, batch.valid_mask
+        advantages = token_gae(credit.columns[TARGETS], read.values, batch.turn_ids)
         if self._args.whiten_advantages:
             everyone, everywhere = (
                 accelerator.gather(accelerator.pad_across_processes(x, dim=1)) for x in (advantages, mask.long())
             )
-            rows = mask.size(0)
-            own = slice(accelerator.process_index * rows, (accelerator.process_index + 1) * rows)
+            own = own_rows(accelerator, mask.size(0))
             advantages = whiten(everyone, everywhere.bool())[own, : mask.size(1)]
         if self._args.advantage_clip_range is not None:
             advantages = advantages.clamp(-self._args.advantage_clip_range, self._args.advantage_clip_range)
         return advantages
 
-    def add_columns(self, output: TrainBatch, read: CriticValues, targets: torch.Tensor, batch: TurnBatch) -> None:
+    def add_columns(self, output: TrainBatch, read: CriticValues | None, credit: Credit, batch: TurnBatch) -> None:
         """Add what the value loss reads to a generation batch.
 
         Args:
             output: Gets the columns ``value_offsets``, ``old_values``, ``value_targets`` and ``value_weights``.
             read: Of :meth:`read`.
-            targets: (B, K), of this process.
+            credit: Of this process.
             batch: Its episodes.
         """
-        weights, targets = self._weigh(output.tool_mask > 0, targets, batch, read.by_token)
+        assert read is not None
+        weights, targets = self._weigh(output.tool_mask > 0, output.turn_columns.pop(TARGETS), batch, read.by_token)
         units = output.token_columns if read.by_token else output.turn_columns
         units |= {"old_values": read.values, TARGETS: targets, "value_weights": weights}
         every_token = read.by_token or self._args.turn_value_position == "mean"
@@ -326,7 +383,7 @@ class Critic:
                 Default: the given ones.
         """
         weights = [column_of(batch, "value_weights").sum() for batch in micro_batches]
-        turns = self._trainer.accelerator.reduce(sum(weights), reduction="sum")
+        turns = self._accelerator.reduce(sum(weights), reduction="sum")
         for batch in micro_batches:
             batch["turns_in_step"] = turns * (in_step or len(micro_batches)) / len(micro_batches)
 
@@ -344,7 +401,7 @@ class Critic:
         return ValueReading(batch.column("value_offsets") + batch.prompt_ids.size(1), heard)
 
     def add_loss(
-        self, policy_loss: torch.Tensor, values: torch.Tensor | None, batch: TrainBatch
+        self, policy_loss: torch.Tensor, values: torch.Tensor | None, batch: TrainBatch, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Add the value loss to the policy loss; return it, and the metrics with the last micro-batch of a step.
 
@@ -352,8 +409,9 @@ class Critic:
             policy_loss: TRL's, divided by the accumulation steps.
             values: (B, U), of the same forward pass; None if the critic has learned, and only the number is missing.
             batch: The micro-batch.
+            step: Number of optimizer steps before.
         """
-        trainer, args = self._trainer, self._args
+        args = self._args
         targets, weights, old = (batch.column(name) for name in (TARGETS, "value_weights", "old_values"))
         values = old if values is None else self._pooled(values, batch.turn_ids, targets.size(1))
         errors, clipped = value_errors(values, old, targets, args.value_clip_range)
@@ -362,16 +420,16 @@ class Critic:
         metrics = self._metrics(policy_loss.detach(), total.detach(), (clipped * weights).sum(), weights.sum())
         assert batch.turns_in_step is not None
         # DDP averages over ranks. Like TRL's loss, this one is divided by the accumulation steps.
-        value_loss = total * trainer.accelerator.num_processes / batch.turns_in_step.clamp(min=1.0)
+        value_loss = total * self._accelerator.num_processes / batch.turns_in_step.clamp(min=1.0)
         # Multiplied by 0 instead of frozen: ZeRO-3 requires a gradient of every parameter in every step.
-        policy_weight = 0.0 if trainer.state.global_step < args.critic_warmup_steps else 1.0
+        policy_weight = 0.0 if step < args.critic_warmup_steps else 1.0
         return policy_weight * policy_loss + args.vf_coef * value_loss, metrics
 
     def _metrics(
         self, policy: torch.Tensor, total: torch.Tensor, clipped: torch.Tensor, weight: torch.Tensor
     ) -> dict[str, float]:
         """Return the metrics of the optimizer step with its last micro-batch; those of the critic are means over turns."""
-        accelerator = self._trainer.accelerator
+        accelerator = self._accelerator
         self._totals = self._totals + torch.stack([policy, total, clipped, weight])
         if not accelerator.sync_gradients:
             return {}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from trl import GRPOTrainer
+from accelerate import Accelerator
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters import REFERENCE
 from agile_trainers.packing.packer import Packer
+from agile_trainers.step.token_batches import Passes
 from agile_trainers.train_batch import length_sorted_batches, read_inputs
 from agile_trainers.types import TurnBatch
 
@@ -32,77 +33,81 @@ class Scores:
     """(B, T) float32, under the reference."""
 
 
+class Models(NamedTuple):
+    """The models of a step, as the trainer has them now: distributed training may wrap and replace them."""
+
+    policy: Any
+    """The model whose ``default`` adapter, or all of whose weights, are trained."""
+    reference: Any
+    """A frozen model; None where the reference is an adapter of the policy, its base model, or missing."""
+
+
 class Scorer:
-    """Scores the episodes of a generation batch.
+    """Scores the episodes of generation batches.
 
     Args:
-        trainer: The trainer whose policy and reference are scored.
-        packer: Runs the forward passes.
         log_probs: TRL's ``_get_per_token_logps_and_entropies``, with its arguments.
+        packer: Runs the forward passes.
+        passes: Splits rows into forward passes.
+        args: A ``MultiTurnConfig``.
+        accelerator: The trainer's.
     """
 
-    def __init__(self, trainer: GRPOTrainer, packer: Packer, log_probs: LogProbs) -> None:
-        self._trainer, self._packer, self._log_probs = trainer, packer, log_probs
+    def __init__(
+        self, log_probs: LogProbs, packer: Packer, passes: Passes, args: Any, accelerator: Accelerator
+    ) -> None:
+        self._log_probs, self._packer, self._passes, self._accelerator = log_probs, packer, passes, accelerator
+        self._size, self._checkpointing = args.per_device_train_batch_size, args.gradient_checkpointing_kwargs
+        self.pad_to_multiple_of: int | None = args.pad_to_multiple_of
+        """Multiple of which the width of every padded forward pass is."""
 
-    def score(self, batch: TurnBatch, *, old: bool, reference: bool, rows: torch.Tensor | None = None) -> Scores:
+    def score(
+        self, models: Models, batch: TurnBatch, *, old: bool, reference: bool, rows: torch.Tensor | None = None
+    ) -> Scores:
         """Score some rows.
 
         Args:
+            models: The policy and its reference.
             batch: The episodes of this process.
             old: Score the policy.
-            reference: Score the reference.
+            reference: Score the reference: a separate model, an adapter, or the base model.
             rows: (R,) int64. Default: all.
         """
-        trainer = self._trainer
         if rows is None:
             rows = torch.arange(batch.turn_ids.size(0), device=batch.turn_ids.device)
         scores = Scores(torch.zeros_like(batch.failed).index_fill(0, rows, True))
-        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+        with torch.no_grad(), disable_gradient_checkpointing(models.policy, self._checkpointing):
             if old:
-                scores.old = self._of(trainer.model, batch, rows)
-            if reference:
-                scores.reference = self.score_reference(batch, rows)
+                scores.old = self._of(models.policy, batch, rows)
+            if reference and models.reference is not None:
+                scores.reference = self._of(models.reference, batch, rows)
+            elif reference:
+                policy = self._accelerator.unwrap_model(models.policy)
+                with use_adapter(policy, adapter_name=REFERENCE if REFERENCE in policy.peft_config else None):
+                    scores.reference = self._of(models.policy, batch, rows)
         return scores
 
-    @property
-    def pad_to_multiple_of(self) -> int | None:
-        """Multiple of which the width of every padded forward pass is."""
-        return self._trainer.pad_to_multiple_of
-
-    def prepare_packing(self, batch: TurnBatch) -> None:
+    def prepare_packing(self, models: Models, batch: TurnBatch) -> None:
         """Let the packer compare packed with padded rows, on as many rows of this process as a micro-batch has."""
-        trainer = self._trainer
         if not self._packer.needs_check:
             return
-        rows = torch.arange(min(len(batch.turn_ids), trainer.args.per_device_train_batch_size))
-        (_, part), *_ = length_sorted_batches(
-            batch, len(rows), trainer.pad_to_multiple_of, rows.to(batch.turn_ids.device)
-        )
-        with disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
-            self._packer.prepare(trainer.model, part)
+        rows = torch.arange(min(len(batch.turn_ids), self._size))
+        (_, part), *_ = length_sorted_batches(batch, len(rows), self.pad_to_multiple_of, rows.to(batch.turn_ids.device))
+        with disable_gradient_checkpointing(models.policy, self._checkpointing):
+            self._packer.prepare(models.policy, part)
 
     def even_rows(self, live: torch.Tensor) -> torch.Tensor:
         """Return the rows (R,) where ``live`` (B,) is True, padded with others to the same number on every rank.
 
         Where weights are sharded, every rank must run equally many forward passes.
         """
-        most = int(self._trainer.accelerator.gather(live.sum()).max())
+        most = int(self._accelerator.gather(live.sum()).max())
         return live.int().argsort(descending=True, stable=True)[:most]
 
-    def score_reference(self, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
-        """Compute the log-probabilities (B, T) of the reference: a separate model, an adapter, or the base model."""
-        trainer: Any = self._trainer
-        if trainer.ref_model is not None:
-            return self._of(trainer.ref_model, batch, rows)
-        policy = trainer.accelerator.unwrap_model(trainer.model)
-        with use_adapter(policy, adapter_name=REFERENCE if REFERENCE in policy.peft_config else None):
-            return self._of(trainer.model, batch, rows)
-
     def _of(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
-        trainer = self._trainer
         scores = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
-        size, multiple = trainer.args.per_device_train_batch_size, trainer.pad_to_multiple_of
-        for chosen, part in length_sorted_batches(batch, size, multiple, rows, trainer.passes.split):
+        batches = length_sorted_batches(batch, self._size, self.pad_to_multiple_of, rows, self._passes.split)
+        for chosen, part in batches:
             length = part["completion_ids"].size(1)
             scored = batch.valid_mask[chosen, :length]
             log_probs, _, _ = self._log_probs(model, **read_inputs(part), logits_to_keep=length, scored=scored)

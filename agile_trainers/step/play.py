@@ -2,30 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
-from trl import GRPOTrainer
 
-from agile_trainers.rollout.engine import EpisodeSpec
+from agile_trainers.rollout.collate import collate
+from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.mixture import COLUMN, Mixture
 from agile_trainers.rollout.seeds import training_specs
+from agile_trainers.sampling.sampler import RolloutSampler
+from agile_trainers.step.credit import CreditAssignment, Judged
 from agile_trainers.step.mixture import with_names
-from agile_trainers.step.reward import not_scored, totals
+from agile_trainers.step.reward import Rewards, not_scored
 from agile_trainers.step.task_sampling import Draw, TaskSampling
-from agile_trainers.trainers.setup import RunSetup
+from agile_trainers.train_batch import own_rows
 from agile_trainers.types import Trajectory, TurnBatch
 
 Row = dict[str, Any]
-Play = Callable[[list[EpisodeSpec]], list[Trajectory]]
-Score = Callable[[list[Row], list[Trajectory]], torch.Tensor]
-"""Computes rewards (B, F) of all processes; every process passes equally many rows."""
-ZeroAdvantage = Callable[[TurnBatch], list[bool]]
-"""Returns for each group of all processes whether it is a zero-advantage group, from the batch of this process."""
-Collate = Callable[[list[Trajectory], torch.Tensor], TurnBatch]
-"""Makes the batch of this process, from its episodes and the rewards (B, F) of all."""
+
+
+class Player:
+    """Plays episodes with the current policy, and measures the time.
+
+    Args:
+        engine: The rollout engine.
+        sampler: Makes the generator.
+    """
+
+    def __init__(self, engine: RolloutEngine, sampler: RolloutSampler) -> None:
+        self._engine, self._sampler = engine, sampler
+        self.seconds = 0.0
+        """Wall time of all episodes that were played, since the caller set it to 0."""
+
+    def play(self, specs: list[EpisodeSpec]) -> list[Trajectory]:
+        """Play episodes."""
+        started = time.perf_counter()
+        with self._sampler.generator() as generator:
+            trajectories = self._engine.run(specs, generator)
+        self.seconds += time.perf_counter() - started
+        return trajectories
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Makes the batch of a generation batch's episodes."""
+
+    pad_token_id: int
+    end_token_id: int
+    pad_to_multiple_of: int | None
+    device: torch.device
+
+    def batch(self, trajectories: list[Trajectory], added: torch.Tensor) -> TurnBatch:
+        """Make the batch of this process's episodes.
+
+        Args:
+            trajectories: The episodes.
+            added: (B,), reward that is added to the last turn of each.
+        """
+        batch = collate(
+            trajectories,
+            pad_token_id=self.pad_token_id,
+            end_token_id=self.end_token_id,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            device=self.device,
+        )
+        rows = torch.arange(len(added), device=added.device)
+        last = (batch.turn_mask.sum(dim=1) - 1).clamp(min=0)
+        batch.turn_rewards[rows, last] += added * batch.turn_mask.any(dim=1)
+        return batch
 
 
 @dataclass
@@ -42,6 +91,8 @@ class PlayedGroups:
     """(B, F), of all processes."""
     batch: TurnBatch
     """The episodes and rewards as tensors."""
+    judged: Judged | None = None
+    """Credit of these episodes, where it was computed to choose them."""
     discarded: list[tuple[int, Trajectory]] = field(default_factory=list)
     """Index and episode of the groups that were replaced."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -70,94 +121,93 @@ class GroupRollouts:
     :class:`~agile_trainers.step.task_sampling.TaskSampling`.
 
     Args:
-        trainer: After TRL's own constructor.
-        setup: The run's.
-        play: Plays episodes with the current policy.
-        score: Calls the trainer's reward functions.
-        collate: Makes a batch.
-        zero_advantage: Applies the credit rule.
+        args: A ``MultiTurnConfig`` for episodes.
+        accelerator: The trainer's.
+        player: Plays episodes.
+        rewards: Rewards them.
+        collator: Makes their batch.
+        credit: Applies the credit rule, which says which groups are zero-advantage groups.
+        tasks: Draws the tasks of groups.
+        dataset: The rows that tasks are drawn from.
+        rows_are_options: True if ``reset`` gets the rows.
+        mixture: The environments of a run of several; None for one.
     """
 
     def __init__(
         self,
-        trainer: GRPOTrainer,
-        setup: RunSetup,
-        play: Play,
-        score: Score,
-        collate: Collate,
-        zero_advantage: ZeroAdvantage,
+        args: Any,
+        accelerator: Accelerator,
+        player: Player,
+        rewards: Rewards,
+        collator: Collator,
+        credit: CreditAssignment,
+        tasks: TaskSampling,
+        *,
+        dataset: Any,
+        rows_are_options: bool,
+        mixture: Mixture | None,
     ) -> None:
-        self._trainer: Any = trainer
-        self._setup, self._play, self._score, self._collate = setup, play, score, collate
-        self._zero_advantage = zero_advantage
-        args = trainer.args
-        self._members, self._limit = setup.args.num_generations, setup.args.resample_zero_advantage_groups
+        self._args, self._accelerator = args, accelerator
+        self._player, self._rewards, self._collator, self._credit = player, rewards, collator, credit
+        self._dataset, self._rows_are_options, self._mixture = dataset, rows_are_options, mixture
+        self._members, self._limit = args.num_generations, args.resample_zero_advantage_groups
         self._groups = args.generation_batch_size // self._members
-        self.tasks = TaskSampling(setup.args, setup.tasks, self._groups)
+        self.tasks = tasks
         self.discarded = 0
         """Episodes that the run played and discarded so far, over all processes."""
 
-    @property
-    def _watches(self) -> bool:
-        """True if something depends on which groups have an advantage."""
-        return bool(self._limit or self.tasks.adaptive or self._setup.args.task_column)
+    def given(self, trajectories: list[Trajectory]) -> PlayedGroups:
+        """Reward the episodes of a generation batch that the caller played, of this process.
 
-    def play(self, inputs: list[Row], generation: int, columns: dict[str, list[Any]]) -> PlayedGroups:
-        """Play and score a generation batch.
+        Their dataset row has an empty prompt where an episode had none, and names the environment in a run of several.
+        """
+        rows: list[Row] = []
+        for trajectory in trajectories:
+            row = dict(trajectory.options or {"prompt": [{"role": "user", "content": ""}]})
+            name = trajectory.environment_name
+            rows.append(row if name is None else {**row, COLUMN: name})
+        return self._rewarded(trajectories, rows)
+
+    def play(self, inputs: list[Row], generation: int) -> PlayedGroups:
+        """Play and reward a generation batch.
 
         Args:
             inputs: Rows of this process, in TRL's order: one for each episode.
             generation: Index of the batch in the run.
-            columns: TRL's store for ``log_extra``. Afterwards it holds the values of the episodes that are returned.
         """
-        rank, size = self._trainer.accelerator.process_index, len(inputs)
-        places = list(range(rank * size, (rank + 1) * size))
-        first = self._round(inputs, generation, 0, places, rank * size)
-        trajectories = self._play(first.specs)
-        rewards = self._score(first.rows, trajectories)
-        batch = PlayedGroups(trajectories, first.rows, places, rewards, self._collate(trajectories, rewards))
-        if not self._watches:
-            return batch
-        zero = self._zero_advantage(batch.batch)
-        self.tasks.observe(first.draw.tasks, first.names, zero)
+        own = own_rows(self._accelerator, len(inputs))
+        first = self._round(inputs, generation, 0, list(range(own.start, own.stop)), own.start)
+        played = self._rewarded(self._player.play(first.specs), first.rows)
+        if not (self._limit or self.tasks.adaptive or self._args.task_column):
+            return played  # nothing depends on which groups have an advantage
+        played.judged = self._credit.judge(played.batch)
+        self.tasks.observe(first.draw.tasks, first.names, played.judged.zero.tolist())
         if self._limit:
-            known = {name: values[:size] for name, values in columns.items()}
-            mean = totals(rewards, self._trainer.reward_weights).nanmean().item()
-            metrics = {"resampling/first_zero_advantage": sum(zero) / len(zero), "resampling/first_reward": mean}
-            replaced = 0
-            for attempt in range(1, self._limit + 1):
-                again = [group for group, none in enumerate(zero) if none]
-                if not again:
-                    break
-                replaced += len(again)
-                columns.clear()
-                zero = self._replace(batch, again, inputs, generation, attempt, columns, known)
-            columns.clear()
-            columns.update(known)
-            self.discarded += replaced * self._members
-            metrics["resampling/groups"] = float(replaced)
-            metrics["resampling/zero_advantage"] = sum(zero) / len(zero)
-            episodes = self._groups * self._members * (generation + 1)
-            batch.metrics = metrics | {"episodes_played": float(episodes + self.discarded)}
-        batch.metrics |= self.tasks.metrics()
-        return batch
+            self._resample(played, inputs, generation)
+        played.metrics |= self.tasks.metrics()
+        return played
+
+    def _rewarded(self, trajectories: list[Trajectory], rows: list[Row]) -> PlayedGroups:
+        own = own_rows(self._accelerator, len(trajectories))
+        rewards = self._rewards.of(rows, trajectories)
+        batch = self._collator.batch(trajectories, self._rewards.added(rewards)[own])
+        return PlayedGroups(trajectories, rows, list(range(own.start, own.stop)), rewards, batch)
 
     def _round(self, inputs: list[Row], generation: int, attempt: int, places: list[int], first: int) -> _Round:
         """Draw the episodes of some places of this process."""
-        setup, trainer, members = self._setup, self._trainer, self._members
-        draw = self.tasks.draw(generation, attempt)
+        members, draw = self._members, self.tasks.draw(generation, attempt)
         if draw.rows is not None:
-            drawn = {group: trainer.train_dataset[draw.rows[group]] for group in {place // members for place in places}}
+            drawn = {group: self._dataset[draw.rows[group]] for group in {place // members for place in places}}
             inputs = [drawn[place // members] for place in places]
         else:
             inputs = [inputs[place - first] for place in places]
         specs = training_specs(
-            trainer.args.seed,
+            self._args.seed,
             generation,
-            [dict(row) if setup.rows_are_options else None for row in inputs],
+            [dict(row) if self._rows_are_options else None for row in inputs],
             places,
             members,
-            setup.mixture,
+            self._mixture,
             environments=draw.environments,
             seeds=draw.seeds,
             offset=attempt * self._groups,
@@ -167,55 +217,82 @@ class GroupRollouts:
 
     def _names(self, draw: Draw, places: list[int], rows: list[Row]) -> list[str | None]:
         """Return the name of each group's task, of all groups; None for those that are not played now."""
-        column = self._setup.args.task_column
+        column = self._args.task_column
         if column is None or draw.tasks is not None:
             return self.tasks.names_of(draw)
         own = {place // self._members: str(row[column]) for place, row in zip(places, rows, strict=True)}
         everywhere = {group: name for part in gather_object([own]) for group, name in part.items()}
         return [everywhere.get(group) for group in range(self._groups)]
 
+    def _resample(self, played: PlayedGroups, inputs: list[Row], generation: int) -> None:
+        """Replace zero-advantage groups in place, until there are none or the limit is reached."""
+        assert played.judged is not None
+        columns, zero = self._rewards.pending_columns, played.judged.zero
+        # The values that functions logged for the episodes that stay.
+        known = {name: values[: len(inputs)] for name, values in columns.items()}
+        played.metrics = {
+            "resampling/first_zero_advantage": zero.double().mean().item(),
+            "resampling/first_reward": self._rewards.totals(played.rewards).nanmean().item(),
+        }
+        replaced = 0
+        for attempt in range(1, self._limit + 1):
+            again = played.judged.zero.nonzero()[:, 0].tolist()
+            if not again:
+                break
+            replaced += len(again)
+            columns.clear()
+            self._replace(played, again, inputs, generation, attempt, known)
+        columns.clear()
+        columns.update(known)
+        self.discarded += replaced * self._members
+        episodes = self._groups * self._members * (generation + 1)
+        played.metrics |= {
+            "resampling/groups": float(replaced),
+            "resampling/zero_advantage": played.judged.zero.double().mean().item(),
+            "episodes_played": float(episodes + self.discarded),
+        }
+
     def _replace(
         self,
-        batch: PlayedGroups,
+        played: PlayedGroups,
         again: list[int],
         inputs: list[Row],
         generation: int,
         attempt: int,
-        columns: dict[str, list[Any]],
         known: dict[str, list[Any]],
-    ) -> list[bool]:
-        """Replace groups of a batch in place, and return which groups are zero-advantage groups now."""
-        accelerator, members, size = self._trainer.accelerator, self._members, len(inputs)
-        rank = accelerator.process_index
-        first = rank * size
-        by_rank = list(_places(again, members, size, accelerator.num_processes))
-        fresh = self._round(inputs, generation, attempt, by_rank[rank], first)
-        played = self._play(fresh.specs)
+    ) -> None:
+        """Replace groups of a batch in place, with what functions logged for them, and judge it anew."""
+        processes, size = self._accelerator.num_processes, len(inputs)
+        first = own_rows(self._accelerator, size).start
+        by_rank = list(_places(again, self._members, size, processes))
+        fresh = self._round(inputs, generation, attempt, by_rank[self._accelerator.process_index], first)
+        episodes = self._player.play(fresh.specs)
         # TRL gathers the same number of rewards from every process.
-        missing = max(map(len, by_rank)) - len(played)
+        missing = max(map(len, by_rank)) - len(episodes)
         filler = [dict(inputs[0])] * missing
-        scored = self._score([*fresh.rows, *filler], [*played, *(not_scored() for _ in range(missing))])
-        parts = scored.view(accelerator.num_processes, -1, scored.size(1))
-        batch.rewards = batch.rewards.clone()
+        scored = self._rewards.of([*fresh.rows, *filler], [*episodes, *(not_scored() for _ in range(missing))])
+        parts = scored.view(processes, -1, scored.size(1))
+        played.rewards = played.rewards.clone()
         for part, places in zip(parts, by_rank, strict=True):
-            batch.rewards[places] = part[: len(places)]
-        for number, (place, trajectory) in enumerate(zip(fresh.places, played, strict=True)):
+            played.rewards[places] = part[: len(places)]
+        columns = self._rewards.pending_columns
+        for number, (place, trajectory) in enumerate(zip(fresh.places, episodes, strict=True)):
             slot = place - first
-            batch.discarded.append((batch.indices[slot], batch.trajectories[slot]))
-            batch.trajectories[slot], batch.rows[slot] = trajectory, fresh.rows[number]
-            batch.indices[slot] = place + attempt * self._groups * members
+            played.discarded.append((played.indices[slot], played.trajectories[slot]))
+            played.trajectories[slot], played.rows[slot] = trajectory, fresh.rows[number]
+            played.indices[slot] = place + attempt * self._groups * self._members
             for name in known.keys() | columns.keys():
                 values = columns.get(name)
                 known.setdefault(name, [None] * size)[slot] = None if values is None else values[number]
-        batch.batch = self._collate(batch.trajectories, batch.rewards)
-        zero = self._zero_advantage(batch.batch)
-        tasks = fresh.draw.tasks
+        added = self._rewards.added(played.rewards)[own_rows(self._accelerator, size)]
+        played.batch = self._collator.batch(played.trajectories, added)
+        played.judged = self._credit.judge(played.batch)
+        tasks, zero = fresh.draw.tasks, played.judged.zero.tolist()
         self.tasks.observe(
             None if tasks is None else [tasks[group] for group in again],
             [fresh.names[group] for group in again],
             [zero[group] for group in again],
         )
-        return zero
 
     # ---------------------------------------------------------------------------------------------------- checkpoint
 

@@ -241,31 +241,81 @@ def reward_inputs(rows: Sequence[dict[str, Any]], trajectories: Sequence[Traject
     }
 
 
-class RewardColumns:
-    """Takes the rewards of all functions, batch by batch, and says which function never gives one.
+class Rewards:
+    """Calls the reward functions of a run, and says which of them never gives a reward.
 
     Args:
-        names: Names of the functions.
+        calculate: TRL's ``_calculate_rewards``.
+        names: Names of the F functions; the first is the episode return.
+        weights: (F,).
         accelerator: The trainer's.
+        pending_metrics: TRL's store for ``log_metric``.
+        pending_columns: TRL's store for ``log_extra``.
     """
 
-    def __init__(self, names: Sequence[str], accelerator: Accelerator) -> None:
-        self._names, self._accelerator = names, accelerator
+    def __init__(
+        self,
+        calculate: Callable[..., torch.Tensor],
+        names: Sequence[str],
+        weights: torch.Tensor,
+        accelerator: Accelerator,
+        pending_metrics: dict[str, list[float]],
+        pending_columns: dict[str, list[Any]],
+    ) -> None:
+        self._calculate, self._accelerator = calculate, accelerator
+        self.names, self.weights = names, weights
+        self.pending_metrics, self.pending_columns = pending_metrics, pending_columns
         self._silent = [0] * len(names)
         """Batches in which a function gave no reward, since the first; -1 once it gave one."""
 
-    def without_failed(self, rewards: torch.Tensor, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-        """Set the rewards of failed episodes to NaN, also those of reward models, which score every episode.
+    def of(self, rows: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        """Compute the rewards (B, F) of all processes, NaN for failed episodes, also of reward models, which score them.
 
         Args:
-            rewards: (B, F), of all processes.
-            trajectories: This process's.
+            rows: The row of each episode of this process.
+            trajectories: This process's episodes, equally many on each.
         """
+        rewards = self._calculate(**reward_inputs(rows, trajectories))
         failed = [trajectory.stop_reason.failed for trajectory in trajectories]
         everywhere: torch.Tensor = self._accelerator.gather(torch.tensor(failed, device=rewards.device))
         if not everywhere.all():
             self._look((~rewards[~everywhere].isnan()).any(dim=0).tolist())
         return rewards.masked_fill(everywhere[:, None], torch.nan)
+
+    def totals(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Compute the weighted sums (B,) of rewards (B, F); see :func:`totals`."""
+        return totals(rewards, self.weights)
+
+    def added(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Compute what is added to the return (B,): the weighted sum of all functions but the first, without NaN."""
+        return (rewards * self.weights.to(rewards.device))[:, 1:].nansum(dim=1)
+
+    def summary(self, rewards: torch.Tensor) -> dict[str, float]:
+        """Compute the metrics of rewards (B, F); see :func:`reward_summary`."""
+        return reward_summary(rewards, self.weights, self.names)
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Average the metrics that functions logged with ``log_metric`` over all processes, and forget them."""
+        means = {}
+        for name in sorted(set(gather_object(list(self.pending_metrics)))):
+            values = self.pending_metrics.get(name, [])
+            local = torch.tensor([float(sum(values)), float(len(values))], device=self._accelerator.device)
+            total, count = self._accelerator.reduce(local, reduction="sum").tolist()
+            means[name] = total / count
+        self.pending_metrics.clear()
+        return means
+
+    def drain_columns(self, count: int) -> dict[str, list[Any]]:
+        """Gather the columns that functions logged with ``log_extra`` from all processes, and forget them.
+
+        Args:
+            count: Episodes of this process.
+        """
+        columns = {}
+        for name in sorted(set(gather_object(list(self.pending_columns)))):
+            columns[name] = gather_object(self.pending_columns.get(name, [None] * count)[:count])
+        self.pending_columns.clear()
+        return columns
 
     def _look(self, rewarded: Sequence[bool]) -> None:
         for place, gave in enumerate(rewarded):
@@ -275,7 +325,7 @@ class RewardColumns:
                 self._silent[place] += 1
                 if self._silent[place] == PATIENCE and self._accelerator.is_main_process:
                     logger.warning(
-                        f"The reward function {self._names[place]!r} gave no reward (None or NaN) to any episode of the "
+                        f"The reward function {self.names[place]!r} gave no reward (None or NaN) to any episode of the "
                         f"{PATIENCE} batches so far, so that it has no effect. Check its conditions and divisions."
                     )
 
@@ -323,29 +373,3 @@ def share_without_spread(rewards: torch.Tensor, group_size: int) -> float:
     highest = groups.masked_fill(missing, -torch.inf).amax(dim=1)
     lowest = groups.masked_fill(missing, torch.inf).amin(dim=1)
     return ((highest - lowest <= 1e-8) & ~missing.all(dim=1)).float().mean().item()
-
-
-def drained_metrics(pending: dict[str, list[float]], accelerator: Accelerator) -> dict[str, float]:
-    """Average the metrics that reward functions logged with ``log_metric`` over all processes; empties ``pending``."""
-    means = {}
-    for name in sorted(set(gather_object(list(pending)))):
-        values = pending.get(name, [])
-        local = torch.tensor([float(sum(values)), float(len(values))], device=accelerator.device)
-        total, count = accelerator.reduce(local, reduction="sum").tolist()
-        means[name] = total / count
-    pending.clear()
-    return means
-
-
-def drained_columns(pending: dict[str, list[Any]], count: int) -> dict[str, list[Any]]:
-    """Gather the columns that reward functions logged with ``log_extra`` from all processes; empties ``pending``.
-
-    Args:
-        pending: Values for the episodes of this process, in their order, by column.
-        count: Episodes of this process.
-    """
-    columns = {}
-    for name in sorted(set(gather_object(list(pending)))):
-        columns[name] = gather_object(pending.get(name, [None] * count)[:count])
-    pending.clear()
-    return columns

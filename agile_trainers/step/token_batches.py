@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather
 from peft import PeftModel
 from transformers.utils import logging
-from trl import GRPOTrainer
 
+from agile_trainers.packing.packer import Packer
 from agile_trainers.train_batch import Batch, TrainBatch
 
 logger = logging.get_logger(__name__)
@@ -124,25 +124,44 @@ class Passes:
     """Decides the tokens of a forward pass once, and deals the rows of micro-batches to passes.
 
     Args:
-        trainer: The trainer, otherwise set up.
+        args: A ``MultiTurnConfig``.
+        accelerator: The trainer's.
+        packer: Runs the passes.
+        model: The policy.
+        auxiliary_loss: True if TRL adds the router's auxiliary loss.
+        metrics: TRL's store of the metrics of training.
 
     Raises:
         ValueError: If the option is set with a router's auxiliary loss.
     """
 
-    def __init__(self, trainer: GRPOTrainer):
-        self._trainer = trainer
-        self._args: Any = trainer.args
+    def __init__(
+        self,
+        args: Any,
+        accelerator: Accelerator,
+        packer: Packer,
+        model: Any,
+        *,
+        auxiliary_loss: bool,
+        metrics: dict[str, list[float]],
+    ) -> None:
+        self._args, self._accelerator, self._packer, self._model, self._metrics = (
+            args,
+            accelerator,
+            packer,
+            model,
+            metrics,
+        )
         self.budget: int | None = self._args.max_tokens_per_micro_batch
         """Tokens of a pass, equal on all processes; None until the first micro-batch decides it."""
-        if self.budget is not None and trainer.aux_loss_enabled:
+        if self.budget is not None and auxiliary_loss:
             raise ValueError(
                 f"max_tokens_per_micro_batch={self.budget} cannot be combined with the router's auxiliary loss, an average "
                 "over the micro-batch. Set router_aux_loss_coef=0.0 in model_init_kwargs, or leave it unset."
             )
         # Terms that are no sum over rows or tokens need the whole micro-batch at once.
         self._whole = (
-            trainer.aux_loss_enabled
+            auxiliary_loss
             or self._args.use_adaptive_entropy
             or self._args.top_entropy_quantile < 1.0
             or self.steps_in_backward
@@ -171,9 +190,9 @@ class Passes:
         else:
             parts = [batch.rows(rows) if len(rows) else batch.rows(torch.tensor([0])).untrained() for rows in dealt]
         tokens = torch.stack([part.counted.sum() for part in parts])
-        if self._trainer.accelerator.num_processes > 1:
-            tokens = self._trainer.accelerator.reduce(tokens, reduction="sum")
-        multiple, loss_type = self._trainer.pad_to_multiple_of, self._trainer.loss_type
+        if self._accelerator.num_processes > 1:
+            tokens = self._accelerator.reduce(tokens, reduction="sum")
+        multiple, loss_type = self._args.pad_to_multiple_of, self._args.loss_type
         return [
             Pass(
                 part.trimmed(multiple),
@@ -193,7 +212,7 @@ class Passes:
         Returns:
             The rows of each pass.
         """
-        accelerator: Accelerator = self._trainer.accelerator
+        accelerator = self._accelerator
         if self.budget is None:
             self.budget = self._fitting()
         prompts, completions = (part[f"{name}_mask"].sum(dim=1).cpu() for name in ("prompt", "completion"))
@@ -213,14 +232,14 @@ class Passes:
         """Deal some rows to padded passes; return these, and the sum of their tokens."""
         ordered = rows[(prompts + completions)[rows].argsort(stable=True)]
         widths, lengths = prompts[ordered], completions[ordered]
-        dealt = deal_padded(widths, lengths, self._fast, self._trainer.pad_to_multiple_of or 1)
+        dealt = deal_padded(widths, lengths, self._fast, self._args.pad_to_multiple_of or 1)
         tokens = sum(len(places) * int(widths[places].max() + lengths[places].max()) for places in dealt)
         # The largest first: where it fits, the others do.
         return [ordered[places] for places in dealt[::-1]], tokens
 
     def _packed(self, part: Batch, prompts: torch.Tensor, completions: torch.Tensor) -> tuple[list[torch.Tensor], int]:
         """Deal rows to packed passes, and to padded ones where packing does not pay; return these, and their tokens."""
-        packer, budget = self._trainer.packer, self.budget
+        packer, budget = self._packer, self.budget
         sharing = packer.sharing(part)
         if sharing is None:
             return [], 0
@@ -242,17 +261,17 @@ class Passes:
     def _fast(self) -> int:
         """Tokens of a pass from which on it gets slower."""
         assert self.budget is not None
-        slows = self._trainer.accelerator.device.type == "cpu" and self._args.max_tokens_per_micro_batch is None
+        slows = self._accelerator.device.type == "cpu" and self._args.max_tokens_per_micro_batch is None
         return min(CPU_TOKENS, self.budget) if slows else self.budget
 
     def _fitting(self) -> int:
         """Return the tokens of a pass that fit, the smallest number of all processes."""
-        accelerator = self._trainer.accelerator
+        accelerator = self._accelerator
         if accelerator.device.type != "cuda":
             return _CPU_LIMIT
         free = torch.cuda.mem_get_info(accelerator.device)[0]
         free += torch.cuda.memory_reserved(accelerator.device) - torch.cuda.memory_allocated(accelerator.device)
-        config = accelerator.unwrap_model(self._trainer.model).config.get_text_config()
+        config = accelerator.unwrap_model(self._model).config.get_text_config()
         needed = bytes_per_token(config, checkpointing=self._args.gradient_checkpointing)
         fitting = torch.tensor([max(1024, int(_GPU_SHARE * free / needed))], device=accelerator.device)
         return int(accelerator.gather(fitting).min())
@@ -270,7 +289,7 @@ class Passes:
             The loss of the micro-batch. Its gradient is that of the last pass; the others' is in the parameters.
         """
         pending, done = self.of(batch, whole), list[Pass]()
-        metrics = self._trainer._metrics["train"]
+        metrics = self._metrics
         before = {name: len(values) for name, values in metrics.items()}
         total: torch.Tensor | float = 0.0
         while True:
@@ -318,7 +337,7 @@ class Passes:
 
     def _backward(self, model: Any, part: Pass, loss_of: LossOf) -> torch.Tensor:
         """Run a pass whose gradient is accumulated, as in an earlier micro-batch of the optimizer step."""
-        accelerator = self._trainer.accelerator
+        accelerator = self._accelerator
         state, device = accelerator.gradient_state, accelerator.device.type
         synchronizes = state.sync_gradients
         state._set_sync_gradients(False)
@@ -335,10 +354,10 @@ class Passes:
     @property
     def _recovers(self) -> bool:
         """True if a pass that runs out of memory can be undone: on one process, with gradients small enough to copy."""
-        return self._trainer.accelerator.num_processes == 1 and isinstance(self._trainer.model, PeftModel)
+        return self._accelerator.num_processes == 1 and isinstance(self._model, PeftModel)
 
     def _gradients(self) -> _Gradients:
-        trained = (p for p in self._trainer.model.parameters() if p.requires_grad)
+        trained = (p for p in self._model.parameters() if p.requires_grad)
         return [(p, None if p.grad is None else p.grad.clone()) for p in trained]
 
     def _smaller(self, part: Pass, whole: TrainBatch) -> list[Pass]:

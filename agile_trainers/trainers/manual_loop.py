@@ -17,7 +17,6 @@ from agile_trainers.adapters.folders import naming_full_disk
 from agile_trainers.config.rules import BY_HAND, check_rules
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.seeds import training_specs
-from agile_trainers.step.mixture import COLUMN
 from agile_trainers.types import Trajectory
 
 if TYPE_CHECKING:
@@ -32,16 +31,6 @@ class RunOverError(RuntimeError):
 
 class _Begun(Exception):
     """Exits ``Trainer.train`` before its first epoch."""
-
-
-def rows_of_episodes(trajectories: Sequence[Trajectory]) -> list[Row]:
-    """Return the dataset rows of episodes for reward functions: with an empty prompt for an episode without a row, and
-    with the environment's name in a run of several."""
-    rows: list[Row] = []
-    for trajectory in trajectories:
-        row = dict(trajectory.options or {"prompt": [{"role": "user", "content": ""}]})
-        rows.append(row if trajectory.environment_name is None else {**row, COLUMN: trajectory.environment_name})
-    return rows
 
 
 class Updates:
@@ -154,7 +143,7 @@ class Updates:
 
     def rollout(self, rows: Sequence[Row] | None, generation: int | None) -> list[Trajectory]:
         """Play episodes; see :meth:`MultiTurnTrainer.rollout`."""
-        engine = self._check_environment()
+        self._check_environment()
         trainer = self._trainer
         if generation is not None and generation < 0:
             raise ValueError(f"generation counts from 0, got {generation}.")
@@ -174,8 +163,7 @@ class Updates:
             specs = training_specs(
                 trainer.args.seed, first + index, options, places, trainer.num_generations, trainer.setup.mixture
             )
-            with trainer.sampler.generator() as generator:
-                played += engine.run(specs, generator)
+            played += trainer.player.play(specs)
         if self.is_open:
             self._log_time(played, time.perf_counter() - started)
         return played

@@ -9,13 +9,13 @@ overrides a method of TRL's ``GRPOTrainer`` or of ``Trainer``.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -59,33 +59,31 @@ from agile_trainers.monitor.episode_records import EpisodeRecords
 from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
 from agile_trainers.monitor.health_checks import PolicyMeasurements, RunWatch
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
-from agile_trainers.monitor.turn_metrics import TurnEntropies, credit_by_turn
-from agile_trainers.objectives.advantages import with_advantage, zero_advantage_groups
-from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
-from agile_trainers.objectives.ratios import pool_log_probs
-from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
+from agile_trainers.objectives.advantages import with_advantage
 from agile_trainers.packing.packer import Packer, PackingState
-from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.sampling.correction import mismatch_weights
 from agile_trainers.sampling.gap import GapMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
-from agile_trainers.step.credit import Credit, CreditInputs, filter_groups, gather_turns, normalize
-from agile_trainers.step.critic import TARGETS, Critic, CriticValues
+from agile_trainers.step.batch import penalize, scores_old_policy, train_batch, trained_tokens
+from agile_trainers.step.credit import Credit, CreditAssignment, CreditInputs, Judged
+from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, add_critic
 from agile_trainers.step.dropout import switch_off_noise
-from agile_trainers.step.log_probs import Scorer, Scores
-from agile_trainers.step.play import GroupRollouts, PlayedGroups
-from agile_trainers.step.reward import RewardColumns, drained_metrics, reward_inputs, totals
+from agile_trainers.step.log_probs import Models, Scorer, Scores
+from agile_trainers.step.loss import LossPass
+from agile_trainers.step.play import Collator, GroupRollouts, PlayedGroups, Player
+from agile_trainers.step.reward import Rewards
+from agile_trainers.step.task_sampling import TaskSampling
 from agile_trainers.step.token_batches import Pass, Passes, gathering_ragged
-from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows
+from agile_trainers.step.turn_metrics import TurnEntropies
+from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, own_rows
 from agile_trainers.trainers.arguments import check_arguments, check_order, named_model
 from agile_trainers.trainers.evaluation import EpisodeEvaluator
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
 from agile_trainers.trainers.hyperparameter_search import TrainerRecipe, initial_model, search
 from agile_trainers.trainers.load_adapter import TrainerInputs, resolve_inputs
-from agile_trainers.trainers.manual_loop import Updates, rows_of_episodes
+from agile_trainers.trainers.manual_loop import Updates
 from agile_trainers.trainers.reference import ReferencePolicy
 from agile_trainers.trainers.setup import (
     RunSetup,
@@ -102,19 +100,19 @@ from agile_trainers.types import Trajectory, TurnBatch
 logger = logging.get_logger(__name__)
 
 
-@dataclass
-class _LossPass:
-    """Carries a micro-batch from `_compute_loss` to `_get_per_token_logps_and_entropies`, past TRL's signatures."""
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-    batch: TrainBatch
-    inputs: Batch
-    """The same batch in TRL's form."""
-    values: torch.Tensor | None = None
-    """Values of the critic, from the forward pass of the loss."""
-    log_probs: torch.Tensor | None = None
-    """(B, T), from the forward pass of the loss."""
-    log_ratio: torch.Tensor | None = None
-    """(B, T), of the policy over the one that the update started from, pooled over turns where the loss's is."""
+
+def with_episodes(method: _Method) -> _Method:
+    """Make an override act with an environment only; without one the trainer's method is TRL's."""
+
+    @functools.wraps(method)
+    def chosen(trainer: MultiTurnTrainer, *args: Any, **kwargs: Any) -> Any:
+        if trainer.engine is None:
+            return getattr(super(MultiTurnTrainer, trainer), method.__name__)(*args, **kwargs)
+        return method(trainer, *args, **kwargs)
+
+    return cast(_Method, chosen)
 
 
 class MultiTurnTrainer(GRPOTrainer):
@@ -173,8 +171,11 @@ class MultiTurnTrainer(GRPOTrainer):
     scorer: Scorer
     gap: GapMonitor
     reference: ReferencePolicy
-    critic: Critic | None = None
+    critic: Critic | NoCritic = NoCritic()
     evaluator: EpisodeEvaluator
+    player: Player
+    rewards: Rewards
+    credit: CreditAssignment
     rollouts: GroupRollouts
     watch: RunWatch
     """Says why the run does not learn."""
@@ -188,8 +189,7 @@ class MultiTurnTrainer(GRPOTrainer):
     turn_entropies: TurnEntropies
     updates: Updates
 
-    _loss_pass: _LossPass | None = None
-    _rollout_seconds = 0.0
+    _loss_pass: LossPass | None = None
     _adapter: str | None = POLICY
     """The adapter that runs, see :meth:`use_adapter`."""
     _told_unreachable = False
@@ -335,7 +335,6 @@ class MultiTurnTrainer(GRPOTrainer):
         self.stop = GracefulStop(self.accelerator)
         self.add_callback(self.stop)
         self.guard = StepGuard()
-        self.passes = Passes(self)
         self.turn_entropies = TurnEntropies()
         self._offloading = activation_offloading(args, self.model)
         if args.skip_zero_advantage is True and self.aux_loss_enabled:
@@ -345,21 +344,61 @@ class MultiTurnTrainer(GRPOTrainer):
             )
         self.sampler = RolloutSampler(self, self.engine, self._tokenizer, self._dist)
         self.packer = make_packer(self)
-        self.scorer = Scorer(self, self.packer, self._get_per_token_logps_and_entropies)
+        metrics = self._metrics["train"]
+        self.passes = Passes(
+            args, self.accelerator, self.packer, self.model, auxiliary_loss=self.aux_loss_enabled, metrics=metrics
+        )
+        self._make_step(setup)
         token_ids = (self._tokenizer.pad_token_id, self.eos_token_ids[0])
         measurements = PolicyMeasurements(self.scorer, self.accelerator, args.diagnosis_interval, token_ids)
         self.watch = RunWatch(args, measurements, speaks=self.accelerator.is_main_process)
-        self.records = EpisodeRecords(self, self.checkpoints, self.watch)
+        self.records = EpisodeRecords(args, self.accelerator, self.processing_class, self.checkpoints, self.watch)
         self.add_callback(self.records)
         self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
-        self.episode_log = EpisodeLog(self, self.environment, self.watch.note)
-        self.reward_columns = RewardColumns(self.reward_func_names, self.accelerator)
-        self.rollouts = GroupRollouts(self, setup, self._play, self._reward, self._collate, self._zero_advantage_groups)
-        self.evaluator = EpisodeEvaluator(self, self.engine, self.sampler, setup.mixture, self._reward)
+        known = self.engine.reports_success
+        self.episode_log = EpisodeLog(args, self.rewards, known, self.environment, self.watch.note)
+        self.evaluator = EpisodeEvaluator(
+            args, self.accelerator, self.engine, self.sampler, setup.mixture, self.rewards
+        )
         if args.has_critic:
-            self.critic = Critic(self, self.packer, inputs.saved)
+            add_critic(self.model, args, inputs.saved, self.optimizer, name=type(self).__name__)
+            targets_of = (lambda turns: self.assign_credit(turns).columns[TARGETS]) if self.targets_by_row else None
+            self.critic = Critic(args, self.accelerator, self.packer, self.passes, targets_of)
             self._switch_off_noise()
-            self.critic.thaw()
+            self.critic.thaw(self.model)
+
+    def _make_step(self, setup: RunSetup) -> None:
+        """Make the parts of a step, in the order in which they run."""
+        args, accelerator, engine = self.args, self.accelerator, self.engine
+        assert engine is not None
+        self.player = Player(engine, self.sampler)
+        self.rewards = Rewards(
+            self._calculate_rewards,
+            self.reward_func_names,
+            self.reward_weights,
+            accelerator,
+            self._pending_metrics,
+            self._pending_extra_logs,
+        )
+        collator = Collator(
+            self._tokenizer.pad_token_id, self.eos_token_ids[0], args.pad_to_multiple_of, accelerator.device
+        )
+        per_sequence = args.importance_sampling_level == "sequence"
+        self.credit = CreditAssignment(self.assign_credit, args, accelerator, per_sequence=per_sequence)
+        groups = args.generation_batch_size // args.num_generations
+        self.rollouts = GroupRollouts(
+            args,
+            accelerator,
+            self.player,
+            self.rewards,
+            collator,
+            self.credit,
+            TaskSampling(args, setup.tasks, groups),
+            dataset=self.train_dataset,
+            rows_are_options=setup.rows_are_options,
+            mixture=setup.mixture,
+        )
+        self.scorer = Scorer(self._get_per_token_logps_and_entropies, self.packer, self.passes, args, accelerator)
 
     def _switch_off_noise(self) -> None:
         """Switch off dropout and other noise; called at construction and after an adapter is added."""
@@ -380,23 +419,14 @@ class MultiTurnTrainer(GRPOTrainer):
         return self.args.steps_per_generation * self.num_iterations
 
     @property
-    def _corrects_mismatch(self) -> bool:
-        """True if tokens are weighed by the trainer's probability over the sampler's."""
-        return bool(self.vllm_importance_sampling_correction)
-
-    @property
-    def _scores_old_policy(self) -> bool:
-        """True if an older policy or another engine sampled the batch of an update; TRL's own condition."""
-        return self._corrects_mismatch or self.args.gradient_accumulation_steps % self.micro_steps_per_generation != 0
+    def _models(self) -> Models:
+        """The policy and its reference, as distributed training has them now."""
+        return Models(self.model, self.ref_model)
 
     @property
     def _skips_zero_advantage(self) -> bool:
         """True if episodes without advantage are left out of the forward passes."""
         return skips_zero_advantage(self.args) and not self.aux_loss_enabled
-
-    def _local(self, size: int) -> slice:
-        """Return the rows of this process among those of all."""
-        return slice(self.accelerator.process_index * size, (self.accelerator.process_index + 1) * size)
 
     def _add_metrics(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -415,6 +445,7 @@ class MultiTurnTrainer(GRPOTrainer):
 
     # ---------------------------------------------------------------------------------------------------------- run
 
+    @with_episodes
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, as ``Trainer.train`` does.
 
@@ -434,8 +465,7 @@ class MultiTurnTrainer(GRPOTrainer):
             KeyboardInterrupt: After the checkpoint of an interrupted run was saved.
             SystemExit: With code 143, after the checkpoint of a run that got SIGTERM was saved.
         """
-        if self.engine is None:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+        assert self.engine is not None
         self._check_policy_runs()
         if self.updates.is_open:
             raise RuntimeError(
@@ -576,23 +606,22 @@ class MultiTurnTrainer(GRPOTrainer):
         )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.critic is None:
-            return super().create_optimizer(model)
-        self.critic.thaw()
+        self.critic.thaw(self.model)
         made = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if made:
-            self.critic.split_groups(optimizer)
+            self.critic.split_groups(self.model, optimizer)
         return optimizer
 
+    @with_episodes
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(dataset)
-        return sampler if self.engine is None else self.checkpoints.at_epoch(sampler)
+        return self.checkpoints.at_epoch(super()._get_train_sampler(dataset))
 
+    @with_episodes
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.engine is not None and self.control.should_training_stop:
+        if self.control.should_training_stop:
             return  # a callback stopped the run before its first step, and `Trainer` would take it
-        if self.engine is not None and self.state.global_step >= self.state.max_steps:
+        if self.state.global_step >= self.state.max_steps:
             # `Trainer` checks this only after a step, and would train one too many.
             logger.warning(
                 "Nothing is left to train: the checkpoint is at step %d of %d. Raise max_steps or num_train_epochs.",
@@ -605,24 +634,22 @@ class MultiTurnTrainer(GRPOTrainer):
 
     # --------------------------------------------------------------------------------------------------------- step
 
+    @with_episodes
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.engine is None:
-            return super().training_step(*args, **kwargs)
-        self._rollout_seconds, started = 0.0, time.perf_counter()
+        self.player.seconds, started = 0.0, time.perf_counter()
         if self.args.entropy_coef_schedule == "linear":
             self.entropy_coef = self.args.entropy_coef * (1 - self.state.global_step / self.state.max_steps)
         with self._offloading:
             loss = super().training_step(*args, **kwargs)
-        self._add_metrics({"time/update": time.perf_counter() - started - self._rollout_seconds})
+        self._add_metrics({"time/update": time.perf_counter() - started - self.player.seconds})
         if self._step % self.micro_steps_per_generation == 0:
             self.records.finish()
         return loss
 
+    @with_episodes
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.engine is None:
-            return inputs
         steps, accumulation = self.args.steps_per_generation, self.args.gradient_accumulation_steps
         drawn = self._buffered_inputs is not before
         if drawn:
@@ -630,182 +657,83 @@ class MultiTurnTrainer(GRPOTrainer):
                 window = min(steps, accumulation)
                 self._buffered_inputs = exchange_rows(self._buffered_inputs, window, self.packer.arranged)
             inputs = self._buffered_inputs[self._step % steps]
-        if self.critic is not None:
-            self.critic.count_turns_of_step(
-                self._step,
-                self._buffered_inputs,
-                drawn=drawn,
-                every=self.micro_steps_per_generation,
-                # At the end of an epoch of a data set a step may be shorter than gradient_accumulation_steps.
-                length=self.current_gradient_accumulation_steps,
-            )
+        self.critic.count_turns_of_step(
+            self._step,
+            self._buffered_inputs,
+            drawn=drawn,
+            every=self.micro_steps_per_generation,
+            # At the end of an epoch of a data set a step may be shorter than gradient_accumulation_steps.
+            length=self.current_gradient_accumulation_steps,
+        )
         return inputs
 
+    @with_episodes
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
-        if self.engine is None:
-            return super()._generate_and_score_completions(inputs)
-        generation, first = self._step // self.micro_steps_per_generation, self._local(len(inputs)).start
+        args, models, generation = self.args, self._models, self._step // self.micro_steps_per_generation
         if isinstance(inputs[0], Trajectory):  # of `update`
-            trajectories: list[Trajectory] = inputs  # type: ignore[assignment]
-            rows, indices = rows_of_episodes(trajectories), list(range(first, first + len(inputs)))
-            given = self._reward(rows, trajectories)
-            played = PlayedGroups(trajectories, rows, indices, given, self._collate(trajectories, given))
+            played = self.rollouts.given(cast("list[Trajectory]", inputs))
         else:
-            played = self.rollouts.play(inputs, generation, self._pending_extra_logs)
-        trajectories, rewards, batch = played.trajectories, played.rewards, played.batch
-        self.scorer.prepare_packing(batch)
+            played = self.rollouts.play(inputs, generation)
+        batch = played.batch
+        self.scorer.prepare_packing(models, batch)
         # With a reference every row is scored, and before credit, since the penalty may enter it.
         scores = self._score(batch) if self.beta != 0.0 else None
-        if scores is not None and self.args.kl_placement != "loss":
-            self._penalize(batch, scores)
-        read = None
-        if self.critic is not None:
-            targets_of = (lambda turns: self.assign_credit(turns).columns[TARGETS]) if self.targets_by_row else None
-            read = self.critic.read(batch, self._trained(batch), self._step, targets_of)
-        credit = self._credit(batch, read, rewards)
-        scores = scores or self._score(batch, credit.advantages)
-        output = self._train_batch(batch, credit, scores, read)
+        if scores is not None and args.kl_placement != "loss":
+            self._add_metrics(penalize(batch, scores, args, self.accelerator))
+        trained = trained_tokens(batch, args)
+        read = self.critic.read(models.policy, batch, trained, self._step, one_update=self._batch_is_one_update)
+        judged, credit = self._credit(played, read)
+        own = credit.local(own_rows(self.accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
+        scores = scores or self._score(batch, own.advantages)
+        output = self._train_batch(batch, own, scores, read)
         self._open_gap(batch, scores, output.tool_mask > 0)
-        self._add_metrics(self.watch.measure(generation, trajectories))
-        metrics = self.episode_log.summarize(trajectories, rewards, self._rollout_seconds, played.discarded)
-        metrics |= (
-            played.metrics | self.sampler.sync_metrics() | drained_metrics(self._pending_metrics, self.accelerator)
-        )
-        self._add_metrics(metrics)
-        self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
-        self.episode_log.fill_tables(
-            self._logs, self._pending_extra_logs, trajectories, rewards, credit.advantages, batch.turn_mask
-        )
+        self._log_batch(generation, played, judged, credit)
         values = None if read is None else read.turn_values
-        self.records.begin(generation, played, batch, credit.advantages, values)
+        self.records.begin(generation, self.state.global_step, played, own.advantages, values)
         return output.to_trl()
 
-    def _play(self, specs: list[EpisodeSpec]) -> list[Trajectory]:
-        """Play episodes with the current policy."""
-        assert self.engine is not None
-        started = time.perf_counter()
-        with self.sampler.generator() as generator:
-            trajectories = self.engine.run(specs, generator)
-        self._rollout_seconds += time.perf_counter() - started
-        return trajectories
-
-    def _collate(self, trajectories: list[Trajectory], per_function: torch.Tensor) -> TurnBatch:
-        """Make the batch. All rewards (B, functions) of all ranks but the first function's, the return, are added to each
-        episode's last turn."""
-        batch = collate(
-            trajectories,
-            pad_token_id=self._tokenizer.pad_token_id,
-            end_token_id=self.eos_token_ids[0],
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            device=self.accelerator.device,
-        )
-        weighted = per_function * self.reward_weights.to(per_function.device)
-        extra = weighted[self._local(len(batch.turn_rewards)), 1:].nansum(dim=1)
-        rows = torch.arange(len(extra), device=extra.device)
-        last = (batch.turn_mask.sum(dim=1) - 1).clamp(min=0)
-        batch.turn_rewards[rows, last] += extra * batch.turn_mask.any(dim=1)
-        return batch
-
-    def _zero_advantage_groups(self, batch: TurnBatch) -> list[bool]:
-        """Return for each group of all ranks whether the credit rule gives none of its turns an advantage.
-
-        A penalty for leaving the reference is not part of it.
-        """
-        turns = gather_turns(batch, self.accelerator)
-        advantages, eps = self.assign_credit(turns).advantages, self.args.zero_advantage_eps
-        return zero_advantage_groups(advantages, turns.mask, eps, self.num_generations).tolist()
-
-    def _reward(self, rows: list[dict[str, Any]], trajectories: list[Trajectory]) -> torch.Tensor:
-        """Compute rewards (B, functions) of all ranks, NaN for failed episodes. Every rank must pass equally many rows."""
-        rewards = self._calculate_rewards(**reward_inputs(rows, trajectories))
-        return self.reward_columns.without_failed(rewards, trajectories)
+    @property
+    def _batch_is_one_update(self) -> bool:
+        """True if the generation batch is one optimizer step of training."""
+        steps = self.args.steps_per_generation
+        return self.is_in_train and self.num_iterations == 1 and self.current_gradient_accumulation_steps == steps
 
     def _score(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Scores:
         """Score policy and reference where the step needs them; with ``advantages`` (B, K), maybe only rows with one."""
         rows = None
         if advantages is not None and self._skips_zero_advantage:
             rows = self.scorer.even_rows(with_advantage(advantages, batch.turn_mask, self.args.zero_advantage_eps))
-        old = self._scores_old_policy or self.args.kl_placement != "loss"
-        return self.scorer.score(batch, old=old, reference=self.beta != 0.0, rows=rows)
+        old = scores_old_policy(self.args) or self.args.kl_placement != "loss"
+        return self.scorer.score(self._models, batch, old=old, reference=self.beta != 0.0, rows=rows)
 
-    def _penalize(self, batch: TurnBatch, scores: Scores) -> None:
-        """Log the divergence from the reference, and subtract it from the rewards with ``kl_placement="reward"``."""
-        assert scores.old is not None and scores.reference is not None
-        trained = batch.valid_mask
-        totals = torch.stack([((scores.old - scores.reference) * trained).sum(), trained.sum().float()])
-        total, tokens = self.accelerator.reduce(totals, reduction="sum")
-        self._add_metrics({"kl": (total / tokens.clamp(min=1.0)).item()})
-        if self.args.kl_placement == "reward":
-            turns = turn_log_ratio(scores.old, scores.reference, batch.turn_ids, batch.turn_mask.size(1))
-            batch.turn_rewards -= self.beta * turns * batch.turn_mask
-
-    def _credit(self, batch: TurnBatch, read: CriticValues | None, rewards: torch.Tensor) -> Credit:
-        """Compute the credit of the local rows, with statistics over all ranks, before TRL shuffles rows."""
-        values = (None, None) if read is None else (read.turn_values, read.final_values)
-        turns = gather_turns(batch, self.accelerator, *values)
-        credit, mask = self.assign_credit(turns), turns.mask
-        if not self.args.groupless:
-            eps, size = self.args.zero_advantage_eps, self.num_generations
-            none = zero_advantage_groups(credit.advantages, mask, eps, size)
-            self._add_metrics({"zero_advantage_groups": none.double().mean().item()})
-        if self.args.group_filter == "variance":
-            returns = totals(rewards, self.reward_weights)
-            credit, mask = filter_groups(credit, mask, returns, self.num_generations, self.args.group_filter_share)
-        credit = normalize(credit, mask, self.args, per_sequence=self.importance_sampling_level == "sequence")
-        self._add_metrics(credit.metrics | credit_by_turn(turns.rewards, credit.advantages, turns.mask))
-        size, num_turns = batch.turn_mask.shape
-        return credit.local(self._local(size), num_turns)
-
-    def _trained(self, batch: TurnBatch) -> torch.Tensor:
-        """Return (B, T) bool, True on the tokens that enter the loss."""
-        return batch.valid_mask & ~batch.truncated[:, None] if self.mask_truncated_completions else batch.valid_mask
+    def _credit(self, played: PlayedGroups, read: CriticValues | None) -> tuple[Judged, Credit]:
+        """Assign the credit of all processes, before TRL shuffles rows."""
+        judged = played.judged  # unless values or a penalty changed what it was computed from
+        if judged is None or read is not None or self.args.kl_placement == "reward":
+            values = (None, None) if read is None else (read.turn_values, read.final_values)
+            judged = self.credit.judge(played.batch, *values)
+        credit = self.credit.finish(judged, self.rewards.totals(played.rewards))
+        self._add_metrics(credit.metrics)
+        return judged, credit
 
     def _train_batch(self, batch: TurnBatch, credit: Credit, scores: Scores, read: CriticValues | None) -> TrainBatch:
-        """Make the generation batch of the loss, with TRL's columns and those of the credit rule."""
-        num_turns = batch.turn_mask.size(1)
-        live = with_advantage(credit.advantages, batch.turn_mask, self.args.zero_advantage_eps)
-        if self.critic is not None and read is not None and read.by_token:
-            spread = self.critic.token_advantages(read, credit.columns[TARGETS], batch)
-        else:
-            spread = spread_to_tokens(credit.advantages, batch.turn_ids)
-        if self.args.kl_placement == "advantage":
-            assert scores.old is not None and scores.reference is not None
-            unit = "turn" if self._turn_ratios else self.importance_sampling_level
-            penalty = self.beta * token_kl_penalty(scores.old, scores.reference, batch.turn_ids, unit)
-            spread, live = spread - penalty, live | penalty.any(dim=1)
-        if self._turn_ratios and self.args.turn_ratio_pooling == "sum":
-            lengths = turn_lengths(batch.turn_ids, num_turns).clamp(min=1)
-            spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
-        trained = self._trained(batch)
-        if credit.kept is not None:
-            trained &= credit.kept[:, None]
-        output = TrainBatch(
-            prompt_ids=batch.prompt_ids,
-            prompt_mask=batch.prompt_mask,
-            completion_ids=batch.completion_ids,
-            completion_mask=batch.completion_mask,
-            tool_mask=trained.long(),
-            turn_ids=batch.turn_ids,
-            sampling_per_token_logps=batch.sampling_logprobs,
-            advantages=spread,
-            num_items_in_batch=self.accelerator.gather(trained.sum()).sum(),
-            old_per_token_logps=scores.old if self._scores_old_policy else None,
-            ref_per_token_logps=scores.reference if self.args.kl_placement == "loss" else None,
-            episodes=torch.arange(len(batch.turn_ids), device=trained.device),
-            has_advantage=live,
-            recorded_reference=scores.reference,
-            turn_columns={name: column for name, column in credit.columns.items() if name != TARGETS},
-        )
-        if self._corrects_mismatch:
-            assert scores.old is not None
-            scored = trained & scores.scored[:, None]
-            output.importance_sampling_ratio, metrics = mismatch_weights(
-                self.args, batch, scores.old, scored, self.accelerator
-            )
-            self._add_metrics(metrics)
-        if self.critic is not None and read is not None:
-            self.critic.add_columns(output, read, credit.columns[TARGETS], batch)
+        """Make the generation batch of the loss, from the credit of this process."""
+        spread = self.critic.spread(credit, read, batch)
+        output, metrics = train_batch(batch, credit, spread, scores, self.args, self.accelerator)
+        self._add_metrics(metrics)
+        self.critic.add_columns(output, read, credit, batch)
         return output
+
+    def _log_batch(self, generation: int, played: PlayedGroups, judged: Judged, credit: Credit) -> None:
+        """Log a generation batch: metrics, and TRL's tables."""
+        trajectories, rewards = played.trajectories, played.rewards
+        self._add_metrics(self.watch.measure(generation, trajectories, self._models))
+        seconds = self.player.seconds
+        metrics, tokens = self.episode_log.summarize(trajectories, rewards, seconds, played.discarded)
+        self.state.num_input_tokens_seen += tokens
+        self._add_metrics(metrics | played.metrics | self.sampler.sync_metrics() | self.rewards.drain_metrics())
+        self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
+        self.episode_log.fill_tables(self._logs, trajectories, rewards, credit.advantages, judged.turns.mask)
 
     def _open_gap(self, batch: TurnBatch, scores: Scores, trained: torch.Tensor) -> None:
         """Compare sampler and trainer if the old policy was scored; otherwise the first forward pass of the loss does."""
@@ -820,12 +748,9 @@ class MultiTurnTrainer(GRPOTrainer):
         self._add_metrics(closed.metrics)
         self.watch.note("sampler_gap", closed.warning)
 
+    @with_episodes
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        if self.engine is None:
-            return super()._compute_loss(model=model, inputs=inputs)
-        if self.critic is not None:
-            # The reference's forward pass left only the policy trainable.
-            self.critic.thaw()
+        self.critic.thaw(self.model)  # the reference's forward pass left only the policy trainable
         whole = TrainBatch.from_trl(inputs)
         read = whole.with_advantage() if self._skips_zero_advantage else whole
         loss = self.passes.loss(model, read, whole, lambda part: self._loss_of(model, part))
@@ -841,21 +766,21 @@ class MultiTurnTrainer(GRPOTrainer):
             loss = part.share * super()._compute_loss(model=model, inputs=handed.inputs)
         assert handed.log_probs is not None and handed.log_ratio is not None
         self.records.observe(handed.batch, handed.log_probs, handed.log_ratio)
-        if self.critic is not None:
-            loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch)
-            self._add_metrics(metrics)
+        loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch, self.state.global_step)
+        self._add_metrics(metrics)
         return loss
 
     @contextmanager
-    def _handing_over(self, part: Pass) -> Iterator[_LossPass]:
+    def _handing_over(self, part: Pass) -> Iterator[LossPass]:
         """Pass the batch to the methods that TRL's loss calls, and set the attributes that weigh its terms."""
         beta, use_vllm, entropy_coef = self.beta, self.use_vllm, self.entropy_coef
         if part.share and part.entropy_share != part.share:
             self.entropy_coef = entropy_coef * part.entropy_share / part.share
         if self.args.kl_placement != "loss":
             self.beta = 0.0  # the penalty is in the advantages already
-        self.use_vllm = self._corrects_mismatch  # TRL's loss weighs tokens on this condition
-        self._loss_pass = _LossPass(part.batch, part.batch.to_trl())
+        # TRL's loss weighs tokens on this condition.
+        self.use_vllm = bool(self.vllm_importance_sampling_correction)
+        self._loss_pass = LossPass(part.batch, part.batch.to_trl())
         try:
             with gathering_ragged(self.accelerator):
                 yield self._loss_pass
@@ -865,17 +790,15 @@ class MultiTurnTrainer(GRPOTrainer):
                 self.entropy_coef = entropy_coef
                 self._metrics["train"]["entropy_coef"] = [entropy_coef] * len(self._metrics["train"]["entropy_coef"])
 
+    @with_episodes
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, scored: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Compute as TRL does, but of the tokens ``scored`` (B, T) alone; in the loss, of those that enter it."""
-        if self.engine is None:
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         handed, values = self._loss_pass, None
         if handed is not None:
             scored = handed.batch.counted
-            if self.critic is not None:
-                values = self.critic.reading(handed.batch, lambda values: setattr(handed, "values", values))
+            values = self.critic.reading(handed.batch, lambda values: setattr(handed, "values", values))
         model = self.packer.reading(model, scored, values)
         log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if handed is None:
@@ -883,41 +806,30 @@ class MultiTurnTrainer(GRPOTrainer):
         batch = handed.batch
         if entropies is not None:
             self.turn_entropies.add(entropies, batch.turn_ids, batch.counted)
-        if batch.old_per_token_logps is not None:
-            # The ratio of a token that is not scored is 1.
-            log_probs = torch.where(batch.counted, log_probs, batch.old_per_token_logps)
+        log_probs = handed.take(log_probs, self.args.turn_ratio_pooling if self._turn_ratios else None)
         if self.gap.is_open:
+            assert handed.log_probs is not None
             sampled = batch.sampling_per_token_logps
-            self.gap.add(log_probs, sampled, batch.counted, batch.turn_ids, batch.prompt_mask)
-        old = log_probs.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
-        handed.log_probs, handed.log_ratio = log_probs.detach(), log_probs.detach() - old
-        if not self._turn_ratios:
-            return log_probs, entropies, aux_loss
-        num_turns = int(batch.turn_ids.max()) + 1
-        pooled = pool_log_probs(log_probs, old, batch.turn_ids, max(num_turns, 1), self.args.turn_ratio_pooling)
-        handed.log_ratio = pooled.detach() - old
-        if batch.ref_per_token_logps is not None:
-            # The KL term must still see the policy's own distance to the reference.
-            handed.inputs["ref_per_token_logps"] = batch.ref_per_token_logps + (pooled - log_probs)
-        return pooled, entropies, aux_loss
+            self.gap.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.prompt_mask)
+        return log_probs, entropies, aux_loss
 
+    @with_episodes
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if self.engine is not None:
-            self.guard.inspect(norm, self.model, self.optimizer, self.accelerator, self.state.global_step)
-            self._metrics["train"]["skipped_steps"] = [float(self.guard.skipped)]
+        self.guard.inspect(norm, self.model, self.optimizer, self.accelerator, self.state.global_step)
+        self._metrics["train"]["skipped_steps"] = [float(self.guard.skipped)]
         return norm
 
+    @with_episodes
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         with self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):
-            if self.engine is None:
-                return super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
             self._add_metrics(self.turn_entropies.close(self.accelerator))
             with self.watch.looking(self.state.global_step, self._metrics["train"]):
                 super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     # --------------------------------------------------------------------------------------------------- evaluation
 
+    @with_episodes
     def evaluate(
         self,
         eval_dataset: Any = None,
@@ -946,8 +858,6 @@ class MultiTurnTrainer(GRPOTrainer):
             functions log. Seeds are the same in every evaluation. Of several environments, these are over all of them, and
             ``eval_<name>_return`` and so on are over one; without rows each plays equally many episodes.
         """
-        if self.engine is None:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         eval_dataset = rows_of(self.setup.eval_rows, eval_dataset)
         if isinstance(eval_dataset, dict):
             results: dict[str, float] = {}
@@ -966,10 +876,11 @@ class MultiTurnTrainer(GRPOTrainer):
             self.log(played.metrics)
         self.model.train(training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, played.metrics)
-        self.records.write_evaluation(metric_key_prefix, played)
+        self.records.write_evaluation(self.state.global_step, metric_key_prefix, played)
         self.cards.note_evaluation(metric_key_prefix, played.metrics)
         return played.metrics
 
+    @with_episodes
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
@@ -984,8 +895,6 @@ class MultiTurnTrainer(GRPOTrainer):
             ``predictions``: an object array (rows,) of conversations, each the messages after the prompt, of all processes;
             ``metrics``: those of :meth:`evaluate`. There are no ``label_ids``.
         """
-        if self.engine is None:
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
         rows = list(kept_columns(self.args, test_dataset, "test_dataset"))
         played = self._play_evaluation(rows, len(rows), None, metric_key_prefix)
         said = np.empty(len(rows), dtype=object)
@@ -995,14 +904,8 @@ class MultiTurnTrainer(GRPOTrainer):
         return PredictionOutput(predictions=said, label_ids=None, metrics=played.metrics)
 
     def _play_evaluation(self, dataset: Any, count: int, greedy: bool | None, prefix: str) -> Evaluated:
-        return self.evaluator.play(
-            dataset,
-            count,
-            greedy,
-            prefix,
-            pending_metrics=self._pending_metrics,
-            pending_columns=self._pending_extra_logs,
-        )
+        tokens, in_train = self.state.num_input_tokens_seen, self.is_in_train
+        return self.evaluator.play(dataset, count, greedy, prefix, tokens_seen=tokens, is_in_train=in_train)
 
     # --------------------------------------------------------------------------------------------------- reference
 
@@ -1089,9 +992,8 @@ class MultiTurnTrainer(GRPOTrainer):
         model, algorithm = self.accelerator.unwrap_model(self.model), self._name.removeprefix("Multi-turn ")
         return record_without_environment(algorithm, model, self.state.global_step, parent)
 
+    @with_episodes
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.engine is None:
-            return super()._save_checkpoint(model, trial)
         check_finite(self.model, self.accelerator, self.state.global_step)
         run = Path(self._get_output_dir(trial))
         rollout = RolloutState(self._step, self._buffered_inputs, self.watch.state(), dict(vars(self.guard)))
@@ -1104,8 +1006,9 @@ class MultiTurnTrainer(GRPOTrainer):
             self.hub.push_checkpoint(run / building.name)
         self.checkpoints.rotate(run)
 
+    @with_episodes
     def _get_output_dir(self, trial: Any) -> str:
-        building = None if self.engine is None else self.checkpoints.building
+        building = self.checkpoints.building
         return super()._get_output_dir(trial) if building is None else str(building)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -1126,11 +1029,11 @@ class MultiTurnTrainer(GRPOTrainer):
             parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
         if self.engine is not None:
             self.reference.restore(folder)
-        if self.critic is not None:
-            self.critic.thaw()
+        self.critic.thaw(self.model)
 
+    @with_episodes
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self.engine is None or checkpoint is None:
+        if checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
         options = [] if self.is_deepspeed_enabled else optimizer_options(self.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -1151,22 +1054,20 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def _restore_rollout(self, steps: int, micro_batches: list[Batch] | None) -> None:
         self._step, self._buffered_inputs = steps, micro_batches
-        if self.critic is not None:
-            self.critic.forget_step()
+        self.critic.forget_step()
 
+    @with_episodes
     def _load_best_model(self) -> None:
-        if self.engine is not None:
-            # Its path comes from a checkpoint's state, and engines read it as they read one to resume from.
-            best = Path(self.state.best_model_checkpoint)
-            try:
-                on_each_disk(self.args.should_save, lambda: check_complete(best, resumes=False))
-            except CheckpointError as error:
-                logger.warning("The best checkpoint is not loaded, and the last weights are kept: %s", error)
-                self.state.best_model_checkpoint = None  # with `save_total_limit=1`, `Trainer` would delete all others
-                return
+        # Its path comes from a checkpoint's state, and engines read it as they read one to resume from.
+        best = Path(self.state.best_model_checkpoint)
+        try:
+            on_each_disk(self.args.should_save, lambda: check_complete(best, resumes=False))
+        except CheckpointError as error:
+            logger.warning("The best checkpoint is not loaded, and the last weights are kept: %s", error)
+            self.state.best_model_checkpoint = None  # with `save_total_limit=1`, `Trainer` would delete all others
+            return
         super()._load_best_model()
-        if self.critic is not None:
-            self.critic.restore(Path(self.state.best_model_checkpoint))
+        self.critic.restore(self.model, best)
 
     # ---------------------------------------------------------------------------------------------------------- Hub
 

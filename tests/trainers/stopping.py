@@ -19,7 +19,9 @@ import torch
 
 from agile_trainers.rollout.collate import collate
 from agile_trainers.step.credit import Credit
+from agile_trainers.step.critic import NoCritic
 from agile_trainers.step.log_probs import Scores
+from agile_trainers.step.play import PlayedGroups
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 from agile_trainers.types import StopReason, Trajectory, Turn, TurnBatch
 
@@ -174,11 +176,12 @@ class Game:
         trainer.current_gradient_accumulation_steps = 1
         batch = self.batch(members)
         critic = trainer.critic
-        read = None if critic is None else critic.read(batch)  # the exact one
+        read = None if isinstance(critic, NoCritic) else critic.read(batch)  # the exact one
         rewards = batch.turn_rewards.sum(dim=1, keepdim=True)
-        credit = trainer._credit(batch, read, rewards) if advantages is None else Credit(advantages)
+        played = PlayedGroups([], [], [], rewards, batch)
+        credit = trainer._credit(played, read)[1] if advantages is None else Credit(advantages)
         columns = trainer._train_batch(batch, credit, Scores(torch.ones(len(members)) > 0), read).to_trl()
-        trainer.critic = None  # here it is exact, and has no loss
+        trainer.critic = NoCritic()  # here it is exact, and has no loss
         loss = trainer._compute_loss(trainer.model, columns)
         trainer.critic = critic
         return -self.gradient(loss) * trainer.max_completion_length

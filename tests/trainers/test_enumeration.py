@@ -33,6 +33,7 @@ from enumerated import (
 )
 from games import Chatter, settings
 
+from agile_trainers.step.batch import penalize
 from agile_trainers.step.credit import Credit, gather_turns
 from agile_trainers.step.log_probs import Scores
 from agile_trainers.trainers import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
@@ -167,7 +168,7 @@ def test_kl_in_the_loss_has_the_exact_value_and_gradient(embedded_model, tmp_pat
         columns = {"ref_per_token_logps": reference_log_probs[[i]]}
         zero = torch.zeros(1, 2)
         estimated = estimated + probability[i] * estimate(trainer, table, EPISODES[[i]], zero, **columns)
-        value += probability[i].item() * trainer._metrics["train"]["kl"][-1] * 3
+        value += probability[i].item() * kl * 3
     assert value == pytest.approx(exact.item(), rel=1e-5)
     assert relative_error(estimated, -0.7 * exact_gradient) < 1e-5
 
@@ -200,10 +201,11 @@ def test_kl_in_the_reward_has_the_exact_value_and_gradient(embedded_model, tmp_p
     probability, estimated, value = table.probability().detach(), 0.0, 0.0
     for members in itertools.product(range(8), repeat=2):
         batch, weight = turn_batch(EPISODES[list(members)]), probability[list(members)].prod()
-        trainer._penalize(batch, scores_of(table, reference, EPISODES[list(members)]))
+        scores = scores_of(table, reference, EPISODES[list(members)])
+        kl = penalize(batch, scores, trainer.args, trainer.accelerator)["kl"]
         advantages = trainer.assign_credit(gather_turns(batch, trainer.accelerator)).advantages
         estimated = estimated + weight * estimate(trainer, table, EPISODES[list(members)], advantages)
-        value += weight.item() * trainer._metrics["train"]["kl"][-1] * 3
+        value += weight.item() * kl * 3
     divergence = exact_divergence(table, reference)
     assert value == pytest.approx(divergence.item(), rel=1e-5)
     exact = exact_return_gradient(table) - beta * table.gradient(divergence)
@@ -244,13 +246,13 @@ def test_kl_in_the_advantage_has_the_exact_value_and_gradient(embedded_model, tm
     probability, estimated, value = table.probability().detach(), 0.0, 0.0
     for i in range(8):
         batch, scores = turn_batch(EPISODES[[i]]), scores_of(table, reference, EPISODES[[i]])
-        trainer._penalize(batch, scores)
+        kl = penalize(batch, scores, trainer.args, trainer.accelerator)["kl"]
         columns = trainer._train_batch(batch, Credit(torch.zeros(1, 2)), scores, None).to_trl()
         assert not {"old_per_token_logps", "ref_per_token_logps"} & columns.keys()
         spread = columns["advantages"]
         gradient = estimate(trainer, table, EPISODES[[i]], torch.zeros(1, 2), spread=spread)
         estimated = estimated + probability[i] * gradient
-        value += probability[i].item() * trainer._metrics["train"]["kl"][-1] * 3
+        value += probability[i].item() * kl * 3
     assert torch.equal(batch.turn_rewards, turn_rewards(EPISODES[[7]]))
     assert value == pytest.approx(exact_divergence(table, reference).item(), rel=1e-5)
     assert relative_error(estimated, -beta * table.gradient(divergence(table, reference))) < 1e-5

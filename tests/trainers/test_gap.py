@@ -219,10 +219,10 @@ def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
     advantages: list[torch.Tensor] = []
     count: list[int] = []
 
-    def remember(batch: Any, *others: Any) -> Any:
-        given = credit(batch, *others)
-        advantages.append(given.advantages)
-        return given
+    def remember(*given: Any) -> Any:
+        judged, assigned = credit(*given)
+        advantages.append(assigned.advantages)
+        return judged, assigned
 
     def shifted(batch: Any, scores: Any, trained: torch.Tensor) -> None:
         rows = (advantages[-1].abs() <= 0.9).all(dim=1)

@@ -52,8 +52,7 @@ def draw(trainer: Any) -> dict[str, torch.Tensor]:
     for name in ("old_per_token_logps", "ref_per_token_logps"):
         if name in batch:
             batch[name] = batch[name] + 0.2 * torch.randn(batch[name].shape, generator=torch.Generator().manual_seed(0))
-    if trainer.critic is not None:
-        trainer.critic.count_turns([batch])
+    trainer.critic.count_turns([batch])
     return batch
 
 

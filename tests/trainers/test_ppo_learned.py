@@ -48,7 +48,7 @@ def test_gradients_and_metrics_are_those_of_a_second_pass(embedded_model, tmp_pa
     trainer.model.get_base_model().model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     episodes = trainer.rollout()
     with monkeypatch.context() as patch:
-        patch.setattr(Critic, "_learns_from", lambda self, step: False)
+        patch.setattr(Critic, "_learns_from", lambda self, model, step: False)
         metrics = [trainer.update(episodes)]
         assert not trainer.critic.learned
     calls.clear()

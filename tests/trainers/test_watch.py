@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +108,7 @@ def alone(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
 def test_measurements_equal_those_of_one_answer_at_a_time(embedded_model: Path, tmp_path: Path) -> None:
     """Prompts are those of the first turn with four different conversations; the policy moves between two measurements."""
     trainer = make_trainer(embedded_model, tmp_path, per_device_train_batch_size=16, diagnosis_interval=3)
-    episodes, measure = trainer.rollout(), trainer.watch._measurements.take
+    episodes, measure = trainer.rollout(), partial(trainer.watch._measurements.take, models=trainer._models)
     first = measure(0, episodes)
     different = list({tuple(episode.prompt_ids): episode for episode in reversed(episodes)}.values())[::-1]
     assert len(different) == 4 and first.keys() == {"prompt_information"}
@@ -171,7 +172,7 @@ def test_measurements_are_off_where_they_cannot_act(embedded_model: Path, tmp_pa
     )
     assert "policy_change" in trainer.state.log_history[1]
     silent = PolicyMeasurements(trainer.scorer, trainer.accelerator, 0, (0, 0))
-    assert silent.take(0, []) == {} and silent.rows == 0
+    assert silent.take(0, [], trainer._models) == {} and silent.rows == 0
 
 
 # ----------------------------------------------------------------------------------------------------- planted failures
