@@ -315,7 +315,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sampler and trainer compared after pooling", "trainers/trainer.py",
-        "if self.gap.is_open:\n            sampled", "if False:\n            sampled", f"{GAP} -k stops_before",
+        "if self.gap.is_open:\n            assert", "if False:\n            assert", f"{GAP} -k stops_before",
     ),
     Mutation(
         "the first of two batches not compared", "trainers/trainer.py",
@@ -335,7 +335,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights that TRL's loss does not read", "trainers/trainer.py",
-        "self.use_vllm = self._corrects_mismatch", "self.use_vllm = use_vllm", CORRECTION,
+        "self.use_vllm = bool(self.vllm_importance_sampling_correction)", "self.use_vllm = use_vllm", CORRECTION,
     ),
     Mutation(
         "the disabled adapter as PiSSA's reference", "adapters/initialization.py",
@@ -438,14 +438,13 @@ MUTATIONS = [
     ),
     Mutation(
         "value loss not counted over ranks", "step/critic.py",
-        'turns = self._trainer.accelerator.reduce(sum(weights), reduction="sum")', "turns = sum(weights)",
+        'turns = self._accelerator.reduce(sum(weights), reduction="sum")', "turns = sum(weights)",
         "tests/trainers/test_ppo_two_processes.py",
     ),
     Mutation(
         "critic frozen by the reference pass", "trainers/trainer.py",
-        "# The reference's forward pass left only the policy trainable.\n"
-        "            self.critic.thaw()",
-        "pass", "tests/trainers/test_ppo.py -k both_adapters_train",
+        "self.critic.thaw(self.model)  # the reference's forward pass left only the policy trainable", "pass",
+        "tests/trainers/test_ppo.py -k both_adapters_train",
     ),
     Mutation(
         "recomputation with the wrong adapter", "adapters/roles.py",
@@ -458,12 +457,12 @@ MUTATIONS = [
         "turn_ids = turn_ids.clamp(min=0)\n    inside = values", "tests/objectives/test_segments_and_ratios.py",
     ),
     Mutation(
-        "sum pooling not divided by the length", "trainers/trainer.py",
+        "sum pooling not divided by the length", "step/batch.py",
         "spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)", "pass",
         "tests/trainers/test_invariances.py -k poolings",
     ),
     Mutation(
-        "observations trained on", "trainers/trainer.py",
+        "observations trained on", "step/batch.py",
         "tool_mask=trained.long()", "tool_mask=batch.completion_mask",
         "tests/trainers/test_invariances.py -k change_nothing",
     ),
@@ -524,8 +523,9 @@ MUTATIONS = [
         "tests/trainers/test_ppo_learned.py -k second_pass",
     ),
     Mutation(
-        "the critic learns while it is read in the first of two epochs alone", "step/critic.py",
-        "            and trainer.num_iterations == 1\n", "", "tests/trainers/test_ppo_learned.py -k used_up",
+        "the critic learns while it is read in the first of two epochs alone", "trainers/trainer.py",
+        "self.is_in_train and self.num_iterations == 1 and", "self.is_in_train and",
+        "tests/trainers/test_ppo_learned.py -k used_up",
     ),
     Mutation(
         "a critic's pass that ran out of memory counts twice", "step/token_batches.py",
@@ -534,7 +534,7 @@ MUTATIONS = [
     ),
     Mutation(
         "warm-up trains the policy", "step/critic.py",
-        "policy_weight = 0.0 if trainer.state.global_step < args.critic_warmup_steps else 1.0", "policy_weight = 1.0",
+        "policy_weight = 0.0 if step < args.critic_warmup_steps else 1.0", "policy_weight = 1.0",
         "tests/trainers/test_ppo.py -k warm_up",
     ),
     Mutation(
@@ -544,8 +544,8 @@ MUTATIONS = [
     ),
     Mutation(
         "update trains on episodes of its own", "trainers/trainer.py",
-        "trajectories: list[Trajectory] = inputs  #",
-        "trajectories = self._play(rows_of_episodes(inputs), 9, first)[0]  #",
+        'self.rollouts.given(cast("list[Trajectory]", inputs))',
+        "self.rollouts.play([dict(one.options) for one in inputs], 9)",
         "tests/trainers/test_updates.py::test_a_loop_of_rollout_and_update_is_train[grpo-rows]",
     ),
     Mutation(
@@ -1012,7 +1012,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the critic's adapter has dropout", "trainers/trainer.py",
-        "            self._switch_off_noise()\n            self.critic.thaw()", "            self.critic.thaw()",
+        "            self._switch_off_noise()\n            self.critic.thaw(", "            self.critic.thaw(",
         f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
     ),
     Mutation(
@@ -1167,9 +1167,9 @@ MUTATIONS = [
         '("elif loop.last and not add_generation_prompt", "elif true"),', "", TEMPLATES,
     ),
     Mutation(
-        "evaluation forgets the weights of reward functions", "trainers/evaluation.py",
-        "reward_summary(rewards, trainer.reward_weights, trainer.reward_func_names)",
-        "reward_summary(rewards, trainer.reward_weights * 0 + 1, trainer.reward_func_names)",
+        "evaluation forgets the weights of reward functions", "step/reward.py",
+        "return reward_summary(rewards, self.weights, self.names)",
+        "return reward_summary(rewards, self.weights * 0 + 1, self.names)",
         "tests/trainers/test_reward_functions.py -k checkpoint",
     ),
     Mutation(
@@ -1192,7 +1192,8 @@ MUTATIONS = [
     ),
     Mutation(
         "what reward functions log leaks", "step/reward.py",
-        "        means[name] = total / count\n    pending.clear()", "        means[name] = total / count",
+        "            means[name] = total / count\n        self.pending_metrics.clear()",
+        "            means[name] = total / count",
         "tests/trainers/test_reward_functions.py -k loggers",
     ),
     Mutation(
@@ -1304,7 +1305,7 @@ MUTATIONS = [
         "tests/test_cli_eval.py -k any_card",
     ),
     Mutation(
-        "turn metrics over episodes that ended before", "step.turn_metrics.py",
+        "turn metrics over episodes that ended before", "step/turn_metrics.py",
         "kept = values[mask].float()", "kept = values[mask].float() * mask.float().mean()",
         "tests/trainers/test_turn_metrics.py -k reached",
     ),
@@ -1407,9 +1408,9 @@ MUTATIONS = [
         f"{TASKS} -k regular_order",
     ),
     Mutation(
-        "episodes are left out by the advantage of a token", "trainers/trainer.py",
-        "            has_advantage=live,\n",
-        "            has_advantage=(spread.abs() > self.args.zero_advantage_eps).any(dim=1),\n",
+        "episodes are left out by the advantage of a token", "step/batch.py",
+        "        has_advantage=live,\n",
+        "        has_advantage=(spread.abs() > args.zero_advantage_eps).any(dim=1),\n",
         "tests/trainers/test_skip_zero_advantage.py -k whatever_its_length",
     ),
     Mutation(
@@ -1430,17 +1431,24 @@ MUTATIONS = [
         "offset=attempt * self._groups,", "offset=0,", f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
+        "credit of the rewards before the penalty is reused", "trainers/trainer.py",
+        'if judged is None or read is not None or self.args.kl_placement == "reward":',
+        "if judged is None or read is not None:",
+        "tests/trainers/test_kl_placement.py -k reused",
+    ),
+    Mutation(
         "a group that replaces another keeps its reward", "step/play.py",
-        "batch.rewards[places] = part[: len(places)]", "pass", f"{TASKS}::test_zero_advantage_groups_are_replaced",
+        "played.rewards[places] = part[: len(places)]", "pass", f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
         "the update trains on the groups that were replaced", "step/play.py",
-        "batch.batch = self._collate(batch.trajectories, batch.rewards)", "self._collate(batch.trajectories, batch.rewards)",
+        "played.batch = self._collator.batch(played.trajectories, added)",
+        "self._collator.batch(played.trajectories, added)",
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
         "groups with an advantage are replaced", "step/play.py",
-        "for group, none in enumerate(zero) if none]", "for group, none in enumerate(zero) if not none]",
+        "again = played.judged.zero.nonzero()", "again = (~played.judged.zero).nonzero()",
         f"{TASKS}::test_zero_advantage_groups_are_replaced",
     ),
     Mutation(
@@ -1454,7 +1462,7 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step -k tasks",
     ),
     Mutation(
-        "filtered groups are trained on the penalty", "trainers/trainer.py",
+        "filtered groups are trained on the penalty", "step/batch.py",
         "trained &= credit.kept[:, None]", "pass", f"{TASKS}::test_filtered_groups_have_no_part_in_the_loss",
     ),
     Mutation(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.algorithms.grpo import GRPO, MultiTurnGRPOConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.rules import CISPO_BOUND, Rule, one_of
 
@@ -23,8 +23,8 @@ class MultiTurnCISPOConfig(MultiTurnGRPOConfig):
     value_rules: ClassVar[tuple[Rule, ...]] = (*MultiTurnGRPOConfig.value_rules, one_of("loss_type", "cispo"))
 
 
-class MultiTurnCISPOTrainer(MultiTurnGRPOTrainer):
-    """CISPO (MiniMax-M1, https://huggingface.co/papers/2506.13585) over multi-turn episodes."""
+class CISPO(GRPO):
+    """The credit rule of :class:`MultiTurnCISPOTrainer`: GRPO's."""
 
     _name = "Multi-turn CISPO"
     _tag_names: ClassVar[list[str]] = ["trl", "cispo", "agile-trainers"]

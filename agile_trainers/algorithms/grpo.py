@@ -1,7 +1,7 @@
 """Multi-turn GRPO: group-relative advantages, per turn or per trajectory."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trl import GRPOTrainer
 
@@ -10,7 +10,6 @@ from agile_trainers.config.options import option, with_args
 from agile_trainers.config.rules import Rule, acts_with, one_of
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.step.credit import Credit, CreditInputs
-from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 
 @with_args
@@ -63,11 +62,12 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
     )
 
 
-class MultiTurnGRPOTrainer(MultiTurnTrainer):
-    """GRPO over multi-turn episodes (DeepSeekMath, https://huggingface.co/papers/2402.03300).
+class GRPO:
+    """The credit rule of :class:`MultiTurnGRPOTrainer`: advantages relative to the group."""
 
-    Without an environment this is TRL's ``GRPOTrainer``. See :class:`MultiTurnTrainer` for the arguments.
-    """
+    args: Any
+    num_generations: int
+    scale_rewards: Any
 
     _name = "Multi-turn GRPO"
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "agile-trainers"]

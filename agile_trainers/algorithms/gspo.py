@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.algorithms.grpo import GRPO, MultiTurnGRPOConfig
 from agile_trainers.config.options import changed_default, option, with_args
 from agile_trainers.config.rules import Rule, one_of
 
@@ -30,8 +30,8 @@ class MultiTurnGSPOConfig(MultiTurnGRPOConfig):
     )
 
 
-class MultiTurnGSPOTrainer(MultiTurnGRPOTrainer):
-    """Group sequence policy optimization (https://huggingface.co/papers/2507.18071) over multi-turn episodes."""
+class GSPO(GRPO):
+    """The credit rule of :class:`MultiTurnGSPOTrainer`: GRPO's."""
 
     _name = "Multi-turn GSPO"
     _tag_names: ClassVar[list[str]] = ["trl", "gspo", "agile-trainers"]

@@ -1,7 +1,7 @@
 """Multi-turn PPO: advantages are generalized advantage estimates over turns, from the values of a critic."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,7 +12,6 @@ from agile_trainers.objectives.returns import gae
 from agile_trainers.objectives.value_loss import explained_variance
 from agile_trainers.step.credit import Credit, CreditInputs
 from agile_trainers.step.critic import TARGETS
-from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 
 @with_args
@@ -105,18 +104,10 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     )
 
 
-class MultiTurnPPOTrainer(MultiTurnTrainer):
-    """PPO over multi-turn episodes (https://huggingface.co/papers/1707.06347) with generalized advantage estimates over
-    turns (https://huggingface.co/papers/1506.02438).
+class PPO:
+    """The credit rule of :class:`MultiTurnPPOTrainer`: generalized advantage estimates over turns."""
 
-    Policy and critic are two LoRA adapters on one frozen base, ``default`` and ``critic``; the critic has a value head.
-    Both are saved in PEFT's format, the critic under ``critic/``. See :class:`MultiTurnTrainer` for the arguments; an
-    environment and a ``peft_config`` are required.
-
-    Raises:
-        ValueError: Without ``peft_config``, or with an optimizer made before the critic was.
-    """
-
+    args: Any
     _name = "Multi-turn PPO"
     _tag_names: ClassVar[list[str]] = ["trl", "ppo", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}

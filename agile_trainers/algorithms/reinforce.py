@@ -1,7 +1,7 @@
 """Multi-turn REINFORCE with return batch normalization (ReBN)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import changed_default, option, with_args
@@ -9,7 +9,6 @@ from agile_trainers.config.rules import Rule, one_of
 from agile_trainers.objectives.advantages import whiten_each
 from agile_trainers.objectives.returns import discounted_returns
 from agile_trainers.step.credit import Credit, CreditInputs
-from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 
 @with_args
@@ -47,15 +46,10 @@ class MultiTurnREINFORCEConfig(MultiTurnConfig):
     )
 
 
-class MultiTurnREINFORCETrainer(MultiTurnTrainer):
-    """REINFORCE over multi-turn episodes; the baseline and the scale are those of the whole batch.
+class REINFORCE:
+    """The credit rule of :class:`MultiTurnREINFORCETrainer`: returns, normalized over the whole batch."""
 
-    The advantage of a turn is its discounted return, z-scored over every turn of every episode of the generation batch,
-    on all ranks (return batch normalization, GEM: https://huggingface.co/papers/2510.01051). No groups, no critic: every
-    episode may start from a state of its own. Of several environments each has statistics of its own. See
-    :class:`MultiTurnTrainer` for the arguments; an environment is required.
-    """
-
+    args: Any
     _name = "Multi-turn REINFORCE"
     _tag_names: ClassVar[list[str]] = ["trl", "reinforce", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {"title": "GEM: A Gym for Agentic LLMs", "id": "2510.01051"}

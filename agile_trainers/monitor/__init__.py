@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, logs, episode records, health checks."""
+"""Monitoring of a run: metrics, logs, episode records, health checks."""

@@ -64,7 +64,7 @@ class Credit:
 
 @dataclass
 class Judged:
-    """What the credit rule says of a generation batch, of all processes, before anything is normalized."""
+    """The credit of a generation batch, of all processes, before anything is normalized."""
 
     turns: CreditInputs
     credit: Credit

@@ -104,13 +104,13 @@ class NoCritic:
     """Takes the place of a critic in a run without one: there are no values, and nothing is added to the loss."""
 
     def thaw(self, model: Any) -> None:
-        """Do nothing; PEFT keeps the policy trainable."""
+        """Leave the policy as it is: PEFT keeps it trainable."""
 
     def split_groups(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing."""
+        """Leave everything as it is."""
 
     def restore(self, model: Any, folder: Path) -> None:
-        """Do nothing."""
+        """Leave everything as it is."""
 
     def read(self, model: Any, batch: TurnBatch, trained: torch.Tensor, step: int, *, one_update: bool) -> None:
         """Return None: there are no values."""
@@ -120,18 +120,18 @@ class NoCritic:
         return spread_to_tokens(credit.advantages, batch.turn_ids)
 
     def add_columns(self, output: TrainBatch, read: CriticValues | None, credit: Credit, batch: TurnBatch) -> None:
-        """Do nothing."""
+        """Leave everything as it is."""
 
     def forget_step(self) -> None:
-        """Do nothing."""
+        """Leave everything as it is."""
 
     def count_turns_of_step(
         self, step: int, micro_batches: list[Batch], *, drawn: bool, every: int, length: int
     ) -> None:
-        """Do nothing."""
+        """Leave everything as it is."""
 
     def count_turns(self, micro_batches: list[Batch], in_step: int | None = None) -> None:
-        """Do nothing."""
+        """Leave everything as it is."""
 
     def reading(self, batch: TrainBatch, heard: Callable[[torch.Tensor], None]) -> ValueReading | None:
         """Return None: the forward pass of the loss reads no values."""

@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING, Any
 from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm, register_algorithm
 
 if TYPE_CHECKING:
-    from agile_trainers.algorithms.cispo import MultiTurnCISPOConfig, MultiTurnCISPOTrainer
-    from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-    from agile_trainers.algorithms.gspo import MultiTurnGSPOConfig, MultiTurnGSPOTrainer
-    from agile_trainers.algorithms.ppo import MultiTurnPPOConfig, MultiTurnPPOTrainer
-    from agile_trainers.algorithms.reinforce import MultiTurnREINFORCEConfig, MultiTurnREINFORCETrainer
+    from agile_trainers.algorithms.cispo import MultiTurnCISPOConfig
+    from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig
+    from agile_trainers.algorithms.gspo import MultiTurnGSPOConfig
+    from agile_trainers.algorithms.ppo import MultiTurnPPOConfig
+    from agile_trainers.algorithms.reinforce import MultiTurnREINFORCEConfig
     from agile_trainers.config.multi_turn import MultiTurnConfig
     from agile_trainers.config.options import option
     from agile_trainers.step.credit import Credit, CreditInputs
+    from agile_trainers.trainers.algorithms import (
+        MultiTurnCISPOTrainer,
+        MultiTurnGRPOTrainer,
+        MultiTurnGSPOTrainer,
+        MultiTurnPPOTrainer,
+        MultiTurnREINFORCETrainer,
+    )
     from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 __all__ = [
@@ -46,9 +53,11 @@ _LOADED_LATER = {
     "option": "config.options",
 }
 """The module of each name that is no algorithm's."""
-for _trainer in (_algorithm.trainer.removeprefix("agile_trainers.") for _algorithm in ALGORITHMS.values()):
-    _module, _, _class = _trainer.partition(":")
-    _LOADED_LATER |= {_class: _module, _class.replace("Trainer", "Config"): _module}
+for _name in ALGORITHMS:
+    _LOADED_LATER |= {
+        f"MultiTurn{_name.upper()}Config": f"algorithms.{_name}",
+        f"MultiTurn{_name.upper()}Trainer": "trainers.algorithms",
+    }
 
 
 def __getattr__(name: str) -> Any:

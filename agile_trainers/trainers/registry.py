@@ -24,18 +24,16 @@ class Algorithm:
     """One line of ``agile-trainers --help``."""
 
 
-_HERE = "agile_trainers.algorithms"
+_HERE = "agile_trainers.trainers.algorithms"
 ALGORITHMS = {
-    "grpo": Algorithm(f"{_HERE}.grpo:MultiTurnGRPOTrainer", "trains any model on any environment by multi-turn GRPO"),
-    "gspo": Algorithm(
-        f"{_HERE}.gspo:MultiTurnGSPOTrainer", "the same with one importance ratio per episode, or per turn"
-    ),
-    "cispo": Algorithm(f"{_HERE}.cispo:MultiTurnCISPOTrainer", "the same with clipped importance weights"),
+    "grpo": Algorithm(f"{_HERE}:MultiTurnGRPOTrainer", "trains any model on any environment by multi-turn GRPO"),
+    "gspo": Algorithm(f"{_HERE}:MultiTurnGSPOTrainer", "the same with one importance ratio per episode, or per turn"),
+    "cispo": Algorithm(f"{_HERE}:MultiTurnCISPOTrainer", "the same with clipped importance weights"),
     "reinforce": Algorithm(
-        f"{_HERE}.reinforce:MultiTurnREINFORCETrainer",
+        f"{_HERE}:MultiTurnREINFORCETrainer",
         "the same without groups, returns normalized over the batch (ReBN)",
     ),
-    "ppo": Algorithm(f"{_HERE}.ppo:MultiTurnPPOTrainer", "the same without groups, with a critic"),
+    "ppo": Algorithm(f"{_HERE}:MultiTurnPPOTrainer", "the same without groups, with a critic"),
 }
 """The algorithms of this package by name."""
 _registered: dict[str, type[MultiTurnTrainer]] = {}

@@ -13,9 +13,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 from peft import LoraConfig
 
 from agile_environments.guess_number import demonstrations
-from agile_trainers.algorithms.grpo import MultiTurnGRPOTrainer
 from agile_trainers.cli.demo.command import Budget, make_trainer, sft_trainer
 from agile_trainers.embedded import make_embedded_model
+from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 
 BUDGET = Budget(sft_steps=150, sft_batch=32, rl_steps=80, eval_episodes=600)
 

@@ -67,7 +67,7 @@ def by_trainer(trainer: MultiTurnTrainer, **options: Any) -> tuple[dict[str, flo
     """What ``trainer.evaluate()`` returns, and the episodes it plays."""
     played: list[Any] = []
     write = trainer.records.write_evaluation
-    trainer.records.write_evaluation = lambda prefix, evaluated: played.extend(evaluated.trajectories)  # type: ignore[method-assign]
+    trainer.records.write_evaluation = lambda step, prefix, evaluated: played.extend(evaluated.trajectories)  # type: ignore[method-assign]
     metrics = trainer.evaluate(**options)
     trainer.records.write_evaluation = write  # type: ignore[method-assign]
     return metrics, played

@@ -73,3 +73,18 @@ def test_in_the_advantage_it_comes_after_whitening_and_clipping(embedded_model, 
     expected = plain["advantages"] - 0.3 * token_kl_penalty(*scores, batch["turn_ids"], level)
     torch.testing.assert_close(batch["advantages"], expected, rtol=1e-4, atol=1e-5)
     assert plain["advantages"].abs().max() <= 0.5
+
+
+@pytest.mark.parametrize("placement", [None, "reward"])
+def test_credit_that_chose_the_groups_is_reused_where_the_penalty_left_it(
+    embedded_model, tmp_path, placement, monkeypatch
+):
+    """No group is replaced here, so that both batches are the same; a penalty inside the rewards changes their credit."""
+    plain = draw_batch(make(embedded_model, tmp_path, placement))
+    trainer, calls = make(embedded_model, tmp_path, placement, resample_zero_advantage_groups=1), []
+    rule = trainer.credit._rule
+    monkeypatch.setattr(trainer.credit, "_rule", lambda turns: (calls.append(turns.rewards.clone()), rule(turns))[1])
+    batch = draw_batch(trainer)
+    assert torch.equal(batch["completion_ids"], plain["completion_ids"])
+    assert torch.equal(batch["advantages"], plain["advantages"])
+    assert len(calls) == (1 if placement is None else 2)

@@ -26,7 +26,7 @@ from trl import SFTTrainer
 
 from agile_environments.guess_number import LEVELS, demonstrations, halving_player, random_player
 from agile_trainers import embedded
-from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig
 from agile_trainers.checkpoints.disclosure import CURVE
 from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.run_cards import write_card_of_rows
@@ -40,6 +40,7 @@ from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.players import play_in_seat
+from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 
 ENVIRONMENT = "agile:guess_number"
 HIGH, GUESSES = LEVELS["normal"]
