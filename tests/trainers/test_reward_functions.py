@@ -12,8 +12,9 @@ from games import LORA, Chatter, make_trainer, settings
 from peft import LoraConfig
 from safetensors.torch import load_file
 
+from agile_trainers.step import reward as reward_functions
 from agile_trainers.step.reward import over_sound_episodes, reward_summary, share_without_spread
-from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, reward_functions
+from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agile_trainers.types import StopReason, Trajectory
 
 
