@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl import rewards
 
@@ -19,15 +19,32 @@ from agile_trainers.adapters.found import check_model
 from agile_trainers.adapters.loading import CONFIG, OnBase
 from agile_trainers.imports import nearest
 
-_FROM_ROWS = {
-    "DataFrame": "Dataset.from_pandas({name})",
-    "list": "Dataset.from_list({name})",
-    "tuple": "Dataset.from_list(list({name}))",
-    "dict": "Dataset.from_dict({name})",
-    "str": 'load_dataset("json", data_files={name}, split="train")',
-    "Path": 'load_dataset("json", data_files=str({name}), split="train")',
+_ROWS = (
+    "one of the package datasets, made by Dataset.from_list(rows), Dataset.from_pandas(frame) or "
+    'load_dataset("json", data_files=path, split="train")'
+)
+_KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
+    "model": (
+        (str, OnBase, nn.Module), "a Hub id, a folder or a loaded model", "'Qwen/Qwen2.5-0.5B-Instruct', for example"
+    ),
+    "train_dataset": ((Dataset, IterableDataset), "a Dataset or an IterableDataset", _ROWS),
+    "eval_dataset": ((Dataset, IterableDataset, list, tuple), "a Dataset or a list of rows", _ROWS),
+    "processing_class": (
+        (PreTrainedTokenizerBase, ProcessorMixin), "a tokenizer",
+        "AutoTokenizer.from_pretrained(...), or leave it unset to load the model's",
+    ),
+    "callbacks": ((list, tuple), "a list", "[it]"),
+    "quantization_config": (
+        (QuantizationConfigMixin,), "a configuration of transformers", "BitsAndBytesConfig(load_in_4bit=True), for example"
+    ),
+}  # fmt: skip
+"""Argument to the types that it may have, and for the error what these are and what to pass."""
+_INSTEAD = {
+    "tools": "the environment answers the model; environment=trl_environment(tools=[...]) plays tools",
+    "rollout_func": "the environment makes the rollout",
+    "environment_factory": "pass environments of TRL's kind, or of ours, not both",
 }
-"""Kind of rows to the call of ``datasets`` that makes a data set of them."""
+"""Arguments of TRL's that an environment replaces, and why."""
 
 
 def named_model(model: Any) -> Any:
@@ -58,31 +75,28 @@ def check_arguments(model: Any, args: Any, given: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: For an argument of the wrong kind.
-        ValueError: For a model that cannot be found or has an adapter already, a tokenizer without an end of turn, a reward
-            function that cannot be found, or an ``output_dir`` that is a file or the model's own folder.
+        ValueError: For an argument that an environment replaces, a model that cannot be found or has an adapter already, a
+            tokenizer without an end of turn, a reward function that cannot be found, or an ``output_dir`` that is a file or
+            the model's own folder.
     """
-    _check_model_kind(model)
+    for name, why in _INSTEAD.items():
+        if given[name] not in (None, []):
+            raise ValueError(f"`{name}` cannot be used together with `environment`: {why}. Drop one of the two.")
+    values = {name: given[name] for name in _KINDS} | {"model": model}
+    if isinstance(values["eval_dataset"], Mapping):
+        values |= {f"eval_dataset[{name!r}]": part for name, part in values.pop("eval_dataset").items()}
+    for name, value in values.items():
+        _check_kind(name, value)
     check_output_dir(args.output_dir, model)
     if isinstance(model, str) and not {"subfolder", "gguf_file"} & set(args.model_init_kwargs or {}):
         check_model(model, (args.model_init_kwargs or {}).get("revision"), option="model")
     _check_one_adapter(model, given["peft_config"])
-    check_dataset(given["train_dataset"], "train_dataset")
-    eval_dataset, callbacks = given["eval_dataset"], given["callbacks"]
-    if not isinstance(eval_dataset, Mapping):
-        check_dataset(eval_dataset, "eval_dataset", rows_too=True)
-    else:
-        for name, part in eval_dataset.items():
-            check_dataset(part, f"eval_dataset[{name!r}]", rows_too=True)
     _check_rewards(given["reward_funcs"])
-    _check_tokenizer(given["processing_class"])
-    if callbacks is not None and not isinstance(callbacks, (list, tuple)):
-        one = isinstance(callbacks, TrainerCallback) or callable(callbacks)
-        raise TypeError(f"callbacks must be a list, got {_kind(callbacks)}. Pass {'[it]' if one else 'a list'}.")
-    quantization_config = given["quantization_config"]
-    if quantization_config is not None and not isinstance(quantization_config, QuantizationConfigMixin):
-        raise TypeError(
-            f"quantization_config must be a configuration of transformers, got {_kind(quantization_config)}. Pass "
-            "BitsAndBytesConfig(load_in_4bit=True), for example."
+    tokenizer = given["processing_class"]
+    if tokenizer is not None and getattr(tokenizer, "tokenizer", tokenizer).eos_token_id is None:
+        raise ValueError(
+            "The tokenizer (processing_class) has no eos_token, so that no answer could end. Set it to the token that ends "
+            "a turn, such as tokenizer.eos_token = '<|im_end|>'."
         )
 
 
@@ -91,17 +105,19 @@ def _kind(value: Any) -> str:
     return f"the text {value!r:.200}" if isinstance(value, str) else type(value).__name__
 
 
-def _check_model_kind(model: Any) -> None:
-    if isinstance(model, (PreTrainedTokenizerBase, ProcessorMixin)):
+def _check_kind(name: str, value: Any) -> None:
+    kinds, expected, instead = _KINDS[name.partition("[")[0]]
+    if isinstance(value, (DatasetDict, IterableDatasetDict)):
+        splits = list(value)
+        chosen = name.partition("_")[0] if name.partition("_")[0] in splits else next(iter(splits), "train")
         raise TypeError(
-            f"model is a tokenizer ({type(model).__name__}). Pass it as processing_class, and the model's name, its folder "
-            "or the loaded model as model."
+            f"{name} is a {type(value).__name__} with the splits {', '.join(map(repr, splits))}. Pass one of them, "
+            f"{name}=data[{chosen!r}]."
         )
-    if not isinstance(model, (str, OnBase, nn.Module)):
-        raise TypeError(
-            f"model must be a Hub id, a folder or a loaded model, got {_kind(model)}. Pass "
-            "'Qwen/Qwen2.5-0.5B-Instruct', for example."
-        )
+    if name == "model" and isinstance(value, (PreTrainedTokenizerBase, ProcessorMixin)):
+        instead = "the tokenizer as processing_class, and the model's name, its folder or the loaded model as model"
+    if not isinstance(value, kinds) and (value is not None or name == "model"):
+        raise TypeError(f"{name} must be {expected}, got {_kind(value)}. Pass {instead}.")
 
 
 def check_output_dir(output_dir: str | os.PathLike[str], model: Any) -> None:
@@ -156,42 +172,11 @@ def _check_one_adapter(model: Any, peft_config: Any) -> None:
         )
 
 
-def check_dataset(dataset: Any, name: str, *, rows_too: bool = False) -> None:
-    """Reject what is no data set.
-
-    Args:
-        dataset: The trainer's, or None.
-        name: The argument's name, for the message.
-        rows_too: True if a list of rows will do.
-
-    Raises:
-        TypeError: For anything else; the message says how to make a data set of it.
-    """
-    known = (Dataset, IterableDataset, list, tuple) if rows_too else (Dataset, IterableDataset)
-    if dataset is None or isinstance(dataset, known):
-        return
-    if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
-        splits = list(dataset)
-        chosen = name.partition("_")[0] if name.partition("_")[0] in splits else next(iter(splits), "train")
-        raise TypeError(
-            f"{name} is a {type(dataset).__name__} with the splits {', '.join(map(repr, splits))}. Pass one of them, "
-            f"{name}=data[{chosen!r}]."
-        )
-    kind = next((known for known in _FROM_ROWS if known in {one.__name__ for one in type(dataset).__mro__}), None)
-    # The kind of a path differs between platforms (PosixPath), its parent's does not.
-    kind = "Path" if isinstance(dataset, os.PathLike) else kind
-    how = f" Make one of it with the package datasets: {_FROM_ROWS[kind].format(name='it')}." if kind else ""
-    if isinstance(dataset, str) or kind is None:
-        how = how.replace("data_files=it", f"data_files={dataset!r}") or " Pass one of the package datasets, or None."
-    raise TypeError(f"{name} must be a Dataset or an IterableDataset, got {_kind(dataset)}.{how}")
-
-
 def _check_rewards(reward_funcs: Any) -> None:
-    several = isinstance(reward_funcs, (list, tuple))
-    for function in reward_funcs if several else [] if reward_funcs is None else [reward_funcs]:
+    several = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    for function in several if reward_funcs is not None else []:
         if isinstance(function, str):
-            known = [name for name in dir(rewards) if name.endswith("_reward")]
-            near = nearest(function, known, count=1, cutoff=0.4)
+            near = nearest(function, [name for name in dir(rewards) if name.endswith("_reward")], count=1, cutoff=0.4)
             try:
                 check_model(function, option="reward_funcs")
             except ValueError as error:
@@ -199,24 +184,7 @@ def _check_rewards(reward_funcs: Any) -> None:
                     f"{error} A text names a reward model; functions of trl.rewards are passed themselves{near or '.'}"
                 ) from error
         elif not callable(function):
-            where = " in it" if several else ""
             raise TypeError(
-                f"reward_funcs must be a function, the name of a reward model, or a list of these; got {_kind(function)}"
-                f"{where}. A function takes completions and **kwargs, and returns one number for each."
+                "reward_funcs must be a function, the name of a reward model, or a list of these; got "
+                f"{_kind(function)}. A function takes completions and **kwargs, and returns one number for each."
             )
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    if tokenizer is None:
-        return
-    if not isinstance(tokenizer, (PreTrainedTokenizerBase, ProcessorMixin)):
-        raise TypeError(
-            f"processing_class must be a tokenizer, got {_kind(tokenizer)}. Pass AutoTokenizer.from_pretrained(...), or "
-            "leave it unset to load the model's."
-        )
-    inner = getattr(tokenizer, "tokenizer", tokenizer)
-    if inner.eos_token_id is None:
-        raise ValueError(
-            "The tokenizer (processing_class) has no eos_token, so that no answer could end. Set it to the token that ends "
-            "a turn, such as tokenizer.eos_token = '<|im_end|>'."
-        )
