@@ -18,25 +18,16 @@ _SPLIT = {"cp_size": "context", "sp_size": "sequence", "tp_size": "tensor"}
 """Sizes of ``ParallelismConfig`` that, above 1, divide an episode among processes."""
 
 
-def check_parallelism(args: Any) -> None:
-    """Reject parallelism that divides episodes among processes, before accelerate sets it up.
+def episode_split(config: Any) -> str:
+    """Name the parallelism that divides an episode among processes, such as ``cp_size=2 (context parallelism)``, or "".
 
     Args:
-        args: The trainer's. A launch configuration's ``parallelism_config`` is read from environment variables.
-
-    Raises:
-        ValueError: For context, sequence or tensor parallelism.
+        config: ``parallelism_config`` of the trainer's; None reads a launch configuration's from environment variables.
     """
-    config = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false") == "true":
         config = ParallelismConfig()
-    for name, kind in _SPLIT.items():
-        if (size := getattr(config, name, 1)) > 1:
-            raise ValueError(
-                f"{name}={size} ({kind} parallelism) divides an episode among processes, but its turns must be scored "
-                "together. Leave parallelism_config unset; for long episodes use gradient_checkpointing=True, and shard the "
-                "model with accelerate_configs/zero3.yaml or fsdp2.yaml."
-            )
+    sizes = {name: getattr(config, name, 1) for name in _SPLIT}
+    return ", ".join(f"{name}={size} ({_SPLIT[name]} parallelism)" for name, size in sizes.items() if size > 1)
 
 
 def uses_deepspeed(args: Any) -> bool:

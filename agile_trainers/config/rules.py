@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from trl import GRPOConfig
 
-from agile_trainers.config.launch_checks import uses_deepspeed
+from agile_trainers.config.launch_checks import episode_split, uses_deepspeed
 from agile_trainers.config.options import default_of
 from agile_trainers.objectives.mismatch import MODES
 from agile_trainers.rollout.episode_options import LIMITS, EpisodeOptions
@@ -487,6 +487,15 @@ EPISODES: tuple[Rule, ...] = (
 
 MACHINE: tuple[Rule, ...] = (
     Rule(
+        ("parallelism_config",),
+        lambda _, value: not episode_split(value),
+        lambda _, name, value: (
+            f"{episode_split(value)} divides an episode among processes, but its turns must be scored together. Leave "
+            f"{name} unset; for long episodes use gradient_checkpointing=True, and shard the model with "
+            "accelerate_configs/zero3.yaml or fsdp2.yaml."
+        ),
+    ),
+    Rule(
         ("vllm_enable_sleep_mode", "offload_policy_during_rollout", "use_liger_kernel", "activation_offload"),
         lambda args, value: not value or args.device.type != "cpu",
         "{name}=True needs a GPU and has no effect on CPU. Leave it unset.",
@@ -498,7 +507,7 @@ MACHINE: tuple[Rule, ...] = (
         "it unset; ZeRO-3 and FSDP have options to offload.",
     ),
 )
-"""Rules for options that need a GPU, checked before the model is loaded; ``args.device`` starts accelerate."""
+"""Rules for what this machine or launch cannot do, checked before the model is loaded; ``args.device`` starts accelerate."""
 
 BY_HAND: tuple[Rule, ...] = (
     Rule(

@@ -51,18 +51,18 @@ def rows_of(eval_rows: Any, eval_dataset: Any) -> Any:
     return eval_rows[eval_dataset]
 
 
-def played_columns(args: MultiTurnConfig, train_dataset: Any, eval_dataset: Any) -> dict[str, list[str]]:
+def played_columns(train_dataset: Any, eval_dataset: Any, *, evaluates: bool) -> dict[str, list[str]]:
     """List the columns of the data sets that a run plays, by name of the data set; none where it plays seeds.
 
     Args:
-        args: The trainer's; ``eval_strategy`` says whether it evaluates.
         train_dataset: The user's, or None.
         eval_dataset: The user's, one or several by name, or None.
+        evaluates: True if the run evaluates while it trains.
     """
     played = {"train_dataset": train_dataset}
     if isinstance(eval_dataset, dict):
         played |= {f"eval_dataset[{name!r}]": part for name, part in eval_dataset.items()}
-    elif eval_dataset is not None or args.eval_strategy != "no":
+    elif eval_dataset is not None or evaluates:
         played["eval_dataset"] = eval_dataset
     return {name: [] if dataset is None else _columns(dataset) for name, dataset in played.items()}
 

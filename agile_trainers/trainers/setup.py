@@ -17,7 +17,6 @@ from trl.import_utils import is_vllm_available
 from trl.models import get_act_offloading_ctx_manager
 
 from agile_trainers.adapters import check_repeatable, within_scope
-from agile_trainers.config.launch_checks import check_parallelism
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.envs.base import ResetResult
@@ -75,7 +74,9 @@ def prepare_run(
     reward_funcs: Any,
     reward_processing_classes: Any,
 ) -> RunSetup:
-    """Check and complete the arguments of a trainer for episodes. The caller's objects are not changed.
+    """Check the arguments of a trainer for episodes, complete them, read the data and reset the environments once.
+
+    The caller's objects are not changed.
 
     Args:
         args: The trainer's, as the user gave it.
@@ -93,26 +94,29 @@ def prepare_run(
     """
     args = args.with_environment(names_of(environment))
     check_machine(args)
-    check_parallelism(args)
     check_repeatable(model, peft_config)
+    factories = environment_factories(environment)
+
+    rewarded = reward_funcs is not None and reward_funcs != []
+    args = with_best_metric(args, by_reward=rewarded, eval_dataset=eval_dataset)
     if args.lora_target_scope is not None:
         peft_config = within_scope(peft_config, args.lora_target_scope)
-    factories = environment_factories(environment)
+
     train_dataset = kept_columns(args, train_dataset, "train_dataset")
     eval_rows = kept_columns(args, eval_dataset, "eval_dataset")
-    mixture = mixture_of(args, environment)
     rows = training_rows(args, train_dataset)
+    mixture = mixture_of(args, environment)
     probed = first_rows(mixture, args, train_dataset, eval_rows)
     tasks = task_pool(args, train_dataset, mixture)
-    columns = with_column(mixture, played_columns(args, train_dataset, eval_rows))
+    columns = with_column(mixture, played_columns(train_dataset, eval_rows, evaluates=args.eval_strategy != "no"))
+    functions, classes, args.reward_weights = add_return_reward(args, reward_funcs, reward_processing_classes, columns)
+
     pool = EpisodeOptions.of_args(args).make_pool(factories)
     start = environment_seed(args.seed, TRAINING, 0, 0)
     first_states = {
         name: probe_environment(pool, start, row, name, with_rows=eval_rows is not None) for name, row in probed.items()
     }
     warn_of_unseen_prompts(probed, first_states)
-    functions, classes, args.reward_weights = add_return_reward(args, reward_funcs, reward_processing_classes, columns)
-    args = with_best_metric(args, by_reward=len(functions) > 1, eval_dataset=eval_rows)
     return RunSetup(
         args=args,
         peft_config=peft_config,
