@@ -75,8 +75,9 @@ docs: $(VENV)/.installed-dev  ## the documentation site, in site/; strict: a bro
 docs-tables: $(VENV)/.installed  ## write the tables of options in docs/ from the fields of the configurations
 	$(RUN) docs/option_tables.py
 
-mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must notice each time
-	$(RUN) tests/mutations.py
+mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must notice each time; SINCE=main: what changed since; RESUME=1: go on
+	@mkdir -p runs
+	$(RUN) tests/mutations.py --results runs/mutations.jsonl $(addprefix --since ,$(SINCE)) $(if $(RESUME),--resume)
 
 faults: $(VENV)/.installed-dev  ## kill runs at random moments, on full disks too; nothing may be lost or grow; resumable
 	$(RUN) tests/faults/run_faults.py

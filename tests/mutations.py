@@ -2,18 +2,26 @@
 
 Each mutation is a way in which multi-turn training goes wrong without an error. It is made in a copy of the project; the
 tests named with it must pass there before and fail after. The exit code is 1 if a mutation survives.
+
+``--since main~3`` runs those that are new or changed, or whose file or tests changed, since that commit. ``--results`` names
+a file that gets a line per mutation; with ``--resume``, one that was noticed there is run again only if it, its file or its
+tests changed since. Files that tests import are not followed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +39,11 @@ class Mutation:
     new: str
     tests: str
     """Arguments of pytest."""
+
+    @property
+    def reads(self) -> list[str]:
+        """The file that is changed, and those of the tests, below the project's folder."""
+        return [f"agile_trainers/{self.file}", *(word for word in self.tests.split() if word.endswith(".py"))]
 
 
 ENUMERATION = "tests/trainers/test_enumeration.py"
@@ -1521,19 +1534,60 @@ def survives(mutation: Mutation, project: Path) -> bool:
         file.write_text(source)
 
 
-def main() -> int:
-    """Run the mutations whose name contains a word of the command line, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="only mutations whose name contains one of these")
-    words = parser.parse_args().words
-    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
-    alive, green = [], {}
+def git(*arguments: str) -> str:
+    """What git prints."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def affected(
+    mutations: Sequence[Mutation], changed: Collection[str], before: Collection[tuple[str, ...]]
+) -> list[Mutation]:
+    """Choose the mutations that a change may have made unnoticed.
+
+    Args:
+        mutations: All of them.
+        changed: Files that changed, below the project's folder.
+        before: The fields of the mutations before the change.
+    """
+    return [one for one in mutations if astuple(one) not in before or not set(changed).isdisjoint(one.reads)]
+
+
+def since(revision: str) -> list[Mutation]:
+    """Choose the mutations that are affected by what changed since a commit, in the working tree too.
+
+    Raises:
+        subprocess.CalledProcessError: If git does not know the commit.
+    """
+    changed = git("diff", "--name-only", "--no-renames", revision).split()
+    changed += git("ls-files", "--others", "--exclude-standard").split()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mutations_before.py"
+        file.write_text(git("show", f"{revision}:tests/mutations.py"), encoding="utf-8")
+        before = {astuple(one) for one in runpy.run_path(str(file))["MUTATIONS"]}
+    return affected(MUTATIONS, changed, before)
+
+
+def fingerprint(mutation: Mutation) -> str:
+    """A digest of a mutation, its file and its tests."""
+    texts = [*astuple(mutation), *((ROOT / name).read_text(encoding="utf-8") for name in mutation.reads)]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+def noticed_before(results: Path) -> set[str]:
+    """Fingerprints of the mutations that a file of results lists as noticed."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    return {line["fingerprint"] for line in map(json.loads, lines) if line["verdict"] == "noticed"}
+
+
+def run(mutations: Sequence[Mutation], results: Path | None) -> list[str]:
+    """Make the mutations one after the other; return the names of those that no test noticed."""
+    alive, green = [], dict[str, bool]()
     with tempfile.TemporaryDirectory() as folder:
         project = Path(folder) / "project"
         project.mkdir()
         copy_project(project)
-        for number, mutation in enumerate(chosen, start=1):
-            started = time.perf_counter()
+        for number, mutation in enumerate(mutations, start=1):
+            started, mark = time.perf_counter(), fingerprint(mutation)
             if mutation.tests not in green:
                 green[mutation.tests] = passes(project, mutation.tests)
             if not green[mutation.tests]:
@@ -1541,11 +1595,33 @@ def main() -> int:
             else:
                 verdict = "SURVIVED" if survives(mutation, project) else "noticed"
             alive += [mutation.name] * (verdict != "noticed")
-            seconds = time.perf_counter() - started
-            print(
-                f"[{number:>2}/{len(chosen)}] {verdict:<9} {mutation.name} ({mutation.file}, {seconds:.0f} s)",
-                flush=True,
-            )
+            seconds = round(time.perf_counter() - started)
+            place = f"[{number:>2}/{len(mutations)}]"
+            print(f"{place} {verdict:<9} {mutation.name} ({mutation.file}, {seconds} s)", flush=True)
+            if results is not None:
+                line = {"name": mutation.name, "verdict": verdict, "fingerprint": mark, "seconds": seconds}
+                with results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+    return alive
+
+
+def main() -> int:
+    """Run the mutations whose name contains a word of the command line, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only mutations whose name contains one of these")
+    parser.add_argument("--since", metavar="REV", help="only mutations that changes since this commit affect")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="add a line for each mutation to this file")
+    parser.add_argument("--resume", action="store_true", help="leave out those that --results lists as noticed")
+    options = parser.parse_args()
+    if options.resume and options.results is None:
+        parser.error("--resume reads --results: name the file.")
+    chosen = since(options.since) if options.since else MUTATIONS
+    chosen = [one for one in chosen if not options.words or any(word in one.name for word in options.words)]
+    known = noticed_before(options.results) if options.resume else set()
+    left = [one for one in chosen if not known or fingerprint(one) not in known]
+    if len(left) < len(chosen):
+        print(f"{len(chosen) - len(left)} of {len(chosen)} mutations were noticed before, by the same tests.")
+    alive = run(left, options.results)
     print(
         f"\n{len(chosen) - len(alive)} of {len(chosen)} mutations noticed."
         + "".join(f"\nNot: {name}" for name in alive)
