@@ -169,7 +169,6 @@ READ = {
     "cli/check/memory_plan.py": {"_CHUNKED_LOGPROB_CHUNK_SIZE": 1},
     "monitor/evaluation_table.py": {"_logs": 3},
     "sampling/vllm_server.py": {"_weight_metadata": 1},
-    "step/token_batches.py": {"_metrics": 1},
     "trainers/manual_loop.py": {
         "_step": 4, "_metrics": 3, "_load_rng_state": 2, "_finalize_training": 1, "_run_epoch": 1,
     },
