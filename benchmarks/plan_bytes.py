@@ -27,7 +27,7 @@ from counting import SavedBytes
 from peft import get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
+from transformers import AutoModelForCausalLM, Cache, Qwen2Config
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import ModelConfig
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
@@ -35,7 +35,7 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.cli.check.memory_plan import MemoryPlan, estimate_memory, plan_memory, trace
 from agile_trainers.cli.launch_configs import SINGLE, Launch
-from agile_trainers.rollout.generators.transformers.kv_cache import capacity
+from agile_trainers.rollout.generators.transformers.kv_cache import GrowingLayer, capacity
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 RESULTS = Path(__file__).parent / "results/plan_bytes.json"
@@ -284,22 +284,12 @@ def count(config: Qwen2Config, plan: MemoryPlan) -> dict[str, int]:
 
 
 def count_cache(config: Qwen2Config, plan: MemoryPlan) -> int:
-    """Count keys and values of a token in one layer, by the shapes and types that a real layer hands to its cache."""
+    """Count keys and values of a token in one layer, as the generator's cache keeps those of a real layer."""
     model = make_model(narrow(config, 1), plan, real=True).eval()
-    cache = Cache()
+    cache = Cache(layer_class_to_replicate=GrowingLayer)
     with torch.no_grad(), mixed(plan):
         model(input_ids=torch.zeros(1, 8, dtype=torch.long), past_key_values=cache, use_cache=True)
-    return cache.received // 8
-
-
-class Cache(DynamicCache):
-    """A cache that counts the bytes that it is given."""
-
-    received = 0
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.received += keys.nbytes + values.nbytes
-        return super().update(keys, values, *args, **kwargs)
+    return sum(states[:, :, :1].nbytes for states in (cache.layers[0].keys, cache.layers[0].values))
 
 
 def compare(case: Case, shapes: dict[str, dict[str, Any]] = SHAPES) -> dict[str, dict[str, float]]:

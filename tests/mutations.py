@@ -69,6 +69,7 @@ DIAGNOSIS = "tests/evaluation/test_diagnosis.py"
 WATCH = "tests/trainers/test_watch.py"
 RECORDS = "tests/records/test_records.py"
 EPISODE_RECORDS = "tests/trainers/test_episode_records.py"
+DECODING = "tests/rollout/test_decoding.py"
 TEMPLATES = "tests/rollout/test_chat_templates.py tests/rollout/test_chat.py"
 
 TASKS = "tests/trainers/test_task_sampling.py"
@@ -652,6 +653,48 @@ MUTATIONS = [
         "padded rows are scored one token late", "packing/forward.py",
         "read=row * rows.ids.size(1) + column,", "read=row * rows.ids.size(1) + column + 1,",
         f"{PACKED_FORWARD} -k padded_rows",
+    ),
+    Mutation(
+        "decoding folds each query head into another group", "rollout/generators/transformers/attention.py",
+        "query.unflatten(1, (key.size(1), -1)).squeeze(3)",
+        "query.unflatten(1, (-1, key.size(1))).squeeze(3).transpose(1, 2)", f"{DECODING} -k equals_transformers",
+    ),
+    Mutation(
+        "decoding reads the padding", "rollout/generators/transformers/attention.py",
+        "attn_mask=attention_mask, scale=scaling)", "attn_mask=None, scale=scaling)", f"{DECODING} -k own_attention",
+    ),
+    Mutation(
+        "decoding asks the device whether a mask is needed", "rollout/generators/transformers/attention.py",
+        '"allow_is_causal_skip": False', '"allow_is_causal_skip": True', f"{DECODING} -k waits",
+    ),
+    Mutation(
+        "an error in a pass leaves the attention of decoding", "rollout/generators/transformers/attention.py",
+        """        finally:
+            for config in configs:
+                config._attn_implementation = "sdpa\"""",
+        """        except KeyError:
+            for config in configs:
+                config._attn_implementation = "sdpa\"""", f"{DECODING} -k error_in_a_pass",
+    ),
+    Mutation(
+        "under autocast every token casts the keys of the cache", "rollout/generators/transformers/kv_cache.py",
+        "if states.dtype == torch.float32 and torch.is_autocast_enabled(device):", "if states.is_complex():",
+        f"{DECODING} -k no_copy",
+    ),
+    Mutation(
+        "more episodes keep a cache than are decoded at once", "rollout/generators/transformers/generator.py",
+        "self._max_batch_size - max(len(active), len(cached))", "self._max_batch_size - len(active)",
+        "tests/rollout/test_generators.py -k max_batch_size",
+    ),
+    Mutation(
+        "an episode that lost its cache is not read again", "rollout/generators/transformers/generator.py",
+        "kv, episode.kv, episode.cached = episode.kv, None, 0", "kv, episode.kv = episode.kv, None",
+        "tests/rollout/test_generators.py -k take_the_room",
+    ),
+    Mutation(
+        "uniforms are copied from pageable memory", "rollout/generators/transformers/generator.py",
+        "noise = placed(uniforms, torch.float64, device)",
+        "noise = torch.tensor(uniforms, dtype=torch.float64, device=device)", f"{DECODING} -k waits",
     ),
     Mutation(
         "a packed pass is recomputed without its plan", "packing/attention.py",

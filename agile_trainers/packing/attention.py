@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from agile_trainers.adapters.roles import wrap_checkpointing
 from agile_trainers.packing.trie import Trie
+from agile_trainers.rollout.generators.architecture import attention_configs
 
 IMPLEMENTATION = "agile_trie"
 """Name of the attention in ``config._attn_implementation``. There is no mask function of this name: masks are None."""
@@ -56,9 +57,7 @@ class TrieAttention:
     """
 
     def __init__(self, base: PreTrainedModel) -> None:
-        # Layers read the name of their attention from a configuration, which need not be the model's.
-        configs = (m.config for m in base.modules() if isinstance(getattr(m, "config", None), PretrainedConfig))
-        self._own = [(config, config._attn_implementation) for config in {id(c): c for c in configs}.values()]
+        self._own = [(config, config._attn_implementation) for config in attention_configs(base)]
         wrap_checkpointing(base, self._remembering)
 
     @contextmanager

@@ -366,6 +366,52 @@ def test_max_batch_size_caps_the_rows(model: Qwen2ForCausalLM) -> None:
     assert max(rows for rows, _ in log.shapes) == 2
 
 
+def cached_rows(generator: TransformersGenerator) -> int:
+    """Rows of all caches that are held."""
+    held = {episode.kv for episode in generator._episodes.values() if episode.kv is not None}
+    return sum(len(kv.mask) for kv in held)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_max_batch_size_caps_the_cached_rows_over_turns(limit: int, model: Qwen2ForCausalLM) -> None:
+    """An episode that has begun goes on before another begins."""
+    generator, most = make(model, max_batch_size=limit), 0
+
+    class Watched:
+        submit, release = staticmethod(generator.submit), staticmethod(generator.release)
+        pending = property(lambda _: generator.pending)
+
+        def step(self) -> list[GenerationOutput]:
+            nonlocal most
+            outputs = generator.step()
+            most = max(most, cached_rows(generator))
+            return outputs
+
+    outputs = play(Watched(), range(7))
+    assert most == limit
+    for episode, turns in outputs.items():
+        assert_same(turns, reread(model, episode))
+
+
+def test_waiting_episodes_take_the_room_of_those_whose_environment_steps(model: Qwen2ForCausalLM) -> None:
+    generator = make(model, eos_token_ids=[], max_batch_size=2)
+    for episode in range(3):
+        generator.submit(GenerationRequest(episode, observation(episode, 0), 3, uniforms(episode)))
+    answers = {output.episode: output.token_ids for _ in range(6) for output in generator.step()}
+    assert answers.keys() == {0, 1, 2} and cached_rows(generator) == 2
+    assert [generator._episodes[episode].kv is None for episode in range(3)] == [False, True, False]
+    for episode in (1, 0):
+        ids = observation(episode, 0) + answers[episode] + observation(episode, 1)
+        generator.submit(GenerationRequest(episode, ids, 3, uniforms(episode)))
+    again = {output.episode: output.token_ids for _ in range(9) for output in generator.step()}
+    for episode, tokens in again.items():
+        ids = observation(episode, 0) + answers[episode] + observation(episode, 1)
+        for token in tokens:
+            assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+    assert again.keys() == {0, 1}
+
+
 def test_release_frees_the_cache(model: Qwen2ForCausalLM) -> None:
     generator = make(model, eos_token_ids=[])
     for episode in range(4):

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
 from agile_trainers.adapters.fused import fuse
+from agile_trainers.rollout.generators.transformers.kv_cache import as_kept
 
 _ATTENTION = "agile_counted"
 
@@ -234,9 +235,10 @@ def _attend(
 ) -> Any:
     """Run SDPA and record the size of keys and values."""
     rows, _, tokens, _ = key.shape
-    size = (key.nbytes + value.nbytes) // (rows * tokens)
-    _counted[-1].cached += (key.numel() + value.numel()) // (rows * tokens)
     window = kwargs.get("sliding_window")
+    kept = [states if window else as_kept(states) for states in (key, value)]
+    size = sum(states.nbytes for states in kept) // (rows * tokens)
+    _counted[-1].cached += (key.numel() + value.numel()) // (rows * tokens)
     if window:
         _counted[-1].windowed.append((size, int(window)))
     else:

@@ -7,8 +7,8 @@ from enum import Enum
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 _DECODES_OTHERWISE = ("minimax", "nemotron_h", "zamba2")
 """Model types whose cached decoding differs from a pass over the whole conversation."""
@@ -41,6 +41,24 @@ def reading(base: PreTrainedModel) -> Reading:
         return Reading.TURN
     plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
     return Reading.NEW if plain else Reading.TURN
+
+
+def attends_plainly(base: PreTrainedModel) -> bool:
+    """Return whether each layer is attention with nothing but a mask, by a function that transformers' interface names.
+
+    Layers with a window count, since the window is in their mask. Recurrent and indexed layers and models with an attention
+    of their own do not.
+    """
+    kinds = {type(layer) for layer in DynamicCache(config=base.config).layers}
+    return (
+        base._supports_attention_backend and base._supports_sdpa and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+    )
+
+
+def attention_configs(base: PreTrainedModel) -> list[PretrainedConfig]:
+    """Return the configurations in which layers look up the name of their attention; they need not be the model's."""
+    configs = (m.config for m in base.modules() if isinstance(getattr(m, "config", None), PretrainedConfig))
+    return list({id(config): config for config in configs}.values())
 
 
 def takes_position_ids(base: PreTrainedModel) -> bool:

@@ -88,7 +88,7 @@ class DecodingBatch:
     def drop(self, finished: Collection[Answer]) -> None:
         """Mark the rows of ``finished`` as idle."""
         self.rows = [None if row in finished else row for row in self.rows]
-        self.alive = torch.tensor([row is not None for row in self.rows], device=self.alive.device)
+        self.alive = placed([row is not None for row in self.rows], torch.bool, self.alive.device)
 
 
 def decoding_batch(answers: Sequence[Answer], kv: KVBatch, pad_token_id: int) -> DecodingBatch:
@@ -113,6 +113,11 @@ def decoding_batch(answers: Sequence[Answer], kv: KVBatch, pad_token_id: int) ->
         input_mask=offsets >= 0,
         position_ids=(cached + offsets).clamp(min=0),
     )
+
+
+def placed(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a tensor on a device without waiting for what the device computes, which copies of pageable memory do."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def left_pad(sequences: Sequence[list[int]], fills: Sequence[int]) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from agile_trainers.rollout.generators.base import (
     SamplingSettings,
 )
 from agile_trainers.rollout.generators.checks import check_request, check_token_ids
+from agile_trainers.rollout.generators.transformers.attention import DecodingAttention
 from agile_trainers.rollout.generators.transformers.decoding import (
     NO_TOKEN,
     Answer,
@@ -35,6 +35,7 @@ from agile_trainers.rollout.generators.transformers.decoding import (
     Episode,
     decoding_batch,
     left_pad,
+    placed,
     stop_criteria,
 )
 from agile_trainers.rollout.generators.transformers.kv_cache import GrowingLayer, KVBatch, pack
@@ -64,7 +65,8 @@ class TransformersGenerator:
         pad_token_id: Any id of the vocabulary; it fills masked columns.
         settings: Sampling options.
         tokenizer: Needed for ``settings.stop_strings`` only.
-        max_batch_size: Maximum number of episodes decoded at the same time; the others wait. Default: no limit.
+        max_batch_size: Maximum number of episodes that are decoded or have a cache; the others wait. An episode whose
+            environment steps keeps its cache, unless all others wait for the room. Default: no limit.
 
     Raises:
         ValueError: For stop strings without a tokenizer, an id outside the vocabulary, ``max_batch_size`` below 1, a
@@ -101,13 +103,14 @@ class TransformersGenerator:
         self._options = {"logits_to_keep": 1} if takes_logits_to_keep(base) else {}
         self._reading = reading(base)
         self._keeps_cache = self._reading is Reading.NEW
+        self._attention = DecodingAttention(base)
         if not self._keeps_cache:
             _log_rereading(base.config.model_type, self._reading)
         # MPS has no float64.
         self._sampling_device = torch.device("cpu") if self._device.type == "mps" else self._device
         self._episodes: dict[int, Episode] = {}
         self._under_way: dict[int, Answer] = {}
-        self._waiting: deque[Answer] = deque()
+        self._waiting: list[Answer] = []
         self._batch: DecodingBatch | None = None
 
     def submit(self, request: GenerationRequest) -> None:
@@ -159,14 +162,35 @@ class TransformersGenerator:
     def _repack_if_due(self) -> None:
         """Add waiting requests and remove finished rows when repacking is worth its cost."""
         active = self._batch.active if self._batch else []
-        admissible = len(self._waiting)
-        if self._max_batch_size is not None:
-            admissible = min(admissible, self._max_batch_size - len(active))
-        if active and (not self._keeps_cache or admissible < len(active)):
-            admissible = 0
+        joining = self._admissible(active)
+        if active and (not self._keeps_cache or len(joining) < len(active)):
+            joining = []
         mostly_idle = self._batch is not None and 2 * len(active) < len(self._batch.rows)
-        if admissible or (mostly_idle and self._keeps_cache):
-            self._repack([*active, *(self._waiting.popleft() for _ in range(admissible))])
+        if joining or (mostly_idle and self._keeps_cache):
+            for answer in joining:
+                self._waiting.remove(answer)
+            self._repack([*active, *joining])
+
+    def _admissible(self, active: list[Answer]) -> list[Answer]:
+        """Return the waiting answers for which there is room: those whose episode has a cache, then new ones."""
+        if self._max_batch_size is None:
+            return list(self._waiting)
+        known = [answer for answer in self._waiting if answer.episode.kv is not None]
+        new = [answer for answer in self._waiting if answer.episode.kv is None]
+        cached = [episode for episode in self._episodes.values() if episode.kv is not None]
+        if not active and not known:
+            # Every cache is that of an episode whose environment steps. Some make room, and are read again.
+            room = self._max_batch_size - min(len(new), self._max_batch_size)
+            for episode in cached[room:]:
+                self._forget(episode)
+            cached = cached[:room]
+        return known + new[: self._max_batch_size - max(len(active), len(cached))]
+
+    def _forget(self, episode: Episode) -> None:
+        """Free an episode's keys and values; its next turn reads the whole conversation."""
+        kv, episode.kv, episode.cached = episode.kv, None, 0
+        assert kv is not None
+        self._shrink(kv)
 
     def _repack(self, answers: list[Answer]) -> None:
         """Make a batch of ``answers`` whose next forward pass reads each answer's unread ids."""
@@ -224,13 +248,14 @@ class TransformersGenerator:
             outputs = self.model(input_ids=batch.input_ids, attention_mask=batch.input_mask, use_cache=False, **options)
             return outputs.logits[:, -1].to(self._sampling_device)
         batch.kv.mask = torch.cat([batch.kv.mask, batch.input_mask], dim=1)
-        outputs = self.model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.kv.mask,
-            past_key_values=batch.kv.cache,
-            use_cache=True,
-            **options,
-        )
+        with self._attention.for_pass(batch.input_ids.shape[1]):
+            outputs = self.model(
+                input_ids=batch.input_ids,
+                attention_mask=batch.kv.mask,
+                past_key_values=batch.kv.cache,
+                use_cache=True,
+                **options,
+            )
         batch.kv.cache = outputs.past_key_values
         return outputs.logits[:, -1].to(self._sampling_device)
 
@@ -254,8 +279,8 @@ class TransformersGenerator:
         settings, device = self._settings, self._sampling_device
         uniforms = [row.request.uniforms(1)[0] if row and settings.do_sample else 0.0 for row in batch.rows]
         short = [row is not None and len(row.logprobs) < settings.min_new_tokens for row in batch.rows]
-        hold_eos = torch.tensor(short, device=device) if any(short) else None
-        noise = torch.tensor(uniforms, dtype=torch.float64, device=device)
+        hold_eos = placed(short, torch.bool, device) if any(short) else None
+        noise = placed(uniforms, torch.float64, device)
         return self._sampler(logits, noise, batch.history, hold_eos)
 
     def _append(self, answer: Answer, token: int, logprob: float, stop: bool) -> FinishReason | None:

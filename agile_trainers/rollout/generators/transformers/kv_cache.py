@@ -18,7 +18,8 @@ class GrowingLayer(DynamicLayer):
     """One layer's keys and values in buffers with spare capacity.
 
     ``DynamicLayer`` copies the whole cache for every token. This class writes a token in place and copies the (R, H,
-    capacity, D) buffers only when they are full, to buffers that are a quarter larger.
+    capacity, D) buffers only when they are full, to buffers that are a quarter larger. Under autocast it keeps the type that
+    attention computes in: rotary embeddings give keys in fp32, and all of them would be cast again for every token.
 
     Args:
         keys: Buffer whose first ``length`` columns are in use. Default None: a layer that starts empty.
@@ -38,8 +39,8 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the (R, H, n, D) states of ``n`` new columns; return all keys and values in use."""
         start, self.length = self.length, self.length + key_states.shape[-2]
-        self.keys = _append(self.keys, key_states, start)
-        self.values = _append(self.values, value_states, start)
+        self.keys = _append(self.keys, as_kept(key_states), start)
+        self.values = _append(self.values, as_kept(value_states), start)
         self.is_initialized = True
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
@@ -99,6 +100,14 @@ def pack(sources: Sequence[tuple[KVBatch, list[int]]], counts: Sequence[int], ro
 
     layers = [GrowingLayer(packed(i, "keys"), packed(i, "values"), width) for i in range(len(first.layers))]
     return KVBatch(Cache(layers=layers), mask)
+
+
+def as_kept(states: torch.Tensor) -> torch.Tensor:
+    """Cast keys or values to the type that they are kept in: under autocast, attention casts those in fp32 to its type."""
+    device = states.device.type
+    if states.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        return states.to(torch.get_autocast_dtype(device))
+    return states
 
 
 def _gather(buffer: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ class Sampler:
     def __init__(self, settings: SamplingSettings, eos_token_ids: list[int]) -> None:
         self.greedy = not settings.do_sample
         self.eos_token_ids = eos_token_ids
+        self._end: torch.Tensor | None = None
         self.penalty = LogitsProcessorList()
         if settings.repetition_penalty != 1.0:
             self.penalty.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
@@ -62,12 +63,18 @@ class Sampler:
         """
         scores = self.penalty(history, logits.float())
         if hold_eos is not None:
-            held = torch.zeros_like(scores, dtype=torch.bool)
-            held[:, self.eos_token_ids] = hold_eos[:, None]
-            scores = scores.masked_fill(held, -torch.inf)
+            scores = scores.masked_fill(hold_eos[:, None] & self._ends(scores), -torch.inf)
         log_probs = self.warpers(history, scores).double().log_softmax(-1)
         tokens = log_probs.argmax(-1) if self.greedy else draw(log_probs.exp(), uniforms)
         return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+    def _ends(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return (V,) bool, True at ends, made once: indexing with a list copies the list to the device."""
+        if self._end is None:
+            end = torch.zeros(scores.shape[-1], dtype=torch.bool)
+            end[self.eos_token_ids] = True
+            self._end = end.to(scores.device)
+        return self._end
 
 
 def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
