@@ -77,7 +77,7 @@ def test_options_shared_with_trl_are_parsed_as_trl_parses_them(tmp_path: Path) -
     script, args, model, _ = train.make_parser("grpo").parse_args_and_config(argv)
     trl_script, trl_args, trl_model, _ = make_trl_parser().parse_args_and_config(argv)
     assert (args.max_steps, args.beta, args.learning_rate) == (5, 0.1, 1e-2)
-    args = args.without_environment()  # with one, two defaults differ: tests/trainers/test_recipe.py
+    args = args.without_environment()  # with one, two defaults differ: tests/trainers/test_batch_defaults.py
     for name in GRPOConfig.__dataclass_fields__:
         assert getattr(args, name) == getattr(trl_args, name), name
     assert model == trl_model

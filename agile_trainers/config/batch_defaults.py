@@ -55,19 +55,22 @@ def take_trl_batch(args: Any) -> None:
         )
 
 
-def decide_learning_rate(args: Any, *, adapter: bool) -> None:
-    """Set ``args.learning_rate`` where it is None.
+def decide_learning_rate(args: Any, *, adapter: bool, own_optimizer: bool = False) -> None:
+    """Set ``args.learning_rate`` where it is None, and log the findings of :func:`unlikely_to_learn`.
 
     Args:
         args: The trainer's own copy of its configuration.
         adapter: True if an adapter is trained, rather than the whole model.
+        own_optimizer: True if the user made the optimizer, whose rate is not ``args.learning_rate``.
     """
     if args.learning_rate is None:
         args.learning_rate = LORA_LEARNING_RATE if adapter else TRL_LEARNING_RATE
         fill_deepspeed(args)
+    for finding in unlikely_to_learn(args, adapter=adapter and not own_optimizer):
+        logger.warning(finding)
 
 
-def idle_recipe(args: Any, *, adapter: bool) -> list[str]:
+def unlikely_to_learn(args: Any, *, adapter: bool) -> list[str]:
     """List options with which learning is unlikely in any environment; none at the defaults.
 
     Args:
@@ -88,9 +91,3 @@ def idle_recipe(args: Any, *, adapter: bool) -> list[str]:
             f"{args.gradient_accumulation_steps} unset, or raise it."
         )
     return found
-
-
-def warn_of_idle_recipe(args: Any, *, adapter: bool) -> None:
-    """Log the findings of :func:`idle_recipe`."""
-    for finding in idle_recipe(args, adapter=adapter):
-        logger.warning(finding)

@@ -65,12 +65,13 @@ def check_order(reward_funcs: Any) -> None:
         )
 
 
-def check_arguments(model: Any, args: Any, given: Mapping[str, Any]) -> None:
+def check_arguments(trainer: type[Any], model: Any, args: Any, given: Mapping[str, Any]) -> None:
     """Reject arguments of the wrong kind, and an ``output_dir`` that cannot be one.
 
     Args:
-        model: The trainer's.
-        args: Its configuration, of the right class.
+        trainer: The class of the trainer.
+        model: Its model.
+        args: Its configuration.
         given: The arguments of its constructor, by name.
 
     Raises:
@@ -79,6 +80,12 @@ def check_arguments(model: Any, args: Any, given: Mapping[str, Any]) -> None:
             tokenizer without an end of turn, a reward function that cannot be found, or an ``output_dir`` that is a file or
             the model's own folder.
     """
+    config = trainer.config_class
+    if not isinstance(args, config):
+        raise TypeError(
+            f"{trainer.__name__} takes a {config.__name__} as `args`, got {type(args).__name__}. Pass "
+            f"args={config.__name__}(...) with the same options."
+        )
     for name, why in _INSTEAD.items():
         if given[name] not in (None, []):
             raise ValueError(f"`{name}` cannot be used together with `environment`: {why}. Drop one of the two.")

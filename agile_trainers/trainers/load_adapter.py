@@ -27,7 +27,7 @@ class TrainerInputs:
     saved: SavedAdapters | None = None
 
 
-def resolve_inputs(inputs: TrainerInputs) -> TrainerInputs:
+def load_adapter(inputs: TrainerInputs) -> TrainerInputs:
     """Load the adapter that ``model`` names, if any, as the trainable policy.
 
     Only weights are loaded. Optimizer, learning rate and sampling settings are the new configuration's.

@@ -164,12 +164,6 @@ def _last_content(messages: Any) -> str:
     return str(last.get("content") or "") if isinstance(last, dict) else ""
 
 
-def reject_argument(name: str, value: Any, reason: str) -> None:
-    """Raise ``ValueError`` if an argument was given that makes no sense together with an environment."""
-    if value is not None and value != []:
-        raise ValueError(f"`{name}` cannot be used together with `environment`: {reason}. Drop one of the two.")
-
-
 def activation_offloading(args: MultiTurnConfig, model: Any) -> AbstractContextManager[Any]:
     """Make the context of a training step: TRL's offloading of activations with ``activation_offload``."""
     return get_act_offloading_ctx_manager(model=model) if args.activation_offload else nullcontext()

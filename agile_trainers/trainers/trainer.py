@@ -49,7 +49,7 @@ from agile_trainers.checkpoints.record import RolloutState, RunCheckpoints, reco
 from agile_trainers.checkpoints.resumed_options import apply_options, optimizer_options, recorded_options
 from agile_trainers.checkpoints.run_cards import RunCards
 from agile_trainers.checkpoints.stopping import GracefulStop
-from agile_trainers.config.batch_defaults import decide_learning_rate, warn_of_idle_recipe
+from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.launch_checks import check_engine
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import skips_zero_advantage
@@ -82,7 +82,7 @@ from agile_trainers.trainers.arguments import check_arguments, check_order, name
 from agile_trainers.trainers.evaluation import EpisodeEvaluator
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
 from agile_trainers.trainers.hyperparameter_search import TrainerRecipe, initial_model, search
-from agile_trainers.trainers.load_adapter import TrainerInputs, resolve_inputs
+from agile_trainers.trainers.load_adapter import TrainerInputs, load_adapter
 from agile_trainers.trainers.manual_loop import Updates
 from agile_trainers.trainers.reference import ReferencePolicy
 from agile_trainers.trainers.setup import (
@@ -93,7 +93,6 @@ from agile_trainers.trainers.setup import (
     disable_bnb_cpu_packing,
     make_packer,
     prepare_run,
-    reject_argument,
 )
 from agile_trainers.types import Trajectory, TurnBatch
 
@@ -240,21 +239,7 @@ class MultiTurnTrainer(GRPOTrainer):
             # TRL's own configuration will do for TRL's own trainer.
             args = args.without_environment() if isinstance(args, MultiTurnConfig) else args
         else:
-            if not isinstance(args, self.config_class):
-                raise TypeError(
-                    f"{type(self).__name__} takes a {self.config_class.__name__} as `args`, got {type(args).__name__}. Pass "
-                    f"args={self.config_class.__name__}(...) with the same options."
-                )
-            check_arguments(model, args, given)
-            reject_argument(
-                "tools",
-                tools,
-                "the environment answers the model; environment=trl_environment(tools=[...]) plays tools",
-            )
-            reject_argument("rollout_func", rollout_func, "the environment makes the rollout")
-            reject_argument(
-                "environment_factory", environment_factory, "pass environments of TRL's kind, or of ours, not both"
-            )
+            check_arguments(type(self), model, args, given)
             self.setup = setup = prepare_run(
                 args,
                 environment,
@@ -270,11 +255,10 @@ class MultiTurnTrainer(GRPOTrainer):
             reward_funcs, reward_processing_classes = setup.reward_funcs, setup.reward_processing_classes
         # With use_vllm TRL would make an engine of its own.
         use_vllm, args.use_vllm = args.use_vllm, args.use_vllm and setup is None
-        inputs = resolve_inputs(TrainerInputs(model, args, processing_class, quantization_config, peft_config))
+        inputs = load_adapter(TrainerInputs(model, args, processing_class, quantization_config, peft_config))
         if setup is not None:
             adapter = inputs.peft_config is not None or isinstance(inputs.model, PeftModel)
-            decide_learning_rate(inputs.args, adapter=adapter)
-            warn_of_idle_recipe(inputs.args, adapter=adapter and optimizers[0] is None)
+            decide_learning_rate(inputs.args, adapter=adapter, own_optimizer=optimizers[0] is not None)
         named = naming_folder(inputs.model if isinstance(inputs.model, str) else None, within=LOADERS)
         with explaining_scope(getattr(args, "lora_target_scope", None)), plain_copies(inputs.model), named:
             super().__init__(

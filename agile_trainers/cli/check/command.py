@@ -33,7 +33,7 @@ from agile_trainers.cli.train import (
     script_dataset,
     split_of,
 )
-from agile_trainers.config.batch_defaults import idle_recipe
+from agile_trainers.config.batch_defaults import unlikely_to_learn
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.rules import MACHINE, check_rules
@@ -164,7 +164,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         report.line(
             f"Algorithm {algorithm}; {f'model {named}' if named else 'the embedded model, since none was named'}."
         )
-        for finding in idle_recipe(args, adapter=model.use_peft):
+        for finding in unlikely_to_learn(args, adapter=model.use_peft):
             report.warning(finding)
         check_needed(parser, algorithm, script=script, model=model)
         player = check.player if check.player != "auto" else "model" if named and not elsewhere else "random"
