@@ -435,7 +435,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on CPU, to test the benchmark itself")
     parser.add_argument("--seconds", type=float, default=500, help="time of this run (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where results are kept (default: runs/gpu or runs/gpu-rehearsal)")
+    parser.add_argument("--folder", type=Path, help="folder of the results (default: runs/gpu or runs/gpu-rehearsal)")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

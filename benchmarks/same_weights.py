@@ -278,7 +278,7 @@ def _short(values: list[Any]) -> str:
 
 
 def differences(before: Digests, now: Digests) -> list[str]:
-    """What differs in a case: ``weights``, and names of metrics."""
+    """Differences of a case: ``weights``, and names of metrics."""
     logs = before["log"], now["log"]
     metrics = [name for name in sorted({*logs[0], *logs[1]}) if logs[0].get(name) != logs[1].get(name)]
     return ["weights"] * (before["weights"] != now["weights"]) + metrics

@@ -199,6 +199,7 @@ def check_no_links(folder: Path, subfolders: Collection[str]) -> None:
 
 
 def not_plain(folder: Path, path: Path) -> CheckpointError:
+    """Make the error of a path that is a link or no regular file."""
     kind = "a link" if path.is_symlink() else "no regular file"
     return CheckpointError(
         f"{folder} is not read: {named(path.relative_to(folder).as_posix())} is {kind}. Put a copy of the file or folder "

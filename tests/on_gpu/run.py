@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=500, help="time of this run (default: %(default)s)")
     parser.add_argument("--case-seconds", type=float, default=180, help="time of a case (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where results are kept (default: runs/gpu or runs/gpu-rehearsal)")
+    parser.add_argument("--folder", type=Path, help="folder of the results (default: runs/gpu or runs/gpu-rehearsal)")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="cases whose names contain one of these")
     parser.add_argument("--rehearse", action="store_true", help="on CPU with tiny sizes; the figures mean nothing")
     options = parser.parse_args(argv)
