@@ -181,7 +181,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 GIVEN = ("train_dataset", "reward_funcs", "callbacks")
-"""What a case sets of the trainer's own arguments, besides the environment."""
+"""Arguments of the trainer that a case sets, besides the environment."""
 RESUMED = (
     "grpo turn", "reinforce", "ppo", "ppo, one critic layer", "mixture", "replaced groups, adaptive tasks",
     "reference adapter that moves", "two iterations", "whole model", "without environment",
