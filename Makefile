@@ -76,8 +76,7 @@ docs-tables: $(VENV)/.installed  ## write the tables of options in docs/ from th
 	$(RUN) docs/option_tables.py
 
 mutations: $(VENV)/.installed-dev  ## break the code on purpose; a test must notice each time; SINCE=main: what changed since; RESUME=1: go on
-	@mkdir -p runs
-	$(RUN) tests/mutations.py --results runs/mutations.jsonl $(addprefix --since ,$(SINCE)) $(if $(RESUME),--resume)
+	$(RUN) tests/mutations.py --results benchmarks/results/mutations.jsonl $(addprefix --since ,$(SINCE)) $(if $(RESUME),--resume)
 
 faults: $(VENV)/.installed-dev  ## kill runs at random moments, on full disks too; nothing may be lost or grow; resumable
 	$(RUN) tests/faults/run_faults.py

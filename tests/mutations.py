@@ -4,7 +4,7 @@ Each mutation is a way in which multi-turn training goes wrong without an error.
 tests named with it must pass there before and fail after. The exit code is 1 if a mutation survives.
 
 ``--since main~3`` runs those that are new or changed, or whose file or tests changed, since that commit. ``--results`` names
-a file that gets a line per mutation; with ``--resume``, one that was noticed there is run again only if it, its file or its
+a file that holds a line per mutation; with ``--resume``, one that was noticed there is run again only if it, its file or its
 tests changed since. Files that tests import are not followed.
 """
 
@@ -23,6 +23,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -1610,16 +1611,32 @@ def since(revision: str) -> list[Mutation]:
     return affected(MUTATIONS, changed, before)
 
 
-def fingerprint(mutation: Mutation) -> str:
+def fingerprint(mutation: Mutation, project: Path) -> str:
     """A digest of a mutation, its file and its tests."""
-    texts = [*astuple(mutation), *((ROOT / name).read_text(encoding="utf-8") for name in mutation.reads)]
+    texts = [*astuple(mutation), *((project / name).read_text(encoding="utf-8") for name in mutation.reads)]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
-def noticed_before(results: Path) -> set[str]:
-    """Fingerprints of the mutations that a file of results lists as noticed."""
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    return {line["fingerprint"] for line in map(json.loads, lines) if line["verdict"] == "noticed"}
+def read(results: Path | None) -> dict[str, dict[str, Any]]:
+    """The lines of a file of results by the name of the mutation; none without a file."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results and results.exists() else []
+    return {line["name"]: line for line in map(json.loads, lines)}
+
+
+def write(results: Path, line: dict[str, Any]) -> None:
+    """Replace a mutation's line; those of mutations that no longer exist go."""
+    names = [one.name for one in MUTATIONS]
+    lines = {**read(results), line["name"]: line}
+    text = "".join(json.dumps(lines[name]) + "\n" for name in names if name in lines)
+    partial = results.with_suffix(".tmp")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(results)
+
+
+def unknown(mutations: Sequence[Mutation], results: Path | None) -> list[Mutation]:
+    """Choose those that the file of results does not list as noticed, as they and their files are now."""
+    noticed = {line["fingerprint"] for line in read(results).values() if line["verdict"] == "noticed"}
+    return [one for one in mutations if not noticed or fingerprint(one, ROOT) not in noticed]
 
 
 def run(mutations: Sequence[Mutation], results: Path | None) -> list[str]:
@@ -1630,7 +1647,7 @@ def run(mutations: Sequence[Mutation], results: Path | None) -> list[str]:
         project.mkdir()
         copy_project(project)
         for number, mutation in enumerate(mutations, start=1):
-            started, mark = time.perf_counter(), fingerprint(mutation)
+            started, mark = time.perf_counter(), fingerprint(mutation, project)
             if mutation.tests not in green:
                 green[mutation.tests] = passes(project, mutation.tests)
             if not green[mutation.tests]:
@@ -1642,9 +1659,7 @@ def run(mutations: Sequence[Mutation], results: Path | None) -> list[str]:
             place = f"[{number:>2}/{len(mutations)}]"
             print(f"{place} {verdict:<9} {mutation.name} ({mutation.file}, {seconds} s)", flush=True)
             if results is not None:
-                line = {"name": mutation.name, "verdict": verdict, "fingerprint": mark, "seconds": seconds}
-                with results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                write(results, {"name": mutation.name, "verdict": verdict, "fingerprint": mark, "seconds": seconds})
     return alive
 
 
@@ -1653,15 +1668,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only mutations whose name contains one of these")
     parser.add_argument("--since", metavar="REV", help="only mutations that changes since this commit affect")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="add a line for each mutation to this file")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="write a line for each mutation to this file")
     parser.add_argument("--resume", action="store_true", help="leave out those that --results lists as noticed")
     options = parser.parse_args()
     if options.resume and options.results is None:
         parser.error("--resume reads --results: name the file.")
     chosen = since(options.since) if options.since else MUTATIONS
     chosen = [one for one in chosen if not options.words or any(word in one.name for word in options.words)]
-    known = noticed_before(options.results) if options.resume else set()
-    left = [one for one in chosen if not known or fingerprint(one) not in known]
+    left = unknown(chosen, options.results) if options.resume else chosen
     if len(left) < len(chosen):
         print(f"{len(chosen) - len(left)} of {len(chosen)} mutations were noticed before, by the same tests.")
     alive = run(left, options.results)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import mutations
 import pytest
-from mutations import Mutation, affected, fingerprint, noticed_before
+from mutations import Mutation, affected, fingerprint, read, unknown, write
 
 SIGN = Mutation("a sign", "objectives/kl.py", "+", "-", "tests/test_kl.py -k sign")
 SHIFT = Mutation("a shift", "rollout/collate.py", "+ 1", "", "tests/test_collate.py tests/test_layout.py")
@@ -84,11 +83,14 @@ def test_commits_the_working_tree_and_new_files_count(project: Path, monkeypatch
 
 def test_what_was_noticed_is_left_out_until_its_file_or_tests_change(project: Path) -> None:
     results = project / "results.jsonl"
-    assert noticed_before(results) == set()
-    verdicts = {"a sign": "noticed", "a shift": "SURVIVED", "a mask": "TESTS FAIL ANYWAY"}
-    lines = [{"name": one.name, "verdict": verdicts[one.name], "fingerprint": fingerprint(one)} for one in ALL]
-    results.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    known = noticed_before(results)
-    assert [fingerprint(one) in known for one in ALL] == [True, False, False]
-    (project / "tests/test_kl.py").write_text("z = 3", encoding="utf-8")
-    assert fingerprint(SIGN) not in known
+    assert unknown(ALL, results) == ALL
+    write(results, {"name": "gone", "verdict": "noticed", "fingerprint": "0"})
+    for one, verdict in ((MASK, "TESTS FAIL ANYWAY"), (SHIFT, "SURVIVED"), (SIGN, "noticed")):
+        write(results, {"name": one.name, "verdict": verdict, "fingerprint": fingerprint(one, project)})
+    assert list(read(results)) == ["a sign", "a shift", "a mask"]
+    assert unknown(ALL, results) == [SHIFT, MASK]
+    write(results, {**read(results)["a shift"], "verdict": "noticed"})
+    assert unknown(ALL, results) == [MASK]
+    (project / "tests/test_layout.py").write_text("z = 3", encoding="utf-8")
+    (project / "agile_trainers/objectives/kl.py").write_text("z = 3", encoding="utf-8")
+    assert unknown(ALL, results) == ALL
