@@ -3,7 +3,7 @@
 ``MultiTurnTrainer`` replaces the part between a dataset row and TRL's loss: rollout, rewards, credit. The loss itself and
 the optimizer loop stay TRL's. Everything with state of its own is an object: the sampler, the checkpoints, the Hub's
 repository, the reference, the log of episodes. Without an environment every method is plain ``super()``. No other file
-overrides a method of TRL's ``GRPOTrainer`` or of ``Trainer``.
+overrides a private method of TRL's ``GRPOTrainer`` or of ``Trainer``.
 """
 
 from __future__ import annotations
