@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from agile_trainers.adapters.forms import RECORD_FORM, STAGE, misfits
 from agile_trainers.adapters.initialization import changes_base
-from agile_trainers.records.plain import json_bytes
+from agile_trainers.records.plain import json_bytes, replacing
 
 RECORD = "agile_trainers.json"
 _LITTLE = 1 << 20
@@ -77,15 +77,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     Raises:
         OSError: If the file cannot be written. On a full disk, the error names the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)  # which may be a link to another file
-    with naming_full_disk(path), partial.open("x", encoding="utf-8") as file:
+    with naming_full_disk(path), replacing(path) as partial, partial.open("x", encoding="utf-8") as file:
         json.dump(value, file, indent=2)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:

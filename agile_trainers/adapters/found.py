@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers.utils import cached_file
 
 from agile_trainers.adapters.loading import CONFIG, find_adapters
+from agile_trainers.adapters.model_folders import hub_file
 from agile_trainers.imports import find_model_folder, nearest_folder
 
 
@@ -28,7 +29,7 @@ def check_model(name: str, revision: str | None = None, *, option: str = "model_
     try:
         cached_file(name, "config.json", revision=revision)
     except OSError as error:
-        if _is_adapter(name, revision):
+        if hub_file(name, CONFIG, revision):
             return
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(
@@ -36,10 +37,3 @@ def check_model(name: str, revision: str | None = None, *, option: str = "model_
             f"{reason}. Expected a folder with config.json or adapter_config.json, or a Hub id such as "
             "'Qwen/Qwen2.5-0.5B-Instruct'."
         ) from error
-
-
-def _is_adapter(name: str, revision: str | None) -> bool:
-    try:
-        return cached_file(name, CONFIG, revision=revision) is not None
-    except OSError:
-        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from huggingface_hub import EvalResult, metadata_load, metadata_save
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from agile_trainers.adapters.folders import is_cached
+from agile_trainers.records.plain import replacing
 
 CARD = "README.md"
 _UNREADABLE = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
@@ -38,22 +38,16 @@ def add_results(folder: Path, results: Sequence[EvalResult]) -> Path:
     card, name = folder / CARD, folder.resolve().name
     if (card.is_symlink() and not is_cached(card)) or (card.exists() and not card.is_file()):
         raise ValueError(f"{card} is no regular file. Put a copy of the card there, or remove it.")
-    partial = card.with_name(f"{card.name}.partial")
-    partial.unlink(missing_ok=True)  # which may be a link to another file
     try:
         data = (metadata_load(card) if card.is_file() else None) or {}
         index = _merged(data.get("model-index") or [{"name": name, "results": []}], results)
-        if card.is_file():
-            shutil.copyfile(card, partial)
-        else:
-            partial.write_text(f"# {name}\n", encoding="utf-8")
-        metadata_save(partial, {**data, "model-index": index})
+        with replacing(card) as partial:
+            partial.write_bytes(card.read_bytes() if card.is_file() else f"# {name}\n".encode())
+            metadata_save(partial, {**data, "model-index": index})
     except _UNREADABLE as error:
-        partial.unlink(missing_ok=True)
         raise ValueError(
             f"The metadata at the top of {card} cannot be read: {str(error)[:300]}. Correct or remove it."
         ) from error
-    partial.replace(card)
     return card
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
@@ -26,7 +27,10 @@ from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.checkpoints.signing import keyed_digest
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.imports import nearest
+from agile_trainers.records.plain import replacing
 from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
+
+logger = logging.get_logger(__name__)
 
 CARD, CURVE = "README.md", "learning_curve.png"
 MODEL_FILES = (
@@ -228,17 +232,25 @@ def differences(
     return changed, unknown
 
 
+def warn_of_unknown(path: Path, names: Collection[str]) -> None:
+    """Warn of recorded values that this user cannot compare, see :func:`differences`."""
+    if names:
+        logger.warning(
+            "%s records these values by digests that another user or machine made, so it is not known whether they are the "
+            "same here: %s.",
+            path, ", ".join(names),
+        )  # fmt: skip
+
+
 def note_private(output_dir: Path, environment: Any, options: Mapping[str, Any]) -> None:
     """Write the arguments and options of a run as they are into ``private.json``, which only this user can read."""
     content = {**flat_environment(environment), "options": options}
-    path = output_dir / PRIVATE
-    partial = path.with_name(f"{PRIVATE}.partial")
-    output_dir.mkdir(parents=True, exist_ok=True)
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+    with (
+        replacing(output_dir / PRIVATE) as partial,
+        open(partial, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file,
+    ):
         json.dump(content, file, indent=2)
         file.write("\n")
-    partial.replace(path)
 
 
 def with_private(options: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -306,20 +318,20 @@ def shorten_paths(folder: Path) -> set[Path]:
         folder: Holds copies or hard links. A file that is rewritten is replaced, so that what it is linked to stays.
     """
     changed = set()
-    for path in (folder / RECORD,):
-        content = read_json(path) if path.is_file() else {}
-        places = [(content.get("base_model") or {}, "name")]
-        stage = content.get("parent")
-        while stage:
-            places.append((stage, "source"))
-            stage = stage.get("parent")
-        for holder, key in places:
-            name = holder.get(key)
-            if isinstance(name, str) and public_path(name) != name:
-                holder[key] = public_path(name)
-                changed.add(path)
-        if path in changed:
-            write_json(path, content)
+    path = folder / RECORD
+    content = read_json(path) if path.is_file() else {}
+    places = [(content.get("base_model") or {}, "name")]
+    stage = content.get("parent")
+    while stage:
+        places.append((stage, "source"))
+        stage = stage.get("parent")
+    for holder, key in places:
+        name = holder.get(key)
+        if isinstance(name, str) and public_path(name) != name:
+            holder[key] = public_path(name)
+            changed.add(path)
+    if changed:
+        write_json(path, content)
     return changed
 
 

@@ -32,6 +32,7 @@ from agile_trainers.checkpoints.disclosure import (
     note_private,
     public_arguments,
     public_options,
+    warn_of_unknown,
 )
 from agile_trainers.checkpoints.integrity import (
     check_complete,
@@ -258,12 +259,7 @@ class RunCheckpoints:
                 f"or start a new run with model={str(folder)!r}."
             )
         self._check_adapters(folder)
-        if unknown or options.unknown:
-            logger.warning(
-                "%s records these values by digests that another user or machine made, so it is not known whether they are "
-                "the same here: %s.",
-                folder, ", ".join([*(f"environment_arguments.{name}" for name in unknown), *options.unknown]),
-            )  # fmt: skip
+        warn_of_unknown(folder, [*(f"environment_arguments.{name}" for name in unknown), *options.unknown])
         if options.idle:
             logger.warning(
                 "These options differ from the checkpoint's and have NO effect, since DeepSpeed's state holds them: %s. "

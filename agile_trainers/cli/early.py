@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from agile_trainers.cli.main import OWN_MODULES
 from agile_trainers.cli.preflight import check_output, json_object
 from agile_trainers.cli.yaml_files import read_yaml
 from agile_trainers.envs.libraries import LIBRARIES
@@ -25,11 +26,6 @@ _OPTIONS = {
     "agile_trainers": ("trainers/config", "cli/train", "cli/check/command", "cli/parser"),
 }
 """Package to the files whose classes and parsers have the options of training."""
-_SIMPLE = {
-    "demo": "demo/command", "chain": "chain/command", "evolve": "evolve/command", "play": "play", "view": "view",
-    "envs": "environments", "env": "machine",
-}  # fmt: skip
-"""Command to its module, for those whose parser has these options alone."""
 _MORE = ("--accelerate_config", "--debug", "--model")
 _NUMBERS = {"int": (int, "a whole number"), "float": (float, "a number")}
 _MODELS = ("--model_name_or_path", "--model", "--against")
@@ -52,8 +48,9 @@ def check_early(command: str, arguments: Sequence[str]) -> None:
     options = {**_file_options(command, given), **given}
     if command in ALGORITHMS or (command == "check" and _is_ours(arguments)):
         _check_options(given)
-    if command in _SIMPLE:
-        known = [f"--{name}" for name, _ in _options_in("agile_trainers", f"cli/{_SIMPLE[command]}")]
+    if command in OWN_MODULES and command not in ("check", "eval"):  # whose parsers have other options too
+        file = OWN_MODULES[command].replace(".", "/")
+        known = [f"--{name}" for name, _ in _options_in("agile_trainers", f"cli/{file}")]
         for option in given:
             if not any(one.startswith(option.replace("-", "_").replace("__", "--", 1)) for one in known):
                 raise ValueError(f"there is no option {option}{nearest(option, known, count=1) or '.'}")

@@ -62,7 +62,7 @@ def _tasks(ids: Sequence[str]) -> Table:
 def _libraries(ids: Sequence[str]) -> Table:
     table = Table("\nlibrary", "\nenvironments", "\noffers", box=None, pad_edge=False)
     for prefix, library in LIBRARIES.items():
-        installed = library.adapter.is_installed()
+        installed = library.is_installed
         count = sum(name.startswith(f"{prefix}:") for name in ids)
         state = (f"{count} listed" if count else "installed") if installed else "not installed"
         needs = (

@@ -31,6 +31,8 @@ _COLUMNS = {
     "grad norm": ("grad_norm",),
 }
 """Title of each column of the table to its names in the logs, the most important first."""
+BAR = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+"""Columns of a bar of steps or episodes."""
 _HEADER_EVERY = 30
 """Number of rows after which the header is repeated."""
 
@@ -53,9 +55,8 @@ def show_table(trainer: Trainer, console: Console, title: str = "training", rows
     if not trainer.is_world_process_zero() or trainer.args.get_process_log_level() > logging.WARNING:
         yield
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = console.is_terminal and not trainer.args.disable_tqdm
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
+    bar = Progress(*BAR, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
     table = _Table(bar, title, rows)
     trainer.add_callback(table)
     try:
@@ -93,7 +94,7 @@ class _Table(TrainerCallback):
         prefix = found.pop("_", "")
         cells = [f"{_short(found[name]) if name in found else '':>{_width(name)}}" for name in self.columns]
         self._print(
-            f"{state.global_step}/{state.max_steps}", _clock(time.monotonic() - self.started), cells, state, prefix
+            f"{state.global_step}/{state.max_steps}", clock(time.monotonic() - self.started), cells, state, prefix
         )
 
     def _print(self, step: str, clock: str, cells: list[str], state: Any, prefix: str = "") -> None:
@@ -134,7 +135,8 @@ def _short(value: float) -> str:
     return f"{value:.1e}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"

@@ -50,8 +50,7 @@ def register_environment(name: str, factory: Callable[..., Any]) -> None:
 
 def list_environments() -> list[str]:
     """List the ids of all registered environments, tasks, probes and installed libraries' environments."""
-    adapters = {prefix: library.adapter for prefix, library in LIBRARIES.items()}
-    theirs = [f"{prefix}:{name}" for prefix, it in adapters.items() if it.is_installed() for name in it.listed()]
+    theirs = [f"{prefix}:{name}" for prefix, it in LIBRARIES.items() if it.is_installed for name in it.listed()]
     return sorted([*_registered, *(f"agile:{name}" for name in _tasks()), *theirs])
 
 
@@ -200,11 +199,10 @@ def _named(kwargs: Mapping[str, Any]) -> str:
 def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
     source, _, name = environment.partition(":")
     if source in LIBRARIES:
-        adapter = LIBRARIES[source].adapter
-        if not adapter.knows(name):
+        if not LIBRARIES[source].knows(name):
             raise _unknown(environment)
         try:
-            return adapter.make_factory(name, **kwargs)
+            return LIBRARIES[source].adapter.make_factory(name, **kwargs)
         except TypeError as error:
             raise ValueError(f"{environment} cannot be made from {_named(kwargs)}: {error}") from error
     if source == "agile":
@@ -271,8 +269,8 @@ def _ids_near(environment: str) -> list[str]:
     known = [*LIBRARIES, "agile"]
     named = source if source in known else next(iter(difflib.get_close_matches(source, known, 1)), None)
     if named in LIBRARIES:
-        adapter = LIBRARIES[named].adapter
-        return [f"{named}:{name}" for name in adapter.listed()] if adapter.is_installed() else []
+        library = LIBRARIES[named]
+        return [f"{named}:{name}" for name in library.listed()] if library.is_installed else []
     agile = [*(f"agile:{name}" for name in _tasks()), *_registered]
     return agile if named == "agile" or colon else list_environments()
 

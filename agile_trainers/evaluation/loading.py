@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ import torch
 from accelerate import PartialState
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 from trl.trainer.utils import create_model_from_path
 
 from agile_trainers.adapters import find_adapters, load_policy
 from agile_trainers.adapters.folders import RECORD, read_record
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.loading import load_tokenizer
-from agile_trainers.adapters.model_folders import naming_folder
+from agile_trainers.adapters.model_folders import hub_file, naming_folder
 from agile_trainers.checkpoints.disclosure import with_private
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.base import SamplingSettings
@@ -71,17 +70,7 @@ def recorded_settings(model: str) -> dict[str, Any]:
         Those of the fields of :class:`EpisodeOptions` and :class:`SamplingSettings` that the record has; empty without a
         record of a run on episodes.
     """
-    folder = Path(model)
-    file: str | None = str(folder / RECORD) if folder.is_dir() else None
-    if file is None:
-        with suppress(OSError):
-            file = cached_file(
-                model,
-                RECORD,
-                _raise_exceptions_for_gated_repo=False,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-            )
+    file = str(Path(model) / RECORD) if Path(model).is_dir() else hub_file(model, RECORD, None)
     if file is None or not Path(file).is_file():
         return {}
     folder = Path(file).parent

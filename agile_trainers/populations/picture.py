@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agile_trainers.populations.lineage import Lineage
+from agile_trainers.records.plain import replacing
 
 PICTURE = "lineage.png"
 """Name of the picture's file in a population's folder."""
@@ -266,7 +266,6 @@ def write_picture(lineage: Lineage, folder: Path) -> Path:
         The file.
     """
     path = folder / PICTURE
-    partial = folder / f".{PICTURE}.partial"
-    partial.write_bytes(draw_lineage(lineage))
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_bytes(draw_lineage(lineage))
     return path

@@ -28,6 +28,7 @@ from agile_trainers.checkpoints.disclosure import (
     note_private,
     public_arguments,
     public_options,
+    warn_of_unknown,
     withheld_values,
 )
 from agile_trainers.checkpoints.hub import push_written
@@ -308,12 +309,7 @@ class Population:
             changed, unknown = changed | found, unknown + unreadable
         others = [_flat({name: one[name] for name in one if name not in _APART}) for one in (there, here)]
         changed |= differences(others[0], others[1], others[1])[0]
-        if unknown:
-            logger.warning(
-                "%s records these values by digests that another user or machine made, so it is not known whether they are "
-                "the same here: %s.",
-                file, ", ".join(unknown),
-            )  # fmt: skip
+        warn_of_unknown(file, unknown)
         if different := list(changed.values()):
             raise PopulationError(
                 f"{self.output_dir} holds another population: {'; '.join(different)}. Use its settings to go on with it, or "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ LARGEST_JSON = 2**30
 _LONGEST_TEXT = 10_000
 """Characters that are written of a value that JSON cannot represent."""
 _MOST_BITS = 1024
+PARTIAL = ".partial"
+"""Suffix of a file that is being written."""
 
 
 class Plain:
@@ -122,3 +126,17 @@ def _text(value: Any) -> str:
     except BaseException as error:
         pass_on_interrupt(error)
         return f"<{type(value).__name__}: its str raises {type(error).__name__}>"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a file to write, which takes the place of ``path`` if no error is raised."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + PARTIAL)
+    partial.unlink(missing_ok=True)  # which may be a link to another file
+    try:
+        yield partial
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

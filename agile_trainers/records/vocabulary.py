@@ -18,6 +18,8 @@ def pieces(tokenizer: Any) -> list[tuple[int, bytes, bool]]:
     Args:
         tokenizer: A tokenizer of transformers.
     """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # late, so that reading records is quick
+
     ids = sorted(set(tokenizer.get_vocab().values()))
     added = {index: str(token.content) for index, token in tokenizer.added_tokens_decoder.items()}
     special = set(tokenizer.all_special_ids) | {
@@ -25,7 +27,7 @@ def pieces(tokenizer: Any) -> list[tuple[int, bytes, bool]]:
     }
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = "" if backend is None else json.dumps(json.loads(backend.to_str())["decoder"])
-    alphabet = _byte_alphabet()
+    alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}
     found = []
     for index, token in zip(ids, tokenizer.convert_ids_to_tokens(ids)):
         if index in added:
@@ -40,10 +42,3 @@ def pieces(tokenizer: Any) -> list[tuple[int, bytes, bool]]:
             piece = tokenizer.decode([index]).encode("utf-8", "replace")
         found.append((index, piece, index in special))
     return found
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each letter of GPT-2's byte-level alphabet (``bytes_to_unicode`` of its encoder)."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -17,15 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agile_trainers.records.digests import DIGESTS, digest_entry
-from agile_trainers.records.plain import Plain, to_json
+from agile_trainers.records.plain import PARTIAL, Plain, replacing, to_json
 from agile_trainers.records.schema import EPISODE, FORMAT, PARQUET, TRAINED, VOCABULARY, to_table
 from agile_trainers.records.vocabulary import pieces
 from agile_trainers.types import NO_TURN, Trajectory
 
 ROLLOUTS, RUN, METRICS, VOCABULARY_FILE = "rollouts", "run.json", "metrics.jsonl", "vocabulary.parquet"
 FINDINGS = "findings.jsonl"
-_PARTIAL = ".partial"
-"""Suffix of a file that is being written."""
 _ROW_GROUP_BYTES = 2**25
 """Estimated bytes of the episodes that a reader loads to show one of them."""
 _TRAIN_FILE = re.compile(r"train-(\d+)-rank(\d+)\.parquet")
@@ -133,7 +131,7 @@ def write_episodes(path: Path, rows: Iterable[dict[str, Any]], digests: Path | N
     Raises:
         OSError: If the file cannot be written.
     """
-    with _replacing(path) as partial:
+    with replacing(path) as partial:
         with pq.ParquetWriter(partial, EPISODE, **PARQUET) as writer:
             for part in _row_groups(rows):
                 writer.write_table(to_table(part))
@@ -184,12 +182,12 @@ class RecordWriter:
         """Folder of the run."""
         self._max_bytes, self._rank, self._report = max_bytes, rank, report
         self.folder.mkdir(parents=True, exist_ok=True)
-        for partial in self.folder.glob(f"*-rank{rank}.parquet{_PARTIAL}"):  # of a killed process
+        for partial in self.folder.glob(f"*-rank{rank}.parquet{PARTIAL}"):  # of a killed process
             partial.unlink()
         if rank == 0 and not (self.folder / RUN).is_file():
             started = datetime.now(UTC).isoformat(timespec="seconds")
             entries = {"format": FORMAT, "kind": kind, "started": started, **info, "run": self.run}
-            with _replacing(self.folder / RUN) as partial:
+            with replacing(self.folder / RUN) as partial:
                 partial.write_text(json.dumps(Plain()(entries), indent=2) + "\n", encoding="utf-8")
 
     def write_train(self, generation: int, rows: Iterable[dict[str, Any]]) -> Path:
@@ -248,7 +246,7 @@ class RecordWriter:
         if not path.exists():
             ids, texts, special = zip(*pieces(tokenizer))
             table = pa.table([list(ids), list(texts), list(special)], schema=VOCABULARY)
-            with _replacing(path) as partial:
+            with replacing(path) as partial:
                 pq.write_table(table, partial, compression="zstd", write_statistics=False, store_schema=False)
                 _append(self._digests, digest_entry(path, partial))
 
@@ -269,7 +267,7 @@ class RecordWriter:
         for lines in (self.folder / METRICS, self.folder / FINDINGS):
             if self._rank == 0 and lines.is_file():
                 kept = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
-                with _replacing(lines) as partial:
+                with replacing(lines) as partial:
                     partial.write_bytes(b"".join(kept))
         return len(later)
 
@@ -317,19 +315,6 @@ def _free_id(rollouts: Path, kind: str) -> str:
         with suppress(FileExistsError):
             (rollouts / run).mkdir(parents=True)
             return run
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a file to write, which takes the place of ``path`` if no error is raised."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + _PARTIAL)
-    try:
-        yield partial
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _row_groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -11,7 +11,6 @@ import pickle
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import cloudpickle
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from agile_trainers.envs.base import (
     Environment,
@@ -80,21 +80,20 @@ class ProcessEnvironment:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(sent, theirs), daemon=True)
         with _without_main_module():
-            for attempt in range(_STARTS):
-                try:
-                    self._process.start()
-                    break
-                except (EOFError, ConnectionError):  # an environment killed the server; the next attempt starts another
-                    if attempt + 1 == _STARTS:
-                        raise
-                    time.sleep(_PAUSE)
-                except OSError as error:
-                    if "AF_UNIX" not in str(error):
-                        raise
-                    raise ValueError(
-                        f"The temporary folder {tempfile.gettempdir()} has a name too long for a socket in it, by which "
-                        "environments are started in processes. Set TMPDIR to a shorter one, or environment_processes=0."
-                    ) from error
+            try:
+                # An environment may have killed the server; the next attempt starts another.
+                retrying = Retrying(
+                    retry=retry_if_exception_type((EOFError, ConnectionError)), stop=stop_after_attempt(_STARTS),
+                    wait=wait_fixed(_PAUSE), reraise=True,
+                )  # fmt: skip
+                retrying(self._process.start)
+            except OSError as error:
+                if "AF_UNIX" not in str(error):
+                    raise
+                raise ValueError(
+                    f"The temporary folder {tempfile.gettempdir()} has a name too long for a socket in it, by which "
+                    "environments are started in processes. Set TMPDIR to a shorter one, or environment_processes=0."
+                ) from error
         theirs.close()
         self._calls = 0
         """Number of the last call, which its answer repeats."""

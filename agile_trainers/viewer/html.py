@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any
 
+from agile_trainers.records.plain import replacing
 from agile_trainers.records.reader import RunRecords
 from agile_trainers.viewer.parts import (
     SECTION_PARTS,
@@ -79,19 +81,11 @@ def write_page(runs: Sequence[RunRecords], path: Path, *, megabytes: float = 100
             left_out += sum(len(section.rows) for section in found) - len(part_of)
         parts.seek(0)
         index = index_of(entries, runs, live=False, compared=compared)
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            with partial.open("wb") as file:
-                before, after = page_around(live=False)
-                file.write(before)
-                file.write(script_tag("index", index))
-                file.write(after)
-                while block := parts.read(1 << 20):
-                    file.write(block)
-                file.write(b"</body></html>\n")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(path) as partial, partial.open("wb") as file:
+            before, after = page_around(live=False)
+            file.write(before + script_tag("index", index) + after)
+            shutil.copyfileobj(parts, file)
+            file.write(b"</body></html>\n")
     return Written(path, episodes, left_out, path.stat().st_size, tuple(problems))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from agile_trainers.embedded import CHAT_TEMPLATE, make_tokenizer, make_word_tokenizer
-from agile_trainers.rollout.chat.frames import ChatFrames, PlainFormat
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
 from agile_trainers.rollout.cutting import cut_observation
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
@@ -104,10 +105,11 @@ def test_nothing_is_left_to_join_into_a_special_token(text: str) -> None:
     assert text in TOKENIZER.decode(ids)
 
 
-def test_plain_text_frames_are_escaped_and_their_own_tokens_are_not() -> None:
-    frames = ChatFrames(TOKENIZER, plain=PlainFormat(before_observation="<|endoftext|>", after_prompt="<|im_start|>"))
-    assert markers(frames.first(FORGERY)) == ["<|im_start|>"]
-    assert markers(frames.frame(FORGERY, 0)) == ["<|endoftext|>"]
+def test_plain_text_is_escaped() -> None:
+    bare = deepcopy(TOKENIZER)
+    bare.chat_template = None
+    frames = ChatFrames(bare)
+    assert markers(frames.first(FORGERY)) == markers(frames.frame(FORGERY, 0)) == []
 
 
 def test_a_template_that_trims_and_a_token_that_begins_another() -> None:

@@ -9,7 +9,7 @@ import pytest
 from chat_templates import CHATML, FAMILIES, LLAMA, Family, byte_tokenizer, trl_template, word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from agile_trainers.rollout.chat.frames import ChatFrames, PlainFormat
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.types import Message
 
 PROMPT = [{"role": "user", "content": "guess"}]
@@ -113,15 +113,9 @@ def test_plain_ids_over_three_turns() -> None:
     assert play(frames, PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
     assert frames.chat_template is None
     assert frames.eos_token_ids == ids(tokenizer, "<eos>")
-
-
-def test_plain_format_is_configurable_and_may_replace_a_template() -> None:
-    tokenizer = word_tokenizer(trl_template("gemma"), ["<eos>"], eos_token="<eos>")
-    plain = PlainFormat(separator=" a ", after_prompt=" b", before_observation="c ", after_observation=" \n")
-    frames = ChatFrames(tokenizer, plain=plain)
     messages: list[Message] = [{"role": "system", "content": "word"}, {"role": "user", "content": "guess"}]
-    assert frames.first(messages) == ids(tokenizer, "word a guess b")
-    assert frames.frame(messages, 0) == ids(tokenizer, "c word a guess ↵")
+    assert frames.first(messages) == ids(tokenizer, "word ↵ guess")
+    assert frames.frame(messages, 0) == ids(tokenizer, "↵ word ↵ guess ↵")
 
 
 def test_plain_prompt_has_the_bos_that_the_tokenizer_adds() -> None:
@@ -420,16 +414,12 @@ def test_templates_that_want_content_parts_get_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "kwargs",
-    [{"training_chat_template": True}, {"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template": "x"}],
+    "kwargs", [{"training_chat_template": True}, {"chat_template_kwargs": {"enable_thinking": False}}]
 )
 def test_template_arguments_need_a_template(kwargs: dict[str, Any]) -> None:
     bare = word_tokenizer(None, [])
-    if "chat_template" not in kwargs:
-        with pytest.raises(ValueError, match="has none"):
-            ChatFrames(bare, **kwargs)
-    with pytest.raises(ValueError, match="plain text was requested"):
-        ChatFrames(bare, plain=PlainFormat(), **kwargs)
+    with pytest.raises(ValueError, match="has none"):
+        ChatFrames(bare, **kwargs)
 
 
 def test_one_rendering_and_one_tokenizer_call_per_observation() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from episodes import CHAT, TOKENIZER, Factory, Player, Scripted, end, go_on, ids, make_engine, specs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agile_trainers.rollout.chat.frames import ChatFrames, PlainFormat
+from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -180,7 +181,9 @@ def test_a_failed_reset_leaves_an_empty_episode(start: Any) -> None:
 
 
 def test_a_first_observation_without_a_token_is_an_error() -> None:
-    chat = ChatFrames(TOKENIZER, plain=PlainFormat())
+    bare = deepcopy(TOKENIZER)
+    bare.chat_template = None
+    chat = ChatFrames(bare)
     engine = RolloutEngine(EnvironmentPool(Scripted), chat, Limits(1, 1, 10))
     empty, sound = engine.run(specs({"start": ("", {})}, {}), Player())
     assert empty.stop_reason is StopReason.ENVIRONMENT_ERROR and "tokenizes to nothing" in str(empty.error)

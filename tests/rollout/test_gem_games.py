@@ -6,9 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
+from gem_games import OFFLINE_GAMES
 from transformers import AutoTokenizer
 
-from agile_trainers.envs.libraries.gem import OFFLINE_GAMES, GemEnvironment, is_installed
+from agile_trainers.envs.libraries import LIBRARIES
+from agile_trainers.envs.libraries.gem import GemEnvironment
 from agile_trainers.rollout.chat.frames import ChatFrames
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
@@ -22,7 +24,7 @@ QUICK = ("game:GuessTheNumber-v0-easy", "game:Sudoku-v0-easy", "game:Mastermind-
     "game", [pytest.param(game, marks=() if game in QUICK else pytest.mark.slow) for game in OFFLINE_GAMES]
 )
 def test_sixteen_episodes_play_without_an_error(game: str, embedded_model: Path) -> None:
-    if not is_installed():
+    if not LIBRARIES["gem"].is_installed:
         pytest.skip("gem-llm is not installed: pip install 'agile-trainers[envs]'")
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     made: list[GemEnvironment] = []

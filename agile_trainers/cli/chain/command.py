@@ -37,6 +37,7 @@ from agile_trainers.checkpoints.disclosure import (
     differences,
     is_named,
     public_options,
+    warn_of_unknown,
     withheld_values,
 )
 from agile_trainers.checkpoints.hub import HubPushes
@@ -190,12 +191,7 @@ def _check_folders(pipeline: Pipeline) -> list[dict[str, Any] | None]:
         state = read_form(folder / STATE, _STATE_FORM)
         then, now = state["made_of"], made_of(pipeline, stage)
         changed, unknown = differences(then, now, shown_made_of(pipeline, stage))
-        if unknown:
-            logger.warning(
-                "%s records these values by digests that another user or machine made, so it is not known whether they are "
-                "the same here: %s.",
-                folder / STATE, ", ".join(unknown),
-            )  # fmt: skip
+        warn_of_unknown(folder / STATE, unknown)
         if changed:
             lines = [f"  {clause}" for clause in changed.values()]
             raise PipelineError(

@@ -21,7 +21,7 @@ from datasets import disable_progress_bars
 from datasets.exceptions import DatasetsError
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from transformers.utils import logging
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
@@ -32,6 +32,7 @@ from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.cli.errors import message
 from agile_trainers.cli.eval.report import EnvironmentReport, Played, card_results, plot, show
 from agile_trainers.cli.preflight import check_output, json_object
+from agile_trainers.cli.progress import BAR
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.questions.rows import read_dataset
@@ -61,7 +62,6 @@ _ABOUT = (
 )
 _JSON = ("chat_template_kwargs", "environment_limits")
 _EPISODES = 500
-_COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 @dataclass(frozen=True)
@@ -389,16 +389,9 @@ def _play_all(
             records = _write_records(options.output_dir, f"{run}-{place}-{number}", info, results, tokenizer)
             metrics: dict[str, Any] = {}
             try:
-                metrics = (
-                    compute_metrics(
-                        options.metric,
-                        results,
-                        reference=options.reference,
-                        trust_remote_code=options.trust_remote_code,
-                    )
-                    if options.metric
-                    else {}
-                )
+                if options.metric:
+                    given = {"reference": options.reference, "trust_remote_code": options.trust_remote_code}
+                    metrics = compute_metrics(options.metric, results, **given)
             except ValueError as error:  # the episodes are played; the error is raised after they are reported
                 errors.append(error)
             played[task.environment].append(Played(name, summarize_policy(results), results, _plain(metrics), records))
@@ -461,7 +454,7 @@ def _progress(console: Console, title: str, episodes: int) -> Iterator[Callable[
     """Show a bar of the episodes of this process."""
     state = PartialState()
     total = len(range(state.process_index, episodes, state.num_processes))
-    with Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*BAR, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total)
         yield lambda trajectory: progress.advance(task)
 

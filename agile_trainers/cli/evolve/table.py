@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from agile_trainers.cli.progress import BAR, clock
 from agile_trainers.populations import Round
 
 REPLAYED = "done before"
@@ -27,8 +28,7 @@ class MemberProgress:
 
     def __init__(self, console: Console, fitness: str) -> None:
         self._console, self._fitness = console, fitness
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = Progress(*BAR, console=console, transient=True, disable=not console.is_terminal)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -68,7 +68,7 @@ def round_table(done: Round, fitness: str) -> Table:
         done: The round.
         fitness: Name of the fitness.
     """
-    title = f"round {done.number} of {done.rounds}, {done.episodes:,} episodes, {_clock(done.seconds)}"
+    title = f"round {done.number} of {done.rounds}, {done.episodes:,} episodes, {clock(done.seconds)}"
     names = list(dict.fromkeys(name for event in (*done.trained, *done.decided) for name in event.hyperparameters))
     title += f" ({REPLAYED})" if done.replayed else ""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
@@ -118,9 +118,3 @@ def value_text(value: float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) else f"{value:.3g}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

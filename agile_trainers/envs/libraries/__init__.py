@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,11 @@ class Library:
     """A library that provides environments."""
 
     module: str
-    """Name of the adapter's module in this folder. It defines ``is_installed()``, ``listed()`` (names to list),
-    ``knows(name)`` and ``make_factory(name, **kwargs)``."""
+    """Name of the adapter's module in this folder. It defines ``make_factory(name, **kwargs)``, and where the names of
+    environments are known ``listed()`` and ``knows(name)``."""
     offers: str
+    packages: tuple[str, ...]
+    """The modules that the adapter imports."""
     install: str = _EXTRA
     also: str = ""
     """Further requirements of some environments."""
@@ -26,20 +28,51 @@ class Library:
         """The imported module of the adapter."""
         return importlib.import_module(f"{__name__}.{self.module}")
 
+    @property
+    def is_installed(self) -> bool:
+        """True if the library can be imported."""
+        return all(importlib.util.find_spec(name) is not None for name in self.packages)
+
+    def load(self) -> Any:
+        """Import the library.
+
+        Raises:
+            ImportError: If it is not installed. The message names the command that installs it.
+        """
+        if not self.is_installed:
+            raise ImportError(f"{' and '.join(self.packages)} cannot be imported. Run: {self.install}")
+        return importlib.import_module(self.packages[-1])
+
+    def listed(self) -> list[str]:
+        """Return the names to list; none where they are not known."""
+        return self.adapter.listed() if hasattr(self.adapter, "listed") else []
+
+    def knows(self, name: str) -> bool:
+        """Return whether there is an environment of this name; True where names are not known."""
+        return not hasattr(self.adapter, "knows") or self.adapter.knows(name)
+
 
 LIBRARIES = {
-    "gem": Library("gem", "games, and questions with tools", also=f"Wordle, Hangman, WordSearch: {_NLTK} words"),
-    "reasoning_gym": Library("reasoning_gym", "questions without end, each with its own scorer"),
+    "gem": Library(
+        "gem", "games, and questions with tools", ("gem",), also=f"Wordle, Hangman, WordSearch: {_NLTK} words"
+    ),
+    "reasoning_gym": Library("reasoning_gym", "questions without end, each with its own scorer", ("reasoning_gym",)),
     "textarena": Library(
         "textarena",
         "games for one player",
+        ("textarena",),
         also=f"Wordle, Hangman, WordLadder, WordSearch: {_NLTK} words averaged_perceptron_tagger_eng universal_tagset",
     ),
-    "gymnasium": Library("gymnasium", "text environments, gymnasium:<id>, and your own, gymnasium:my_module:MyEnv-v0"),
-    "openenv": Library("openenv", "any OpenEnv server, openenv:<url>"),
-    "trl": Library("trl_tools", "objects whose methods are tools, trl:my_module:MyEnvironment"),
+    "gymnasium": Library(
+        "gymnasium", "text environments, gymnasium:<id>, and your own, gymnasium:my_module:MyEnv-v0", ("gymnasium",)
+    ),
+    "openenv": Library("openenv", "any OpenEnv server, openenv:<url>", ("websockets", "httpx")),
+    "trl": Library("trl_tools", "objects whose methods are tools, trl:my_module:MyEnvironment", ("trl",)),
     "verifiers": Library(
-        "verifiers", "task sets of one answer, verifiers:<task set>", install="pip install 'verifiers>=0.4'"
+        "verifiers",
+        "task sets of one answer, verifiers:<task set>",
+        ("verifiers", "verifiers.v1"),
+        install="pip install 'verifiers>=0.4'",
     ),
 }
 """Libraries by the prefix of their ids."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import logging
 import random
@@ -12,40 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
+from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.libraries.gem_isolation import isolate, isolate_code_runner
 from agile_trainers.envs.libraries.global_random import OwnRandomState
 from agile_trainers.envs.players import Player
-
-OFFLINE_GAMES = (
-    "game:Crosswords-v0-easy",
-    "game:Crosswords-v0-hard",
-    "game:FifteenPuzzle-v0-easy",
-    "game:FifteenPuzzle-v0-hard",
-    "game:Game2048-v0-easy",
-    "game:Game2048-v0-extreme-hard",
-    "game:Game2048-v0-hard",
-    "game:Game2048-v0-random",
-    "game:GuessTheNumber-v0-easy",
-    "game:GuessTheNumber-v0-hard",
-    "game:GuessTheNumber-v0-random",
-    "game:Mastermind-v0-easy",
-    "game:Mastermind-v0-hard",
-    "game:Mastermind-v0-random",
-    "game:Minesweeper-v0-easy",
-    "game:Minesweeper-v0-hard",
-    "game:Minesweeper-v0-random",
-    "game:Sokoban-v0-easy",
-    "game:Sokoban-v0-hard",
-    "game:Sokoban-v0-random",
-    "game:Sudoku-v0-easy",
-    "game:Sudoku-v0-hard",
-    "game:Sudoku-v0-random",
-    "game:TowerofHanoi-v0-easy",
-    "game:TowerofHanoi-v0-hard",
-    "game:TowerofHanoi-v0-random",
-)
-"""Games without downloads (gem-llm 0.1.0). Wordle, Hangman and WordSearch need NLTK's word list; the random FifteenPuzzle
-and Crosswords cannot be constructed."""
 
 _MOVES = ("up", "down", "left", "right")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -66,11 +35,6 @@ _RANDOM_ACTIONS: dict[str, Callable[[Any, random.Random], str]] = {
     "Sudoku": lambda game, rng: " ".join(str(rng.randint(1, game.scale)) for _ in range(3)),
     "TowerofHanoi": lambda game, rng: " ".join(rng.sample("ABC", 2)),
 }
-
-
-def is_installed() -> bool:
-    """Return whether GEM can be imported."""
-    return importlib.util.find_spec("gem") is not None
 
 
 def listed() -> list[str]:
@@ -199,7 +163,7 @@ class GemEnvironment:
         """Draw a random action in the right format, independent of the board.
 
         Raises:
-            ValueError: If the environment is not one of the games in ``OFFLINE_GAMES``.
+            ValueError: If the game has no random player.
         """
         family = self.name.removeprefix("game:").partition("-")[0]
         if family not in _RANDOM_ACTIONS:
@@ -252,11 +216,9 @@ def _registry() -> dict[str, Any]:
 
 
 def _gem() -> Any:
-    if not is_installed():
-        raise ImportError("GEM is not installed. Run: pip install 'agile-trainers[envs]'")
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
-    gem = importlib.import_module("gem")
+    gem = LIBRARIES["gem"].load()
     # Importing GEM configures the logging of the whole process, which is left to the application.
     root.setLevel(level)
     root.handlers[:] = handlers

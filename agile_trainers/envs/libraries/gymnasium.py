@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import re
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
+from agile_trainers.envs.libraries import LIBRARIES
 
 _COLOURS = re.compile(r"\x1b\[([\d;]*)m([^\x1b]*)\x1b\[0m")
 
@@ -54,14 +54,9 @@ _TOY_TEXT = {
 }
 
 
-def is_installed() -> bool:
-    """Return whether Gymnasium can be imported."""
-    return importlib.util.find_spec("gymnasium") is not None
-
-
 def listed() -> list[str]:
     """List Gymnasium's own ids that can be played in text."""
-    return [name for name in _TOY_TEXT if name in _gymnasium().registry]
+    return [name for name in _TOY_TEXT if name in LIBRARIES["gymnasium"].load().registry]
 
 
 def knows(name: str) -> bool:
@@ -70,7 +65,7 @@ def knows(name: str) -> bool:
     Raises:
         ImportError: If Gymnasium or the module is not installed.
     """
-    registry = _gymnasium().registry
+    registry = LIBRARIES["gymnasium"].load().registry
     module, _, short = name.rpartition(":")
     if module:
         importlib.import_module(module)
@@ -113,7 +108,7 @@ class GymnasiumEnvironment:
 
     def __init__(self, name: str, *, actions: Sequence[str] | None = None, rules: str | None = None, **kwargs: Any):
         self.name = f"gymnasium:{name}"
-        self._gym = _gymnasium()
+        self._gym = LIBRARIES["gymnasium"].load()
         spec = self._gym.registry[name.rpartition(":")[2]]
         self._toy = _TOY_TEXT.get(spec.id)
         self.rules = rules if rules is not None else (self._toy.rules if self._toy else "")
@@ -223,9 +218,3 @@ def _render_modes(spec: Any) -> list[str]:
     module, _, attributes = str(spec.entry_point).partition(":")
     make = spec.entry_point if callable(spec.entry_point) else getattr(importlib.import_module(module), attributes)
     return list(getattr(make, "metadata", {}).get("render_modes", [])) if inspect.isclass(make) else []
-
-
-def _gymnasium() -> Any:
-    if not is_installed():
-        raise ImportError("Gymnasium is not installed. Run: pip install 'agile-trainers[envs]'")
-    return importlib.import_module("gymnasium")

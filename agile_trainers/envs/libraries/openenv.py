@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import importlib.util
 import json
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
+from agile_trainers.envs.libraries import LIBRARIES
 
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _MAX_MESSAGE = 2**26
@@ -36,21 +36,6 @@ class OpenEnvError(RuntimeError):
 
 class OpenEnvUnavailableError(ConnectionError):
     """Raised when the server cannot be reached or has no free session."""
-
-
-def is_installed() -> bool:
-    """Return whether the client libraries can be imported."""
-    return all(importlib.util.find_spec(name) is not None for name in ("websockets", "httpx"))
-
-
-def listed() -> list[str]:
-    """Return an empty list, since servers cannot be listed."""
-    return []
-
-
-def knows(url: str) -> bool:
-    """Return True for any text, which may be an address; :class:`OpenEnvEnvironment` checks it."""
-    return True
 
 
 def make_factory(url: str, **kwargs: Any) -> EnvironmentFactory:
@@ -102,8 +87,7 @@ class OpenEnvEnvironment:
         retries: int = 4,
         backoff: float = 0.5,
     ):
-        if not is_installed():
-            raise ImportError("OpenEnv servers need websockets and httpx. Run: pip install 'agile-trainers[envs]'")
+        LIBRARIES["openenv"].load()
         address = urlsplit(url)
         if address.scheme not in _SCHEMES or not address.netloc:
             raise ValueError(f"An OpenEnv server's address looks like http://localhost:8000, got {url!r}.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import inspect
 import json
 import random
@@ -17,7 +16,7 @@ from typing import Any
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.isolation import levels as isolation
 from agile_trainers.envs.isolation.calls import IsolatedDeath, run_isolated
-from agile_trainers.envs.libraries import scorers
+from agile_trainers.envs.libraries import LIBRARIES, scorers
 from agile_trainers.envs.libraries.global_random import LOCK, OwnRandomState
 from agile_trainers.envs.questions.answers import final_answer
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
@@ -32,11 +31,6 @@ _EVALUATOR = re.compile(r"\b(?:eval|exec|parse_expr|sympify|parse_latex)\(")
 _HARMLESS = ("number_sorting", "propositional_logic")
 """Data sets that do not evaluate the answer: one evaluates the expected answer, one has its own parser."""
 _made: dict[str, _Items] = {}
-
-
-def is_installed() -> bool:
-    """Return whether reasoning-gym can be imported."""
-    return importlib.util.find_spec("reasoning_gym") is not None
 
 
 def listed() -> list[str]:
@@ -163,7 +157,7 @@ class _Items:
         self.name, self._settings = name, json.dumps({"seed": 0, "size": size, **config}, default=list)
         try:
             with _random_state(0):
-                self.data_set = _gym().create_dataset(name, seed=0, size=size, **config)
+                self.data_set = LIBRARIES["reasoning_gym"].load().create_dataset(name, seed=0, size=size, **config)
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(f"reasoning_gym:{name} cannot be made from size={size} and {config}: {error}") from error
         self.item = functools.lru_cache(maxsize=_CACHED_ROWS)(self._item)
@@ -255,11 +249,5 @@ def _random_state(seed: int) -> AbstractContextManager[None]:
 
 
 def _registry() -> dict[str, Any]:
-    _gym()
+    LIBRARIES["reasoning_gym"].load()
     return importlib.import_module("reasoning_gym.factory").DATASETS
-
-
-def _gym() -> Any:
-    if not is_installed():
-        raise ImportError("reasoning-gym is not installed. Run: pip install 'agile-trainers[envs]'")
-    return importlib.import_module("reasoning_gym")

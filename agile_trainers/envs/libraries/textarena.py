@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import random
 from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
+from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.libraries.global_random import OwnRandomState
 
 OFFLINE_GAMES = (
@@ -55,13 +55,6 @@ OFFLINE_GAMES = (
 """Single-player games without downloads (TextArena 0.7.4). Wordle, Hangman, WordLadder and WordSearch need NLTK's word
 list, Crosswords its tagger, TwentyQuestions and GuessWho a key for OpenRouter; Countdown, Cryptarithm, Klondike,
 Slitherlink and ThreeCardMonte are broken in that release."""
-
-_INSTALL = "TextArena is not installed. Run: pip install 'agile-trainers[envs]'"
-
-
-def is_installed() -> bool:
-    """Return whether TextArena can be imported."""
-    return importlib.util.find_spec("textarena") is not None
 
 
 def games() -> list[str]:
@@ -115,7 +108,7 @@ class TextArenaEnvironment:
     def __init__(self, game: str, **kwargs: Any):
         self.name = f"textarena:{game}"
         self._random = OwnRandomState()
-        textarena = _textarena()
+        textarena = LIBRARIES["textarena"].load()
         with self._random.in_place():
             try:
                 entry_point = _entry_point(game)
@@ -196,11 +189,5 @@ def _entry_point(game: str) -> Any:
 
 
 def _registry() -> dict[str, Any]:
-    _textarena()
+    LIBRARIES["textarena"].load()
     return importlib.import_module("textarena.envs.registration").ENV_REGISTRY
-
-
-def _textarena() -> Any:
-    if not is_installed():
-        raise ImportError(_INSTALL)
-    return importlib.import_module("textarena")

@@ -19,21 +19,6 @@ _OWN_METHODS = ("reset", "get_reward")
 _CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 
 
-def is_installed() -> bool:
-    """Return True, since TRL is a requirement."""
-    return True
-
-
-def listed() -> list[str]:
-    """Return an empty list, since the objects are the user's."""
-    return []
-
-
-def knows(path: str) -> bool:
-    """Return True for any path; :func:`make_factory` checks it."""
-    return True
-
-
 def make_factory(path: str, **kwargs: Any) -> EnvironmentFactory:
     """Make a factory for ``module.path:Name``.
 

@@ -9,31 +9,21 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import importlib.util
 import inspect
 import random
 from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
+from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.types import Message
 
 _GENERATED_TASKS = 1000
 """Number of tasks taken from an infinite task set."""
 
 
-def is_installed() -> bool:
-    """Return whether verifiers can be imported, in a release with task sets."""
-    return importlib.util.find_spec("verifiers") is not None and importlib.util.find_spec("verifiers.v1") is not None
-
-
-def listed() -> list[str]:
-    """Return an empty list, since task sets are separate packages."""
-    return []
-
-
 def knows(taskset: str) -> bool:
     """Return whether a package of that name, or one of verifiers' own task sets, is installed."""
-    loaders = importlib.import_module(f"{_verifiers().__name__}.utils.loaders")
+    loaders = importlib.import_module(f"{LIBRARIES['verifiers'].load().__name__}.utils.loaders")
     try:
         loaders.import_taskset(taskset)
     except ModuleNotFoundError:
@@ -66,7 +56,7 @@ class VerifiersEnvironment:
     """
 
     def __init__(self, taskset: str, **config: Any):
-        vf = _verifiers()
+        vf = LIBRARIES["verifiers"].load()
         self.name = f"verifiers:{taskset}"
         unknown = sorted(set(config) - set(vf.taskset_config_type(taskset).model_fields))
         if unknown:
@@ -110,7 +100,7 @@ class VerifiersEnvironment:
         return "", float(trace.reward), True, False, info
 
     def _trace(self, answer: str) -> Any:
-        vf = _verifiers()
+        vf = LIBRARIES["verifiers"].load()
         kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
         messages = [kinds[message["role"]](content=message["content"]) for message in self.prompt]
         nodes = [
@@ -145,9 +135,3 @@ def _prompt(data: Any) -> list[Message]:
     if isinstance(data.prompt, str):
         return [*system, {"role": "user", "content": data.prompt}]
     return [*system, *({"role": message.role, "content": message.content} for message in data.prompt)]
-
-
-def _verifiers() -> Any:
-    if not is_installed():
-        raise ImportError("verifiers is not installed. Run: pip install 'verifiers>=0.4'")
-    return importlib.import_module("verifiers.v1")

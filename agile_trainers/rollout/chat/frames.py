@@ -23,6 +23,8 @@ from agile_trainers.rollout.chat.template_repair import training_templates, trl_
 from agile_trainers.types import Message
 
 _ANSWER = "agileAnswer"
+_PARTING = "\n"
+"""Text between messages, and around an observation, of a model without a chat template. Roles are not written."""
 _VARIABLES: tuple[dict[str, Any], ...] = (
     {"preserve_thinking": True},
     {"truncate_history_thinking": False},
@@ -30,24 +32,6 @@ _VARIABLES: tuple[dict[str, Any], ...] = (
     {"enable_thinking": False},
 )
 """Template variables that make some templates keep earlier turns."""
-
-
-@dataclass(frozen=True)
-class PlainFormat:
-    """Plain-text format of a conversation for a model without a chat template. Roles are not written.
-
-    Nothing is added to an answer: a sampled EOS token or stop string stays in place. With the stop string ``"\\n"``, for
-    example, choose ``before_observation=""``.
-    """
-
-    separator: str = "\n"
-    """Text between the messages of the prompt or of one observation."""
-    after_prompt: str = ""
-    """Text between the prompt and the first answer."""
-    before_observation: str = "\n"
-    """Text between an answer and the following observation."""
-    after_observation: str = "\n"
-    """Text between an observation and the next answer."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +67,6 @@ class ChatFrames:
         chat_template_kwargs: Variables of the template, ``{"enable_thinking": False}`` for example.
         training_chat_template: If the template rewrites earlier turns, use a training version of it: TRL's if that
             keeps them, otherwise this library's.
-        plain: Write plain text in this format even if the tokenizer has a template. Default for a tokenizer without
-            one: ``PlainFormat()``.
 
     Attributes:
         chat_template: The template in use (a training version if requested and needed), None for plain text.
@@ -102,7 +84,6 @@ class ChatFrames:
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         training_chat_template: bool = False,
-        plain: PlainFormat | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         # Games repeat the same few observations.
@@ -112,14 +93,12 @@ class ChatFrames:
             eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.eos_token_ids = sorted(set(eos_token_ids))
         self.chat_template: str | None = None
-        if plain is not None or not (chat_template or tokenizer.chat_template):
-            if chat_template or chat_template_kwargs or training_chat_template:
+        if not (chat_template or tokenizer.chat_template):
+            if chat_template_kwargs or training_chat_template:
                 raise ValueError(
-                    "chat_template, chat_template_kwargs and training_chat_template need a chat template, but "
-                    + (f"the tokenizer of {_name(tokenizer)} has none" if plain is None else "plain text was requested")
-                    + ". Leave them unset, or set chat_template without plain."
+                    "chat_template_kwargs and training_chat_template need a chat template, but the tokenizer of "
+                    f"{_name(tokenizer)} has none. Leave them unset."
                 )
-            self._plain = plain or PlainFormat()
             self._escaper = SpecialTokenEscaper(tokenizer, self.eos_token_ids)
             self._silent = self._escaper.flagged
             return
@@ -153,7 +132,7 @@ class ChatFrames:
         if messages[-1]["role"] == "assistant":
             raise ValueError("The prompt ends with an assistant message; its last message must have another role.")
         if self.chat_template is None:
-            return self._bos() + self._plain_ids("", messages, self._plain.after_prompt)
+            return self._bos() + self._plain_ids(messages)
         own = self._own_specials(self.chat_template, messages)
         ids = self._escaper.encode(self._render(self._escaper.hide(messages)))
         # Assistant messages of the environment may contain special tokens, of thinking for example.
@@ -183,7 +162,7 @@ class ChatFrames:
         """Return a frame with and without its leading end-of-turn token, and that token."""
         messages = _as_messages(observation)
         if self.chat_template is None:
-            ids = self._plain_ids(self._plain.before_observation, messages, self._plain.after_observation)
+            ids = self._plain_ids(messages, _PARTING)
             return ids, ids, None
         known = self._frame(messages)
         ids = self._escaper.check(
@@ -351,9 +330,9 @@ class ChatFrames:
 
         return render_parts if _wants_parts(render) else render
 
-    def _plain_ids(self, before: str, messages: list[Message], after: str) -> list[int]:
+    def _plain_ids(self, messages: list[Message], around: str = "") -> list[int]:
         contents = (message["content"] for message in self._escaper.hide(messages))
-        return self._escaper.encode(before + self._plain.separator.join(contents) + after)
+        return self._escaper.encode(around + _PARTING.join(contents) + around)
 
     def _bos(self) -> list[int]:
         """Return the BOS token if the tokenizer puts one in front of plain text."""
