@@ -23,9 +23,10 @@ _OPTIONS = {
     "transformers": ("training_args",),
     "trl": ("trainer/base_config", "trainer/grpo_config", "trainer/model_config", "scripts/utils", "scripts/grpo"),
     "accelerate": ("commands/launch",),
-    "agile_trainers": ("trainers/config", "cli/train", "cli/check/command", "cli/parser"),
+    "agile_trainers": ("config/multi_turn", "cli/train", "cli/check/command", "cli/parser"),
 }
 """Package to the files whose classes and parsers have the options of training."""
+_ROOT = Path(__file__).parents[1]
 _MORE = ("--accelerate_config", "--debug", "--model")
 _NUMBERS = {"int": (int, "a whole number"), "float": (float, "a number")}
 _MODELS = ("--model_name_or_path", "--model", "--against")
@@ -141,8 +142,7 @@ def _check_number(option: str, value: str, kind: type, expected: str) -> None:
 def _options_of_training() -> dict[str, str]:
     """Return the options of training and launching by name, with ``int`` or ``float`` for those that are numbers."""
     files = [(package, file) for package, names in _OPTIONS.items() for file in names]
-    ours = {algorithm.trainer.partition(":")[0].partition(".")[2] for algorithm in ALGORITHMS.values()}
-    files += [("agile_trainers", module.replace(".", "/")) for module in sorted(ours)]
+    files += [("agile_trainers", f"algorithms/{path.stem}") for path in (_ROOT / "algorithms").glob("*.py")]
     return {name: kind for package, file in files for name, kind in _options_in(package, file)}
 
 

@@ -224,7 +224,7 @@ def test_what_a_run_writes_and_what_a_resume_compares(
     monkeypatch.setenv(KEY_FILE, str(tmp_path / "of another user"))
     said: list[str] = []
     monkeypatch.setattr(
-        "agile_trainers.checkpoints.record.logger.warning", lambda text, *rest: said.append(text % rest)
+        "agile_trainers.checkpoints.disclosure.logger.warning", lambda text, *rest: said.append(text % rest)
     )
     made(tmp_path / "elsewhere", pwd="another").train(resume_from_checkpoint=checkpoint)
     assert any("not known whether" in one and "pwd" in one and "chat_template_kwargs" in one for one in said), said
