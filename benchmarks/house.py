@@ -7,8 +7,9 @@ files of which one imports the other (inside a function too) or names it in a st
 each other by imports.
 
 Options and rows are traced: a process with the commit's code makes a trainer and trains one step of replaced groups. A
-*stop* is a function of ours that gets the configuration as an argument before the first token is sampled; a *return* hands
-it back, or an object that holds it as ``args``. A *callback* is a function in a file that is already on the stack, called
+*stop* of the options is a function of ours that gets the configuration as an argument before the first token is sampled; a
+*return* hands it back, or an object that holds it as ``args``. Those of a row are functions that get or return it, or its
+episode, alone or in a list, during the whole step. A *callback* is a function in a file that is already on the stack, called
 from another file of ours. ``self`` is no argument here: reads of ``self.args`` are no stops.
 """
 
@@ -38,6 +39,8 @@ from scipy.sparse.csgraph import connected_components
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = {"trainers", "config", "step", "algorithms", "monitor"}
 """Folders in which `engine` is the one that plays episodes, not vLLM's."""
+NAMED = ("up", "stops", "row stops", "callbacks")
+"""What `--names` lists."""
 NO_CODE = {"NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER", "COMMENT"}
 PRAGMA = re.compile(r"# *(fmt|noqa|type|ruff|-{5})")
 
@@ -170,27 +173,41 @@ def trace() -> dict[str, Any]:
     from transformers import TrainingArguments
 
     home = str(Path(sys.modules["agile_trainers"].__file__ or "").parent) + "/"
-    stops, callbacks, returns, sampled, stack = set[str](), set[str](), 0, False, list[str]()
+    found: dict[str, set[str]] = {"stops": set(), "row stops": set(), "callbacks": set()}
+    returns: dict[str, set[object]] = {"options": set(), "rows": set()}
+    sampled, stack = False, list[str]()
+
+    def is_options(value: Any) -> bool:
+        holder = is_dataclass(value) and not isinstance(value, TrainingArguments)
+        return isinstance(getattr(value, "args", None) if holder else value, TrainingArguments)
+
+    def is_row(value: Any) -> bool:
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        value = getattr(value, "options", None) if is_dataclass(value) else value
+        return isinstance(value, dict) and "number" in value  # the data set's column
 
     def watch(frame: FrameType, event: str, value: Any) -> None:
-        nonlocal returns, sampled
+        nonlocal sampled
         if event == "call":
             code, back = frame.f_code, frame.f_back
             file = code.co_filename.removeprefix(home) if code.co_filename.startswith(home) else ""
-            ours = back is not None and back.f_code.co_filename.startswith(home)
             name = f"{file}: {code.co_qualname}"
-            given = (frame.f_locals.get(one) for one in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-            if file and not sampled and any(isinstance(one, TrainingArguments) for one in given):
-                stops.add(name)
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if file else ()
+            given = [frame.f_locals.get(one) for one in names if one not in ("self", "cls")]
+            if not sampled and any(isinstance(one, TrainingArguments) for one in given):
+                found["stops"].add(name)
+            if any(map(is_row, given)):
+                found["row stops"].add(name)
+            ours = back is not None and back.f_code.co_filename.startswith(home)
             if file in stack and ours and file and stack[-1] != file:
-                callbacks.add(name)
+                found["callbacks"].add(name)
             sampled |= code.co_name == "forward" and any("rollout/generators" in one for one in stack)
             stack.append(file)
-        elif event == "return" and stack:
-            value = (
-                getattr(value, "args", None) if is_dataclass(value) and not hasattr(value, "learning_rate") else value
-            )
-            returns += bool(stack.pop()) and not sampled and isinstance(value, TrainingArguments)
+        elif event == "return" and stack and stack.pop():
+            if not sampled and is_options(value):
+                returns["options"].add(frame.f_code)
+            if is_row(value):
+                returns["rows"].add(frame.f_code)
 
     with tempfile.TemporaryDirectory() as folder:
         model = same_weights.make_embedded_model(Path(folder) / "model")
@@ -199,12 +216,15 @@ def trace() -> dict[str, Any]:
         sys.setprofile(None)
     assert sampled, "no token was sampled"
     return {
-        "stops of the options up to the first token": len(stops),
-        "files of these stops": len({stop.partition(":")[0] for stop in stops}),
-        "returns of the options": returns,
-        "callbacks of one step": len(callbacks),
-        "stops": sorted(stops), "callbacks": sorted(callbacks),
-    }  # fmt: skip
+        "stops of the options up to the first token": len(found["stops"]),
+        "files of these stops": len({stop.partition(":")[0] for stop in found["stops"]}),
+        "functions that return them": len(returns["options"]),
+        "stops of a row in one step": len(found["row stops"]),
+        "files of these stops of a row": len({stop.partition(":")[0] for stop in found["row stops"]}),
+        "functions that return it": len(returns["rows"]),
+        "callbacks of one step": len(found["callbacks"]),
+        **{kind: sorted(names) for kind, names in found.items()},
+    }
 
 
 def column(revision: str, folder: Path) -> dict[str, Any]:
@@ -236,7 +256,7 @@ def main() -> None:
             found = (one[row] if row != "rooms" else one["rooms"].get(name, "") for one in columns.values())
             print(f"| {'&nbsp;&nbsp;' * (row == 'rooms')}{name} |", " | ".join(map(str, found)), "|")
     for name, one in columns.items() if options.names else ():
-        print(f"\n{name}:", *(f"- {kind}: {it}" for kind in ("up", "stops", "callbacks") for it in one[kind]), sep="\n")
+        print(f"\n{name}:", *(f"- {kind}: {it}" for kind in NAMED for it in one[kind]), sep="\n")
 
 
 if __name__ == "__main__":
