@@ -275,8 +275,16 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step",
     ),
     Mutation(
-        "records appear before they are complete", "records/writer.py",
-        "partial = path.with_name(path.name + _PARTIAL)", "partial = path",
+        "two runs write into one folder", "checkpoints/output_lock.py",
+        "stack.enter_context(FileLock(path, timeout=0.2))", "pass", "tests/trainers/test_resume.py -k lock",
+    ),
+    Mutation(
+        "a busy search server is not asked again", "envs/tools/search.py",
+        "return error.code == 429 or error.code >= 500", "return False", "tests/envs/test_search.py -k back_off",
+    ),
+    Mutation(
+        "records appear before they are complete", "records/plain.py",
+        "partial = path.with_name(path.name + PARTIAL)", "partial = path",
         f"{RECORDS}::test_a_run_killed_in_mid_write_leaves_readable_records",
     ),
     Mutation(
@@ -898,7 +906,7 @@ MUTATIONS = [
         "tests/adapters/test_strangers.py -k every_option",
     ),
     Mutation(
-        "the name of a user is pushed", "checkpoints/disclosure.py", "        if path in changed:", "        if False:",
+        "the name of a user is pushed", "checkpoints/disclosure.py", "    if changed:", "    if False:",
         "tests/trainers/test_secrets.py -k users_name",
     ),
     Mutation(

@@ -23,7 +23,8 @@ _GENERATED_TASKS = 1000
 
 def knows(taskset: str) -> bool:
     """Return whether a package of that name, or one of verifiers' own task sets, is installed."""
-    loaders = importlib.import_module(f"{LIBRARIES['verifiers'].load().__name__}.utils.loaders")
+    LIBRARIES["verifiers"].load()
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
     try:
         loaders.import_taskset(taskset)
     except ModuleNotFoundError:
