@@ -21,7 +21,7 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
         "turn",
         "Unit of the advantage: `turn`, `trajectory` or `anchor`. `turn`: each turn is compared with the same turn of the "
         "other members of its group. `trajectory`: one advantage for the whole episode, as in TRL. `anchor`: that, plus "
-        "`anchor_weight` times each turn's among the turns of its group that started from the same state (GiGPO, "
+        "each turn's among the turns of its group that started from the same state (GiGPO, "
         'https://huggingface.co/papers/2505.10978), which the environment names by `info["anchor"]`.',
     )
     turn_credit: str = option(
@@ -41,7 +41,6 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
         "discounted returns of the others' whole episodes. False gives it 0, so that turns that few episodes reach learn "
         "little. Default: True where it applies.",
     )
-    anchor_weight: float = option(1.0, "Weight of the turn's part at anchor granularity.")
 
     value_rules: ClassVar[tuple[Rule, ...]] = (
         one_of("advantage_granularity", "turn", "trajectory", "anchor"),
@@ -51,7 +50,6 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
     episode_rules: ClassVar[tuple[Rule, ...]] = (
         acts_with("advantage_granularity", ("turn", "anchor"), "turn_credit", "gamma"),
         acts_with("advantage_granularity", ("turn",), "turn_advantage_trajectory_fallback"),
-        acts_with("advantage_granularity", ("anchor",), "anchor_weight"),
         acts_with("turn_credit", ("return",), "turn_advantage_trajectory_fallback", "gamma"),
         Rule(
             ("scale_rewards",),
@@ -93,7 +91,6 @@ class GRPO:
             baseline=args.advantage_baseline,
             trajectory_fallback=args.turn_advantage_trajectory_fallback is not False and args.turn_credit == "return",
             anchors=turns.anchors,
-            anchor_weight=args.anchor_weight,
         )
         if args.advantage_granularity == "trajectory":
             return Credit(result.advantages)

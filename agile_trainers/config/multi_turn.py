@@ -34,6 +34,9 @@ TRL_SAMPLING_MODE = "sequence_mask"
 _SIMPLE = (bool, int, float, type(None), torch.device)
 """Types of the attributes besides the options that are pickled."""
 
+_BATCH = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+"""Options that make an update larger than a micro-batch."""
+
 
 @with_args
 @dataclass
@@ -61,15 +64,14 @@ class MultiTurnConfig(GRPOConfig):
 
     learning_rate: float | None = option(
         None,
-        "Learning rate. The trainer's own `args.learning_rate` holds the default that was chosen. A rate of 1e-6 or less "
-        "for an adapter gives a warning. Default: 1e-5 for an adapter in an environment, otherwise TRL's 1e-6, which is "
-        "for whole models.",
+        "Learning rate. A rate of 1e-6 or less for an adapter gives a warning. Default: 1e-5 for an adapter in an "
+        "environment, otherwise TRL's 1e-6, which is for whole models.",
     )
     gradient_accumulation_steps: int | None = option(
         None,
-        "Micro-batches of one update on each process. An update of one group gives a warning. Default: the smallest number "
-        "with which one update, over all processes, sees 8 whole groups (64 episodes without groups); 1 "
-        "without an environment, and with `steps_per_generation` or `generation_batch_size`.",
+        "Micro-batches of one update on each process. Default: the fewest with which one update, over all processes, sees "
+        "8 whole groups (64 episodes without groups); 1 without an environment, and with `steps_per_generation` or "
+        "`generation_batch_size`.",
     )
     max_completion_length: int | None = option(
         None,
@@ -78,14 +80,13 @@ class MultiTurnConfig(GRPOConfig):
     )
     metric_for_best_model: str | None = option(
         None,
-        "Metric of `evaluate()` that chooses the best checkpoint, for `load_best_model_at_end` and the like. It must be "
-        "set with several evaluation data sets. Default: `reward` with `reward_funcs`, else `return`; without an "
-        "environment the loss, as in transformers.",
+        "Metric of `evaluate()` that chooses the best checkpoint; required with several evaluation data sets. Default: "
+        "`reward` with `reward_funcs`, else `return`; without an environment the loss, as in transformers.",
     )
     disable_dropout: bool | None = option(
         None,
-        "Disable dropout, layer drop and router jitter of every kind, in the model's configuration too, so that every "
-        "ratio is 1 before the first update. Default: True with an environment, else False.",
+        "Disable dropout, layer drop and router jitter of every kind, so that every ratio is 1 before the first update. "
+        "Default: True with an environment, else False.",
     )
     importance_sampling_level: str = option(
         "token",
@@ -108,8 +109,8 @@ class MultiTurnConfig(GRPOConfig):
     system_prompt: str | None = option(None, "System message before a first observation that has no system message.")
     training_chat_template: bool = option(
         False,
-        "Use a version of the model's chat template that keeps earlier turns, and save it with the model, for templates "
-        "that rewrite earlier turns, such as Qwen3's. The version is TRL's, or our own where TRL's rewrites them too.",
+        "Use a version of the chat template that keeps earlier turns, and save it with the model, for templates that "
+        "rewrite them, such as Qwen3's. The version is TRL's, or our own where TRL's rewrites them too.",
     )
     turn_ratio_pooling: str = option(
         "mean",
@@ -131,8 +132,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     environment_processes: int = option(
         0,
-        "Number of environments that play at once, each in a process of its own, for work that needs a core; 0: none. "
-        "`cloudpickle` sends the factory there, which may be a lambda, a closure or a class of the script.",
+        "Number of environments that play at once, each in a process of its own, for work that needs a core; 0: none. The "
+        "factory may be a lambda, a closure or a class of the script.",
     )
     max_environments: int | None = option(
         None, "Number of episodes that play at once, for servers with a limit; the others wait. Default: all."
@@ -201,9 +202,9 @@ class MultiTurnConfig(GRPOConfig):
     )
     diagnosis_interval: int = option(
         50,
-        "Generation batches from one measurement of the policy to the next, for the run's diagnosis: whether answers depend "
-        "on their prompt, and whether updates move the policy. One reads up to 68 prompts with an answer, without gradient, "
-        "over all processes. 0: none.",
+        "Generation batches from one measurement of the policy to the next, for the run's diagnosis: whether answers "
+        "depend on their prompt, and whether updates move the policy. Each reads up to 68 prompts with an answer, without "
+        "gradient. 0: none.",
     )
     kl_placement: str = option(
         "loss",
@@ -213,25 +214,23 @@ class MultiTurnConfig(GRPOConfig):
     skip_zero_advantage: str = option(
         "auto",
         "Leave episodes without advantage out of the forward passes: `auto`, `True` or `False`. Loss and gradient stay "
-        "those of the whole batch; TRL's metrics (entropy, clip ratios) are then over the remaining episodes. A micro-batch "
-        "without any advantage keeps its shortest episode, so that all ranks stay in step. `auto` does so unless something "
-        "trains episodes without advantage: `beta` with `kl_placement=loss`, an entropy bonus or quantile, a router's "
-        "auxiliary loss, a critic. `True` is rejected with these.",
+        "those of the whole batch; TRL's metrics (entropy, clip ratios) are over the remaining episodes. `auto` does so "
+        "unless something trains episodes without advantage: `beta` with `kl_placement=loss`, an entropy bonus or "
+        "quantile, a router's auxiliary loss, a critic. `True` is rejected with these.",
     )
     max_tokens_per_micro_batch: int | None = option(
         None,
-        "Tokens of one forward and backward pass, at most; a longer episode has a pass of its own. The episodes of a "
-        "micro-batch are dealt to passes of similar length; loss, gradient and averages stay those of the micro-batch of "
-        "`per_device_train_batch_size` episodes. It is rejected with terms that need the whole micro-batch at once: an "
-        "adaptive entropy bonus, an entropy quantile, a router's auxiliary loss. Default: 2000 on CPU, where longer passes "
-        "are slower, and up to 16000 for episodes that share most of their tokens; on a GPU what fits, and half of that "
-        "when it did not.",
+        "Tokens of one forward and backward pass, at most; a longer episode has a pass of its own. A micro-batch is split "
+        "into passes of episodes of similar length; its loss and gradient stay the same. It is rejected with terms that "
+        "need the whole micro-batch at once: an adaptive entropy bonus, an entropy quantile, a router's auxiliary loss. "
+        "Default: 2000 on CPU, where longer passes are slower, and up to 16000 for episodes that share most of their "
+        "tokens; on a GPU what fits, and half of that when it did not.",
     )
     sequence_packing: str = option(
         "auto",
         "Packing of the rows of a forward pass: `prefix` computes every distinct prefix of the rows once, without padding; "
-        "`none` pads the rows. `auto` packs where that costs less, and checks once that packed and padded rows agree. With "
-        "`auto`, rows stay padded where they must be, and a line of the log says why; with `prefix` that is an error.",
+        "`none` pads the rows. `auto` packs where that costs less, checks once that packed and padded rows agree, and logs "
+        "why where rows must stay padded; with `prefix` that is an error.",
     )
     zero_advantage_eps: float = option(
         1e-6,
@@ -240,8 +239,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     reference_adapter: bool = option(
         False,
-        "Use an adapter of its own, `ref`, as the reference (LoRA). It starts as a copy of the policy, replaces the base "
-        "model as the reference, and needs the adapter's memory.",
+        "Use an adapter of its own, `ref`, which starts as a copy of the policy, as the reference in place of the base "
+        "model (LoRA).",
     )
     reference_update_steps: int | None = option(
         None,
@@ -270,9 +269,10 @@ class MultiTurnConfig(GRPOConfig):
     )
     max_logprob_gap: float | None = option(
         None,
-        "Largest mean gap between sampler and trainer, in nats a token. A warning names the likely cause of a larger one. "
-        "In the first batch it is an error where rounding cannot be the cause: in fp32 without TF32, quantization, "
-        "dropout, penalties and filters. Default: .001 where rounding cannot be the cause, .1 elsewhere.",
+        "Largest mean difference between the log-probs of sampler and trainer, in nats a token (training-inference "
+        "mismatch). A larger one gives a warning with the likely cause. In the first batch it is an error where rounding "
+        "cannot be the cause: in fp32 without TF32, quantization, dropout, penalties and filters. Default: .001 where "
+        "rounding cannot be the cause, .1 elsewhere.",
     )
     vllm_importance_sampling_correction: bool | None = option(
         None,
@@ -281,9 +281,9 @@ class MultiTurnConfig(GRPOConfig):
     )
     max_wall_seconds: float | None = option(
         None,
-        "Seconds after which the run saves and ends with exit code 0. The optimizer step is finished first. The seconds "
-        "count from the start of training, rollouts and evaluations included; a resumed run has as many again. The "
-        "learning rate's schedule still ends at `max_steps`. Default: no limit.",
+        "Seconds of training, rollouts and evaluations included, after which the run saves and ends with exit code 0. The "
+        "optimizer step is finished first. A resumed run has as many again. The learning rate's schedule still ends at "
+        "`max_steps`. Default: no limit.",
     )
     hub_extras: list[str] = option(
         [],
@@ -293,9 +293,9 @@ class MultiTurnConfig(GRPOConfig):
     public_values: list[str] = option(
         [],
         "Environment arguments and options whose values may leave the machine, such as `level`, or `guess.level` of one of "
-        "several environments. The values of other arguments, and of options that are texts, lists "
-        "or dictionaries, are written as their type and a digest into records, model cards and trackers "
-        "([what leaves the machine](checkpoints.md#what-leaves-the-machine)).",
+        "several environments. Other arguments, and options that are texts, lists or dictionaries, are written as their "
+        "type and a digest into records, model cards and trackers ([what leaves the "
+        "machine](checkpoints.md#what-leaves-the-machine)).",
     )
     keep_reference: bool = option(
         False,
@@ -304,9 +304,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     merge_lora_configs: bool = option(
         False,
-        "Extend the loaded adapter to the rank and modules of `peft_config`. The adapter gets the larger rank and the "
-        "modules of both, and computes the same as before. Without this option, a `peft_config` that differs from the "
-        "loaded adapter's is an error.",
+        "Extend the loaded adapter to the larger rank and to the modules of both it and `peft_config`; it computes the "
+        "same as before. Without this option, a `peft_config` that differs from the loaded adapter's is an error.",
     )
 
     def __new__(cls, *args: Any, **options: Any) -> "MultiTurnConfig":
@@ -331,8 +330,7 @@ class MultiTurnConfig(GRPOConfig):
         # left to `without_environment`.
         group, eval_group = vars(self)["num_generations"], vars(self)["num_generations_eval"]
         self.num_generations_eval = eval_group or 1
-        given = (vars(self)[name] for name in _BATCH)
-        self._batch_is_ours = all(value is None for value in given)
+        self._batch_is_ours = all(vars(self)[name] is None for name in _BATCH)
         if self.gradient_accumulation_steps is None:
             self.gradient_accumulation_steps = accumulation(self) if self._batch_is_ours else 1
         if self.groupless:
@@ -382,7 +380,8 @@ class MultiTurnConfig(GRPOConfig):
 
     def without_environment(self) -> "MultiTurnConfig":
         """Copy the configuration for TRL's own ``GRPOTrainer``. Fields that need an environment must be unset."""
-        idle = [f.name for f in fields(self) if f.name in self._own_fields() and getattr(self, f.name) != default_of(f)]
+        trl = {one.name for one in fields(GRPOConfig)}
+        idle = [one.name for one in fields(self) if one.name not in trl and getattr(self, one.name) != default_of(one)]
         for name in ("importance_sampling_level", "vllm_importance_sampling_mode"):
             if str(getattr(self, name)).startswith("turn"):
                 idle.append(f"{name}={getattr(self, name)!r}")
@@ -456,12 +455,3 @@ class MultiTurnConfig(GRPOConfig):
                 "per_device_train_batch_size or gradient_accumulation_steps."
             )
         return episodes
-
-    @classmethod
-    def _own_fields(cls) -> set[str]:
-        trl = {f.name for f in fields(GRPOConfig)}
-        return {f.name for f in fields(cls)} - trl
-
-
-_BATCH = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
-"""Options that make an update larger than a micro-batch."""

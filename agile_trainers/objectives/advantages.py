@@ -82,15 +82,14 @@ def group_advantages(
     baseline: Baseline = "mean",
     trajectory_fallback: bool = False,
     anchors: torch.Tensor | None = None,
-    anchor_weight: float = 1.0,
 ) -> GroupAdvantages:
     """Compute group-relative advantages (GRPO: Shao et al., 2024, eq. 3), per trajectory or per turn.
 
     ``"trajectory"``: ``(R - mean of the group) / (std of the group + 1e-4)`` with ``R`` the sum of the turn rewards, the
     same for every turn. ``"turn"``: the same per turn index, over the members of the group that reached that turn, with
     ``R`` the discounted return from that turn on (``turn_credit="return"``) or the turn's own reward (``"reward"``).
-    ``"anchor"`` (GiGPO: Feng et al., 2025): the trajectory's advantage plus ``anchor_weight`` times that of the turn among
-    all turns of the group that started from the same state. A turn with nothing to compare gets 0.
+    ``"anchor"`` (GiGPO: Feng et al., 2025): the trajectory's advantage plus that of the turn among all turns of
+    the group that started from the same state. A turn with nothing to compare gets 0.
 
     Any baseline that does not depend on a turn's action is unbiased. If no other member reached the turn,
     ``trajectory_fallback`` compares its ``R`` with the discounted returns of the other members' whole episodes, which
@@ -112,7 +111,6 @@ def group_advantages(
             ``"turn"`` together with ``trajectory_fallback`` if episodes differ in length.
         trajectory_fallback: For ``"turn"`` with ``turn_credit="return"``, as described above.
         anchors: (B, K) int64, the state each turn started from, 0 for none. For ``"anchor"`` only.
-        anchor_weight: For ``"anchor"`` only.
 
     Returns:
         The advantages and their statistics. Computed in float64, returned as float32.
@@ -146,7 +144,7 @@ def group_advantages(
     advantages, uncompared = _Comparison(values, sets, compared).advantages(scale, baseline)
     uncompared |= valid & ~compared
     if granularity == "anchor":
-        advantages = whole + anchor_weight * advantages
+        advantages = whole + advantages
     elif trajectory_fallback and uncompared.any():
         against_episodes = _against_episodes(values, valid, uncompared, ~failed, group_size, scale, baseline)
         advantages = torch.where(uncompared, against_episodes, advantages)

@@ -238,14 +238,12 @@ def test_anchor_advantages_by_hand():
     names none.
     """
     anchors = torch.tensor([[5, 6], [5, 7], [0, 0], [5, 6]])
-    result = group_advantages(
-        REWARDS, MASK, NEVER, group_size=4, granularity="anchor", scale="none", anchors=anchors, anchor_weight=0.5
-    )
+    result = group_advantages(REWARDS, MASK, NEVER, group_size=4, granularity="anchor", scale="none", anchors=anchors)
     expected = [
-        [-1.5 + 0.5 * (1 - 8 / 3), -1.5 + 0.5 * 0.5],
-        [0.5 + 0.5 * (3 - 8 / 3), 0.5],
+        [-1.5 + 1 - 8 / 3, -1.5 + 0.5],
+        [0.5 + 3 - 8 / 3, 0.5],
         [-0.5, 0.0],
-        [1.5 + 0.5 * (4 - 8 / 3), 1.5 + 0.5 * -0.5],
+        [1.5 + 4 - 8 / 3, 1.5 - 0.5],
     ]
     torch.testing.assert_close(result.advantages, torch.tensor(expected))
     assert result.uncompared_turns == pytest.approx(2 / 7)

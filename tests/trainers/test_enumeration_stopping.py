@@ -202,8 +202,8 @@ def test_whole_episodes_and_states_equal_brute_force(embedded_model, tmp_path, g
             for e in members
         ]
 
-    for granularity, weight in (("trajectory", 0.0), ("anchor", 0.7)):
-        changes = {"anchor_weight": weight, "gamma": 0.5} if weight else {}
+    for granularity, weight in (("trajectory", 0.0), ("anchor", 1.0)):
+        changes = {"gamma": 0.5} if weight else {}
         trainer = grpo(
             embedded_model, tmp_path / granularity, 3, scale_rewards="group", advantage_granularity=granularity,
             environment=Anchored, **changes,

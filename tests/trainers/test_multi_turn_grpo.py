@@ -301,7 +301,7 @@ def test_environments_are_reused_and_closed(embedded_model, tmp_path):
 def test_turns_from_the_same_state_are_compared_whatever_their_index(embedded_model, tmp_path):
     """The advantages on disk, made again from the rewards and the states on disk."""
     trainer = make_trainer(
-        embedded_model, tmp_path, environment=Anchored, advantage_granularity="anchor", anchor_weight=0.5,
+        embedded_model, tmp_path, environment=Anchored, advantage_granularity="anchor",
         scale_rewards="none", num_generations=8, max_steps=1,
     )  # fmt: skip
     trainer.train()
@@ -317,7 +317,7 @@ def test_turns_from_the_same_state_are_compared_whatever_their_index(embedded_mo
     for named, to_go, whole, advantage in turns:
         others = [value for other, value, *_ in turns if other == named]
         part = to_go - sum(others) / len(others) if len(others) > 1 else 0.0
-        assert advantage == pytest.approx(whole + 0.5 * part, abs=1e-5)
+        assert advantage == pytest.approx(whole + part, abs=1e-5)
 
 
 class Anchored(Chatter):

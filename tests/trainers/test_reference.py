@@ -98,7 +98,10 @@ def test_the_adapter_is_saved_beside_the_policy(embedded_model, tmp_path):
         ({"activation_offload": True}, "no effect on CPU"),
         ({"lora_target_scope": "model.layers.1", "lora": False}, "needs a LoraConfig as peft_config, got NoneType"),
         ({"advantage_granularity": "anchor"}, r"the environment does not name it: the info of reset\(\) is {}"),
-        ({"anchor_weight": 0.5}, "acts with advantage_granularity='anchor' only"),
+        (
+            {"turn_credit": "reward", "advantage_granularity": "trajectory"},
+            "acts with advantage_granularity='turn' or .*='anchor' only",
+        ),
         ({"turn_advantage_trajectory_fallback": True, "advantage_granularity": "trajectory"}, "='turn' only"),
         ({"turn_advantage_trajectory_fallback": True, "turn_credit": "reward"}, "turn_credit='return' only"),
     ],
