@@ -7,18 +7,20 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trl import GRPOConfig
 
-from agile_trainers.cli import train
+from agile_trainers.cli import early, train
 from agile_trainers.cli.errors import Progress, guard, is_mistake, message, take_debug
 from agile_trainers.cli.main import main
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
 from agile_trainers.imports import nearest
-from agile_trainers.trainers.registry import find_algorithm
+from agile_trainers.trainers.registry import ALGORITHMS, find_algorithm
 
 GUESS = ["--environment", "agile:guess_number"]
 
@@ -290,6 +292,12 @@ def test_equal_keys_are_refused_at_any_depth_and_merged_ones_are_not(tmp_path: P
         read_yaml(path)
 
 
+def test_every_option_of_training_is_known_before_pytorch_is_imported() -> None:
+    """They are read from the source files, of which one that moved would silently be left out."""
+    configs = [find_algorithm(name).config_class for name in ALGORITHMS]
+    assert {one.name for config in configs for one in fields(config)} <= early._options_of_training().keys()
+
+
 def test_help_shows_our_options_first_and_all_of_them_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     pages = []
     for option in ("--help", "--help_all"):
@@ -300,7 +308,8 @@ def test_help_shows_our_options_first_and_all_of_them_on_request(capsys: pytest.
     brief, whole = pages
     assert brief.index("--environment ") < brief.index("--max_turns ") < brief.index("--learning_rate ")
     assert "--adafactor" not in brief and "--optim_target_modules" not in brief and "--optim_target_modules" in whole
-    assert all(f"--{name} " in brief for name in train.MultiTurnConfig._own_fields() - {"max_completion_length"})
+    own = {one.name for one in fields(train.MultiTurnConfig)} - {one.name for one in fields(GRPOConfig)}
+    assert all(f"--{name} " in brief for name in own)
     options = train.make_parser("grpo")._option_string_actions
     assert all(name in whole for name in options if name.startswith("--") and "-" not in name[2:] and "no_" not in name)
     assert len(brief.splitlines()) < 250 and max(map(len, brief.splitlines())) <= 110

@@ -75,7 +75,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     max_completion_length: int | None = option(
         None,
-        "Tokens of an episode, which is also Dr. GRPO's divisor. With an environment it is derived and cannot be set. "
+        "Tokens of an episode, and Dr. GRPO's divisor. With an environment it is derived and cannot be set. "
         "Default: `max_turns * max_new_tokens`; without an environment 512, as in TRL.",
     )
     metric_for_best_model: str | None = option(
@@ -239,8 +239,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     reference_adapter: bool = option(
         False,
-        "Use an adapter of its own, `ref`, which starts as a copy of the policy, as the reference in place of the base "
-        "model (LoRA).",
+        "Use an adapter of its own, `ref`, as the reference (LoRA). It starts as a copy of the policy.",
     )
     reference_update_steps: int | None = option(
         None,
@@ -269,10 +268,9 @@ class MultiTurnConfig(GRPOConfig):
     )
     max_logprob_gap: float | None = option(
         None,
-        "Largest mean difference between the log-probs of sampler and trainer, in nats a token (training-inference "
-        "mismatch). A larger one gives a warning with the likely cause. In the first batch it is an error where rounding "
-        "cannot be the cause: in fp32 without TF32, quantization, dropout, penalties and filters. Default: .001 where "
-        "rounding cannot be the cause, .1 elsewhere.",
+        "Largest mean difference of log-probs between sampler and trainer, in nats a token (training-inference mismatch). A "
+        "larger one gives a warning; in the first batch it is an error where rounding cannot be the cause: in fp32 without "
+        "TF32, quantization, dropout, penalties and filters. Default: .001 where rounding cannot be the cause, else .1.",
     )
     vllm_importance_sampling_correction: bool | None = option(
         None,
@@ -281,8 +279,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     max_wall_seconds: float | None = option(
         None,
-        "Seconds of training, rollouts and evaluations included, after which the run saves and ends with exit code 0. The "
-        "optimizer step is finished first. A resumed run has as many again. The learning rate's schedule still ends at "
+        "Seconds after which the run saves and ends with exit code 0, rollouts and evaluations included. The optimizer "
+        "step is finished first. A resumed run has as many again. The learning rate's schedule still ends at "
         "`max_steps`. Default: no limit.",
     )
     hub_extras: list[str] = option(
@@ -304,8 +302,9 @@ class MultiTurnConfig(GRPOConfig):
     )
     merge_lora_configs: bool = option(
         False,
-        "Extend the loaded adapter to the larger rank and to the modules of both it and `peft_config`; it computes the "
-        "same as before. Without this option, a `peft_config` that differs from the loaded adapter's is an error.",
+        "Extend the loaded adapter to the rank and modules of `peft_config`. It gets the larger rank and the modules of "
+        "both, and computes the same as before. Without this option, a `peft_config` that differs from the loaded "
+        "adapter's is an error.",
     )
 
     def __new__(cls, *args: Any, **options: Any) -> "MultiTurnConfig":
