@@ -718,6 +718,18 @@ MUTATIONS = [
         "seen = (furthest[None, :] > first[:, None])", "seen = (nearest[None, :] > first[:, None])", PACKED_ATTENTION,
     ),
     Mutation(
+        "FlexAttention of all models shares a limit of graphs", "packing/attention.py",
+        "return torch.compile(own,", "return torch.compile(attend,", "tests/packing/test_flex_attention.py -k pattern",
+    ),
+    Mutation(
+        "FlexAttention computes full scores beyond the limit", "packing/attention.py",
+        "dynamic=True, fullgraph=True", "dynamic=True", "tests/packing/test_flex_attention.py -k limit_is",
+    ),
+    Mutation(
+        "FlexAttention's backward pass reads the forward pass's blocks", "packing/attention.py",
+        "*_listed(partial.T, device),", "*_listed(partial, device),", f"{PACKED_ATTENTION} -k flex_attentions_mask",
+    ),
+    Mutation(
         "values of packed rows are read at the tokens' columns", "packing/forward.py",
         "trie.nodes.gather(1, positions).clamp(min=0).view(1, -1)",
         "positions.clamp(max=trie.size - 1).view(1, -1)", f"{PACKING} -k ppo",

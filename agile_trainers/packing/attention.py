@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
@@ -116,7 +118,7 @@ def _attend(
     if query.device.type == "cpu":
         output = trie_attention(query, key, value, plan.trie, scale)
     else:
-        output = _flex()(query, key, value, block_mask=plan.mask, scale=scale, enable_gqa=query.size(1) != key.size(1))
+        output = _flex(query, key, value, plan.mask, scale)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -125,10 +127,61 @@ AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(_attend))
 # --------------------------------------------------------------------------------------------------------------- GPU
 
 
+class _Kind(NamedTuple):
+    """Properties of inputs for which FlexAttention is compiled anew; other sizes are dynamic."""
+
+    heads: int
+    key_heads: int
+    size: int
+    value_size: int
+    dtype: torch.dtype
+    gradients: tuple[bool, ...]
+    """Four flags: gradients are recorded; queries, keys and values need them."""
+
+
+_BACKEND = "inductor"
+
+
+def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scale: float) -> torch.Tensor:
+    """Run FlexAttention, compiled.
+
+    Raises:
+        RuntimeError: If it would run without compilation, which computes the scores of all pairs of nodes.
+    """
+    gradients = torch.is_grad_enabled(), *(x.requires_grad for x in (query, key, value))
+    kind = _Kind(query.size(1), key.size(1), query.size(3), value.size(3), query.dtype, gradients)
+    if torch._dynamo.config.disable:
+        raise RuntimeError(f"{_UNCOMPILED} TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set. Unset it{_OR_PADDED}")
+    try:
+        return _compiled(kind)(query, key, value, mask, scale)
+    except FailOnRecompileLimitHit as error:
+        raise RuntimeError(
+            f"{_UNCOMPILED} PyTorch has compiled {torch._dynamo.config.recompile_limit} graphs for {kind}, its limit. Raise "
+            f"`torch._dynamo.config.recompile_limit`{_OR_PADDED}"
+        ) from error
+
+
+_UNCOMPILED = "FlexAttention would compute the scores of all pairs of nodes, which fill the memory of a GPU:"
+_OR_PADDED = ', or set sequence_packing="none".'
+
+
 @cache
-def _flex() -> Callable[..., torch.Tensor]:
-    # Without compilation it computes every pair.
-    return torch.compile(flex_attention, dynamic=True)
+def _compiled(kind: _Kind) -> Callable[..., torch.Tensor]:
+    """Compile FlexAttention for a kind of inputs.
+
+    PyTorch counts the graphs of a function by its code, and runs it uncompiled beyond eight. Each kind has code of its own,
+    so that models and adapters of one process do not share a limit.
+    """
+    grouped = kind.heads != kind.key_heads
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float) -> torch.Tensor:
+        output: torch.Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+        return output
+
+    # The name distinguishes the code where PyTorch looks it up by name and line.
+    code = attend.__code__.replace(co_name=f"attend {kind}")
+    own = FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
+    return torch.compile(own, dynamic=True, fullgraph=True, backend=_BACKEND)
 
 
 def _block_mask(trie: Trie) -> BlockMask:
@@ -147,19 +200,24 @@ def _block_mask(trie: Trie) -> BlockMask:
     def sees(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (q < end[k])
 
-    return BlockMask.from_kv_blocks(
-        *_listed(seen & ~whole, device),
+    # The blocks of keys by query, and of queries by key for the backward pass; PyTorch sorts to find the second.
+    partial = seen & ~whole
+    return BlockMask(
+        (size, size),
+        *_listed(partial, device),
         *_listed(whole, device),
-        BLOCK_SIZE=BLOCK,
+        *_listed(partial.T, device),
+        *_listed(whole.T, device),
+        BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=sees,
-        seq_lengths=(size, size),
     )
 
 
 def _listed(chosen: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the number of chosen blocks of each row, and their indices first, with two leading dimensions of 1."""
-    indices = np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
-    counts = chosen.sum(axis=1).astype(np.int32)
+    counts = chosen.sum(axis=1, dtype=np.int32)
+    indices = np.zeros(chosen.shape, dtype=np.int32)
+    indices[np.arange(len(chosen)) < counts[:, None]] = np.nonzero(chosen)[1]
     return torch.from_numpy(counts).to(device)[None, None], torch.from_numpy(indices).to(device)[None, None]
 
 

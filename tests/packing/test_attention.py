@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from random_tries import random_trie, visible
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from agile_trainers.packing.attention import Plan, trie_attention
-from agile_trainers.packing.trie import Trie, build_trie
-
-
-def random_trie(rows: int, length: int) -> Trie:
-    ids = torch.cat([torch.zeros(rows, 3, dtype=torch.long), torch.randint(0, 2, (rows, length))], 1)
-    return build_trie(ids, torch.ones_like(ids))
-
-
-def visible(trie: Trie) -> torch.Tensor:
-    """(N, N) bool, query by key, straight from the definition."""
-    ends, n = torch.from_numpy(trie.ends()), torch.arange(trie.size)
-    return (n[None] <= n[:, None]) & (n[:, None] < ends[None])
+from agile_trainers.packing.trie import Trie
 
 
 def inputs(trie: Trie, heads: int, key_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -74,6 +64,13 @@ def test_flex_attentions_mask_is_that_of_every_pair(rows, length):
     dense[: trie.size, : trie.size] = visible(trie)
     needed = dense.view(blocks, 128, blocks, 128).any(3).any(1)
     assert torch.equal(mask.to_dense()[0, 0].bool(), needed)
+    of_keys = dense.new_zeros(blocks, blocks)  # by key, for the backward pass
+    for counts, listed in ((mask.q_num_blocks, mask.q_indices), (mask.full_q_num_blocks, mask.full_q_indices)):
+        for key in range(blocks):
+            queries = listed[0, 0, key, : counts[0, 0, key]].long()
+            assert not of_keys[key, queries].any()
+            of_keys[key, queries] = True
+    assert torch.equal(of_keys, needed.T)
     q, k, v = (x.detach() for x in inputs(trie, 4, 2, torch.float32))
     found = flex_attention(q, k, v, block_mask=mask, scale=0.25, enable_gqa=True)
     expected = scaled_dot_product_attention(q, k, v, attn_mask=visible(trie), scale=0.25, enable_gqa=True)
