@@ -24,9 +24,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.cli.chain import command as chain
-from agile_trainers.cli.chain.stages import PipelineError, parse_pipeline, read_pipeline
+from agile_trainers.cli.chain.stages import parse_pipeline, read_pipeline
 from agile_trainers.cli.main import main
 from agile_trainers.cli.run_files import stage_rows
+from agile_trainers.cli.yaml_files import YAMLFileError
 
 IDS = torch.arange(3, 43).view(2, 20)
 QUIET = Console(file=StringIO())
@@ -170,7 +171,7 @@ def test_a_damaged_checkpoint_does_not_restart_its_stage_without_a_word(pipeline
     (folder / "checkpoint-1" / "optimizer.pt").unlink()
     before = adapter(folder)
     with pytest.raises(
-        PipelineError,
+        YAMLFileError,
         match=r"no checkpoint of the stage is complete(.|\n)*optimizer.pt is missing(.|\n)*remove the checkpoints",
     ):
         chain.run_pipeline(parse_pipeline(cut), QUIET)
@@ -191,13 +192,13 @@ def test_what_was_trained_with_other_options_is_not_taken_for_finished(pipeline:
     chain.run_pipeline(parse_pipeline(pipeline), QUIET)
     changed = copy.deepcopy(pipeline)
     changed["stages"][0]["learning_rate"], changed["lora"]["r"] = 0.5, 2
-    with pytest.raises(PipelineError) as error:
+    with pytest.raises(chain.PipelineError) as error:
         chain.run_pipeline(parse_pipeline(changed), QUIET)
     assert "  learning_rate: another value" in str(error.value) and "  lora: {'r': 4" in str(error.value)
 
     # The first stage again: what was built on the old one does not fit any more.
     shutil.rmtree(tmp_path / "chain" / "sft")
-    with pytest.raises(PipelineError, match="dpo was trained from an earlier run of the previous stage"):
+    with pytest.raises(chain.PipelineError, match="dpo was trained from an earlier run of the previous stage"):
         chain.run_pipeline(parse_pipeline(pipeline), QUIET)
 
     # Another way to evaluate is none to train.
@@ -213,7 +214,7 @@ def test_a_foreign_folder_is_not_touched(pipeline: dict, tmp_path: Path) -> None
     folder = tmp_path / "chain" / "dpo"
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("mine")
-    with pytest.raises(PipelineError, match="dpo is not empty and is not a stage"):
+    with pytest.raises(chain.PipelineError, match="dpo is not empty and is not a stage"):
         chain.run_pipeline(parse_pipeline(pipeline), QUIET)
     assert [path.name for path in (tmp_path / "chain").rglob("*")] == ["dpo", "thesis.txt"]
 
@@ -302,7 +303,7 @@ def change(pipeline: dict, path: str, value: Any) -> dict:
 def test_what_cannot_be_run_is_said_before_anything_is_trained(
     pipeline: dict, path: str, value: Any, message: str
 ) -> None:
-    with pytest.raises(PipelineError, match=message):
+    with pytest.raises(YAMLFileError, match=message):
         parse_pipeline(change(pipeline, path, value))
 
 
@@ -334,7 +335,7 @@ def test_a_chain_trains_on_several_environments(pipeline: dict, tmp_path: Path) 
     Console(file=shown, width=200).print(chain.results(rows))
     assert len(re.findall(r"^.*\b(?:easy|hard)\b.*±.*$", shown.getvalue(), flags=re.M)) == 4
     pipeline["stages"][0]["environment_limits"] = {"esay": {"max_turns": 2}}
-    with pytest.raises(PipelineError, match=r"'grpo'.*environment_limits.*'esay'"):
+    with pytest.raises(YAMLFileError, match=r"'grpo'.*environment_limits.*'esay'"):
         parse_pipeline(pipeline)
 
 

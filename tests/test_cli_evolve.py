@@ -19,7 +19,7 @@ from launching import run
 from rich.console import Console
 
 from agile_trainers.cli.chain import command as chain
-from agile_trainers.cli.chain.stages import PipelineError, parse_pipeline
+from agile_trainers.cli.chain.stages import parse_pipeline
 from agile_trainers.cli.evolve.plan import read_population
 from agile_trainers.cli.evolve.table import MemberProgress
 from agile_trainers.cli.main import main
@@ -88,7 +88,7 @@ def test_the_winner_goes_on_to_the_next_stage(chained: Any) -> None:
     assert not any(row["trained"] for row in again) and again[1]["evaluation"] == rows[1]["evaluation"]
     changed = copy.deepcopy(pipeline)
     changed["stages"][0]["evolve"]["members"] = 3
-    with pytest.raises(PipelineError, match=r"other options:\n  evolve\.members: 2 -> 3\n"):
+    with pytest.raises(chain.PipelineError, match=r"other options:\n  evolve\.members: 2 -> 3\n"):
         chain.run_pipeline(parse_pipeline(changed), Console(file=StringIO()))
 
 
@@ -204,7 +204,7 @@ def test_a_file_says_everything_that_python_can(embedded_model: Path, tmp_path: 
 def test_a_stage_that_cannot_be_run_is_refused(embedded_model: Path, tmp_path: Path, stage: Any, message: str) -> None:
     content = {name: value for name, value in file_of(embedded_model, tmp_path).items() if name not in SEARCH}
     content["options"] = {**OPTIONS, "max_steps": 2}
-    with pytest.raises(PipelineError, match=message):
+    with pytest.raises(YAMLFileError, match=message):
         parse_pipeline({**content, "stages": [stage]})
 
 
@@ -216,7 +216,7 @@ def test_a_chain_in_several_processes_takes_no_population(
     monkeypatch.setattr("agile_trainers.cli.chain.stages._stage", lambda raw, *_: parsed)
     parsed = type("Stage", (), {"population": object(), "name": "evolve", "lora": None})()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PipelineError, match=r"'evolve': .*agile-trainers evolve"):
+    with pytest.raises(YAMLFileError, match=r"'evolve': .*agile-trainers evolve"):
         parse_pipeline({**content, "stages": [{"evolve": SEARCH}]})
 
 

@@ -75,34 +75,31 @@ class RunCards:
             tags: More tags.
         """
         with _losing_only_the_card(folder):
-            self._write(folder, model_name, dataset_name, tags)
-
-    def _write(self, folder: Path, model_name: str | None, dataset_name: str | None, tags: Sequence[str]) -> None:
-        trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
-        name, log = folder.absolute().name, trainer.state.log_history
-        self._dataset = dataset_name or self._dataset
-        if folder.absolute() == output_dir.absolute():
-            model_id = trainer.hub_model_id or name
-        else:
-            model_id = f"{output_dir.absolute().name}/{name}" if name.startswith("checkpoint-") else name
-        shown = panels(log, self.baselines)
-        digest = sha256(repr(shown).encode()).digest()
-        if self._picture[0] != digest:  # a checkpoint needs it twice
-            self._picture = digest, draw_curve(shown) if shown else None
-        text = model_card(
-            name=model_name or (model_id.rpartition("/")[2] if model_id == trainer.hub_model_id else model_id),
-            model_id=model_id,
-            record=self._record(),
-            log_history=log,
-            options=hyperparameters(trainer.args),
-            tags=sorted({*self._tags, *tags}),
-            trainer=type(trainer).__name__,
-            dataset=self._dataset,
-            paper=self._paper,
-            baselines=self.baselines,
-            chat=bool(getattr(trainer.processing_class, "chat_template", None)),
-        )
-        write_card(folder, text, self._picture[1])
+            trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
+            name, log = folder.absolute().name, trainer.state.log_history
+            self._dataset = dataset_name or self._dataset
+            if folder.absolute() == output_dir.absolute():
+                model_id = trainer.hub_model_id or name
+            else:
+                model_id = f"{output_dir.absolute().name}/{name}" if name.startswith("checkpoint-") else name
+            shown = panels(log, self.baselines)
+            digest = sha256(repr(shown).encode()).digest()
+            if self._picture[0] != digest:  # a checkpoint needs it twice
+                self._picture = digest, draw_curve(shown) if shown else None
+            text = model_card(
+                name=model_name or (model_id.rpartition("/")[2] if model_id == trainer.hub_model_id else model_id),
+                model_id=model_id,
+                record=self._record(),
+                log_history=log,
+                options=hyperparameters(trainer.args),
+                tags=sorted({*self._tags, *tags}),
+                trainer=type(trainer).__name__,
+                dataset=self._dataset,
+                paper=self._paper,
+                baselines=self.baselines,
+                chat=bool(getattr(trainer.processing_class, "chat_template", None)),
+            )
+            write_card(folder, text, self._picture[1])
 
 
 def write_card_of_rows(folder: Path, name: str, record: Mapping[str, Any], args: Any, log: Any, rows: str) -> None:

@@ -237,6 +237,10 @@ class CheckReport:
         """Messages of the warnings."""
         return [finding.message for finding in self.findings if finding.level == "warning"]
 
+    def warn(self, message: str, name: str = "") -> None:
+        """Add a warning."""
+        self.findings.append(CheckFinding("warning", message, name))
+
     def raise_for_errors(self) -> None:
         """Raise an ``EnvironmentProtocolError`` that lists every error, if there is one."""
         if self.errors:
@@ -318,12 +322,9 @@ async def _check(
             _compare(first, second, seed, report)
             _check_lengths(first, seed, report)
         if random_state != _random_state():
-            report.findings.append(
-                CheckFinding(
-                    "warning",
-                    "the environment draws from or seeds the global random state (random or numpy.random), so episodes "
-                    "depend on other code in the process; use a separate random.Random or numpy Generator",
-                )
+            report.warn(
+                "the environment draws from or seeds the global random state (random or numpy.random), so episodes "
+                "depend on other code in the process; use a separate random.Random or numpy Generator"
             )
     except BaseException as error:
         pass_on_interrupt(error)
@@ -337,7 +338,7 @@ async def _check(
                 await _call(close)
         except BaseException as error:
             pass_on_interrupt(error)
-            report.findings.append(CheckFinding("warning", f"close() raised {describe_error(error)}"))
+            report.warn(f"close() raised {describe_error(error)}")
 
 
 def check_methods(environment: Any, *, with_rows: bool = False) -> None:
@@ -426,26 +427,18 @@ def _compare(
 ) -> None:
     start, other_start = first[0], second[0]
     if start != other_start:
-        report.findings.append(
-            CheckFinding(
-                "warning",
-                f"reset(seed={seed}) gave {_describe(start)} and then, on another instance, {_describe(other_start)}: "
-                "a group would not start from the same state; derive all randomness of reset from the seed",
-                "environment_ignores_seed",
-            )
+        report.warn(
+            f"reset(seed={seed}) gave {_describe(start)} and then, on another instance, {_describe(other_start)}: "
+            "a group would not start from the same state; derive all randomness of reset from the seed",
+            "environment_ignores_seed",
         )
     elif [step[:4] for step in first[1]] != [step[:4] for step in second[1]]:
-        report.findings.append(
-            CheckFinding(
-                "warning",
-                f"the same actions after reset(seed={seed}) gave different results on two instances: runs will not be "
-                "reproducible; derive all randomness of step from the seed of the last reset",
-            )
+        report.warn(
+            f"the same actions after reset(seed={seed}) gave different results on two instances: runs will not be "
+            "reproducible; derive all randomness of step from the seed of the last reset"
         )
     if start == "":
-        report.findings.append(
-            CheckFinding("warning", f"reset(seed={seed}) gave an empty observation: the model sees nothing")
-        )
+        report.warn(f"reset(seed={seed}) gave an empty observation: the model sees nothing")
 
 
 def _check_lengths(episode: tuple[Observation, list[StepResult]], seed: int, report: CheckReport) -> None:
@@ -456,13 +449,13 @@ def _check_lengths(episode: tuple[Observation, list[StepResult]], seed: int, rep
             f"an observation after reset(seed={seed}) has {len(longest):,} characters: a rollout cuts observations "
             "longer than max_observation_length; return only the text that the model needs"
         )
-        report.findings.append(CheckFinding("warning", message))
+        report.warn(message)
     elif len(texts) > 3 and all(20 < len(a) < len(b) and a in b for a, b in pairwise(texts[1:])):
         message = (
             f"each observation after reset(seed={seed}) repeats the previous one: the conversation contains it "
             "already, and its length grows with the square of the turns; return only new text"
         )
-        report.findings.append(CheckFinding("warning", message))
+        report.warn(message)
 
 
 def _text(observation: Observation) -> str:

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 from agile_trainers import MultiTurnGRPOTrainer, MultiTurnTrainer, find_algorithm, register_algorithm
 from agile_trainers.cli.chain.command import make_multi_turn
-from agile_trainers.cli.chain.stages import PipelineError, parse_pipeline
+from agile_trainers.cli.chain.stages import parse_pipeline
 from agile_trainers.cli.main import main
+from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.envs.probes import PROBE_WORDS
 from agile_trainers.step.credit import Credit, CreditInputs
@@ -84,7 +85,7 @@ def test_chain_and_check_take_it_too(outside: Path, embedded_model: Path, capsys
     (read,) = pipeline.stages
     assert read.name == "ConstantBaselineTrainer" and read.config.baseline == 0.75
     assert type(make_multi_turn(pipeline, read, str(embedded_model))) is find_algorithm(NAME)
-    with pytest.raises(PipelineError, match=r"stage 1: .*'constant_baseline:Constant'.*ConstantBaseline"):
+    with pytest.raises(YAMLFileError, match=r"stage 1: .*'constant_baseline:Constant'.*ConstantBaseline"):
         parse_pipeline({**content, "stages": [{**stage, "algorithm": "constant_baseline:Constant"}]})
     with pytest.raises(SystemExit):
         main([NAME, "--help"])

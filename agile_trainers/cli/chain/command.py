@@ -45,12 +45,13 @@ from agile_trainers.checkpoints.integrity import MARKER, checkpoints, mark_compl
 from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.run_cards import write_card_of_rows
 from agile_trainers.checkpoints.secrets import masked
-from agile_trainers.cli.chain.stages import EVOLVE, SUPERVISED, Pipeline, PipelineError, Stage, read_pipeline
+from agile_trainers.cli.chain.stages import EVOLVE, SUPERVISED, Pipeline, Stage, read_pipeline
 from agile_trainers.cli.errors import Progress
 from agile_trainers.cli.evolve.command import WINNER, run_plan
 from agile_trainers.cli.progress import PROGRESS, show_table
 from agile_trainers.cli.run_files import stage_rows
 from agile_trainers.cli.train import Started
+from agile_trainers.cli.yaml_files import YAMLFileError
 from agile_trainers.config.launch_checks import uses_deepspeed
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.evaluation import EpisodeResults, evaluate_policy
@@ -75,6 +76,10 @@ _SHOWN = ("model", "environment", "lora", "stage_lora", "algorithm", "dataset")
 """Settings that may leave the machine, besides numbers and words, unless they hold an address."""
 _NO_EFFECT = ("hub_token", "max_wall_seconds", "public_values")
 """Options that the result of a stage does not depend on."""
+
+
+class PipelineError(ValueError):
+    """Raised when a stage's folder was made by another chain, or cannot be gone on from; the message gives the reason."""
 
 
 def run_pipeline(
@@ -542,7 +547,7 @@ def main(argv: Sequence[str]) -> None:
                 console.print(f"{stage.name}: {_shown(stage)}, {progress}, in {pipeline.output_dir / stage.name}")
             return
         rows = run_pipeline(pipeline, console, table=options.progress == "table")
-    except PipelineError as error:
+    except (PipelineError, YAMLFileError) as error:
         if Progress.debug:
             raise
         parser.error(str(error))

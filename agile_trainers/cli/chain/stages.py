@@ -65,10 +65,6 @@ POPULATION = "population"
 """Folder of a population below its stage's."""
 
 
-class PipelineError(ValueError):
-    """Raised when the file cannot be run; the message gives place and reason."""
-
-
 @dataclass(frozen=True)
 class Stage:
     """One stage, its options parsed."""
@@ -110,39 +106,29 @@ def read_pipeline(path: Path) -> Pipeline:
     """Read and check a file.
 
     Raises:
-        PipelineError: If anything in it cannot be run.
+        YAMLFileError: If anything in it cannot be run.
     """
-    try:
-        content = read_yaml(path)
-    except YAMLFileError as error:
-        raise PipelineError(str(error)) from error
+    content = read_yaml(path)
     try:
         return parse_pipeline(content)
-    except PipelineError as error:
-        raise PipelineError(f"{path}: {error}") from error
+    except YAMLFileError as error:
+        raise YAMLFileError(f"{path}: {error}") from error
 
 
 def parse_pipeline(content: Any) -> Pipeline:
     """Check the content of a file; ``docs/chaining.md`` describes its form.
 
     Raises:
-        PipelineError: If it cannot be run.
+        YAMLFileError: If it cannot be run.
     """
-    try:
-        return _parsed(content)
-    except YAMLFileError as error:
-        raise PipelineError(str(error)) from error
-
-
-def _parsed(content: Any) -> Pipeline:
     known = ("output_dir", "model", "environment", "environment_args", "lora", "options", "evaluation", "stages")
     content = mapping(content, known, "the file")
     for name in ("output_dir", "model", "environment", "stages"):
         if not content.get(name):
-            raise PipelineError(f"`{name}` is missing.")
+            raise YAMLFileError(f"`{name}` is missing.")
     environment = read_environment(content)
     if not isinstance(content["stages"], list):
-        raise PipelineError(f"`stages` must be a list, got {content['stages']!r}.")
+        raise YAMLFileError(f"`stages` must be a list, got {content['stages']!r}.")
     output = Path(str(content["output_dir"]))
     raw = [_raw_stage(stage, number) for number, stage in enumerate(content["stages"], start=1)]
     algorithms = {*SUPERVISED, *ALGORITHMS, *(stage["algorithm"] for stage in raw)}
@@ -153,7 +139,7 @@ def _parsed(content: Any) -> Pipeline:
     for stage in stages:
         if stage.population is not None:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise PipelineError(
+                raise YAMLFileError(
                     f"stage {stage.name!r}: a population trains each member in one process, but this chain runs in several. "
                     "Run the chain in one process, or the population alone: agile-trainers evolve."
                 )
@@ -163,7 +149,7 @@ def _parsed(content: Any) -> Pipeline:
     folded = [name.casefold() for name in names]  # some file systems ignore case
     twice = [name for name in names if folded.count(name.casefold()) > 1]
     if twice:
-        raise PipelineError(f"Two stages are named {' and '.join(map(repr, twice[:2]))}; change the `name` of one.")
+        raise YAMLFileError(f"Two stages are named {' and '.join(map(repr, twice[:2]))}; change the `name` of one.")
     evaluation = _evaluation(content.get("evaluation"), shared, stages)
     return Pipeline(
         output,
@@ -197,7 +183,7 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
     name, algorithm = str(raw["name"]), raw["algorithm"]
     where = f"stage {name!r}"
     if not _NAME.fullmatch(name) or name.casefold() in RESERVED:
-        raise PipelineError(
+        raise YAMLFileError(
             f"{where}: a stage's name is the name of its folder. Expected letters, digits and any of `._+=@-`, a letter "
             f"or digit first and last, and none of {', '.join(RESERVED)}."
         )
@@ -216,7 +202,7 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
     dataset = raw.get("dataset")
     arguments = mapping(raw.get("dataset_args"), None, f"{where}, `dataset_args`")
     if dataset is None and algorithm in SUPERVISED:
-        raise PipelineError(f"{where}: `dataset` is missing; {algorithm} trains on one.")
+        raise YAMLFileError(f"{where}: `dataset` is missing; {algorithm} trains on one.")
     if dataset is not None:
         check_dataset(str(dataset), where)
     made = make_config(config, options, output / name, where)
@@ -224,9 +210,9 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
         try:
             made.with_environment(environments)
         except ValueError as error:
-            raise PipelineError(f"{where}: {error}") from error
+            raise YAMLFileError(f"{where}: {error}") from error
         if dataset is None and made.max_steps <= 0:
-            raise PipelineError(f"{where}: without a `dataset`, set `max_steps`.")
+            raise YAMLFileError(f"{where}: without a `dataset`, set `max_steps`.")
     return Stage(
         name,
         algorithm,
@@ -251,7 +237,7 @@ def _check_evaluation(options: Any) -> Any:
     """The options of every evaluation, if they can be played by.
 
     Raises:
-        PipelineError: If one of them is out of range.
+        YAMLFileError: If one of them is out of range.
     """
     try:
         EpisodeOptions.of_args(options)
@@ -259,5 +245,5 @@ def _check_evaluation(options: Any) -> Any:
         if options.num_eval_episodes < 1:
             raise ValueError(f"num_eval_episodes must be at least 1, got {options.num_eval_episodes}.")
     except ValueError as error:
-        raise PipelineError(f"`evaluation`: {error}") from error
+        raise YAMLFileError(f"`evaluation`: {error}") from error
     return options
