@@ -586,6 +586,20 @@ MUTATIONS = [
         "tests/trainers/test_config_rules.py -k default",
     ),
     Mutation(
+        "an option that another one switches on is taken without it", "config/rules.py",
+        "lambda args, _: _holds(args, other, accepted),", "lambda args, _: True,",
+        "tests/trainers/test_idle_options.py -k switches_on",
+    ),
+    Mutation(
+        "options that exclude each other are taken together", "config/rules.py",
+        "lambda args, _: not _holds(args, other, clashing),", "lambda args, _: True,",
+        "tests/trainers/test_passes.py -k refused_with",
+    ),
+    Mutation(
+        "an episode of no turns", "rollout/episode_options.py",
+        "(whole and value >= 1)", "(whole and value >= 0)", "tests/trainers/test_bad_input.py -k out_of_range",
+    ),
+    Mutation(
         "an algorithm's own rules for values are not read", "config/multi_turn.py",
         "(*VALUES, *self.value_rules)", "VALUES", "tests/trainers/test_config_rules.py -k no_other",
     ),
