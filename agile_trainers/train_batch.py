@@ -122,6 +122,8 @@ class TrainBatch:
         Args:
             chosen: (B,) bool or (R,) int64.
         """
+        if chosen.dtype == torch.bool:  # indexing each column with it would wait for a GPU each time
+            chosen = chosen.nonzero().squeeze(1)
         return TrainBatch.from_trl({n: value[chosen] if value.ndim else value for n, value in self.to_trl().items()})
 
     def with_advantage(self) -> TrainBatch:

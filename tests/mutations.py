@@ -407,6 +407,21 @@ MUTATIONS = [
         "tests/objectives/test_segments_and_ratios.py",
     ),
     Mutation(
+        "a batch that stays on the CPU", "rollout/collate.py",
+        "value.to(device) for name", "value for name",
+        "tests/trainers/test_on_a_pretended_gpu.py",
+    ),
+    Mutation(
+        "a mask of packed rows that stays on the CPU", "packing/attention.py",
+        "end = torch.from_numpy(padded.reshape(-1)).to(device)", "end = torch.from_numpy(padded.reshape(-1))",
+        "tests/trainers/test_on_a_pretended_gpu.py",
+    ),
+    Mutation(
+        "rows are chosen by a mask, which waits for the GPU once a column", "train_batch.py",
+        "if chosen.dtype == torch.bool:", "if False:",
+        "tests/trainers/test_on_a_pretended_gpu.py",
+    ),
+    Mutation(
         "off-by-one turn start", "rollout/collate.py",
         "batch.turn_ids[row, turn.start : turn.end] = k", "batch.turn_ids[row, turn.start + 1 : turn.end + 1] = k",
         "tests/rollout/test_collate.py",

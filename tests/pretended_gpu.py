@@ -1,7 +1,7 @@
 """A GPU that is pretended on the CPU: tensors that keep apart from the CPU's, and a count of the host's waits.
 
-Tensors on it are CPU tensors whose storage is marked. Python sees them on ``cuda:0``; their kernels, autograd included, are the CPU's.
-A kernel that gets tensors of both devices raises the error of CUDA, with CUDA's exceptions: numbers (tensors without
+Its tensors are CPU tensors whose storage is marked. Python sees them on ``cuda:0``; their kernels, autograd included, are
+the CPU's. A kernel that gets tensors of both devices raises CUDA's error, with CUDA's exceptions: numbers (tensors without
 dimensions) and indices may be the CPU's, and copies go across. What makes the host wait for a GPU is counted by the line
 that asked for it: reading a number, copying to the CPU, and kernels whose output's size depends on values.
 """
@@ -18,18 +18,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # the first dispatch would import it, under the changes that are made here
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 PACKAGE = str(Path(__file__).resolve().parents[1] / "agile_trainers")
+_device_constructors()  # remembers torch's functions, which `torch.device` as a context looks for
 _ANY = "any"
 """Mark of a tensor that C++ made from nothing, on the device of whatever it meets."""
 _FACTORIES = (
-    "arange bartlett_window empty empty_strided eye full linspace logspace ones rand randint randn randperm tensor tril_indices "
-    "triu_indices zeros"
-).split()
-_LIKE = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like".split()
-_NEW = "new_empty new_full new_ones new_tensor new_zeros new_empty_strided".split()
+    "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
+    "randperm", "tensor", "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
+_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+_NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "new_empty_strided")
 _WAITS = {"_local_scalar_dense", "equal", "masked_select", "nonzero", "unique_consecutive", "unique_dim", "_unique2"}
 """Kernels after which the host reads a result, or needs the size of the output."""
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -37,13 +40,11 @@ _CROSSING = {"copy_", "set_", *_INDEXING}
 """Kernels that take tensors of both devices: copies, and indices of the CPU."""
 _NO_NUMBERS = {"cat", "stack"}
 _CUDA: dict[str, Any] = {
-    "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "empty_cache": None,
-    "mem_get_info": (60 * 2**30, 80 * 2**30), "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 0,
-    "reset_peak_memory_stats": None, "get_rng_state": torch.empty(0), "get_rng_state_all": [], "set_rng_state": None,
-    "set_rng_state_all": None, "manual_seed": None, "manual_seed_all": None, "is_bf16_supported": True,
-    "get_device_capability": (9, 0), "get_device_name": "a pretended GPU", "is_initialized": True,
+    "current_device": 0, "set_device": None, "empty_cache": None, "mem_get_info": (60 * 2**30, 80 * 2**30),
+    "get_device_name": "a pretended GPU", "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 0,
+    "reset_peak_memory_stats": None,
 }  # fmt: skip
-"""What functions of ``torch.cuda`` return."""
+"""What functions of ``torch.cuda`` return. ``is_available`` stays False: libraries remember its answer for ever."""
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -119,6 +120,7 @@ class _Kernels(TorchDispatchMode):
         if name in _WAITS or any(i.dtype in (torch.bool, torch.uint8) for i in indices):
             self._gpu.wait(name)
 
+
 class PretendedGPU:
     """Pretends a GPU inside a ``with`` block. Not for several threads.
 
@@ -165,7 +167,7 @@ class PretendedGPU:
         for name, value in _CUDA.items():
             self._stack.enter_context(patch.object(torch.cuda, name, lambda *_, value=value, **__: value))
         self._stack.enter_context(patch.object(torch.cuda, "synchronize", lambda *_: self.wait("synchronize")))
-        self._stack.enter_context(patch.object(torch, "Generator", lambda device="cpu": _generator()))
+        self._stack.enter_context(patch.object(torch, "Generator", _Generator))
         self._stack.enter_context(patch.dict("os.environ", {"ACCELERATE_TORCH_DEVICE": "cuda:0"}))
         self._stack.enter_context(_Kernels(self))
         return self
@@ -183,21 +185,19 @@ class PretendedGPU:
 
     def _factory(self, make: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(make)
-        def made(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+            place, there = _place(device), {} if device is None else {"device": _real(device)}
             with self._explicitly():
-                if device is not None and torch.device(device).type not in ("cuda", "cpu"):
-                    return make(*args, device=device, **kwargs)
-                return _mark(make(*args, **kwargs), _place(device) or CPU)
+                return _mark(make(*args, **there, **kwargs), place or CPU)
 
         return made
 
     def _like(self, make: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(make)
         def made(tensor: torch.Tensor, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-            if device is not None and torch.device(device).type not in ("cuda", "cpu"):
-                return make(tensor, *args, device=device, **kwargs)
+            place, there = _place(device), {} if device is None else {"device": _real(device)}
             with self._explicitly():
-                return _mark(make(tensor, *args, **kwargs), _place(device) or _where(tensor))
+                return _mark(make(tensor, *args, **there, **kwargs), place or _where(tensor))
 
         return made
 
@@ -251,8 +251,11 @@ class PretendedGPU:
         return counted
 
 
-def _generator() -> torch.Generator:
-    return torch._C.Generator()
+class _Generator(torch.Generator):
+    """A generator of the pretended GPU is one of the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, device="cpu")
 
 
 def _place(device: Any) -> torch.device | None:
@@ -261,6 +264,11 @@ def _place(device: Any) -> torch.device | None:
         return None
     kind = "cuda" if isinstance(device, int) else torch.device(device).type
     return {"cuda": GPU, "cpu": CPU}.get(kind)
+
+
+def _real(device: Any) -> Any:
+    """The device where tensors of ``device`` are kept."""
+    return device if _place(device) is None else "cpu"
 
 
 def _line() -> str:

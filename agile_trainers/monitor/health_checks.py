@@ -152,7 +152,7 @@ class PolicyMeasurements:
         scores = self._scorer.score(models, batch, old=True, reference=False).old
         assert scores is not None
         self.rows += share
-        kept = [row[: len(answer.answer_ids)].tolist() for row, answer in zip(scores, own)]
+        kept = [row[: len(answer.answer_ids)] for row, answer in zip(scores.tolist(), own)]
         return gather_object(kept)[: len(answers)]
 
     def state(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -63,10 +64,15 @@ class _Comparison:
             centred = torch.where(differ, centred / mean, 0.0)
         return centred, self.mask & (count < 2)
 
+    @cached_property
+    def _number(self) -> int:
+        """Length of a tensor that the sets index; reading it waits for a GPU."""
+        return int(self.sets.max()) + 1
+
     def _total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of each value's set, at each of its values."""
         kept = torch.where(self.mask, values, 0.0).flatten()
-        return kept.new_zeros(int(self.sets.max()) + 1).index_add(0, self.sets.flatten(), kept)[self.sets]
+        return kept.new_zeros(self._number).index_add(0, self.sets.flatten(), kept)[self.sets]
 
 
 def group_advantages(

@@ -1,0 +1,94 @@
+"""Generation, scoring and updates on a pretended GPU: no tensor of the CPU among those of the GPU, and few waits.
+
+A limit on waits is the number counted when it was written, and five more; lower it with the number.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from games import make_trainer
+from ppo_games import make_ppo
+from pretended_gpu import GPU, PretendedGPU, on_gpu
+from transformers import AutoModelForCausalLM
+
+from agile_trainers.packing import attention
+from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
+from agile_trainers.types import Trajectory
+
+
+def dense_flex(q: Any, k: Any, v: Any, block_mask: Any, scale: float, enable_gqa: bool, **_: Any) -> torch.Tensor:
+    """FlexAttention's function, with its mask asked for every pair."""
+    places = torch.arange(q.size(2), device=q.device)
+    seen = block_mask.mask_mod(None, None, places[:, None], places[None])
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
+    """The GPU, whose kernel for packed rows is replaced: Triton compiles for none that is not there."""
+    monkeypatch.setattr(attention, "flex_attention", dense_flex)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    caches = [one for one in vars(attention).values() if hasattr(one, "cache_clear")]
+    with PretendedGPU() as made:
+        yield made
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [3, 12])
+def test_waits_of_a_token_do_not_depend_on_the_rows(gpu, embedded_model, rows):
+    """One, which reads the sampled tokens of all rows."""
+    model = AutoModelForCausalLM.from_pretrained(embedded_model).to("cuda").eval()
+    settings = SamplingSettings(top_p=0.9, top_k=50, repetition_penalty=1.1, min_new_tokens=10)
+    generator = TransformersGenerator(model, eos_token_ids=[1], pad_token_id=0, settings=settings)
+    for episode in range(rows):
+        chance = random.Random(episode)
+        uniforms = lambda count, chance=chance: [chance.random() for _ in range(count)]  # noqa: E731
+        generator.submit(GenerationRequest(episode, list(range(300, 305 + episode)), 10, uniforms))
+    generator.step()
+    assert all(on_gpu(weight) for weight in model.parameters())
+    gpu.waits.clear()
+    for _ in range(8):
+        generator.step()
+    assert sum(gpu.waits.values()) <= 8, gpu.waits
+    while generator.pending:
+        generator.step()
+
+
+MAKERS = {"grpo": make_trainer, "ppo": make_ppo}
+STEPS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "padded": ("grpo", {"sequence_packing": "none"}, 88),
+    "packed": ("grpo", {"sequence_packing": "prefix"}, 98),
+    "packed, checkpoints": ("grpo", {"sequence_packing": "prefix", "gradient_checkpointing": True}, 98),
+    "scored": ("grpo", {"sequence_packing": "none", "beta": 0.1, "num_iterations": 2}, 102),
+    "in passes": ("grpo", {"sequence_packing": "none", "max_tokens_per_micro_batch": 150}, 130),
+    "ppo": ("ppo", {"sequence_packing": "none"}, 106),
+    "ppo, packed": ("ppo", {"sequence_packing": "prefix"}, 124),
+    "critic_layers": ("ppo", {"sequence_packing": "none", "critic_layers": 1}, 98),
+    "critic_layers, packed": ("ppo", {"sequence_packing": "prefix", "critic_layers": 1}, 114),
+}
+"""Algorithm, options, and the limit on waits of an update."""
+
+
+@pytest.fixture(scope="module")
+def episodes(embedded_model, tmp_path_factory) -> list[Trajectory]:
+    return make_trainer(embedded_model, tmp_path_factory.mktemp("played")).rollout()
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_an_update(gpu, embedded_model, tmp_path, episodes, name):
+    algorithm, options, limit = STEPS[name]
+    trainer = MAKERS[algorithm](embedded_model, tmp_path / "gpu", use_cpu=False, max_steps=3, **options)
+    assert trainer.args.device == trainer.accelerator.device == GPU
+    trainer.update(episodes)  # compares packed with padded rows, and measures what the health checks start from
+    gpu.waits.clear()
+    trainer.update(episodes)
+    waits = Counter(gpu.waits)
+    assert all(on_gpu(weight) for weight in trainer.model.parameters())
+    assert sum(waits.values()) <= limit, waits.most_common()
