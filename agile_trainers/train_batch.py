@@ -6,7 +6,7 @@ places where the two forms meet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -188,7 +188,7 @@ def length_sorted_batches(
     size: int,
     multiple: int | None,
     rows: torch.Tensor | None = None,
-    split: Callable[[Batch], list[torch.Tensor]] | None = None,
+    split: Callable[[Batch], Iterable[torch.Tensor]] | None = None,
 ) -> Iterator[tuple[torch.Tensor, Batch]]:
     """Yield micro-batches of rows of similar length, for forward passes without gradient.
 

@@ -244,17 +244,17 @@ class GapMonitor:
     """
 
     def __init__(self, accelerator: Accelerator, bound: float | None, conditions: Callable[[], Conditions]) -> None:
-        self._meter, self._bound, self._conditions = GapMeter(accelerator), bound, conditions
+        self.meter, self._bound, self._conditions = GapMeter(accelerator), bound, conditions
         self._first: float | None = None
 
     @property
     def is_open(self) -> bool:
         """True while a generation batch is measured."""
-        return self._meter.is_open
+        return self.meter.is_open
 
     def open(self) -> None:
         """Start a generation batch."""
-        self._meter.open()
+        self.meter.open()
 
     def add(
         self,
@@ -265,7 +265,7 @@ class GapMonitor:
         prompt_mask: torch.Tensor,
     ) -> None:
         """Add the tokens of a forward pass; see :meth:`GapMeter.add`."""
-        self._meter.add(log_probs, sampled, mask, turn_ids, prompt_mask[:, 0] == 0)
+        self.meter.add(log_probs, sampled, mask, turn_ids, prompt_mask[:, 0] == 0)
 
     def close(self, *, is_first_step: bool) -> ClosedGap:
         """End the batch and return its gap, the same on all ranks.
@@ -276,7 +276,7 @@ class GapMonitor:
         Raises:
             SamplerMismatchError: In the run's first batch, if the gap is too wide and rounding cannot be the reason.
         """
-        gap = self._meter.read()
+        gap = self.meter.read()
         if gap is None:
             return ClosedGap({}, None)
         conditions, is_first = self._conditions(), self._first is None and is_first_step

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
+from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
@@ -19,6 +20,8 @@ from agile_trainers.rollout.generators.transformers.generator import Transformer
 from agile_trainers.sampling.gap import Conditions
 from agile_trainers.sampling.served_policy import SavedAdapter, ServedPolicy
 from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
+
+logger = logging.get_logger(__name__)
 
 
 def sampling_settings(args: Any, do_sample: bool = True) -> SamplingSettings:
@@ -94,6 +97,8 @@ class RolloutSampler:
     def __init__(self, trainer: GRPOTrainer, engine: RolloutEngine, tokenizer: Any, distribution: Any) -> None:
         self._trainer, self._engine, self._tokenizer = trainer, engine, tokenizer
         self._synced = 0, 0.0
+        self.rows: int | None = trainer.args.generation_chunk_size
+        """Episodes that are decoded at the same time by the transformers generator; None for all of them."""
         self.vllm: ServedPolicy | None = None
         """The policy in a vLLM engine; None without ``use_vllm``."""
         args: Any = trainer.args
@@ -148,7 +153,7 @@ class RolloutSampler:
                     pad_token_id=self._tokenizer.pad_token_id,
                     settings=settings,
                     tokenizer=self._tokenizer,
-                    max_batch_size=args.generation_chunk_size,
+                    max_batch_size=self.rows,
                 )
             finally:
                 model.train(training)
@@ -184,6 +189,31 @@ class RolloutSampler:
 
     def _on_engine(self, policy: ServedPolicy, settings: SamplingSettings) -> AbstractContextManager[Generator]:
         return policy.generator(settings, self._engine.chat.eos_token_ids, self._tokenizer)
+
+    def halve(self, episodes: int) -> None:
+        """Let the next generators decode half as many episodes at the same time, after memory ran out.
+
+        Args:
+            episodes: How many there were.
+
+        Raises:
+            RuntimeError: If one at a time was too many, or vLLM decodes, whose memory is set aside at the start.
+        """
+        if self.vllm is not None:
+            raise RuntimeError(
+                "Memory ran out in a rollout with vLLM. Lower vllm_gpu_memory_utilization, which leaves more to the rest."
+            )
+        rows = min(episodes, self.rows or episodes)
+        if rows <= 1:
+            raise RuntimeError(
+                "A single episode does not fit into memory in a rollout. Lower max_model_length, or load the model in 4 bit."
+            )
+        self.rows = rows // 2
+        logger.warning(
+            "A rollout did not fit into memory, and its episodes are played again. From now on %d are decoded at the same "
+            "time; set generation_chunk_size=%d to start with that.",
+            self.rows, self.rows,
+        )  # fmt: skip
 
     def sync_metrics(self) -> dict[str, float]:
         """Return bytes and seconds of moving the policy to vLLM since the last call; empty without vLLM."""

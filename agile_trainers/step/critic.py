@@ -214,10 +214,9 @@ class Critic:
             lengths = turn_lengths(torch.where(trained, batch.turn_ids, -1), batch.turn_mask.size(1))
             lesson = _Lesson(trained, self._targets_of, (lengths > 0).sum())
             self.thaw(model)
-            longest = int((batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1)).max())
-            return self._passes.fitting(lambda: self._read(model, batch, by_token, lesson), longest)
+            return self._passes.fitting(lambda: self._read(model, batch, by_token, lesson))
         with torch.no_grad(), disable_gradient_checkpointing(model, self._args.gradient_checkpointing_kwargs):
-            return self._read(model, batch, by_token, None)
+            return self._passes.fitting(lambda: self._read(model, batch, by_token, None))
 
     def _learns_from(self, model: Any, step: int) -> bool:
         """Return True if the gradient of the values may be accumulated as they are read.
@@ -238,7 +237,7 @@ class Critic:
         offsets = torch.cat([self._offsets(batch, by_token), final], dim=1)
         read = torch.zeros(offsets.shape, device=offsets.device)
         size, multiple = self._args.per_device_train_batch_size, self._args.pad_to_multiple_of
-        for rows, part in length_sorted_batches(batch, size, multiple, split=self._passes.split):
+        for rows, part in length_sorted_batches(batch, size, multiple, split=self._passes.each):
             # No position that counts is past the last token of the longest row.
             positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
             with self._accelerator.autocast():

@@ -105,8 +105,11 @@ class Scorer:
         return live.int().argsort(descending=True, stable=True)[:most]
 
     def _of(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
+        return self._passes.fitting(lambda: self._in_passes(model, batch, rows))
+
+    def _in_passes(self, model: Any, batch: TurnBatch, rows: torch.Tensor) -> torch.Tensor:
         scores = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
-        batches = length_sorted_batches(batch, self._size, self.pad_to_multiple_of, rows, self._passes.split)
+        batches = length_sorted_batches(batch, self._size, self.pad_to_multiple_of, rows, self._passes.each)
         for chosen, part in batches:
             length = part["completion_ids"].size(1)
             scored = batch.valid_mask[chosen, :length]

@@ -20,6 +20,7 @@ from agile_trainers.step.credit import CreditAssignment, Judged
 from agile_trainers.step.mixture import with_names
 from agile_trainers.step.reward import Rewards, not_scored
 from agile_trainers.step.task_sampling import Draw, TaskSampling
+from agile_trainers.step.token_batches import within_memory
 from agile_trainers.train_batch import own_rows
 from agile_trainers.types import Trajectory, TurnBatch
 
@@ -40,10 +41,15 @@ class Player:
         """Wall time of all episodes that were played, since the caller set it to 0."""
 
     def play(self, specs: list[EpisodeSpec]) -> list[Trajectory]:
-        """Play episodes."""
+        """Play episodes, again from their start with fewer at the same time whenever memory runs out."""
         started = time.perf_counter()
-        with self._sampler.generator() as generator:
-            trajectories = self._engine.run(specs, generator)
+
+        def attempt() -> list[Trajectory]:
+            with self._sampler.generator() as generator:
+                return self._engine.run(specs, generator)
+
+        # No rank waits for another here, so each decides by itself.
+        trajectories = within_memory(attempt, lambda: self._sampler.halve(len(specs)))
         self.seconds += time.perf_counter() - started
         return trajectories
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from math import nan
 from typing import Any, TypeVar
@@ -42,13 +44,10 @@ class Pass:
     """Tokens that are trained on, over all processes: the weight in metrics."""
 
 
-_TOO_LONG = (
-    "An episode does not fit into memory with its gradient. Lower max_model_length, or set gradient_checkpointing=True."
-)
+_TOO_LONG = "An episode does not fit into memory. Lower max_model_length"
 
 LossOf = Callable[[Pass], torch.Tensor]
 _T = TypeVar("_T")
-_Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
 
 
 def deal_padded(prompts: torch.Tensor, completions: torch.Tensor, budget: int, multiple: int = 1) -> list[torch.Tensor]:
@@ -154,6 +153,9 @@ class Passes:
         )
         self.budget: int | None = self._args.max_tokens_per_micro_batch
         """Tokens of a pass, equal on all processes; None until the first micro-batch decides it."""
+        self.watched: Sequence[Any] = ()
+        """Observers of the passes: their attributes are put back before a micro-batch is repeated."""
+        self._under_way: tuple[Batch, bool] | None = None
         if self.budget is not None and auxiliary_loss:
             raise ValueError(
                 f"max_tokens_per_micro_batch={self.budget} cannot be combined with the router's auxiliary loss, an average "
@@ -226,6 +228,12 @@ class Passes:
             passes = in_number(passes, int(accelerator.gather(number).max()))
         return passes
 
+    def each(self, part: Batch) -> Iterator[torch.Tensor]:
+        """Deal rows as :meth:`split` does, and note which of them are under way."""
+        for rows in self.split(part):
+            self._under_way = {name: value[rows] for name, value in part.items()}, False
+            yield rows
+
     def _padded(
         self, rows: torch.Tensor, prompts: torch.Tensor, completions: torch.Tensor
     ) -> tuple[list[torch.Tensor], int]:
@@ -277,7 +285,9 @@ class Passes:
         return int(accelerator.gather(fitting).min())
 
     def loss(self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf) -> torch.Tensor:
-        """Run the passes of a micro-batch, and the backward pass of each but the last.
+        """Run the passes of a micro-batch, and the backward pass of each but the last; of all, where that can be repeated.
+
+        If memory runs out, the whole micro-batch is run again with smaller passes, from the same gradients and random state.
 
         Args:
             model: The wrapped model.
@@ -286,54 +296,53 @@ class Passes:
             loss_of: Computes the loss of a pass.
 
         Returns:
-            The loss of the micro-batch. Its gradient is that of the last pass; the others' is in the parameters.
+            The loss of the micro-batch. What its gradient lacks is in the parameters.
         """
-        pending, done = self.of(batch, whole), list[Pass]()
-        metrics = self._metrics
-        before = {name: len(values) for name, values in metrics.items()}
-        total: torch.Tensor | float = 0.0
-        while True:
-            part = pending.pop(0)
-            gradients = self._gradients() if self._recovers else None
-            lengths = {name: len(values) for name, values in metrics.items()}
-            try:
-                loss = loss_of(part) if not pending else self._backward(model, part, loss_of)
-            except torch.OutOfMemoryError as error:
-                if gradients is None:
-                    error.add_note("Lower max_tokens_per_micro_batch or per_device_train_batch_size.")
-                    raise
-                smaller = self._smaller(part, whole)
-                for name, values in metrics.items():
-                    del values[lengths.get(name, 0) :]
-                _put_back(gradients)
-                pending = smaller + [again for old in pending for again in self.of(old.batch, whole)]
-                continue
-            done.append(part)
-            if not pending:
-                break
-            total = total + loss
-        self._merge(done, metrics, before)
-        return loss if len(done) == 1 else loss + total
+        return self.fitting(lambda: self._run(model, batch, whole, loss_of))
 
-    def fitting(self, run: Callable[[], _T], longest: int) -> _T:
-        """Call a function that accumulates gradients, again from its start with smaller passes if memory runs out.
+    def _run(self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf) -> torch.Tensor:
+        passes, metrics = self.of(batch, whole), self._metrics
+        before = {name: len(values) for name, values in metrics.items()}
+        # Outside of this method, a backward pass that runs out of memory could not be repeated.
+        complete = self._repeats and torch.is_grad_enabled() and not self.steps_in_backward
+        total: torch.Tensor | float = 0.0
+        for number, part in enumerate(passes, 1):
+            self._under_way = part.batch.to_trl(), self._whole
+            last = number == len(passes)
+            if last and complete:
+                loss = loss_of(part)
+                with torch.autocast(self._accelerator.device.type, enabled=False):
+                    self._accelerator.backward(loss)
+                loss = loss.detach()
+            else:
+                loss = loss_of(part) if last else self._backward(model, part, loss_of)
+            if not last:
+                total = total + loss
+        self._merge(passes, metrics, before)
+        loss = loss if len(passes) == 1 else loss + total
+        # The trainer's own backward pass then ends at this number.
+        return loss.requires_grad_() if complete else loss
+
+    def fitting(self, run: Callable[[], _T]) -> _T:
+        """Call a function, again from its start with smaller passes whenever memory runs out.
 
         Args:
-            run: Runs forward and backward passes of the rows that :meth:`split` deals.
-            longest: Tokens of the longest row.
+            run: Runs forward passes, and maybe backward passes, of the rows that :meth:`split` or :meth:`each` deals.
+
+        Raises:
+            RuntimeError: If a pass of a single episode does not fit.
+            torch.OutOfMemoryError: On several processes, or if the gradients of a whole model would have to be copied.
         """
-        while True:
-            gradients = self._gradients() if self._recovers else None
-            try:
+        if not self._repeats:
+            reason = "several processes" if self._accelerator.num_processes > 1 else "a model that is trained whole"
+            smaller = "max_tokens_per_micro_batch" + (f" (it is {self.budget} now)" if self.budget else "")
+            with _advising(f"Passes are not made smaller by themselves with {reason}. Lower {smaller}."):
                 return run()
-            except torch.OutOfMemoryError:
-                if gradients is None or self.budget is None:
-                    raise
-                if self.budget < longest:  # and every pass of several rows is smaller than that row
-                    raise RuntimeError(_TOO_LONG) from None
-                self.budget //= 2
-                self._tell()
-                _put_back(gradients)
+
+        def undo_of() -> Callable[[], None]:
+            return undoing(self._model if torch.is_grad_enabled() else None, self._metrics, self.watched)
+
+        return within_memory(run, self._halve, undo_of)
 
     def _backward(self, model: Any, part: Pass, loss_of: LossOf) -> torch.Tensor:
         """Run a pass whose gradient is accumulated, as in an earlier micro-batch of the optimizer step."""
@@ -352,39 +361,37 @@ class Passes:
         return loss.detach()
 
     @property
-    def _recovers(self) -> bool:
-        """True if a pass that runs out of memory can be undone: on one process, with gradients small enough to copy."""
-        return self._accelerator.num_processes == 1 and isinstance(self._model, PeftModel)
+    def _repeats(self) -> bool:
+        """True if passes that run out of memory can be undone: on one process, with gradients small enough to copy.
 
-    def _gradients(self) -> _Gradients:
-        trained = (p for p in self._model.parameters() if p.requires_grad)
-        return [(p, None if p.grad is None else p.grad.clone()) for p in trained]
+        The ranks of several processes wait for each other inside a pass; one cannot go back alone.
+        """
+        single = self._accelerator.distributed_type == DistributedType.NO and self._args.n_gpu <= 1
+        return single and (isinstance(self._model, PeftModel) or not torch.is_grad_enabled())
 
-    def _smaller(self, part: Pass, whole: TrainBatch) -> list[Pass]:
-        """Halve the budget until a pass that did not fit into memory is split, and return its parts.
+    def _halve(self) -> None:
+        """Halve the budget until the pass that did not fit into memory is split.
 
         Raises:
             RuntimeError: If it cannot be split.
         """
-        if len(part.batch.prompt_ids) == 1:
-            raise RuntimeError(_TOO_LONG) from None
-        if self._whole:
+        part, whole = self._under_way or ({}, False)
+        if not part or len(part["prompt_ids"]) == 1:
+            advice = ", or set gradient_checkpointing=True." if torch.is_grad_enabled() else "."
+            raise RuntimeError(_TOO_LONG + advice)
+        if whole:
             raise RuntimeError(
                 "A micro-batch does not fit into memory, and a term of its loss needs all of its episodes at once: an "
                 "adaptive entropy bonus, an entropy quantile, a router's auxiliary loss, or an optimizer that steps in the "
                 "backward pass. Lower per_device_train_batch_size."
-            ) from None
+            )
         assert self.budget is not None
         while True:  # a pass of a budget below its tokens has one row
             self.budget //= 2
-            passes = self.of(part.batch, whole)
-            if len(passes) > 1:
-                self._tell()
-                return passes
-
-    def _tell(self) -> None:
+            if len(self.split(part)) > 1:
+                break
         logger.warning(
-            "A forward pass did not fit into memory. From now on a pass has at most %d tokens; set "
+            "A forward or backward pass did not fit into memory. From now on a pass has at most %d tokens; set "
             "max_tokens_per_micro_batch=%d to start with that.",
             self.budget, self.budget,
         )  # fmt: skip
@@ -400,9 +407,69 @@ class Passes:
                 values[before.get(name, 0) :] = [summed if name == "policy_loss" else _merged(name, new, weights)]
 
 
-def _put_back(gradients: _Gradients) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
+def within_memory(
+    run: Callable[[], _T],
+    halve: Callable[[], None],
+    undo_of: Callable[[], Callable[[], None]] = lambda: lambda: None,
+) -> _T:
+    """Call a function, and whenever memory runs out, undo what it did, halve its work and call it again.
+
+    The random state of torch is the same each time, so that the result is that of a run with the smaller work.
+
+    Args:
+        run: The function.
+        halve: Makes its work smaller, or raises if nothing is left to halve.
+        undo_of: Called before each attempt; returns a function that undoes it.
+    """
+    while True:
+        undo = undo_of()
+        cuda = torch.cuda.is_initialized()
+        states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else []
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            pass  # its traceback holds the tensors of the attempt, so everything else is done outside
+        undo()
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+        halve()
+        torch.set_rng_state(states[0])
+        if cuda:
+            torch.cuda.set_rng_state_all(states[1])
+
+
+def undoing(model: Any, metrics: dict[str, list[float]], watched: Sequence[Any]) -> Callable[[], None]:
+    """Remember gradients, metrics and the state of observers; return a function that puts them back.
+
+    Args:
+        model: Whose gradients are copied. None: no gradient changes.
+        metrics: Lists that are appended to.
+        watched: Objects whose attributes are assigned, or are dictionaries and lists that change.
+    """
+    trained = [] if model is None else [p for p in model.parameters() if p.requires_grad]
+    gradients = [(p, None if p.grad is None else p.grad.clone()) for p in trained]
+    lengths = {name: len(values) for name, values in metrics.items()}
+    states = [{n: copy(v) if isinstance(v, (dict, list)) else v for n, v in vars(one).items()} for one in watched]
+
+    def undo() -> None:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for name, values in metrics.items():
+            del values[lengths.get(name, 0) :]
+        for one, state in zip(watched, states, strict=True):
+            vars(one).update(state)
+
+    return undo
+
+
+@contextmanager
+def _advising(advice: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(advice)
+        raise
 
 
 def _merged(name: str, values: Sequence[float], weights: Sequence[float]) -> float:

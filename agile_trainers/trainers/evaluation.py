@@ -17,6 +17,7 @@ from agile_trainers.rollout.seeds import preserved_random_state
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.mixture import with_names
 from agile_trainers.step.reward import Rewards, not_scored
+from agile_trainers.step.token_batches import within_memory
 
 
 class EpisodeEvaluator:
@@ -65,12 +66,15 @@ class EpisodeEvaluator:
         rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
         sample = not (args.eval_greedy if greedy is None else greedy)
         with preserved_random_state():
-            results = play_evaluation(
-                self._engine,
-                self._sampler.generator(do_sample=sample),
-                evaluation_episodes(args.seed, count, rows, self._mixture),
-                rank=rank,
-                world_size=world_size,
+            results = within_memory(
+                lambda: play_evaluation(
+                    self._engine,
+                    self._sampler.generator(do_sample=sample),
+                    evaluation_episodes(args.seed, count, rows, self._mixture),
+                    rank=rank,
+                    world_size=world_size,
+                ),
+                lambda: self._sampler.halve(-(-count // world_size)),
             )
             specs, trajectories = results.specs, results.trajectories
             # TRL gathers the same number of rewards from every process.

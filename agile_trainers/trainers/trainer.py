@@ -350,6 +350,7 @@ class MultiTurnTrainer(GRPOTrainer):
             self.critic = Critic(args, self.accelerator, self.packer, self.passes, targets_of)
             self._switch_off_noise()
             self.critic.thaw(self.model)
+        self.passes.watched = [self.turn_entropies, self.gap.meter, self.critic, self._offloading]
 
     def _make_step(self, setup: RunSetup) -> None:
         """Make the parts of a step, in the order in which they run."""
