@@ -567,8 +567,28 @@ MUTATIONS = [
     ),
     Mutation(
         "a critic's pass that ran out of memory counts twice", "step/token_batches.py",
-        "self._tell()\n                _put_back(gradients)", "self._tell()",
+        "        undo()\n        gc.collect()", "        gc.collect()",
         "tests/trainers/test_ppo_learned.py -k do_not_fit",
+    ),
+    Mutation(
+        "an attempt that ran out of memory draws other noise the second time", "step/token_batches.py",
+        "        torch.set_rng_state(states[0])\n", "", "tests/trainers/test_out_of_memory.py -k undone",
+    ),
+    Mutation(
+        "the backward pass of the last pass is left to the trainer", "step/token_batches.py",
+        "if last and complete:", "if False:", "tests/trainers/test_out_of_memory.py -k backward",
+    ),
+    Mutation(
+        "what observers saw in an attempt that ran out of memory counts twice", "step/token_batches.py",
+        "vars(one).update(state)", "pass", "tests/trainers/test_out_of_memory.py -k undone",
+    ),
+    Mutation(
+        "a rollout that ran out of memory is played with as many rows again", "sampling/sampler.py",
+        "self.rows = rows // 2", "self.rows = rows - 1", "tests/trainers/test_out_of_memory.py -k half_of_its_rows",
+    ),
+    Mutation(
+        "the tokens of a pass are chosen as if nothing came after", "step/token_batches.py",
+        "_GPU_SHARE * (free - to_come)", "_GPU_SHARE * free", "tests/trainers/test_passes.py -k to_come",
     ),
     Mutation(
         "warm-up trains the policy", "step/critic.py",

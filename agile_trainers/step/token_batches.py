@@ -279,10 +279,23 @@ class Passes:
             return _CPU_LIMIT
         free = torch.cuda.mem_get_info(accelerator.device)[0]
         free += torch.cuda.memory_reserved(accelerator.device) - torch.cuda.memory_allocated(accelerator.device)
-        config = accelerator.unwrap_model(self._model).config.get_text_config()
-        needed = bytes_per_token(config, checkpointing=self._args.gradient_checkpointing)
-        fitting = torch.tensor([max(1024, int(_GPU_SHARE * free / needed))], device=accelerator.device)
+        policy = accelerator.unwrap_model(self._model)
+        per_token = bytes_per_token(policy.config.get_text_config(), checkpointing=self._args.gradient_checkpointing)
+        if not (self._args.bf16 or self._args.fp16):
+            per_token = per_token * policy.dtype.itemsize // 2
+        fits = fitting_tokens(free, self._to_come(policy), per_token)
+        fitting = torch.tensor([fits], device=accelerator.device)
         return int(accelerator.gather(fitting).min())
+
+    def _to_come(self, policy: torch.nn.Module) -> int:
+        """Return the bytes of gradients and optimizer that this process has not allocated before the first update."""
+        state, optimizer = self._accelerator.state, str(getattr(self._args.optim, "value", self._args.optim))
+        trained = [(_local_size(p), p.element_size()) for p in policy.parameters() if p.requires_grad]
+        if self._accelerator.distributed_type != DistributedType.DEEPSPEED:
+            return bytes_to_come(trained, optimizer)
+        # DeepSpeed has made the optimizer's state by now. From stage 2 on, a process keeps its share of the gradients.
+        shares = self._accelerator.num_processes if state.deepspeed_plugin.zero_stage >= 2 else 1
+        return bytes_to_come(trained, None, shares)
 
     def loss(self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf) -> torch.Tensor:
         """Run the passes of a micro-batch, and the backward pass of each but the last; of all, where that can be repeated.
@@ -513,3 +526,58 @@ def bytes_per_token(config: Any, *, checkpointing: bool) -> int:
     hidden, layers = config.hidden_size, config.num_hidden_layers
     layer = 34 * hidden * max(1.0, getattr(config, "intermediate_size", 4 * hidden) / (4 * hidden))
     return int(layers * 2 * hidden + 2 * layer if checkpointing else layers * layer)
+
+
+def fitting_tokens(free: int, to_come: int, per_token: int) -> int:
+    """Return the tokens of a pass that fit into memory, at least 1,024.
+
+    Args:
+        free: Bytes that are free now.
+        to_come: Bytes of these that gradients and optimizer will take; see :func:`bytes_to_come`.
+        per_token: Bytes that the backward pass keeps for each token.
+    """
+    return max(1024, int(_GPU_SHARE * (free - to_come) / per_token))
+
+
+_STATES = {
+    "ademamix": 3, "adafactor": 0, "adagrad": 1, "adalomo": 0, "lomo": 0, "adam": 2, "sgd": 1, "rmsprop": 1, "lion": 1,
+}  # fmt: skip
+"""Beginning of an optimizer's name to its values for each trained weight; 2 for others. SGD's is its momentum."""
+_KEPT_WHOLE = 4096
+"""Weights of a tensor below which bitsandbytes keeps its state in 32 bits."""
+
+
+def optimizer_values(optimizer: str, itemsize: int) -> tuple[int, int]:
+    """Return the values that an optimizer keeps for each trained weight, and the bytes of each.
+
+    Args:
+        optimizer: The option ``optim``.
+        itemsize: Bytes of a trained weight.
+    """
+    name = optimizer.removeprefix("paged_").removeprefix("schedule_free_")
+    values = next((count for begins, count in _STATES.items() if name.startswith(begins)), 2)
+    return values, 1 if "8bit" in name else 4 if "32bit" in name else itemsize
+
+
+def bytes_to_come(trained: Sequence[tuple[int, int]], optimizer: str | None, shares: int = 1) -> int:
+    """Count the bytes of gradients and optimizer state of trained tensors, which the first update allocates.
+
+    Args:
+        trained: Weights of each tensor on this process, and bytes of each weight.
+        optimizer: The option ``optim``; None if its state is allocated already. A paged one counts as nothing, since its
+            state leaves the GPU when memory is short.
+        shares: Processes that gradients and state are divided among.
+    """
+    total = sum(weights * itemsize for weights, itemsize in trained)
+    if optimizer is not None and not optimizer.startswith("paged_"):
+        for weights, itemsize in trained:
+            values, each = optimizer_values(optimizer, itemsize)
+            total += weights * values * (4 if each == 1 and weights < _KEPT_WHOLE else each)
+    return total // shares
+
+
+def _local_size(parameter: Any) -> int:
+    """Return the number of a parameter's weights: on this process under FSDP2, of all under ZeRO-3."""
+    if hasattr(parameter, "to_local"):
+        return int(parameter.to_local().numel())
+    return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -9,7 +9,14 @@ from errors import naming
 from games import Chatter, loss_and_gradients, make_trainer, relative_error
 from ppo_games import make_ppo, wake
 
-from agile_trainers.step.token_batches import bytes_per_token, deal_packed, deal_padded, in_number
+from agile_trainers.step.token_batches import (
+    bytes_per_token,
+    bytes_to_come,
+    deal_packed,
+    deal_padded,
+    fitting_tokens,
+    in_number,
+)
 from agile_trainers.train_batch import TrainBatch
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -321,3 +328,27 @@ def test_what_fits_on_a_gpu_is_estimated_from_the_model():
 
     assert bytes_per_token(Config, checkpointing=False) == 10 * 34 * 1024
     assert bytes_per_token(Config, checkpointing=True) == 10 * 2 * 1024 + 2 * 34 * 1024
+
+
+def test_gradients_and_optimizer_that_are_still_to_come():
+    """Three billion weights in fp32: 12 GB of gradients and 24 of AdamW's averages."""
+    whole = [(3 * 10**9, 4)]
+    assert bytes_to_come(whole, "adamw_torch_fused") == 36 * 10**9
+    assert bytes_to_come([(3 * 10**9, 2)], "adamw_torch") == 18 * 10**9
+    assert bytes_to_come([(3 * 10**9, 2)], "paged_adamw_32bit") == 6 * 10**9
+    # Tensors of fewer than 4,096 weights keep 32 bits.
+    assert bytes_to_come([(4096, 4), (4095, 4)], "adamw_bnb_8bit") == 4096 * (4 + 2) + 4095 * (4 + 8)
+    assert bytes_to_come([(5000, 2)], "lion_32bit") == 5000 * (2 + 4)
+    assert bytes_to_come([(100, 4)], "sgd") == 800 and bytes_to_come([(100, 4)], "ademamix") == 1600
+    assert bytes_to_come([(100, 4)], "schedule_free_adamw") == 1200 and bytes_to_come([(100, 4)], "adafactor") == 400
+    assert bytes_to_come([(100, 2)], None, shares=4) == 50
+    # 60 % of what is left of 70 GB after them, by 1 MB a token; without them it would have been 42,000 tokens.
+    assert fitting_tokens(70 * 10**9, bytes_to_come(whole, "adamw_torch_fused"), 10**6) == 20_400
+    assert fitting_tokens(30 * 10**9, 36 * 10**9, 10**6) == 1024
+
+
+def test_the_trained_weights_of_a_run_are_counted(embedded_model, tmp_path):
+    for lora in (True, False):
+        trainer = make_trainer(embedded_model, tmp_path / str(lora), lora=lora, optim="adamw_torch")
+        trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        assert trainer.passes._to_come(trainer.model) == (4 + 8) * trained > 0

@@ -16,11 +16,10 @@ from agile_trainers.cli.check.tracing import Shape, Step, trace_step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.rollout.generators.transformers.kv_cache import capacity
+from agile_trainers.step.token_batches import optimizer_values
 
 QUANTIZED = {"4 bit": 0.5 + 4 / 64, "4 bit, double": 0.5 + 1 / 64, "8 bit": 1.0}
 """Quantization to bytes of a linear layer's weight, with bitsandbytes' constants for each block of 64."""
-_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adagrad": 1, "rmsprop": 1, "lion": 1}
-"""Beginning of an optimizer's name to its values per trained weight; 2 for others."""
 _LIVE, _BUCKET = 10**9, 5 * 10**8
 """Weights that ZeRO-3 gathers at most, and gradients that ZeRO reduces at once (DeepSpeed's defaults)."""
 _GATHERED_LAYERS = 2
@@ -245,9 +244,8 @@ def _state(plan: MemoryPlan, step: Step) -> list[MemoryItem]:
     if plan.peft_config is None:
         per_linear = per_weight = per_trained
     weights = plan.copies * int(step.linear * per_linear + others * per_weight) + per_trained * own
-    states = next((count for name, count in _STATES.items() if plan.optimizer.startswith(name)), 2)
     # DeepSpeed and FSDP2 keep the optimizer's values in fp32, and ZeRO a copy of the weights.
-    per_state = 1 if "8bit" in plan.optimizer else 4 if launch.zero else per_trained
+    states, per_state = optimizer_values(plan.optimizer, 4 if launch.zero else per_trained)
     per_optimized = states * per_state + (4 if launch.zero else 0)
     sizes = f"{step.linear:,} x {per_linear:g} bytes + {others:,}" if quantized else f"{base:,}"
     copies = f"{plan.copies} x " if plan.copies > 1 else ""
