@@ -587,6 +587,11 @@ MUTATIONS = [
         "self.rows = rows // 2", "self.rows = rows - 1", "tests/trainers/test_out_of_memory.py -k half_of_its_rows",
     ),
     Mutation(
+        "an engine's profile run reads the whole context", "rollout/generators/checks.py",
+        "else min(PREFILL_TOKENS, max_batch_size * max_model_length)", "else max_batch_size * max_model_length",
+        "tests/test_cli_advice.py -k 8b_model",
+    ),
+    Mutation(
         "the tokens of a pass are chosen as if nothing came after", "step/token_batches.py",
         "_GPU_SHARE * (free - to_come)", "_GPU_SHARE * free", "tests/trainers/test_passes.py -k to_come",
     ),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 from trl import ModelConfig, get_peft_config
 
 from agile_trainers.cli.check import advice
@@ -19,6 +19,7 @@ from agile_trainers.cli.check.advice import remedies
 from agile_trainers.cli.check.memory_plan import Engine, MemoryPlan, estimate_memory, readable, serving, trace
 from agile_trainers.cli.launch_configs import SINGLE, Launch, planned, resolve
 from agile_trainers.embedded import make_tokenizer
+from agile_trainers.rollout.generators.checks import tokens_of_a_step
 
 CONFIG = Qwen2Config(
     architectures=["Qwen2ForCausalLM"], hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -99,6 +100,27 @@ def test_an_engines_memory_counts_when_it_is_there() -> None:
     assert needed.weights == step.linear + step.others  # two bytes, on two GPUs
     assert needed.episode == 256 * 2 * 2 * 2 * 16  # tokens x layers x (keys, values) x heads x width, x 2 bytes / 2
     assert needed.episodes(needed.weights + 5 * needed.episode) == 5 and needed.episodes(0) == 0
+
+
+def test_an_8b_model_starts_in_three_tenths_of_80_gb() -> None:
+    """Weights, the activations of vLLM's profile run, its sampler's logits and the cache of a planned episode."""
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072,
+    )  # fmt: skip
+    plan, share = replace(PLAN, rows=1, tokens=8192, decoded=8192), int(0.3 * 80e9)
+    needed = serving(plan, trace(config, plan))
+    assert needed.weights == 2 * 8_030_261_248
+    assert needed.episode == 8192 * 32 * 2 * 8 * 128 * 2
+
+    def profiled(tokens: int) -> int:
+        """Input and output of a layer, gate, up and their product; logits in fp32, three times."""
+        return tokens * (2 * 4096 + 3 * 14336) * 2 + 64 * 128256 * 4 * 3
+
+    assert tokens_of_a_step(64, 8192, chunks=True) == 8192
+    assert needed.least + profiled(8192) < 0.8 * share
+    # As many tokens as the model reads were 12.5 GiB more.
+    assert tokens_of_a_step(64, None, chunks=True) == 8192 and needed.weights + profiled(131072) > share
 
 
 @pytest.mark.parametrize(
@@ -221,3 +243,17 @@ def test_almost_full_is_a_warning_with_advice(tmp_path: Path) -> None:
 
 def test_sizes_are_written_in_gib() -> None:
     assert str(advice.Remedy("beta=0.0", 3 * 2**29)) == "beta=0.0 saves 1.50 GiB" and readable(2**27) == "0.12 GiB"
+
+
+def test_the_tokens_that_an_engine_reads_in_a_step() -> None:
+    """All requests have one; a prompt that cannot be read in chunks is read whole."""
+    assert tokens_of_a_step(4, 512, chunks=True) == 2048 and tokens_of_a_step(9000, 64, chunks=True) == 9000
+    assert tokens_of_a_step(4, 32768, chunks=False) == 32768 and tokens_of_a_step(4, None, chunks=False) == 4096
+
+
+def test_a_context_that_vllm_cannot_hold_is_a_problem(tmp_path: Path) -> None:
+    """The weights and a short episode fit into it, and the 4,096 tokens of the model do not."""
+    options = ["--use_vllm", "--use_peft", "--gpu_memory", "0.003", "--max_turns", "1", "--max_new_tokens", "8"]
+    code, report = run(tmp_path, *options)
+    assert code == 1 and "hold a conversation of max_model_length=4096 tokens" in report
+    assert "hold a conversation" not in run(tmp_path, *options, "--max_model_length", "300")[1]

@@ -448,6 +448,13 @@ def report_engine(report: Report, run: Run, plan: MemoryPlan, step: Step) -> Non
                 f"{readable(engine.share)}: raise it."
             )
             return
+        context = run.args.max_model_length or getattr(run.config.get_text_config(), "max_position_embeddings", None)
+        if needed.weights + needed.episode * (context or 0) // plan.decoded > engine.share:
+            report.problem(
+                f"vLLM starts only if its {readable(engine.share)} hold a conversation of max_model_length={context} tokens "
+                f"beside {readable(needed.weights)} of weights, and these limits end at {plan.decoded}: set "
+                f"max_model_length={plan.decoded}."
+            )
         report.line(f"It holds {fit:,} of the longest episodes at the same time; {played:,} are played.", "vLLM")
         return
     played = plan.episodes * plan.launch.processes

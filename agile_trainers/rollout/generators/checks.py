@@ -56,3 +56,21 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError(
             f"`{name}` has {outside[0]}, expected ids in [0, {vocab_size}). Check that the tokenizer belongs to the model."
         )
+
+
+PREFILL_TOKENS = 8192
+"""Tokens that a vLLM engine on a GPU reads in one step, at most; longer prompts are read in chunks."""
+
+
+def tokens_of_a_step(max_batch_size: int, max_model_length: int | None, *, chunks: bool) -> int:
+    """Return vLLM's ``max_num_batched_tokens``: its profile run at the start takes the activations of so many tokens.
+
+    Args:
+        max_batch_size: Requests decoded at the same time, each of which has a token in a step.
+        max_model_length: Tokens of a conversation. None: the model's limit.
+        chunks: True if a prompt may be read in several steps.
+    """
+    if not chunks:
+        return max(4096, max_batch_size, max_model_length or 0)
+    most = PREFILL_TOKENS if max_model_length is None else min(PREFILL_TOKENS, max_batch_size * max_model_length)
+    return max(max_batch_size, most)

@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
-from agile_trainers.rollout.generators.checks import check_request, check_room, check_token_ids
+from agile_trainers.rollout.generators.checks import check_request, check_room, check_token_ids, tokens_of_a_step
 from agile_trainers.rollout.generators.transformers.decoding import NO_TOKEN, left_pad, stop_criteria
 
 TEMPERATURES = 0.01, 2.0
@@ -110,13 +110,15 @@ class VllmEngine(AdapterHost[LoRARequest]):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         more: dict[str, Any] = {}
+        chunks = True
         if max_lora_rank is not None:
             more |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": max_adapters}
         if current_platform.is_cpu():
             # On CPU, compiling takes longer than it saves. Only full blocks are cached, and vLLM's blocks of 128 tokens are
             # long for a conversation. A request with its own seed fails when its prompt is prefilled in chunks
             # (RuntimeError "CPU Generator does not use offset", vLLM 0.31).
-            more |= {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
+            more |= {"enforce_eager": True, "block_size": 32}
+            chunks = False
         with _launched_as(*process):
             arguments = EngineArgs(
                 model=model,
@@ -124,7 +126,8 @@ class VllmEngine(AdapterHost[LoRARequest]):
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=max_model_length,
                 max_num_seqs=max_batch_size,
-                max_num_batched_tokens=max(4096, max_batch_size, max_model_length or 0),
+                max_num_batched_tokens=tokens_of_a_step(max_batch_size, max_model_length, chunks=chunks),
+                enable_chunked_prefill=chunks,
                 logprobs_mode="processed_logprobs",  # log-probabilities of the sampling distribution
                 enable_prefix_caching=True,
                 generation_config="vllm",  # ignores the model's sampling defaults
