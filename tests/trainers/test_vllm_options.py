@@ -192,6 +192,7 @@ def test_sharded_weights_are_not_moved_about() -> None:
     args = SimpleNamespace(
         vllm_enable_sleep_mode=False,
         offload_policy_during_rollout=True,
+        parallelism_config=None,
         use_liger_kernel=False,
         activation_offload=False,
         device=torch.device("cuda"),
