@@ -56,6 +56,7 @@ TRIE = "tests/packing/test_trie.py"
 PACKED_ATTENTION = "tests/packing/test_attention.py"
 PACKED_FORWARD = "tests/packing/test_forward.py"
 PACKING = "tests/trainers/test_packing.py"
+OWN_LOSS = "tests/trainers/test_own_loss.py"
 VIEWER = "tests/viewer/test_page.py"
 LABELS = "tests/viewer/test_labels.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
@@ -532,6 +533,53 @@ MUTATIONS = [
         "a pass divides by its own tokens", "train_batch.py",
         "return float(self.counted.sum().clamp(min=1) / whole.counted.sum().clamp(min=1))", "return 1.0",
         "tests/trainers/test_passes.py -k one_pass",
+    ),
+    Mutation(
+        "tokens outside of the loss enter an algorithm's own", "step/loss.py",
+        "torch.where(mask, values, 0.0)", "values", f"{OWN_LOSS} -k by_hand",
+    ),
+    Mutation(
+        "an episode without a token enters an algorithm's own loss", "step/loss.py",
+        "torch.where(mask.any(dim=1), values, 0.0)", "values", f"{OWN_LOSS} -k by_hand",
+    ),
+    Mutation(
+        "values of tokens are summed over an episode, not averaged", "step/loss.py",
+        " / mask.sum(dim=1).clamp(min=1)", "", f"{OWN_LOSS} -k 'a_loss_of_its_own and episodes-none'",
+    ),
+    Mutation(
+        "the tokens of all processes divide the loss of one", "step/loss.py",
+        "clamp(min=1.0) / processes", "clamp(min=1.0)", f"{OWN_LOSS} -k by_hand",
+    ),
+    Mutation(
+        "an update is divided by the tokens of its whole generation batch", "step/loss.py",
+        "per_process * accumulation / args.steps_per_generation", "per_process",
+        f"{OWN_LOSS} -k 'trls_steps and two-steps-tokens'",
+    ),
+    Mutation(
+        "a pass divides by its own episodes", "trainers/trainer.py",
+        "output.denominator, whole, self.args", "output.denominator, part.batch, self.args",
+        f"{OWN_LOSS} -k 'a_loss_of_its_own and episodes-none'",
+    ),
+    Mutation(
+        "accumulated micro-batches of an own loss are summed", "trainers/trainer.py",
+        "accumulation, processes = self.current_gradient_accumulation_steps,", "accumulation, processes = 1,",
+        f"{OWN_LOSS} -k 'trls_steps and accumulated-constant'",
+    ),
+    Mutation(
+        "a loss over the micro-batch is split", "trainers/trainer.py",
+        "together=self.loss is not None and", "together=False and", f"{OWN_LOSS} -k never_split",
+    ),
+    Mutation(
+        "an own loss never sees episodes without advantage", "trainers/trainer.py",
+        "return self.args.skip_zero_advantage is True", "return True", f"{OWN_LOSS} -k left_out_only",
+    ),
+    Mutation(
+        "an own loss gets no old policy", "step/loss.py",
+        "log_probs.detach() if old is None else old,", "log_probs.detach(),", f"{OWN_LOSS} -k 'is_its_definition and none'",
+    ),
+    Mutation(
+        "metrics of episodes are merged by tokens", "step/token_batches.py",
+        "part.weights.get(name, part.tokens)", "part.tokens", f"{OWN_LOSS} -k values_of_episodes",
     ),
     Mutation(
         "a pass that ran out of memory counts twice", "step/token_batches.py",

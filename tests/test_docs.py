@@ -90,8 +90,9 @@ def folder(tmp_path: Path, embedded_model: Path, monkeypatch: pytest.MonkeyPatch
     """Where a reader stands, with the model as ``model`` and rows of GSM8K's schema as ``gsm8k``."""
     from datasets import Dataset, DatasetDict
 
-    algorithm = next(block for block in of("python") if block.page == "docs/algorithms.md")
-    (tmp_path / "constant_baseline.py").write_text(algorithm.text, encoding="utf-8")
+    for page, file in {"docs/algorithms.md": "constant_baseline.py", "docs/own_loss.md": "dppo.py"}.items():
+        algorithm = next(block for block in of("python") if block.page == page)
+        (tmp_path / file).write_text(algorithm.text, encoding="utf-8")
     (tmp_path / "model").symlink_to(embedded_model)
     DatasetDict({split: Dataset.from_list(GSM8K) for split in ("train", "test")}).save_to_disk(tmp_path / "gsm8k")
     monkeypatch.chdir(tmp_path)
@@ -168,6 +169,15 @@ def any_number(name: str, form: str = "{}") -> Callable[[dict[str, Any]], list[f
     return returns
 
 
+def any_word(namespace: dict[str, Any]) -> list[float]:
+    """Every word of the probes, each in an episode of its own."""
+    from agile_trainers.envs import make_environment_factory
+    from agile_trainers.envs.probes import PROBE_WORDS
+
+    factory = make_environment_factory("agile:probe/constant")
+    return [answers_to(factory(), word) for word in PROBE_WORDS]
+
+
 def ideal_answers(namespace: dict[str, Any]) -> list[float]:
     """The right answer to the first question and to the second, both to the first."""
     factory = namespace["environment"]
@@ -236,6 +246,7 @@ EARNED = {
     "README.md": [GEM],
     "docs/algorithms.md": [GUESS],
     "docs/grpo.md": [GEM],
+    "docs/own_loss.md": [any_word, any_word],
     "docs/ppo.md": [GUESS],
     "docs/reinforce.md": [GUESS],
     "docs/chaining.md": [GUESS],

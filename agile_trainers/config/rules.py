@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import inf
 from numbers import Integral, Real
@@ -370,6 +371,48 @@ LOSS = (
     acts_with("loss_type", ("vespo",), "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 )  # fmt: skip
 """Rules for options that only some losses read."""
+
+OWN_LOSS = (
+    Rule(
+        (
+            "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "turn_ratio_pooling",
+            "off_policy_mask_threshold", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg",
+            "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "entropy_coef", "entropy_coef_schedule",
+            "use_adaptive_entropy", "top_entropy_quantile",
+        ),
+        lambda args, _: False,
+        "{name}={value!r} is an option of TRL's loss and has no effect: the algorithm brings its own. Leave {name} unset; "
+        "if the loss reads it, declare it in the algorithm's configuration.",
+        when_set=True,
+    ),
+)  # fmt: skip
+"""Rules for a run with an algorithm's own loss, for options that the algorithm's configuration does not declare."""
+_WHOLE_MICRO_BATCH = (
+    Rule(
+        ("max_tokens_per_micro_batch", "skip_zero_advantage"),
+        lambda args, value: value in (None, "auto", False),
+        "{name}={value!r} cannot be combined with loss_needs='micro_batch': the loss gets all episodes of a micro-batch at "
+        "once. Leave {name} unset, or lower per_device_train_batch_size.",
+    ),
+)
+
+
+def check_own_loss(args: Any, needs: str) -> None:
+    """Check the options of a run whose algorithm brings its loss.
+
+    Args:
+        args: A ``MultiTurnConfig``, as the user gave it.
+        needs: The algorithm's ``loss_needs``.
+
+    Raises:
+        ValueError: For an option of TRL's loss, one that does not fit, or an unknown ``needs``.
+    """
+    if needs not in ("episodes", "micro_batch"):
+        raise ValueError(f"loss_needs must be 'episodes' or 'micro_batch', got {needs!r}.")
+    ours = [cls for cls in type(args).__mro__ if cls.__module__.split(".")[0] not in ("agile_trainers", "trl")]
+    declared = {name for cls in ours if not issubclass(GRPOConfig, cls) for name in inspect.get_annotations(cls)}
+    unread = [replace(rule, options=tuple(name for name in rule.options if name not in declared)) for rule in OWN_LOSS]
+    check_rules(args, unread + list(_WHOLE_MICRO_BATCH if needs == "micro_batch" else ()))
 
 
 def _uses_reference(args: Any) -> bool:

@@ -1,11 +1,12 @@
-"""Hands one forward pass over to TRL's loss, with ratios pooled over turns where the options say so."""
+"""Hands one forward pass over to TRL's loss or to the algorithm's own, whose values it sums and divides."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
+from accelerate import Accelerator
 
 from agile_trainers.objectives.ratios import pool_log_probs
 from agile_trainers.train_batch import Batch, TrainBatch
@@ -50,3 +51,159 @@ class LossPass:
             # The KL term must still see the policy's own distance to the reference.
             self.inputs["ref_per_token_logps"] = batch.ref_per_token_logps + (pooled - log_probs)
         return pooled
+
+
+Denominator = Literal["tokens", "episodes", "constant"]
+
+
+@dataclass
+class LossInputs:
+    """The input of an algorithm's own loss: the episodes of one forward pass."""
+
+    log_probs: torch.Tensor
+    """(B, T) float32, log-probabilities of the tokens under the policy, with gradient."""
+    old_log_probs: torch.Tensor
+    """(B, T), under the policy that the update started from; without gradient."""
+    reference_log_probs: torch.Tensor | None
+    """(B, T), under the reference; None unless ``beta`` is set with ``kl_placement="loss"``."""
+    advantages: torch.Tensor
+    """(B, T) float32."""
+    mask: torch.Tensor
+    """(B, T) bool, the tokens that enter the loss. What the loss computes of the others is left out."""
+    turn_ids: torch.Tensor
+    """(B, T) int64, the turn of each token; -1 outside of actions."""
+    weights: torch.Tensor
+    """(B, T) float32, the correction of the training-inference mismatch; 1 without one."""
+    entropies: torch.Tensor
+    """(B, T) float32, entropy in nats of the policy before each token, with gradient."""
+
+    @classmethod
+    def of(cls, batch: TrainBatch, log_probs: torch.Tensor, entropies: torch.Tensor) -> LossInputs:
+        """Make the input from a batch and what its forward pass computed, (B, T) each."""
+        old, weights = batch.old_per_token_logps, batch.importance_sampling_ratio
+        return cls(
+            log_probs=log_probs,
+            old_log_probs=log_probs.detach() if old is None else old,
+            reference_log_probs=batch.ref_per_token_logps,
+            advantages=batch.advantages,
+            mask=batch.counted,
+            turn_ids=batch.turn_ids,
+            weights=torch.ones_like(batch.advantages) if weights is None else weights.expand_as(log_probs),
+            entropies=entropies,
+        )
+
+
+@dataclass
+class LossOutput:
+    """The output of an algorithm's own loss: what is summed, and by what the sum is divided.
+
+    The loss is no scalar, since the rows of a micro-batch may be in several forward passes: these are sums, and only the
+    trainer knows what to divide them by.
+    """
+
+    numerator: torch.Tensor
+    """(B, T), a value for each token, or (B,), a value for each episode."""
+    denominator: Denominator = "tokens"
+    """``"tokens"``: all tokens of the update, over all processes (TRL's ``dapo``). ``"episodes"``: the number of episodes,
+    values of tokens being averaged over each episode first (``grpo``). ``"constant"``: the number of episodes times
+    ``max_completion_length`` (``dr_grpo``)."""
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Values to log by name, (B, T) or (B,) each, averaged over the tokens or the episodes that enter the loss. The names
+    must be the same on every call."""
+
+    def total(self, mask: torch.Tensor) -> torch.Tensor:
+        """Sum the numerator over what enters the loss.
+
+        Args:
+            mask: (B, T) bool.
+        """
+        if self.numerator.ndim == 2 and self.denominator == "episodes":
+            return (_summed(self.numerator, mask) / mask.sum(dim=1).clamp(min=1)).sum()
+        return _summed(self.numerator, mask).sum()
+
+
+def checked(output: Any, inputs: LossInputs, name: str) -> LossOutput:
+    """Check the form of what an algorithm's own loss returned.
+
+    Args:
+        output: What it returned.
+        inputs: What it got.
+        name: Its class.
+
+    Raises:
+        TypeError: If it is no :class:`LossOutput`, or the numerator or a metric is no tensor.
+        ValueError: For another shape, an unknown denominator, or a numerator without gradient.
+    """
+    if not isinstance(output, LossOutput):
+        raise TypeError(
+            f"{name}.loss must return a LossOutput, got a {type(output).__name__}. Return the values of tokens or episodes "
+            "as its numerator; the trainer sums and divides them."
+        )
+    shape = tuple(inputs.mask.shape)
+    for part, value in {"numerator": output.numerator, **output.metrics}.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{part} of a LossOutput must be a tensor (B, T) or (B,), got a {type(value).__name__}.")
+        if tuple(value.shape) not in (shape, shape[:1]):
+            raise ValueError(
+                f"{part} of a LossOutput has the shape {tuple(value.shape)}; expected {shape}, a value for each token, or "
+                f"{shape[:1]}, one for each episode. Do not sum or average over episodes: the trainer does."
+            )
+    if output.denominator not in get_args(Denominator):
+        raise ValueError(
+            f"denominator must be one of {', '.join(map(repr, get_args(Denominator)))}, got {output.denominator!r}."
+        )
+    if torch.is_grad_enabled() and not output.numerator.requires_grad:
+        raise ValueError(
+            "numerator of a LossOutput has no gradient. Compute it from log_probs or entropies, without detach() or "
+            "no_grad()."
+        )
+    return output
+
+
+def _summed(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sum values of tokens (B, T) over each episode; keep those of episodes (B,) with a token in the loss."""
+    if values.ndim == 2:
+        return torch.where(mask, values, 0.0).sum(dim=1)
+    return torch.where(mask.any(dim=1), values, 0.0)
+
+
+def divisor(
+    denominator: Denominator, whole: TrainBatch, args: Any, *, accumulation: int, processes: int
+) -> torch.Tensor | float:
+    """Return what the sum over a micro-batch is divided by; it is the same for each of its forward passes.
+
+    The numbers are those of TRL's ``_compute_loss``: the gradient of an optimizer step is the mean over processes and the
+    sum over micro-batches.
+
+    Args:
+        denominator: See :class:`LossOutput`.
+        whole: The micro-batch of this process.
+        args: A ``MultiTurnConfig`` for episodes.
+        accumulation: Micro-batches of the optimizer step.
+        processes: Number of processes.
+    """
+    if denominator == "tokens":
+        # The count is of the generation batch, of which an optimizer step may be a part.
+        per_process = whole.num_items_in_batch.clamp(min=1.0) / processes
+        return per_process * accumulation / args.steps_per_generation
+    length = args.max_completion_length if denominator == "constant" else 1
+    return float(len(whole.prompt_ids) * length * accumulation)
+
+
+def averages(
+    values: dict[str, torch.Tensor], mask: torch.Tensor, accelerator: Accelerator
+) -> dict[str, tuple[float, float]]:
+    """Average values over what enters the loss on all processes.
+
+    Args:
+        values: (B, T) or (B,) each, by name.
+        mask: (B, T) bool.
+        accelerator: The trainer's.
+
+    Returns:
+        The mean of each, and the number of tokens or episodes that it is over.
+    """
+    counts = {2: mask.sum(), 1: mask.any(dim=1).sum()}
+    sums = [torch.stack([_summed(value.detach().float(), mask).sum(), counts[value.ndim]]) for value in values.values()]
+    reduced = accelerator.reduce(torch.stack(sums), reduction="sum").tolist()
+    return {name: (total / max(count, 1.0), count) for name, (total, count) in zip(values, reduced, strict=True)}

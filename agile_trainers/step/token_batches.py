@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ class Pass:
     """The same for the entropy bonus, a mean over tokens."""
     tokens: float
     """Tokens that are trained on, over all processes: the weight in metrics."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weights in the metrics of an algorithm's own loss, by name: tokens, or episodes."""
 
 
 _TOO_LONG = "An episode does not fit into memory. Lower max_model_length"
@@ -129,6 +131,7 @@ class Passes:
         model: The policy.
         auxiliary_loss: True if TRL adds the router's auxiliary loss.
         metrics: TRL's store of the metrics of training.
+        together: True if the algorithm's own loss needs the whole micro-batch at once.
 
     Raises:
         ValueError: If the option is set with a router's auxiliary loss.
@@ -143,6 +146,7 @@ class Passes:
         *,
         auxiliary_loss: bool,
         metrics: dict[str, list[float]],
+        together: bool = False,
     ) -> None:
         self._args, self._accelerator, self._packer, self._model, self._metrics = (
             args,
@@ -164,6 +168,7 @@ class Passes:
         # Terms that are no sum over rows or tokens need the whole micro-batch at once.
         self._whole = (
             auxiliary_loss
+            or together
             or self._args.use_adaptive_entropy
             or self._args.top_entropy_quantile < 1.0
             or self.steps_in_backward
@@ -395,8 +400,9 @@ class Passes:
         if whole:
             raise RuntimeError(
                 "A micro-batch does not fit into memory, and a term of its loss needs all of its episodes at once: an "
-                "adaptive entropy bonus, an entropy quantile, a router's auxiliary loss, or an optimizer that steps in the "
-                "backward pass. Lower per_device_train_batch_size."
+                "adaptive entropy bonus, an entropy quantile, a router's auxiliary loss, a loss with "
+                "loss_needs='micro_batch', or an optimizer that steps in the backward pass. Lower "
+                "per_device_train_batch_size."
             )
         assert self.budget is not None
         while True:  # a pass of a budget below its tokens has one row
@@ -412,12 +418,14 @@ class Passes:
     @staticmethod
     def _merge(passes: Sequence[Pass], metrics: dict[str, list[float]], before: dict[str, int]) -> None:
         """Replace the metrics that each pass appended by those of the micro-batch: extremes, or means over tokens."""
-        weights = [part.tokens for part in passes]
         for name, values in metrics.items():
             new = values[before.get(name, 0) :]
             if len(new) == len(passes) > 1:
                 summed = sum(value * part.share for value, part in zip(new, passes, strict=True))
-                values[before.get(name, 0) :] = [summed if name == "policy_loss" else _merged(name, new, weights)]
+                weights = [part.weights.get(name, part.tokens) for part in passes]
+                # Names of a loss of one's own say nothing of extremes.
+                extreme = None if name in passes[0].weights else name[-4:]
+                values[before.get(name, 0) :] = [summed if name == "policy_loss" else _merged(extreme, new, weights)]
 
 
 def within_memory(
@@ -485,13 +493,13 @@ def _advising(advice: str) -> Iterator[None]:
         raise
 
 
-def _merged(name: str, values: Sequence[float], weights: Sequence[float]) -> float:
+def _merged(extreme: str | None, values: Sequence[float], weights: Sequence[float]) -> float:
     there = [(value, weight) for value, weight in zip(values, weights, strict=True) if value == value and weight]
     if not there:
         return values[-1]
-    if name.endswith("_min"):
+    if extreme == "_min":
         return min(value for value, _ in there)
-    if name.endswith("_max"):
+    if extreme == "_max":
         return max(value for value, _ in there)
     return sum(value * weight for value, weight in there) / sum(weight for _, weight in there)
 

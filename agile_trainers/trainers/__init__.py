@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agile_trainers.config.multi_turn import MultiTurnConfig
     from agile_trainers.config.options import option
     from agile_trainers.step.credit import Credit, CreditInputs
+    from agile_trainers.step.loss import LossInputs, LossOutput
     from agile_trainers.trainers.algorithms import (
         MultiTurnCISPOTrainer,
         MultiTurnGRPOTrainer,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Credit",
     "CreditInputs",
+    "LossInputs",
+    "LossOutput",
     "MultiTurnCISPOConfig",
     "MultiTurnCISPOTrainer",
     "MultiTurnConfig",
@@ -48,6 +51,8 @@ __all__ = [
 _LOADED_LATER = {
     "Credit": "step.credit",
     "CreditInputs": "step.credit",
+    "LossInputs": "step.loss",
+    "LossOutput": "step.loss",
     "MultiTurnConfig": "config.multi_turn",
     "MultiTurnTrainer": "trainers.trainer",
     "option": "config.options",

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ from agile_trainers.checkpoints.stopping import GracefulStop
 from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.launch_checks import check_engine
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.config.rules import skips_zero_advantage
+from agile_trainers.config.rules import check_own_loss, skips_zero_advantage
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.monitor.episode_log import EpisodeLog
 from agile_trainers.monitor.episode_records import EpisodeRecords
@@ -71,13 +71,13 @@ from agile_trainers.step.credit import Credit, CreditAssignment, CreditInputs, J
 from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, add_critic
 from agile_trainers.step.dropout import switch_off_noise
 from agile_trainers.step.log_probs import Models, Scorer, Scores
-from agile_trainers.step.loss import LossPass
+from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, averages, checked, divisor
 from agile_trainers.step.play import Collator, GroupRollouts, PlayedGroups, Player
 from agile_trainers.step.reward import Rewards
 from agile_trainers.step.task_sampling import TaskSampling
 from agile_trainers.step.token_batches import Pass, Passes, gathering_ragged
 from agile_trainers.step.turn_metrics import TurnEntropies
-from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, own_rows
+from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, own_rows, read_inputs
 from agile_trainers.trainers.arguments import check_arguments, check_order, named_model
 from agile_trainers.trainers.evaluation import EpisodeEvaluator
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
@@ -158,6 +158,10 @@ class MultiTurnTrainer(GRPOTrainer):
     """True for an algorithm that trains on episodes only; others are TRL's GRPO without an environment."""
     targets_by_row: ClassVar[bool] = False
     """True if the critic's targets of a row depend on that row alone; declared beside ``assign_credit``."""
+    loss: Callable[[LossInputs], LossOutput] | None = None
+    """The loss of one forward pass: a method ``loss(self, inputs: LossInputs) -> LossOutput``. None: TRL's."""
+    loss_needs: ClassVar[Literal["episodes", "micro_batch"]] = "episodes"
+    """What :attr:`loss` must get at once: whole episodes, or all of a micro-batch, which is then never split."""
     _tag_names: ClassVar[list[str]] = ["trl", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {}
 
@@ -236,10 +240,17 @@ class MultiTurnTrainer(GRPOTrainer):
         if environment is None:
             if self.needs_environment:
                 raise ValueError(f"{type(self).__name__} needs an environment. Pass `environment=...`.")
+            if self.loss is not None:
+                raise ValueError(
+                    f"{type(self).__name__} brings a loss of its own, which has no effect without an environment: the "
+                    "trainer is TRL's there. Pass `environment=...`."
+                )
             # TRL's own configuration will do for TRL's own trainer.
             args = args.without_environment() if isinstance(args, MultiTurnConfig) else args
         else:
             check_arguments(type(self), model, args, given)
+            if self.loss is not None:
+                check_own_loss(args, self.loss_needs)
             self.setup = setup = prepare_run(
                 args,
                 environment,
@@ -293,7 +304,7 @@ class MultiTurnTrainer(GRPOTrainer):
         check_vocabulary(self.model, self._tokenizer)
         disable_bnb_cpu_packing(self.model)
         fuse(self.model)
-        self._turn_ratios = args.importance_sampling_level == "turn"
+        self._turn_ratios = args.importance_sampling_level == "turn" and self.loss is None
         if self._turn_ratios:
             # TRL's loss sees log-probabilities whose token ratios already are the turn's.
             self.importance_sampling_level = "token"
@@ -326,12 +337,18 @@ class MultiTurnTrainer(GRPOTrainer):
                 "skip_zero_advantage cannot be combined with the router's auxiliary loss, which every episode trains. Set "
                 "router_aux_loss_coef=0.0 in model_init_kwargs, or skip_zero_advantage=False."
             )
+        if self.loss is not None and self.aux_loss_enabled:
+            raise ValueError(
+                f"{type(self).__name__} brings a loss of its own, which leaves out the router's auxiliary loss. Set "
+                "router_aux_loss_coef=0.0."
+            )
         self.sampler = RolloutSampler(self, self.engine, self._tokenizer, self._dist)
         self.packer = make_packer(self)
         metrics = self._metrics["train"]
         self.passes = Passes(
-            args, self.accelerator, self.packer, self.model, auxiliary_loss=self.aux_loss_enabled, metrics=metrics
-        )
+            args, self.accelerator, self.packer, self.model, auxiliary_loss=self.aux_loss_enabled, metrics=metrics,
+            together=self.loss is not None and self.loss_needs == "micro_batch",
+        )  # fmt: skip
         self._make_step(setup)
         token_ids = (self._tokenizer.pad_token_id, self.eos_token_ids[0])
         measurements = PolicyMeasurements(self.scorer, self.accelerator, args.diagnosis_interval, token_ids)
@@ -411,6 +428,8 @@ class MultiTurnTrainer(GRPOTrainer):
     @property
     def _skips_zero_advantage(self) -> bool:
         """True if episodes without advantage are left out of the forward passes."""
+        if self.loss is not None:  # whose other terms are not known
+            return self.args.skip_zero_advantage is True
         return skips_zero_advantage(self.args) and not self.aux_loss_enabled
 
     def _add_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -738,22 +757,46 @@ class MultiTurnTrainer(GRPOTrainer):
         self.critic.thaw(self.model)  # the reference's forward pass left only the policy trainable
         whole = TrainBatch.from_trl(inputs)
         read = whole.with_advantage() if self._skips_zero_advantage else whole
-        loss = self.passes.loss(model, read, whole, lambda part: self._loss_of(model, part))
+        loss = self.passes.loss(model, read, whole, lambda part: self._loss_of(model, part, whole))
         first_epoch_ends = self._step % self.micro_steps_per_generation == self.args.steps_per_generation - 1
         if self.is_in_train and self.gap.is_open and (first_epoch_ends or self.accelerator.sync_gradients):
             # Before the backward pass, in which DeepSpeed takes its optimizer step.
             self._close_gap()
         return loss
 
-    def _loss_of(self, model: Any, part: Pass) -> torch.Tensor:
+    def _loss_of(self, model: Any, part: Pass, whole: TrainBatch) -> torch.Tensor:
         """Compute the part of the micro-batch's loss that is due to the rows of one pass."""
         with self._handing_over(part) as handed:
-            loss = part.share * super()._compute_loss(model=model, inputs=handed.inputs)
+            if self.loss is None:
+                loss = part.share * super()._compute_loss(model=model, inputs=handed.inputs)
+            else:
+                loss = self._own_loss(self.loss, model, part, whole)
         assert handed.log_probs is not None and handed.log_ratio is not None
         self.records.observe(handed.batch, handed.log_probs, handed.log_ratio)
         loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch, self.state.global_step)
         self._add_metrics(metrics)
         return loss
+
+    def _own_loss(
+        self, loss: Callable[[LossInputs], LossOutput], model: Any, part: Pass, whole: TrainBatch
+    ) -> torch.Tensor:
+        """Compute the part of the micro-batch's loss that is due to one pass, by the algorithm's own loss."""
+        read, length = read_inputs(part.batch.to_trl()), part.batch.completion_ids.size(1)
+        log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
+            model, *read.values(), length, compute_entropy=True
+        )
+        assert entropies is not None
+        inputs = LossInputs.of(part.batch, log_probs, entropies)
+        output = checked(loss(inputs), inputs, type(self).__name__)
+        for name, (mean, weight) in averages(
+            {"entropy": entropies} | output.metrics, inputs.mask, self.accelerator
+        ).items():
+            part.weights[name] = weight
+            self._add_metrics({name: mean})
+        accumulation, processes = self.current_gradient_accumulation_steps, self.accelerator.num_processes
+        return output.total(inputs.mask) / divisor(
+            output.denominator, whole, self.args, accumulation=accumulation, processes=processes
+        )
 
     @contextmanager
     def _handing_over(self, part: Pass) -> Iterator[LossPass]:

@@ -21,6 +21,7 @@ from agile_trainers.trainers import (
     MultiTurnGRPOTrainer,
     MultiTurnREINFORCEConfig,
     MultiTurnREINFORCETrainer,
+    find_algorithm,
 )
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
@@ -94,8 +95,11 @@ def make_trainer(
     quantization_config: Any = None,
     **changes: Any,
 ) -> MultiTurnTrainer:
-    """A trainer on the embedded model."""
+    """A trainer on the embedded model; ``algorithm`` is a name below, or ``module:Class``."""
     peft_config = LoraConfig(**{**LORA, **(lora if isinstance(lora, dict) else {})})
+    if ":" in algorithm:
+        found = find_algorithm(algorithm)
+        ALGORITHMS[algorithm] = (found, found.config_class)
     trainer, config = ALGORITHMS[algorithm]
     return trainer(
         model=str(model),
