@@ -13,7 +13,7 @@ from doc_blocks import PAGES, ROOT
 
 WRITTEN = [*PAGES, ROOT / "AGENTS.md", ROOT / "benchmarks/README.md"]
 FOLDERS = "agile_trainers|environments|tests|docs|examples|benchmarks|accelerate_configs|requirements"
-READERS_OWN = {"your_script.py", "my_script.py", "constant_baseline.py"}
+READERS_OWN = {"your_script.py", "my_script.py", "constant_baseline.py", "dppo.py"}
 """Names that stand for a file of the reader's."""
 
 

@@ -161,7 +161,7 @@ class MultiTurnTrainer(GRPOTrainer):
     loss: Callable[[LossInputs], LossOutput] | None = None
     """The loss of one forward pass: a method ``loss(self, inputs: LossInputs) -> LossOutput``. None: TRL's."""
     loss_needs: ClassVar[Literal["episodes", "micro_batch"]] = "episodes"
-    """What :attr:`loss` must get at once: whole episodes, or all of a micro-batch, which is then never split."""
+    """Unit that :attr:`loss` gets at once: whole episodes, or all of a micro-batch, which is then never split."""
     _tag_names: ClassVar[list[str]] = ["trl", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {}
 

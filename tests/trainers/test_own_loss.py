@@ -16,7 +16,7 @@ from errors import naming
 from games import Gradients, loss_and_gradients, make_trainer, relative_error
 from own_losses import TRLS, Together, Tokens
 from several_processes import SCRIPT, launch
-from test_passes import WHOLE, check_equal, drawn, measured
+from split_passes import WHOLE, check_equal, drawn, measured
 from torch.nn.functional import log_softmax
 
 from agile_trainers import LossInputs, LossOutput, MultiTurnTrainer
@@ -90,13 +90,13 @@ def test_a_run_takes_trls_steps(embedded_model, tmp_path, denominator, window):
     for name, own in {"own": {"algorithm": NAMES[denominator]}, "trl": {"loss_type": TRLS[denominator]}}.items():
         gradients = Gradients()
         trainer = make_trainer(
-            embedded_model, tmp_path / name, callbacks=[gradients], max_steps=3, beta=0.1, log_rollouts=0,
+            embedded_model, tmp_path / name, callbacks=[gradients], max_steps=2, beta=0.1, log_rollouts=0,
             per_device_train_batch_size=4, max_tokens_per_micro_batch=120, **window, **own,
         )  # fmt: skip
         trainer.train()
         found[name] = gradients.steps, [entry["loss"] for entry in trainer.state.log_history[:-1]]
     (own_steps, own_losses), (steps, losses) = found["own"], found["trl"]
-    assert own_losses == pytest.approx(losses, rel=1e-5, abs=1e-7) and len(steps) == 3
+    assert own_losses == pytest.approx(losses, rel=1e-5, abs=1e-7) and len(steps) == 2
     for ours, theirs in zip(own_steps, steps, strict=True):
         assert relative_error(ours, theirs) < 1e-6
 
