@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_does_not_restart_its_stage_without_a_word(pipeline
     (folder / "checkpoint-1" / "optimizer.pt").unlink()
     before = adapter(folder)
     with pytest.raises(
-        YAMLFileError,
+        chain.PipelineError,
         match=r"no checkpoint of the stage is complete(.|\n)*optimizer.pt is missing(.|\n)*remove the checkpoints",
     ):
         chain.run_pipeline(parse_pipeline(cut), QUIET)

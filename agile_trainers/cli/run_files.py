@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from agile_trainers.cli.parser import Parser
-from agile_trainers.cli.yaml_files import YAMLFileError
+from agile_trainers.cli.yaml_files import YAMLFileError, naming_place
 from agile_trainers.envs.questions.rows import FILES, read_dataset
 from agile_trainers.envs.registry import environment_factories
 from agile_trainers.imports import exits_reported, import_named, nearest
@@ -39,13 +39,10 @@ def make_config(config: type, options: Mapping[str, Any], output_dir: Path | Non
 
     parser = Parser([config])
     parser.error = refuse  # type: ignore[method-assign]
-    try:
-        folder = {} if output_dir is None else {"output_dir": str(output_dir)}
+    folder = {} if output_dir is None else {"output_dir": str(output_dir)}
+    with naming_place(where):
         parser.set_defaults_with_config(**options, **folder)
-        (made,) = parser.parse_args_into_dataclasses(args=[])
-    except (ValueError, TypeError) as error:
-        raise YAMLFileError(f"{where}: {error}") from error
-    return made
+        return parser.parse_args_into_dataclasses(args=[])[0]
 
 
 def check_dataset(name: str, where: str) -> None:
@@ -92,10 +89,8 @@ def read_environment(content: Mapping[str, Any]) -> Any:
     """
     sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]  # needed for module.path:name
     arguments = mapping(content.get("environment_args"), None, "`environment_args`")
-    try:
+    with naming_place("environment"):
         return environment_factories(content["environment"], arguments)
-    except (ValueError, ImportError) as error:
-        raise YAMLFileError(f"environment: {error}") from error
 
 
 def check_algorithm(algorithm: Any, others: Iterable[str], where: str) -> None:
@@ -116,10 +111,8 @@ def check_algorithm(algorithm: Any, others: Iterable[str], where: str) -> None:
             f"{algorithm!r}{nearest(str(algorithm), known) or '.'}"
         )
     if algorithm not in others:
-        try:
+        with naming_place(where):
             find_algorithm(algorithm)
-        except (ValueError, TypeError, ImportError) as error:
-            raise YAMLFileError(f"{where}: {error}") from error
 
 
 def read_lora(raw: Any, where: str) -> LoraConfig | None:
@@ -131,10 +124,8 @@ def read_lora(raw: Any, where: str) -> LoraConfig | None:
     if raw is None:
         return None
     given = mapping(raw, LoraConfig.__dataclass_fields__, where)
-    try:
+    with naming_place(where):
         return LoraConfig(**{"task_type": "CAUSAL_LM", **given})
-    except (ValueError, TypeError) as error:
-        raise YAMLFileError(f"{where}: {error}") from error
 
 
 def options_of(config: type) -> set[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,19 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return [part for pair in node.value for part in pair]
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+@contextmanager
+def naming_place(where: object) -> Iterator[None]:
+    """Name the file, or the place in it, before the message of an error that its values cause.
+
+    Raises:
+        YAMLFileError: For any error of a value, an import included.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, ImportError) as error:
+        raise YAMLFileError(f"{where}: {error}") from error
 
 
 def read_yaml(path: str | Path) -> dict[Any, Any]:

@@ -151,11 +151,22 @@ class VllmSampler:
         Raises:
             ValueError: If vLLM cannot serve the policy.
         """
+        from agile_trainers.sampling.vllm_colocated import make_engine
+
         wanted = (policy.base, at_once, policy.rank, max_model_length)
         if self._engine is None or self._started is None or not _fits(self._started, wanted):
             self.close()
             rank = max(one.rank for one in self._loaded if one.base == policy.base)
-            self._engine = self._start(policy, max_model_length, at_once, rank)
+            *_, dtype, trusted = policy.base
+            self._engine = make_engine(
+                policy.model,
+                dtype=dtype,
+                max_model_length=max_model_length if max_model_length < _UNLIMITED else None,
+                max_batch_size=at_once,
+                max_lora_rank=rank or None,
+                trust_remote_code=trusted,
+                **self._options,
+            )
             self._started = (policy.base, at_once, rank, max_model_length)
         if self._served is not policy:
             if policy.adapter is None:
@@ -164,20 +175,6 @@ class VllmSampler:
                 self._engine.load_adapter(*policy.adapter)
             self._served = policy
         return self._engine
-
-    def _start(self, policy: ServedModel, longest: int, at_once: int, rank: int) -> VllmEngine:
-        from agile_trainers.sampling.vllm_colocated import make_engine
-
-        *_, dtype, trusted = policy.base
-        return make_engine(
-            policy.model,
-            dtype=dtype,
-            max_model_length=longest if longest < _UNLIMITED else None,
-            max_batch_size=at_once,
-            max_lora_rank=rank or None,
-            trust_remote_code=trusted,
-            **self._options,
-        )
 
     def close(self) -> None:
         """Shut the engine down and free its memory. A later evaluation starts another."""

@@ -304,11 +304,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
     Source: Holm (1979), "A simple sequentially rejective multiple test procedure".
     """
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda one: p_values[one])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    order, adjusted = np.argsort(p_values), np.empty(len(p_values))
+    tests_left = np.arange(len(p_values), 0, -1)
+    adjusted[order] = np.maximum.accumulate(np.minimum(tests_left * np.take(p_values, order), 1.0))
+    return adjusted.tolist()
 
 
 def are_independent_successes(
@@ -356,9 +355,14 @@ def _unit_sums(values: Sequence[float], units: Sequence[Hashable] | None) -> tup
         return numbers, np.ones(len(numbers))
     if len(units) != len(numbers):
         raise ValueError(f"There are {len(numbers)} values but {len(units)} units; pass one for each value.")
+    index = np.array(numbered(units), dtype=int)
+    return np.bincount(index, numbers), np.bincount(index).astype(float)
+
+
+def numbered(units: Sequence[Hashable]) -> list[int]:
+    """Return units as numbers, in the order of their first appearance."""
     places: dict[Hashable, int] = {}
-    index = np.array([places.setdefault(unit, len(places)) for unit in units], dtype=int)
-    return np.bincount(index, numbers, len(places)), np.bincount(index, minlength=len(places)).astype(float)
+    return [places.setdefault(unit, len(places)) for unit in units]
 
 
 def _variance_between(sums: Any, counts: Any) -> float:

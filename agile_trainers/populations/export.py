@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult
 from agile_trainers.adapters import CRITIC, REFERENCE
 from agile_trainers.checkpoints.card_results import add_results
 from agile_trainers.checkpoints.disclosure import ADAPTER_FILES, CARD, CURVE, MODEL_FILES, TOKENIZER_FILES, matching
-from agile_trainers.populations.lineage import FILE, Lineage, LineageEvent
+from agile_trainers.populations.lineage import FILE, Lineage, LineageEvent, with_error
 from agile_trainers.populations.picture import PICTURE, write_picture
 
 _VOCABULARY = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
@@ -78,7 +78,6 @@ def _held_out_result(lineage: Lineage, trained: LineageEvent) -> EvalResult | No
 def _section(lineage: Lineage, trained: LineageEvent) -> str:
     """Return the part of the card about the population."""
     settings = lineage.settings
-    error = "" if trained.standard_error is None else f" ± {trained.standard_error:.3f}"
     place = f"member {trained.member}"
     if trained == lineage.winner:
         place = f"the best policy (of member {trained.member})"
@@ -87,12 +86,11 @@ def _section(lineage: Lineage, trained: LineageEvent) -> str:
     replayed = ""
     if held_out is not None and held_out.fitness is not None and trained == lineage.winner:
         chosen += ", by which it was chosen,"
-        own = "" if held_out.standard_error is None else f" ± {held_out.standard_error:.3f}"
-        shown = f"{held_out.fitness:.3f}{own}"
+        shown = with_error(held_out.fitness, held_out.standard_error)
         replayed = f" On {held_out.episodes} held-out episodes, by which nothing was chosen, it is {shown}."
     return (
         f"## Population\n\nThis is {place} of a population of {settings['members']} (strategy "
         f"`{settings['strategy']['name']}`). Its fitness, `{settings['fitness']}`{chosen} is "
-        f"{trained.fitness:.3f}{error} after {trained.steps} updates.{replayed} [{FILE}]({FILE}) lists what happened "
-        f"to each member.\n\n![Fitness of the members by update, and their hyperparameters]({PICTURE})\n"
+        f"{with_error(trained.fitness, trained.standard_error)} after {trained.steps} updates.{replayed} [{FILE}]({FILE}) "
+        f"lists what happened to each member.\n\n![Fitness of the members by update, and their hyperparameters]({PICTURE})\n"
     )

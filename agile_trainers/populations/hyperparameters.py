@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -90,7 +90,7 @@ class Range:
         return round(inside) if whole else float(inside)
 
 
-class HyperparameterConfig(Mapping[str, Range]):
+class HyperparameterConfig(dict[str, Range]):
     """The options in which the members of a population differ, each with its :class:`Range`.
 
     ``HyperparameterConfig(learning_rate=Range(1e-5, 1e-3, log=True), num_iterations=Range(1, 4))``. The names are those of
@@ -110,16 +110,7 @@ class HyperparameterConfig(Mapping[str, Range]):
         for name, one in ranges.items():
             if not isinstance(one, Range):
                 raise TypeError(f"{name}={one!r} must be a Range, such as Range(1e-5, 1e-3, log=True).")
-        self._ranges = ranges
-
-    def __getitem__(self, name: str) -> Range:
-        return self._ranges[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._ranges)
-
-    def __len__(self) -> int:
-        return len(self._ranges)
+        super().__init__(ranges)
 
     def __repr__(self) -> str:
         return f"HyperparameterConfig({', '.join(f'{name}={one!r}' for name, one in self.items())})"

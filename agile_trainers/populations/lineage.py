@@ -139,19 +139,6 @@ class Lineage:
         """The numbers of all members, stopped and failed ones included."""
         return sorted({event.member for event in self.events})
 
-    @property
-    def parents(self) -> dict[int, int | None]:
-        """Member to the member that it was copied from; None for one that started anew."""
-        return {event.member: event.parent for event in self.events if event.event == "born"}
-
-    def course(self, member: int) -> list[LineageEvent]:
-        """The ``trained`` events of a member's weights, in order: its ancestors' until it was copied, then its own."""
-        (born,) = (event for event in self.events if event.event == "born" and event.member == member)
-        own = [event for event in self.events if event.event == "trained" and event.member == member]
-        if born.parent is None:
-            return own
-        return [event for event in self.course(born.parent) if event.round <= born.round] + own
-
     def public(self) -> Lineage:
         """Return what may leave the machine: of a failed member's error its type, of a folder its last part."""
         events = [replace(event, reason=event.reason.partition(":")[0]) if event.event == "failed" else event
@@ -188,3 +175,10 @@ class Lineage:
 def finite(value: float) -> float | None:
     """Return the number, or None for NaN, which JSON has not."""
     return None if math.isnan(value) else value
+
+
+def with_error(fitness: float | None, standard_error: float | None) -> str:
+    """Format a fitness with its standard error, as far as they are known."""
+    if fitness is None:
+        return "failed"
+    return f"{fitness:.3f}" if standard_error is None else f"{fitness:.3f} ± {standard_error:.3f}"

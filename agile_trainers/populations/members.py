@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from agile_trainers.adapters import POLICY, find_adapters
 from agile_trainers.adapters.forms import NUMBER, Count, Fields
-from agile_trainers.adapters.loading import read_weights
+from agile_trainers.adapters.loading import SavedAdapters, read_weights
 from agile_trainers.checkpoints.adoption import adopt
 from agile_trainers.checkpoints.integrity import checkpoints, step_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
+from agile_trainers.evaluation.statistics import numbered
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.generators.base import Generator
@@ -69,10 +70,6 @@ class Result:
     def failed_episodes(self) -> int:
         """Number of evaluation episodes whose environment failed."""
         return self.values.count(None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON-ready data."""
-        return asdict(self)
 
 
 RESULT_FORM = Fields(
@@ -132,12 +129,12 @@ class Rounds:
         self._base, self._trainer, self._arguments = base, trainer, arguments
         self._fitness, self._on_trainer = fitness, on_trainer
 
-    def make_trainer(self, args: Any) -> MultiTurnTrainer:
-        """Make the ordinary trainer of a member on the shared base."""
-        arguments = dict(self._arguments)
+    def make_trainer(self, args: Any, saved: SavedAdapters | None = None) -> MultiTurnTrainer:
+        """Make the ordinary trainer of a member on the shared base, or that of a saved policy."""
+        arguments = dict(self._arguments) if saved is None else {**self._arguments, "peft_config": None}
         for name in ("processing_class", "peft_config"):
             arguments[name] = copy.deepcopy(arguments.get(name))  # a trainer changes them
-        return self._trainer(model=self._base.lend(), args=copy.copy(args), **arguments)
+        return self._trainer(model=self._base.lend(saved), args=copy.copy(args), **arguments)
 
     def replay(self, folder: Path, args: Any, evaluation: Any) -> EpisodeResults:
         """Play held-out episodes, by which nobody was chosen, with a saved policy.
@@ -149,9 +146,7 @@ class Rounds:
         """
         saved = find_adapters(str(folder))
         assert saved is not None
-        arguments = {**self._arguments, "peft_config": None}
-        arguments["processing_class"] = copy.deepcopy(arguments.get("processing_class"))
-        trainer = self._trainer(model=self._base.lend(saved), args=copy.copy(args), **arguments)
+        trainer = self.make_trainer(args, saved)
         try:
             if trainer.sampler.vllm is None:
                 return evaluate_trainer(trainer, evaluation, HELD_OUT)
@@ -267,13 +262,13 @@ class _Round:
             or self.results is None
             or any(row["success"] is not None for row in self.results.rows),
             0 if self.results is None else sum(not row.get("success_reported", True) for row in self.results.rows),
-            _lowest(self.results, fitness),
+            None if self.results is None else lowest_fitness(self.results, fitness),
         )
 
 
-def _lowest(results: EpisodeResults | None, fitness: Fitness) -> float | None:
+def lowest_fitness(results: EpisodeResults, fitness: Fitness) -> float | None:
     """Return the lowest possible fitness of an episode, if it is known."""
-    limits = results.limits(fitness) if results is not None and isinstance(fitness, str) else None
+    limits = results.limits(fitness) if isinstance(fitness, str) else None
     return None if limits is None else limits[0]
 
 
@@ -392,14 +387,6 @@ def forget_checkpoints(folder: Path, before: int | None) -> None:
             shutil.rmtree(checkpoint)
 
 
-def numbered(units: Sequence[Any]) -> list[int]:
-    """Return units as numbers, in the order of their first episode."""
-    places: dict[Any, int] = {}
-    return [places.setdefault(unit, len(places)) for unit in units]
-
-
 def _let_go() -> None:
     """Free a trainer, which is part of cycles, and its memory on a GPU; on CPU the next one's start does so."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
+    clear_device_cache(garbage_collection=torch.cuda.is_available())

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import isotonic_regression
+
 from agile_trainers.populations.lineage import Lineage
 from agile_trainers.records.plain import replacing
 
@@ -214,25 +217,16 @@ def apart(heights: Sequence[float], least: float) -> list[float]:
         heights: The numbers, in any order.
         least: The distance.
     """
-    blocks: list[tuple[float, int]] = []  # sum of the numbers, and how many, of each run of touching labels
-
-    def centre(block: tuple[float, int]) -> float:
-        total, number = block
-        room = least * number / 2
-        return min(max(total / number, room), max(1 - room, room))  # inside, if there is room
-
-    order = sorted(range(len(heights)), key=lambda place: heights[place])
-    for place in order:
-        blocks.append((heights[place], 1))
-        while len(blocks) > 1 and centre(blocks[-1]) - centre(blocks[-2]) < least * (blocks[-1][1] + blocks[-2][1]) / 2:
-            (above, many), (below, few) = blocks.pop(), blocks.pop()
-            blocks.append((above + below, many + few))
-    moved, places = list(heights), iter(order)
-    for block in blocks:
-        lowest = centre(block) - least * (block[1] - 1) / 2
-        for place in range(block[1]):
-            moved[next(places)] = lowest + place * least
-    return moved
+    if not heights:
+        return []
+    order, steps = np.argsort(heights, kind="stable"), least * np.arange(len(heights))
+    # Without the distances before each, numbers that are apart are numbers that do not fall.
+    rising = isotonic_regression(np.array(heights)[order] - steps).x
+    moved = np.empty(len(heights))
+    moved[order] = (
+        np.maximum(np.minimum(rising, 1 - least / 2 - steps[-1]), least / 2) + steps
+    )  # inside, if there is room
+    return moved.tolist()
 
 
 def _legend(figure: Any, ways: Sequence[Course], best: int | None) -> None:

@@ -37,6 +37,7 @@ from agile_trainers.checkpoints.resumed_options import recorded_options
 from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_values
+from agile_trainers.evaluation.statistics import numbered
 from agile_trainers.populations.base import SharedBase
 from agile_trainers.populations.export import copy_policy, export_policy
 from agile_trainers.populations.fitness import Score, ranked, with_failures
@@ -56,7 +57,7 @@ from agile_trainers.populations.members import (
     Rounds,
     fitness_values,
     forget_checkpoints,
-    numbered,
+    lowest_fitness,
 )
 from agile_trainers.populations.processes import Processes, check_alone
 from agile_trainers.populations.schedule import Schedule
@@ -277,8 +278,7 @@ class Population:
             args = self._configured(winner.member, winner.hyperparameters)
             results = rounds.replay(self.output_dir / BEST, args, self._args)
             values = fitness_values(results, self._fitness)
-            limits = results.limits(self._fitness) if isinstance(self._fitness, str) else None
-            (counted,) = with_failures([values], None if limits is None else limits[0])
+            (counted,) = with_failures([values], lowest_fitness(results, self._fitness))
             score = Score(winner.member, counted, tuple(numbered(results.units)), winner.hyperparameters)
             failed, every = values.count(None), len(values)
             mean, error = (None, None) if failed == every else (score.mean, finite(score.standard_error))
@@ -348,7 +348,7 @@ class Population:
         if missing and self._args.use_vllm:
             missing = own  # so that the evaluation's one batch is the same after an interruption
         for (_, file), result in zip(missing, rounds.run([one for one, _ in missing], self._args)):
-            write_json(file, result.to_dict())
+            write_json(file, asdict(result))
         self._processes.wait_for(files)
         return [Result(**read_form(file, RESULT_FORM)) for file in files], replayed
 

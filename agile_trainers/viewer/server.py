@@ -172,19 +172,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, page, "text/html; charset=utf-8")
         if not name.startswith("data/"):
             return self._answer(404, b"There is nothing here.\n", "text/plain")
+        runs, after = self.server.runs, parse_qs(asked.query).get("after", [""])[0]
         try:
-            part = self._part(name.removeprefix("data/"), parse_qs(asked.query).get("after", [""])[0])
+            part = runs.index(after) or b"" if name == "data/index" else runs.part(name.removeprefix("data/"))
         except (ValueError, OSError, KeyError) as error:  # a file that the run has just replaced or deleted
             return self._answer(503, f"{error}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8")
         if part is None:
             return self._answer(404, b"There is no such part.\n", "text/plain")
-        self._answer(200 if part else 204, part, "application/json")
-
-    def _part(self, name: str, after: str) -> bytes | None:
-        """Return the JSON of a part, empty if the index has not changed."""
-        if name == "index":
-            return self.server.runs.index(after) or b""
-        return self.server.runs.part(name)
+        self._answer(200 if part else 204, part, "application/json")  # 204: the index has not changed
 
     def _answer(self, status: int, content: bytes, kind: str) -> None:
         packed = "gzip" in self.headers.get("Accept-Encoding", "") and len(content) > 1000

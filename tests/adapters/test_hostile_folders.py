@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_a_lineage_of_another_form(tmp_path: Path, kind: str) -> None:
         Lineage.read(tmp_path)
 
 
-RESULT = Result(0, 1, 2, 3, [1.0, None], [0, 1], 0.5, 7).to_dict()
+RESULT = asdict(Result(0, 1, 2, 3, [1.0, None], [0, 1], 0.5, 7))
 HELD = {"member": 0, "round": 1, "fitness": None, "standard_error": None, "episodes": 6, "failed_episodes": 6}
 STAGE = {"id": "a", "parent": None, "made_of": {}, "finished": True}
 FILES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [

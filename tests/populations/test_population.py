@@ -88,8 +88,8 @@ def test_the_lineage_is_complete(trained):
     told = [(event.round, event.event, event.member) for event in lineage.events]
     assert told[:2] == [(0, "born", 0), (0, "born", 1)] and told[2:4] == [(1, "trained", best), (1, "trained", other)]
     assert sorted(told[4:6]) == [(1, "kept", best), (1, "stopped", other)] and told[6:] == [(2, "trained", best)]
-    assert lineage.parents == {0: None, 1: None} and lineage.members == [0, 1]
-    course = lineage.course(best)
+    assert [event.parent for event in lineage.events[:2]] == [None, None] and lineage.members == [0, 1]
+    course = [event for event in lineage.events if event.event == "trained" and event.member == best]
     assert [(event.steps, event.episodes) for event in course] == [(1, 8), (2, 16)]
     assert all(event.fitness is not None and event.standard_error > 0 for event in course)
     assert [(one.number, one.episodes, one.replayed, one.rounds) for one in trained.rounds] == [
@@ -142,7 +142,7 @@ def test_the_winner_is_the_best_policy_of_all_rounds(embedded_model, tmp_path):
     made.run(keep)
     won = made.lineage.winner
     assert (won.member, won.round, won.steps, won.fitness) == (1, 1, 1, 2.0)
-    assert made.best == 1 and made.lineage.course(1)[-1].fitness == 1.0
+    assert made.best == 1 and made.lineage.events[-1].fitness == 1.0
     for again in (made, population(embedded_model, tmp_path / "out", fitness=falling)):
         again.run()
         exported = again.export(tmp_path / f"winner-{id(again)}")

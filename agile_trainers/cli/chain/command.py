@@ -8,16 +8,15 @@ after each stage. docs/chaining.md describes the file.
 from __future__ import annotations
 
 import argparse
-import gc
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from peft import PeftModel
 from rich.console import Console
@@ -79,7 +78,7 @@ _NO_EFFECT = ("hub_token", "max_wall_seconds", "public_values")
 
 
 class PipelineError(ValueError):
-    """Raised when a stage's folder was made by another chain, or cannot be gone on from; the message gives the reason."""
+    """Raised when a stage's folder does not let the chain go on."""
 
 
 def run_pipeline(
@@ -275,7 +274,7 @@ def _train(
     if after_stage is not None:
         after_stage(stage, trainer)
     del trainer
-    _forget()
+    clear_device_cache(garbage_collection=True)
     return True
 
 
@@ -299,7 +298,7 @@ def _evolve(
     if after_stage is not None:
         after_stage(stage, population)
     del population
-    _forget()
+    clear_device_cache(garbage_collection=True)
 
 
 def _complete(folder: Path, stage: Stage, model: str, trained: Any, args: Any, state: Any) -> None:
@@ -476,7 +475,7 @@ def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -
     kept: dict[str, Any] = _scores(results.metrics)
     if isinstance(pipeline.environment, dict):
         kept["environments"] = {name: _scores(metrics) for name, metrics in results.by_environment.items()}
-    _forget()
+    clear_device_cache(garbage_collection=True)
     _write(path, {"of": of, "metrics": kept})
     return kept
 
@@ -499,12 +498,6 @@ def _write_episodes(pipeline: Pipeline, model: str, folder: Path, results: Episo
 
 def _scores(metrics: dict[str, float]) -> dict[str, float]:
     return {name: metrics[name] for name in ("return", "return_sem", "success", "episodes") if name in metrics}
-
-
-def _forget() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def results(rows: list[dict[str, Any]]) -> Table:

@@ -24,7 +24,7 @@ from agile_trainers.cli.run_files import (
     read_environment,
     read_lora,
 )
-from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
+from agile_trainers.cli.yaml_files import YAMLFileError, naming_place, read_yaml
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.step.mixture import names_of
@@ -109,10 +109,8 @@ def read_pipeline(path: Path) -> Pipeline:
         YAMLFileError: If anything in it cannot be run.
     """
     content = read_yaml(path)
-    try:
+    with naming_place(path):
         return parse_pipeline(content)
-    except YAMLFileError as error:
-        raise YAMLFileError(f"{path}: {error}") from error
 
 
 def parse_pipeline(content: Any) -> Pipeline:
@@ -207,10 +205,8 @@ def _stage(raw: dict[str, Any], shared: dict[str, Any], output: Path, environmen
         check_dataset(str(dataset), where)
     made = make_config(config, options, output / name, where)
     if algorithm not in SUPERVISED:
-        try:
+        with naming_place(where):
             made.with_environment(environments)
-        except ValueError as error:
-            raise YAMLFileError(f"{where}: {error}") from error
         if dataset is None and made.max_steps <= 0:
             raise YAMLFileError(f"{where}: without a `dataset`, set `max_steps`.")
     return Stage(
@@ -239,11 +235,9 @@ def _check_evaluation(options: Any) -> Any:
     Raises:
         YAMLFileError: If one of them is out of range.
     """
-    try:
+    with naming_place("`evaluation`"):
         EpisodeOptions.of_args(options)
         sampling_settings(options)
         if options.num_eval_episodes < 1:
             raise ValueError(f"num_eval_episodes must be at least 1, got {options.num_eval_episodes}.")
-    except ValueError as error:
-        raise YAMLFileError(f"`evaluation`: {error}") from error
     return options

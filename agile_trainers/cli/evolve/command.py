@@ -17,7 +17,7 @@ from agile_trainers.cli.evolve.table import MemberProgress, value_text
 from agile_trainers.cli.progress import PROGRESS
 from agile_trainers.cli.train import Started
 from agile_trainers.populations import Lineage, Population, PopulationError, Processes, Round, split_processes
-from agile_trainers.populations.lineage import FILE
+from agile_trainers.populations.lineage import FILE, with_error
 from agile_trainers.populations.picture import write_picture
 
 WINNER = "winner"
@@ -158,11 +158,10 @@ def _held_out(lineage: Lineage) -> str:
     found, fitness = lineage.held_out, lineage.settings["fitness"]
     if found is None or found.fitness is None:
         return "Every held-out episode failed in the environment."
-    error = "" if found.standard_error is None else f" ± {found.standard_error:.3f}"
     failed = f", {found.failed_episodes} of which failed and count against it" if found.failed_episodes else ""
     return (
         f"It was chosen by these episodes, which flatters it. On {found.episodes} others{failed}: {fitness} "
-        f"{found.fitness:.3f}{error}."
+        f"{with_error(found.fitness, found.standard_error)}."
     )
 
 
@@ -171,14 +170,11 @@ def _show_winner(lineage: Lineage, folder: Path, file: PopulationFile, console: 
     last = lineage.winner
     assert last is not None
     values = ", ".join(f"{name} {value_text(value)}" for name, value in last.hyperparameters.items())
-    error = "" if last.standard_error is None else f" ± {last.standard_error:.3f}"
-    fitness = lineage.settings["fitness"]
+    fitness = f"{lineage.settings['fitness']} {with_error(last.fitness, last.standard_error)}"
     parts = [
-        f"The winner is member {last.member} after {last.steps} updates: {fitness} {last.fitness:.3f}{error}, {values}.",
+        f"The winner is member {last.member} after {last.steps} updates: {fitness}, {values}.",
         _held_out(lineage),
         f"Its policy is in {folder}.",
-    ]
-    parts += [
         f"  evaluate it   agile-trainers eval {folder}{file.environment_options} --episodes 500",
         f"  see episodes  agile-trainers view {folder.parent}",
         f"  go on         model: {folder} in the file of a chain, or --model_name_or_path {folder}",

@@ -22,7 +22,7 @@ from agile_trainers.cli.run_files import (
     read_lora,
     stage_rows,
 )
-from agile_trainers.cli.yaml_files import YAMLFileError, read_yaml
+from agile_trainers.cli.yaml_files import YAMLFileError, naming_place, read_yaml
 from agile_trainers.imports import load_named
 from agile_trainers.populations import HyperparameterConfig, Population, Processes, Range
 from agile_trainers.populations.selection import STRATEGIES, Strategy
@@ -116,7 +116,7 @@ def read_population(path: Path) -> PopulationFile:
         YAMLFileError: If anything in it cannot be run.
     """
     content = read_yaml(path)
-    try:
+    with naming_place(path):
         content = mapping(content, [*OF_FILE, *OWN], "the file")
         for name in ("output_dir", "model", "environment"):
             if not content.get(name):
@@ -127,8 +127,6 @@ def read_population(path: Path) -> PopulationFile:
         named = _environment_options(content["environment"], content.get("environment_args"))
         file = PopulationFile(str(content["model"]), environment, named, plan)
         check_plan(plan, file.model, environment, plan.lora)
-    except YAMLFileError as error:
-        raise YAMLFileError(f"{path}: {error}") from error
     return file
 
 
@@ -195,10 +193,8 @@ def check_plan(
     Raises:
         YAMLFileError: If it cannot be made.
     """
-    try:
+    with naming_place(where):
         plan.make(model, environment, lora, load=False)
-    except (ValueError, TypeError) as error:
-        raise YAMLFileError(f"{where}: {error}") from error
 
 
 def _hyperparameters(raw: Any, where: str) -> HyperparameterConfig:
@@ -220,13 +216,11 @@ def _rounds(raw: Any, where: str) -> int | list[int]:
     return whole if isinstance(raw, list) else whole[0]
 
 
-def _strategy(raw: Any, where: str) -> str | Strategy | None:
-    """Find a strategy by name, or by ``{name: {option: value}}``."""
-    name, options = raw, None
-    if isinstance(raw, dict) and len(raw) == 1:
-        ((name, options),) = raw.items()
-    if raw is None or (isinstance(name, str) and name in STRATEGIES and not options):
-        return name
+def _strategy(raw: Any, where: str) -> Strategy | None:
+    """Find a strategy by name, or by ``{name: {option: value}}``; None without one."""
+    if raw is None:
+        return None
+    ((name, options),) = raw.items() if isinstance(raw, dict) and len(raw) == 1 else ((raw, None),)
     if not isinstance(name, str) or name not in STRATEGIES:
         raise YAMLFileError(
             f"{where}: `strategy` must be one of {', '.join(STRATEGIES)}, alone or with options such as "
@@ -244,7 +238,5 @@ def _fitness(raw: Any, where: str) -> Any:
         raise YAMLFileError(
             f"{where}: `fitness` must be {' or '.join(FITNESS)}, or 'module.path:function' of an episode, got {raw!r}."
         )
-    try:
+    with naming_place(f"{where}: fitness {raw!r}"):
         return load_named(raw)
-    except (ValueError, ModuleNotFoundError) as error:
-        raise YAMLFileError(f"{where}: fitness {raw!r}: {error}") from error

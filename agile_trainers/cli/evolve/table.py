@@ -14,6 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from agile_trainers.cli.progress import BAR, clock
 from agile_trainers.populations import Round
+from agile_trainers.populations.lineage import with_error
 
 REPLAYED = "done before"
 
@@ -77,9 +78,7 @@ def round_table(done: Round, fitness: str) -> Table:
     table.add_column("then", no_wrap=True)
     fates = {event.member: event.event for event in done.decided if event.event != "born"}
     for event in done.trained:
-        score = "failed" if event.fitness is None else f"{event.fitness:.3f}"
-        if event.fitness is not None and event.standard_error is not None:
-            score += f" ± {event.standard_error:.3f}"
+        score = with_error(event.fitness, event.standard_error)
         values = [value_text(event.hyperparameters.get(name)) for name in names]
         steps = str(event.steps) if event.event == "trained" else "-"
         table.add_row(str(event.member), *values, steps, score, fates.get(event.member, ""))
