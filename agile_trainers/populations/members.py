@@ -101,11 +101,6 @@ class Assignment:
         """The member's folder, an ordinary policy's."""
         return Path(self.args.output_dir)
 
-    @property
-    def checkpoint(self) -> Path:
-        """The checkpoint at the end of the round."""
-        return self.folder / f"checkpoint-{self.end}"
-
 
 class Rounds:
     """Trains members by assignments, one after another, with what all of them share.

@@ -28,7 +28,7 @@ SLOW_TO_GENERATE = ("game:Sokoban-v0-hard", "game:Sokoban-v0-random")
 
 
 def random_play(environment: GemEnvironment, seed: int) -> Episode:
-    return play(environment, lambda _, rng: environment.random_action(rng), seed)
+    return play(environment, environment.players()["random"], seed)
 
 
 def play_all(game: str, episodes: int) -> None:
@@ -153,7 +153,9 @@ def test_instances_do_not_disturb_each_other_or_the_process() -> None:
     while not all(over):
         for index, environment in enumerate((first, second)):
             if not over[index]:
-                observation, _, over[index], _, _ = environment.step(environment.random_action(players[index]))
+                observation, _, over[index], _, _ = environment.step(
+                    environment.players()["random"]([], players[index])
+                )
                 observations[index].append(observation)
     for index, episode in enumerate(alone):
         said = [message["content"] for message in episode.messages if message["role"] == "user"]
@@ -212,8 +214,7 @@ def test_a_game_without_its_words_says_how_to_get_them() -> None:
 
 
 def test_there_is_no_random_player_for_other_environments() -> None:
-    with pytest.raises(ValueError, match="no random player"):
-        GemEnvironment("rg:basic_arithmetic").random_action(random.Random(0))
+    assert GemEnvironment("rg:basic_arithmetic").players() == {}
 
 
 def test_gems_python_tool_runs_code_and_what_it_pays_is_no_success() -> None:

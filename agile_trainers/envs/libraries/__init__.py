@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
+
+from agile_trainers.imports import nearest
 
 _EXTRA, _NLTK = "pip install 'agile-trainers[envs]'", "python -m nltk.downloader"
 
@@ -50,6 +53,22 @@ class Library:
     def knows(self, name: str) -> bool:
         """Return whether there is an environment of this name; True where names are not known."""
         return not hasattr(self.adapter, "knows") or self.adapter.knows(name)
+
+
+def check_arguments(environment: str, given: Collection[str], known: Collection[str]) -> None:
+    """Check that an environment reads all of its arguments; libraries ignore unknown ones, or fail later.
+
+    Args:
+        environment: Its id, for the error.
+        given: Names of the arguments.
+        known: Names that it reads.
+
+    Raises:
+        ValueError: If an argument is unknown; the message names the nearest known one.
+    """
+    for unknown in sorted(set(given) - set(known)):
+        near = nearest(unknown, known, count=1) or "."
+        raise ValueError(f"{environment} does not read the argument {unknown}{near} It reads: {', '.join(known)}.")
 
 
 LIBRARIES = {

@@ -6,12 +6,13 @@ import functools
 import importlib
 import inspect
 import logging
+import pkgutil
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
-from agile_trainers.envs.libraries import LIBRARIES
+from agile_trainers.envs.libraries import LIBRARIES, check_arguments
 from agile_trainers.envs.libraries.gem_isolation import isolate, isolate_code_runner
 from agile_trainers.envs.libraries.global_random import OwnRandomState
 from agile_trainers.envs.players import Player
@@ -70,15 +71,9 @@ def check_kwargs(game: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: If an argument is unknown.
     """
-    module, _, name = _registry()[game].entry_point.partition(":")
-    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
+    parameters = inspect.signature(pkgutil.resolve_name(_registry()[game].entry_point)).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    known.append("wrappers")
-    unknown = sorted(set(kwargs) - set(known))
-    if unknown:
-        raise ValueError(
-            f"gem:{game} does not read the argument(s) {', '.join(unknown)}; it reads: {', '.join(known)}."
-        )
+    check_arguments(f"gem:{game}", kwargs, [*known, "wrappers"])
     return kwargs
 
 
@@ -159,23 +154,10 @@ class GemEnvironment:
         success = self._return > 1.0 - 1e-6
         return observation, float(reward), terminated, truncated, {**_without_suffix(info), "success": success}
 
-    def random_action(self, rng: random.Random) -> str:
-        """Draw a random action in the right format, independent of the board.
-
-        Raises:
-            ValueError: If the game has no random player.
-        """
-        family = self.name.removeprefix("game:").partition("-")[0]
-        if family not in _RANDOM_ACTIONS:
-            raise ValueError(
-                f"There is no random player for gem:{self.name}; there is one for {', '.join(_RANDOM_ACTIONS)}."
-            )
-        return f"\\boxed{{{_RANDOM_ACTIONS[family](self.game, rng)}}}"
-
     def players(self) -> dict[str, Player]:
-        """Return the random player, for games with a :meth:`random_action`."""
-        family = self.name.removeprefix("game:").partition("-")[0]
-        return {"random": lambda messages, rng: self.random_action(rng)} if family in _RANDOM_ACTIONS else {}
+        """Return the random player, whose actions have the right format and do not depend on the board, for the games."""
+        draw = _RANDOM_ACTIONS.get(self.name.removeprefix("game:").partition("-")[0])
+        return {} if draw is None else {"random": lambda messages, rng: f"\\boxed{{{draw(self.game, rng)}}}"}
 
     def _seeded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def seeded(*args: Any, **kwargs: Any) -> Any:

@@ -14,14 +14,14 @@ LOCK = threading.RLock()
 
 
 class OwnRandomState:
-    """A random state that replaces the global one while a library runs."""
+    """A random state that replaces the global one while a library runs; without a seed it is another each time."""
 
-    def __init__(self) -> None:
-        self._states = random.Random().getstate(), np.random.RandomState().get_state()
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed(seed)
 
-    def seed(self, seed: int) -> None:
+    def seed(self, seed: int | None) -> None:
         """Seed the state with any integer."""
-        numpy_seed = seed % 2**32  # NumPy's range of seeds
+        numpy_seed = None if seed is None else seed % 2**32  # NumPy's range of seeds
         self._states = random.Random(seed).getstate(), np.random.RandomState(numpy_seed).get_state()
 
     @contextmanager

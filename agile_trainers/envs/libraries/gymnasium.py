@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -215,6 +216,5 @@ def _without_colours(drawn: str) -> str:
 
 
 def _render_modes(spec: Any) -> list[str]:
-    module, _, attributes = str(spec.entry_point).partition(":")
-    make = spec.entry_point if callable(spec.entry_point) else getattr(importlib.import_module(module), attributes)
+    make = spec.entry_point if callable(spec.entry_point) else pkgutil.resolve_name(spec.entry_point)
     return list(getattr(make, "metadata", {}).get("render_modes", [])) if inspect.isclass(make) else []

@@ -10,13 +10,12 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.isolation import levels as isolation
 from agile_trainers.envs.isolation.calls import IsolatedDeath, run_isolated
-from agile_trainers.envs.libraries import LIBRARIES, scorers
+from agile_trainers.envs.libraries import LIBRARIES, check_arguments, scorers
 from agile_trainers.envs.libraries.global_random import LOCK, OwnRandomState
 from agile_trainers.envs.questions.answers import final_answer
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
@@ -68,11 +67,7 @@ def check_kwargs(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     own = ReasoningGymEnvironment.__init__.__kwdefaults__ or {}
     known = [*own, *(f.name for f in dataclasses.fields(_registry()[name][1]) if f.name not in ("seed", "size"))]
-    for unknown in sorted(set(kwargs) - set(known)):
-        near = nearest(unknown, known, count=1) or "."
-        raise ValueError(
-            f"reasoning_gym:{name} does not read the argument {unknown}{near} It reads: {', '.join(known)}."
-        )
+    check_arguments(f"reasoning_gym:{name}", kwargs, known)
     return kwargs
 
 
@@ -156,7 +151,7 @@ class _Items:
     def __init__(self, name: str, size: int, config: dict[str, Any]):
         self.name, self._settings = name, json.dumps({"seed": 0, "size": size, **config}, default=list)
         try:
-            with _random_state(0):
+            with OwnRandomState(0).in_place():
                 self.data_set = LIBRARIES["reasoning_gym"].load().create_dataset(name, seed=0, size=size, **config)
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(f"reasoning_gym:{name} cannot be made from size={size} and {config}: {error}") from error
@@ -172,7 +167,7 @@ class _Items:
         return score_answer(self.name, self.data_set, self._settings, answer, item, f"reasoning_gym:{self.name}")
 
     def _item(self, number: int) -> Row:
-        with _random_state(number):
+        with OwnRandomState(number).in_place():
             return self.data_set[number]
 
 
@@ -219,7 +214,7 @@ def score_answer(
         IsolationError: If this machine has no isolation and running without it is not allowed.
     """
     if name not in (*scorers.EVALUATING, *scorers.SLOW):
-        with _random_state(0):
+        with OwnRandomState(0).in_place():
             return scorers.evaluate(name, data_set, answer, entry)
     required = required_by if name in scorers.EVALUATING else None
     try:
@@ -239,13 +234,6 @@ def _items(name: str, size: int, config: dict[str, Any]) -> _Items:
         if key not in _made:
             _made[key] = _Items(name, size, config)
     return _made[key]
-
-
-def _random_state(seed: int) -> AbstractContextManager[None]:
-    """Seed NumPy's global random state inside the block, for the data set that draws from it."""
-    state = OwnRandomState()
-    state.seed(seed)
-    return state.in_place()
 
 
 def _registry() -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import pkgutil
 import random
 from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
-from agile_trainers.envs.libraries import LIBRARIES
+from agile_trainers.envs.libraries import LIBRARIES, check_arguments
 from agile_trainers.envs.libraries.global_random import OwnRandomState
 
 OFFLINE_GAMES = (
@@ -111,8 +112,7 @@ class TextArenaEnvironment:
         textarena = LIBRARIES["textarena"].load()
         with self._random.in_place():
             try:
-                entry_point = _entry_point(game)
-                _check_kwargs(self.name, entry_point, kwargs)
+                check_arguments(self.name, kwargs, inspect.signature(_entry_point(game)).parameters)
                 self._wrapped = textarena.make(game, **kwargs)
                 self.game = self._wrapped
                 while isinstance(self.game, textarena.Wrapper):
@@ -173,19 +173,9 @@ class TextArenaEnvironment:
             )
 
 
-def _check_kwargs(name: str, game_class: Any, kwargs: dict[str, Any]) -> None:
-    known = list(inspect.signature(game_class).parameters)
-    unknown = sorted(set(kwargs) - set(known))
-    if unknown:
-        raise ValueError(f"{name} does not read the argument(s) {', '.join(unknown)}; it reads: {', '.join(known)}.")
-
-
 def _entry_point(game: str) -> Any:
     entry_point = _registry()[game].entry_point
-    if not isinstance(entry_point, str):
-        return entry_point
-    module, _, name = entry_point.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return pkgutil.resolve_name(entry_point) if isinstance(entry_point, str) else entry_point
 
 
 def _registry() -> dict[str, Any]:

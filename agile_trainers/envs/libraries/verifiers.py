@@ -14,7 +14,7 @@ import random
 from typing import Any
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult, read_options
-from agile_trainers.envs.libraries import LIBRARIES
+from agile_trainers.envs.libraries import LIBRARIES, check_arguments
 from agile_trainers.types import Message
 
 _GENERATED_TASKS = 1000
@@ -59,10 +59,7 @@ class VerifiersEnvironment:
     def __init__(self, taskset: str, **config: Any):
         vf = LIBRARIES["verifiers"].load()
         self.name = f"verifiers:{taskset}"
-        unknown = sorted(set(config) - set(vf.taskset_config_type(taskset).model_fields))
-        if unknown:
-            known = ", ".join(vf.taskset_config_type(taskset).model_fields)
-            raise ValueError(f"{self.name} does not read the argument(s) {', '.join(unknown)}; it reads: {known}.")
+        check_arguments(self.name, config, vf.taskset_config_type(taskset).model_fields)
         tasks = vf.load_taskset(vf.taskset_config_type(taskset)(id=taskset, **config))
         self.tasks = list(tasks if tasks.bounded else tasks.take(_GENERATED_TASKS))
         if not self.tasks:
