@@ -85,7 +85,7 @@ def main() -> None:
         progress.show(done)
         write_picture(population.lineage, population.output_dir)
 
-    with progress.shown():
+    with progress.bar:
         lineage = population.run(on_round)
     shutil.rmtree(options.output_dir / "winner", ignore_errors=True)
     winner = population.export(options.output_dir / "winner")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from typing import Any
 
 import torch
@@ -56,6 +57,15 @@ class SharedBase:
     def bytes(self) -> int:
         """Bytes of the parameters and buffers."""
         return sum(one.numel() * one.element_size() for one in (*self._base.parameters(), *self._base.buffers()))
+
+    def digest(self) -> str:
+        """Return a hash (SHA-256) of all parameters and buffers, names included."""
+        digest = hashlib.sha256()
+        for name, tensor in self._base.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                digest.update(name.encode())
+                digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def own_bytes(self, model: nn.Module, optimizer: Any) -> int:
         """Return the bytes that a member adds to the base: adapters, value head and optimizer state.

@@ -60,12 +60,9 @@ def _without_seed(info: dict[str, Any]) -> str:
     facts = {name: info.get(name) for name in ("kind", "algorithm", "model", "environment", "policy")}
     options = info.get("options")
     if isinstance(options, dict):
-        options = {name: _known(value) for name, value in options.items() if name not in _SEEDS}
+        compared = {name: value for name, value in options.items() if name not in _SEEDS}
+        options = {name: None if _WITHHELD.fullmatch(str(value)) else value for name, value in compared.items()}
     return json.dumps([facts, options], sort_keys=True, default=str)
-
-
-def _known(value: Any) -> Any:
-    return None if isinstance(value, str) and _WITHHELD.fullmatch(value) else value
 
 
 def _output_dir(run: RunRecords) -> Path:

@@ -172,9 +172,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, page, "text/html; charset=utf-8")
         if not name.startswith("data/"):
             return self._answer(404, b"There is nothing here.\n", "text/plain")
-        runs, after = self.server.runs, parse_qs(asked.query).get("after", [""])[0]
+        runs, seen = self.server.runs, parse_qs(asked.query).get("after", [""])[0]
         try:
-            part = runs.index(after) or b"" if name == "data/index" else runs.part(name.removeprefix("data/"))
+            part = runs.index(seen) or b"" if name == "data/index" else runs.part(name.removeprefix("data/"))
         except (ValueError, OSError, KeyError) as error:  # a file that the run has just replaced or deleted
             return self._answer(503, f"{error}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8")
         if part is None:

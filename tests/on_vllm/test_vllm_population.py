@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
 import requests
-from populated import Talk, different, digest_of, population, quiet
+from populated import Talk, different, population, quiet
 from serving import serving
 
 from agile_trainers.adapters.folders import read_json
@@ -90,13 +90,13 @@ def test_members_share_an_engine_and_are_evaluated_in_one_batch(
 ) -> None:
     seen = Watched(monkeypatch)
     made = population(embedded_model, tmp_path / "whole", **GREEDY)
-    digest = digest_of(made.base)
+    digest = made.base.digest()
     made.run()
     assert len(seen.engines) == 1 and seen.engines[0].max_adapters == 3
     # The evaluation of the first round steps three adapters together, that of the second two.
     assert set(seen.together) == {1, 2, 3}
     check_rounds(made)
-    assert digest_of(made.base) == digest
+    assert made.base.digest() == digest
 
 
 def test_a_killed_population_is_the_same(embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

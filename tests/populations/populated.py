@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import PrinterCallback
 
 from agile_trainers.populations import HyperparameterConfig, Population, Range
-from agile_trainers.populations.base import SharedBase
 from agile_trainers.trainers.registry import find_algorithm
 
 
@@ -27,16 +25,6 @@ class Talk:
         self.left -= 1
         reward = sum(map(ord, action)) % 5 / 4
         return "again", reward, self.left == 0, False, {"success": reward > 0.5}
-
-
-def digest_of(base: SharedBase) -> str:
-    """A hash of all parameters and buffers, names included."""
-    digest = hashlib.sha256()
-    for name, tensor in base._base.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor):
-            digest.update(name.encode())
-            digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def arguments(algorithm: str, output_dir: Path | str, **changes: Any) -> Any:

@@ -17,7 +17,7 @@ from hub_population import KEY, TOKEN
 from hub_runs import run
 from hub_server import running_hub
 from peft import LoraConfig
-from populated import Talk, arguments, different, digest_of, lora, population, quiet, states
+from populated import Talk, arguments, different, lora, population, quiet, states
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
@@ -45,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def trained(request, embedded_model, tmp_path_factory) -> Any:
     """A population after successive halving: two members for a step, the better one for another. Read only."""
     made = population(embedded_model, tmp_path_factory.mktemp("halved"), request.param, **OPTIONS[request.param])
-    made.digest = digest_of(made.base)
+    made.digest = made.base.digest()
     made.rounds = []
     made.run(made.rounds.append)
     return made
@@ -72,7 +72,7 @@ def test_a_member_is_the_run_that_it_would_be_alone(trained, embedded_model, tmp
 
 def test_the_base_is_there_once_and_never_changes(trained):
     lineage = trained.lineage
-    assert digest_of(trained.base) == trained.digest
+    assert trained.base.digest() == trained.digest
     assert lineage.base_bytes == trained.base.bytes > 3 * lineage.member_bytes[0] > 0
     adapters = [value for key, value in states(trained.checkpoint(trained.best)).items() if not key.endswith("/step")]
     reference = sum(v.numel() * 4 for k, v in states(trained.checkpoint(trained.best)).items() if k.startswith("ref/"))

@@ -112,7 +112,7 @@ def run_plan(
             write_picture(population.lineage, population.output_dir)
 
     population = plan.make(model, environment, lora, on_trainer=on_trainer, processes=processes)
-    with progress.shown() if table else nullcontext():
+    with progress.bar if table else nullcontext():
         population.run(on_round)
     folder = winner or population.output_dir / WINNER
     if processes.is_main:

@@ -209,11 +209,11 @@ def _hyperparameters(raw: Any, where: str) -> HyperparameterConfig:
 
 
 def _rounds(raw: Any, where: str) -> int | list[int]:
-    whole = [one for one in (raw if isinstance(raw, list) else [raw]) if type(one) is int]
-    if not whole or (isinstance(raw, list) and len(whole) != len(raw)):
+    given = raw if isinstance(raw, list) else [raw]
+    if not given or any(type(one) is not int for one in given):
         raise YAMLFileError(f"{where}: `rounds` must be a number of rounds, or a list of the steps at which they end, "
                             f"got {raw!r}.")  # fmt: skip
-    return whole if isinstance(raw, list) else whole[0]
+    return raw
 
 
 def _strategy(raw: Any, where: str) -> Strategy | None:

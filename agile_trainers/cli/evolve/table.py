@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -29,19 +27,14 @@ class MemberProgress:
 
     def __init__(self, console: Console, fitness: str) -> None:
         self._console, self._fitness = console, fitness
-        self._bar = Progress(*BAR, console=console, transient=True, disable=not console.is_terminal)
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show the bar, while the population runs."""
-        with self._bar:
-            yield
+        self.bar = Progress(*BAR, console=console, transient=True, disable=not console.is_terminal)
+        """A context manager that shows the bar while the population runs."""
 
     def watch(self, trainer: Any, member: int) -> None:
         """Show the steps of a member's trainer in the bar instead of its own output."""
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Steps(self._bar, f"member {member}"))
+        trainer.add_callback(_Steps(self.bar, f"member {member}"))
 
     def show(self, done: Round) -> None:
         """Print the table of a round, and the reasons of what was decided."""

@@ -37,12 +37,9 @@ def isolate(name: str, game: Any) -> Any:
         game._local_step = functools.partial(_step, name, game)
     if hasattr(game, "ds") and hasattr(game, "reward_fn"):
         check_scorer(game.name, game.ds, name)
-        game.reward_fn = functools.partial(_score, name, game, json.dumps({"size": game.size, "seed": game.seed}))
+        settings = json.dumps({"size": game.size, "seed": game.seed})
+        game.reward_fn = lambda answer, entry: score_answer(game.name, game.ds, settings, answer, entry, name)
     return game
-
-
-def _score(required_by: str, game: Any, settings: str, *, answer: str | None, entry: dict[str, Any]) -> float:
-    return score_answer(game.name, game.ds, settings, answer, entry, required_by)
 
 
 def _step(name: str, game: Any, action: str) -> Any:
