@@ -1470,7 +1470,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an interval that breaks up the units", "evaluation/statistics.py",
-        "return np.bincount(index, numbers, len(places)), np.bincount(index, minlength=len(places)).astype(float)",
+        "return np.bincount(index, numbers), np.bincount(index).astype(float)",
         "return numbers, np.ones(len(numbers))", "tests/evaluation/test_statistics.py -k whole_units",
     ),
     Mutation(

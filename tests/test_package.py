@@ -30,6 +30,8 @@ PACKAGE = ROOT / "agile_trainers"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULE = re.compile(r"agile_(trainers|environments)(\.\w+)*\.?(:\w+)?")
 """A module of ours in a string: its name, the beginning of one, or ``module:Name``."""
+IMPORTING = ("import_module", "__import__", "resolve_name")
+"""Functions that import by a name."""
 IMPORTS_WHAT_IT_IS_TOLD = {
     "imports.py", "cli/run_files.py", "cli/environments.py", "envs/libraries/gem.py", "envs/libraries/gymnasium.py",
     "envs/libraries/textarena.py", "envs/libraries/trl_tools.py", "envs/libraries/__init__.py",
@@ -104,7 +106,7 @@ def test_a_module_is_imported_by_name_only_where_the_name_is_given() -> None:
     found = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__", "resolve_name")):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(IMPORTING):
                 (name,) = node.args
                 if isinstance(name, ast.JoinedStr) and isinstance(name.values[0], ast.FormattedValue):
                     assert ast.unparse(name.values[0].value) == "__name__", path
