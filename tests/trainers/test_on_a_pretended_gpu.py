@@ -31,7 +31,8 @@ def dense_flex(q: Any, k: Any, v: Any, block_mask: Any, scale: float, enable_gqa
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
-    """The GPU, whose kernel for packed rows is replaced: Triton compiles for none that is not there."""
+    """The GPU, without Triton, which compiles for none that is not there: TRL has its head in torch too, we the mask."""
+    monkeypatch.setattr("trl.kernels.chunked_logprob._TRITON_AVAILABLE", False)
     monkeypatch.setattr(attention, "flex_attention", dense_flex)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     caches = [one for one in vars(attention).values() if hasattr(one, "cache_clear")]
