@@ -544,7 +544,7 @@ MUTATIONS = [
     ),
     Mutation(
         "values of tokens are summed over an episode, not averaged", "step/loss.py",
-        " / mask.sum(dim=1).clamp(min=1)", "", f"{OWN_LOSS} -k 'a_loss_of_its_own and episodes-none'",
+        " / mask.sum(dim=1).clamp(min=1)", "", f"{OWN_LOSS}::test_grpo_as_a_loss_of_its_own_is_trls[episodes-none]",
     ),
     Mutation(
         "the tokens of all processes divide the loss of one", "step/loss.py",
@@ -553,17 +553,17 @@ MUTATIONS = [
     Mutation(
         "an update is divided by the tokens of its whole generation batch", "step/loss.py",
         "per_process * accumulation / args.steps_per_generation", "per_process",
-        f"{OWN_LOSS} -k 'trls_steps and two-steps-tokens'",
+        f"{OWN_LOSS}::test_a_run_takes_trls_steps[two-steps-tokens]",
     ),
     Mutation(
         "a pass divides by its own episodes", "trainers/trainer.py",
         "output.denominator, whole, self.args", "output.denominator, part.batch, self.args",
-        f"{OWN_LOSS} -k 'a_loss_of_its_own and episodes-none'",
+        f"{OWN_LOSS}::test_grpo_as_a_loss_of_its_own_is_trls[episodes-none]",
     ),
     Mutation(
         "accumulated micro-batches of an own loss are summed", "trainers/trainer.py",
         "accumulation, processes = self.current_gradient_accumulation_steps,", "accumulation, processes = 1,",
-        f"{OWN_LOSS} -k 'trls_steps and accumulated-constant'",
+        f"{OWN_LOSS}::test_a_run_takes_trls_steps[accumulated-constant]",
     ),
     Mutation(
         "a loss over the micro-batch is split", "trainers/trainer.py",
@@ -575,7 +575,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an own loss gets no old policy", "step/loss.py",
-        "log_probs.detach() if old is None else old,", "log_probs.detach(),", f"{OWN_LOSS} -k 'is_its_definition and none'",
+        "log_probs.detach() if old is None else old,", "log_probs.detach(),",
+        f"{OWN_LOSS}::test_dppo_is_its_definition[none]",
     ),
     Mutation(
         "metrics of episodes are merged by tokens", "step/token_batches.py",
