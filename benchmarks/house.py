@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAINING = {"trainers", "config", "step", "algorithms", "monitor"}
 """Folders in which `engine` is the one that plays episodes, not vLLM's."""
 NAMED = ("up", "stops", "row stops", "callbacks")
-"""What `--names` lists."""
+"""Lists behind the counts, for `--names`."""
 NO_CODE = {"NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER", "COMMENT"}
 PRAGMA = re.compile(r"# *(fmt|noqa|type|ruff|-{5})")
 

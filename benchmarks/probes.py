@@ -152,7 +152,7 @@ def run_settings(chosen: dict[str, Any]) -> Run:
         "score": scores[-1],
         "episodes_to_solve": curve["episodes"][first_solved] if first_solved < len(scores) else None,
         "length_before": length_before,
-        "findings": [finding.name for finding in trainer.watch.findings],
+        "findings": [finding.name for finding in trainer.health.findings],
         "seconds": round(seconds, 1),
         "curve": curve,
     }

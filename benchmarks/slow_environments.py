@@ -17,7 +17,7 @@ from statistics import median
 from sleepers import HANGS, SECONDS, TURNS, AsyncSleeper, Sleeper
 
 from agile_trainers.embedded import make_tokenizer
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
@@ -42,7 +42,7 @@ def make_engine(way: str, hanging: bool) -> RolloutEngine:
     """Make an engine with 64 environments."""
     kind, options = WAYS[way]
     pool = EnvironmentPool(partial(kind, hanging), timeout=TIMEOUT if hanging else None, **options)
-    return RolloutEngine(pool, ChatFrames(make_tokenizer()), Limits(TURNS, 4, 100_000))
+    return RolloutEngine(pool, ChatRenderer(make_tokenizer()), Limits(TURNS, 4, 100_000))
 
 
 def play(engine: RolloutEngine) -> tuple[float, list[StopReason]]:

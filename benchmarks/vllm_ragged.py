@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from agile_trainers.embedded import make_embedded_model, make_tokenizer
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator, SamplingSettings
@@ -149,7 +149,7 @@ SEQUENTIAL = Drive("turn by turn, environments one after another", by_turns=True
 AT_ONCE = Drive("turn by turn, environments at once", by_turns=True, in_threads=True)
 
 
-def rollout(engine: VllmEngine, chat: ChatFrames, episodes: int, uniform: bool, drive: Drive) -> tuple[float, int]:
+def rollout(engine: VllmEngine, chat: ChatRenderer, episodes: int, uniform: bool, drive: Drive) -> tuple[float, int]:
     """Play one rollout. Returns its wall time in seconds and the number of sampled tokens."""
     engine.engine.reset_prefix_cache()
     sampler = VllmGenerator(engine, eos_token_ids=[], settings=SamplingSettings())
@@ -176,7 +176,7 @@ def main() -> int:
         engine = VllmEngine(
             folder, dtype=torch.float32, max_model_length=2048, max_batch_size=options.episodes, options=MEMORY
         )
-    chat, slow = ChatFrames(make_tokenizer()), False
+    chat, slow = ChatRenderer(make_tokenizer()), False
     step_cost(engine, options.episodes)
     costs = [step_cost(engine, rows) for rows in (1, options.episodes)]
     print(f"A step takes {costs[0]:.1f} ms for 1 row, {costs[1]:.1f} ms for {options.episodes}.", flush=True)

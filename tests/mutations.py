@@ -141,7 +141,7 @@ MUTATIONS = [
         "if seen == machines and args.save_on_each_node:", "if seen > machines and args.save_on_each_node:", MACHINES,
     ),
     Mutation(
-        "a log that is written ends a streak of episodes that are not", "monitor/episode_records.py",
+        "a log that is written ends a streak of episodes that are not", "monitor/rollout_log.py",
         "self._failing.discard(kind)", "self._failing.clear()",
         "tests/trainers/test_misbehaving_environments.py::test_each_streak_of_failures_is_warned_of_once",
     ),
@@ -194,7 +194,7 @@ MUTATIONS = [
         f"{POPULATION}::test_a_mutated_learning_rate_reaches_the_optimizer",
     ),
     Mutation(
-        "a copy with other iterations stays at its place in the schedule", "checkpoints/adoption.py",
+        "a copy with other iterations stays at its place in the schedule", "checkpoints/continued.py",
         'schedule["last_epoch"] = int(step)', "pass",
         f"{POPULATION}::test_a_mutated_number_of_iterations_changes_training",
     ),
@@ -255,14 +255,14 @@ MUTATIONS = [
         f"{SEARCH}::test_the_best_run_has_the_best_objective_and_its_policy_is_in_its_folder",
     ),
     Mutation(
-        "the records' token columns stand at other episodes", "monitor/episode_records.py",
+        "the records' token columns stand at other episodes", "monitor/rollout_log.py",
         "row = self.unfinished[episode]", "row = self.unfinished[place]",
         f"{EPISODE_RECORDS}::test_tokens_have_what_the_last_pass_computed",
     ),
     Mutation(
         "records are written after the first pass", "trainers/trainer.py",
-        "if self._step % self.micro_steps_per_generation == 0:\n            self.records",
-        "if self._step % self.args.steps_per_generation == 0:\n            self.records",
+        "if self._step % self.micro_steps_per_generation == 0:\n            self.rollout_log",
+        "if self._step % self.args.steps_per_generation == 0:\n            self.rollout_log",
         f"{EPISODE_RECORDS}::test_tokens_have_what_the_last_pass_computed",
     ),
     Mutation(
@@ -339,14 +339,14 @@ MUTATIONS = [
     ),
     Mutation(
         "sampler and trainer compared after pooling", "trainers/trainer.py",
-        "if self.gap.is_open:\n            assert", "if False:\n            assert", f"{GAP} -k stops_before",
+        "if self.mismatch.is_open:\n            assert", "if False:\n            assert", f"{GAP} -k stops_before",
     ),
     Mutation(
         "the first of two batches not compared", "trainers/trainer.py",
         "== self.args.steps_per_generation - 1", "== -1", f"{GAP} -k two-batches",
     ),
     Mutation(
-        "the gap of one rank", "sampling/gap.py",
+        "the gap of one rank", "sampling/mismatch.py",
         "ranks[:, :-1].sum(0)", "ranks[:1, :-1].sum(0)", "tests/trainers/test_gap_two_processes.py",
     ),
     Mutation(
@@ -354,7 +354,7 @@ MUTATIONS = [
         "counted = trained & scores", "counted = trained | scores", f"{GAP} -k not_read",
     ),
     Mutation(
-        "a penalty taken for exact sampling", "sampling/gap.py",
+        "a penalty taken for exact sampling", "sampling/mismatch.py",
         "or any(reshaping(self.settings)))", ")", f"{GAP} -k only_warns",
     ),
     Mutation(
@@ -482,7 +482,7 @@ MUTATIONS = [
     ),
     Mutation(
         "critic frozen by the reference pass", "trainers/trainer.py",
-        "self.critic.thaw(self.model)  # the reference's forward pass left only the policy trainable", "pass",
+        "self.critic.unfreeze(self.model)  # the reference's forward pass left only the policy trainable", "pass",
         "tests/trainers/test_ppo.py -k both_adapters_train",
     ),
     Mutation(
@@ -606,7 +606,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the critic learns from truncated episodes that are masked", "step/critic.py",
-        "self._weigh(lesson.trained[rows], ", "self._weigh(own.valid_mask, ",
+        "self._weigh(fused.trained[rows], ", "self._weigh(own.valid_mask, ",
         "tests/trainers/test_ppo_learned.py -k second_pass",
     ),
     Mutation(
@@ -1174,7 +1174,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed run forgets its diagnosis", "trainers/trainer.py",
-        "self.watch.restore(rollout.watch)", "pass", "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
+        "self.health.restore(rollout.watch)", "pass", "tests/trainers/test_checkpoint.py::test_the_diagnosis_goes_on",
     ),
     Mutation(
         "left padding counts as positions", "rollout/generators/architecture.py",
@@ -1192,7 +1192,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the critic's adapter has dropout", "trainers/trainer.py",
-        "            self._switch_off_noise()\n            self.critic.thaw(", "            self.critic.thaw(",
+        "            self._switch_off_noise()\n            self.critic.unfreeze(", "            self.critic.unfreeze(",
         f"{ARCHITECTURES}::test_reference_and_critic_have_no_noise",
     ),
     Mutation(
@@ -1339,7 +1339,7 @@ MUTATIONS = [
         "return opened, opened or (thinking and not _CLOSED.search(before))", "return opened, opened", TEMPLATES,
     ),
     Mutation(
-        "results of tools follow a plain answer", "rollout/chat/frames.py",
+        "results of tools follow a plain answer", "rollout/chat/renderer.py",
         'answer = self._call if messages[0]["role"] == "tool" and self._call else _ANSWER', "answer = _ANSWER", TEMPLATES,
     ),
     Mutation(

@@ -22,7 +22,7 @@ from agile_trainers.cli.layout import draw_layout
 from agile_trainers.cli.main import main
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -138,7 +138,7 @@ def test_a_sound_environment_gets_its_figures(embedded_model: Path) -> None:
     assert "from 1 to 1: 1 (16 times); 100% of 16 turns are not 0" in report
     assert "mean 2.0, at most 2 (max_turns=3)" in report
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
-    chat = ChatFrames(tokenizer)
+    chat = ChatRenderer(tokenizer)
     answer = len(tokenizer.encode("yes")) + 1
     prompt = len(chat.first("Question 1?"))
     whole = prompt + 2 * answer + len(chat.frame("Another?", tokenizer.eos_token_id))
@@ -445,7 +445,7 @@ def test_a_player_in_the_seat_is_tokenized_and_cut_as_a_model_is(embedded_model:
     seen: list[list[Message]] = []
 
     def engine(factory: EnvironmentFactory) -> RolloutEngine:
-        return RolloutEngine(EnvironmentPool(factory), ChatFrames(tokenizer), Limits(5, 4, 4096))
+        return RolloutEngine(EnvironmentPool(factory), ChatRenderer(tokenizer), Limits(5, 4, 4096))
 
     def player(messages: list[Message], rng: random.Random) -> str:
         seen.append(list(messages))

@@ -12,7 +12,7 @@ from agile_trainers.adapters.loading import (
     start_critic,
 )
 from agile_trainers.adapters.reference_adapter import add_reference, copy_adapter
-from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, running, thaw
+from agile_trainers.adapters.roles import CRITIC, POLICY, REFERENCE, AdapterRouter, belongs_to, running, unfreeze
 from agile_trainers.adapters.scope import explaining_scope, within_scope
 from agile_trainers.adapters.sharding import assign_parameter, every_adapter_trainable, gathered_once
 
@@ -42,6 +42,6 @@ __all__ = [
     "running",
     "start_critic",
     "starts_elsewhere",
-    "thaw",
+    "unfreeze",
     "within_scope",
 ]

@@ -117,7 +117,7 @@ def wrap_checkpointing(base: PreTrainedModel, wrap: Callable[[Callable[..., Any]
     base._set_gradient_checkpointing = set_gradient_checkpointing
 
 
-def thaw(model: PeftModel, adapters: Iterable[str]) -> None:
+def unfreeze(model: PeftModel, adapters: Iterable[str]) -> None:
     """Make these adapters trainable.
 
     PEFT leaves only the active adapter trainable whenever an adapter is switched or disabled, and a reference pass does so

@@ -70,7 +70,7 @@ class RolloutState:
     micro_batches: list[Batch] | None
     """Micro-batches of the current generation batch; None at its start."""
     watch: dict[str, Any] = field(default_factory=dict)
-    """State of a :class:`~agile_trainers.monitor.health_checks.RunWatch`."""
+    """State of a :class:`~agile_trainers.monitor.health_checks.HealthChecks`."""
     skipped_steps: dict[str, int] = field(default_factory=dict)
     """Counters of a :class:`~agile_trainers.monitor.nonfinite.StepGuard`."""
     pass_tokens: int | None = None

@@ -172,7 +172,7 @@ def _episode(answer: Answer) -> Trajectory:
     )
 
 
-class RunWatch:
+class HealthChecks:
     """The diagnosis of a run in training.
 
     Args:

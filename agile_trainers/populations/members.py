@@ -20,7 +20,7 @@ from transformers.utils import logging
 from agile_trainers.adapters import POLICY, find_adapters
 from agile_trainers.adapters.forms import NUMBER, Count, Fields
 from agile_trainers.adapters.loading import SavedAdapters, read_weights
-from agile_trainers.checkpoints.adoption import adopt
+from agile_trainers.checkpoints.continued import adopt
 from agile_trainers.checkpoints.integrity import checkpoints, step_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.evaluation.statistics import numbered

@@ -27,7 +27,7 @@ from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
 
 class Chat(Protocol):
-    """Interface of chat frames that the loop uses; see :class:`agile_trainers.rollout.chat.frames.ChatFrames`."""
+    """Interface of chat frames that the loop uses; see :class:`agile_trainers.rollout.chat.renderer.ChatRenderer`."""
 
     eos_token_ids: list[int]
     """Ids that end an answer."""

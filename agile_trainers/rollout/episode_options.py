@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from agile_trainers.envs.base import EnvironmentFactory
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.architecture import same_up_to
@@ -126,7 +126,7 @@ def build_engine(
     longest = options.max_model_length
     if model_config is not None:
         longest = longest_conversation(longest, model_config.get_text_config())
-    chat = ChatFrames(
+    chat = ChatRenderer(
         tokenizer,
         eos_token_ids=eos_token_ids,
         chat_template_kwargs=options.chat_template_kwargs,

@@ -17,7 +17,7 @@ from agile_trainers.adapters import gathered_once
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
-from agile_trainers.sampling.gap import Conditions
+from agile_trainers.sampling.mismatch import Conditions
 from agile_trainers.sampling.served_policy import SavedAdapter, ServedPolicy
 from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
 

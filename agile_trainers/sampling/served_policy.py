@@ -151,7 +151,7 @@ class ServedPolicy(ABC):
         if self._group is not None:
             # As TRL does: the gradients' last messages must be through before vLLM sends its own.
             self._accelerator.wait_for_everyone()
-        with parked(self._model, self._parks):
+        with offloaded(self._model, self._parks):
             if self._sleeps:
                 self._wake("kv_cache")
             try:
@@ -195,7 +195,7 @@ def digest(weights: Mapping[str, torch.Tensor]) -> bytes:
 
 
 @contextmanager
-def parked(model: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
+def offloaded(model: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
     """Keep a model's weights in the CPU's memory while the block runs, if ``wanted``."""
     places = [(weight, weight.device) for weight in model.parameters()] if wanted else []
     for weight, _ in places:

@@ -21,7 +21,7 @@ from agile_trainers.adapters import (
     belongs_to,
     restore_adapter,
     start_critic,
-    thaw,
+    unfreeze,
 )
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.objectives.advantages import whiten
@@ -32,7 +32,7 @@ from agile_trainers.packing.forward import ValueReading
 from agile_trainers.packing.packer import Packer
 from agile_trainers.step.credit import Credit, CreditInputs, own_turns
 from agile_trainers.step.dropout import is_noisy
-from agile_trainers.step.token_batches import Passes
+from agile_trainers.step.token_batches import TokenBatches
 from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches, own_rows
 from agile_trainers.types import TurnBatch
 
@@ -61,7 +61,7 @@ class CriticValues:
 
 
 @dataclass
-class _Lesson:
+class _FusedUpdate:
     """Holds what a reading of the critic needs to train it too."""
 
     trained: torch.Tensor
@@ -103,7 +103,7 @@ def add_critic(model: Any, args: Any, saved: SavedAdapters | None, optimizer: An
 class NoCritic:
     """Takes the place of a critic in a run without one: there are no values, and nothing is added to the loss."""
 
-    def thaw(self, model: Any) -> None:
+    def unfreeze(self, model: Any) -> None:
         """Leave the policy as it is: PEFT keeps it trainable."""
 
     def split_groups(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -157,7 +157,7 @@ class Critic:
     """
 
     def __init__(
-        self, args: Any, accelerator: Accelerator, packer: Packer, passes: Passes, targets_of: TargetsOf | None
+        self, args: Any, accelerator: Accelerator, packer: Packer, passes: TokenBatches, targets_of: TargetsOf | None
     ) -> None:
         self._args, self._accelerator, self._packer, self._passes = args, accelerator, packer, passes
         self._targets_of = targets_of
@@ -171,9 +171,9 @@ class Critic:
                 args.turn_value_position,
             )
 
-    def thaw(self, model: Any) -> None:
+    def unfreeze(self, model: Any) -> None:
         """Make policy and critic trainable; PEFT leaves only one of them trainable when it switches adapters."""
-        thaw(model, (POLICY, CRITIC))
+        unfreeze(model, (POLICY, CRITIC))
 
     def split_groups(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Move the critic's parameters into a group of their own if ``critic_learning_rate`` is set."""
@@ -212,9 +212,9 @@ class Critic:
         if self.learned:
             assert self._targets_of is not None
             lengths = turn_lengths(torch.where(trained, batch.turn_ids, -1), batch.turn_mask.size(1))
-            lesson = _Lesson(trained, self._targets_of, (lengths > 0).sum())
-            self.thaw(model)
-            return self._passes.fitting(lambda: self._read(model, batch, by_token, lesson))
+            fused = _FusedUpdate(trained, self._targets_of, (lengths > 0).sum())
+            self.unfreeze(model)
+            return self._passes.fitting(lambda: self._read(model, batch, by_token, fused))
         with torch.no_grad(), disable_gradient_checkpointing(model, self._args.gradient_checkpointing_kwargs):
             return self._passes.fitting(lambda: self._read(model, batch, by_token, None))
 
@@ -232,7 +232,7 @@ class Critic:
             and not is_noisy(model)
         )
 
-    def _read(self, model: Any, batch: TurnBatch, by_token: bool, lesson: _Lesson | None) -> CriticValues:
+    def _read(self, model: Any, batch: TurnBatch, by_token: bool, fused: _FusedUpdate | None) -> CriticValues:
         final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
         offsets = torch.cat([self._offsets(batch, by_token), final], dim=1)
         read = torch.zeros(offsets.shape, device=offsets.device)
@@ -243,8 +243,8 @@ class Critic:
             with self._accelerator.autocast():
                 values = self._packer.values(model, part, positions)
             read[rows] = values.detach()
-            if lesson is not None:
-                self._learn(self._values(values, offsets[rows], batch.rows(rows), by_token), batch, rows, lesson)
+            if fused is not None:
+                self._learn(self._values(values, offsets[rows], batch.rows(rows), by_token), batch, rows, fused)
         return self._values(read, offsets, batch, by_token)
 
     def _values(self, read: torch.Tensor, offsets: torch.Tensor, batch: TurnBatch, by_token: bool) -> CriticValues:
@@ -257,14 +257,14 @@ class Critic:
         final_values = torch.where(batch.unfinished, read[:, -1], 0.0)
         return CriticValues(offsets[:, :-1], values, turn_values, final_values, by_token)
 
-    def _learn(self, found: CriticValues, batch: TurnBatch, rows: torch.Tensor, lesson: _Lesson) -> None:
+    def _learn(self, found: CriticValues, batch: TurnBatch, rows: torch.Tensor, fused: _FusedUpdate) -> None:
         """Accumulate the gradient of the value loss of some rows, as their micro-batch would in the update."""
         own = batch.rows(rows)
-        targets = lesson.targets_of(own_turns(own, found.turn_values.detach(), found.final_values.detach()))
-        weights, targets = self._weigh(lesson.trained[rows], targets, own, found.by_token)
+        targets = fused.targets_of(own_turns(own, found.turn_values.detach(), found.final_values.detach()))
+        weights, targets = self._weigh(fused.trained[rows], targets, own, found.by_token)
         errors, _ = value_errors(found.values, found.values.detach(), targets, self._args.value_clip_range)
         total = torch.where(weights > 0, errors * weights, 0.0).sum()
-        self._accelerator.backward(self._args.vf_coef * total / lesson.turns.clamp(min=1.0))
+        self._accelerator.backward(self._args.vf_coef * total / fused.turns.clamp(min=1.0))
 
     def _by_token(self, batch: TurnBatch) -> bool:
         """Return True, on all ranks alike, if this generation batch has advantages per token."""

@@ -13,7 +13,7 @@ from trl.trainer.utils import use_adapter
 
 from agile_trainers.adapters import REFERENCE
 from agile_trainers.packing.packer import Packer
-from agile_trainers.step.token_batches import Passes
+from agile_trainers.step.token_batches import TokenBatches
 from agile_trainers.train_batch import length_sorted_batches, read_inputs
 from agile_trainers.types import TurnBatch
 
@@ -54,7 +54,7 @@ class Scorer:
     """
 
     def __init__(
-        self, log_probs: LogProbs, packer: Packer, passes: Passes, args: Any, accelerator: Accelerator
+        self, log_probs: LogProbs, packer: Packer, passes: TokenBatches, args: Any, accelerator: Accelerator
     ) -> None:
         self._log_probs, self._packer, self._passes, self._accelerator = log_probs, packer, passes, accelerator
         self._size, self._checkpointing = args.per_device_train_batch_size, args.gradient_checkpointing_kwargs

@@ -32,7 +32,7 @@ _GPU_SHARE = 0.6
 
 
 @dataclass
-class Pass:
+class TokenBatch:
     """The rows of one forward and backward pass."""
 
     batch: TrainBatch
@@ -48,11 +48,13 @@ class Pass:
 
 _TOO_LONG = "An episode does not fit into memory. Lower max_model_length"
 
-LossOf = Callable[[Pass], torch.Tensor]
+LossOf = Callable[[TokenBatch], torch.Tensor]
 _T = TypeVar("_T")
 
 
-def deal_padded(prompts: torch.Tensor, completions: torch.Tensor, budget: int, multiple: int = 1) -> list[torch.Tensor]:
+def split_padded(
+    prompts: torch.Tensor, completions: torch.Tensor, budget: int, multiple: int = 1
+) -> list[torch.Tensor]:
     """Deal ordered rows to passes of neighbours, each of which costs its rows times its columns.
 
     Args:
@@ -78,7 +80,7 @@ def deal_padded(prompts: torch.Tensor, completions: torch.Tensor, budget: int, m
     return [torch.tensor(rows) for rows in passes]
 
 
-def deal_packed(
+def split_packed(
     lengths: torch.Tensor, shared: torch.Tensor, budget: int, multiple: int = 1, fast: int | None = None
 ) -> list[torch.Tensor]:
     """Deal ordered rows to passes of neighbours, each of which costs its distinct tokens.
@@ -121,7 +123,7 @@ def in_number(passes: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     return passes
 
 
-class Passes:
+class TokenBatches:
     """Decides the tokens of a forward pass once, and deals the rows of micro-batches to passes.
 
     Args:
@@ -184,7 +186,7 @@ class Passes:
         if self._args.max_tokens_per_micro_batch is None:
             self.budget = budget
 
-    def of(self, batch: TrainBatch, whole: TrainBatch) -> list[Pass]:
+    def of(self, batch: TrainBatch, whole: TrainBatch) -> list[TokenBatch]:
         """Deal the rows of a micro-batch; every process gets equally many passes.
 
         Args:
@@ -201,7 +203,7 @@ class Passes:
             tokens = self._accelerator.reduce(tokens, reduction="sum")
         multiple, loss_type = self._args.pad_to_multiple_of, self._args.loss_type
         return [
-            Pass(
+            TokenBatch(
                 part.trimmed(multiple),
                 share=part.share_of(whole, loss_type) if len(rows) else 0.0,
                 entropy_share=part.share_of(whole, "bnpo") if len(rows) else 0.0,
@@ -245,7 +247,7 @@ class Passes:
         """Deal some rows to padded passes; return these, and the sum of their tokens."""
         ordered = rows[(prompts + completions)[rows].argsort(stable=True)]
         widths, lengths = prompts[ordered], completions[ordered]
-        dealt = deal_padded(widths, lengths, self._fast, self._args.pad_to_multiple_of or 1)
+        dealt = split_padded(widths, lengths, self._fast, self._args.pad_to_multiple_of or 1)
         tokens = sum(len(places) * int(widths[places].max() + lengths[places].max()) for places in dealt)
         # The largest first: where it fits, the others do.
         return [ordered[places] for places in dealt[::-1]], tokens
@@ -259,7 +261,7 @@ class Passes:
         assert budget is not None
         order, lengths, shared = sharing[0].cpu(), sharing[1], sharing[2]
         passes, tokens = list[torch.Tensor](), 0
-        for places in deal_packed(lengths, shared, budget, packer.multiple, self._fast):
+        for places in split_packed(lengths, shared, budget, packer.multiple, self._fast):
             rows = order[places]
             if len(rows) == 1 or packer.pays(part, rows):
                 passes.append(rows)
@@ -354,7 +356,7 @@ class Passes:
         if not self._repeats:
             reason = "several processes" if self._accelerator.num_processes > 1 else "a model that is trained whole"
             smaller = "max_tokens_per_micro_batch" + (f" (it is {self.budget} now)" if self.budget else "")
-            with _advising(f"Passes are not made smaller by themselves with {reason}. Lower {smaller}."):
+            with _advising(f"TokenBatches are not made smaller by themselves with {reason}. Lower {smaller}."):
                 return run()
 
         def undo_of() -> Callable[[], None]:
@@ -362,7 +364,7 @@ class Passes:
 
         return within_memory(run, self._halve, undo_of)
 
-    def _backward(self, model: Any, part: Pass, loss_of: LossOf) -> torch.Tensor:
+    def _backward(self, model: Any, part: TokenBatch, loss_of: LossOf) -> torch.Tensor:
         """Run a pass whose gradient is accumulated, as in an earlier micro-batch of the optimizer step."""
         accelerator = self._accelerator
         state, device = accelerator.gradient_state, accelerator.device.type
@@ -416,7 +418,7 @@ class Passes:
         )  # fmt: skip
 
     @staticmethod
-    def _merge(passes: Sequence[Pass], metrics: dict[str, list[float]], before: dict[str, int]) -> None:
+    def _merge(passes: Sequence[TokenBatch], metrics: dict[str, list[float]], before: dict[str, int]) -> None:
         """Replace the metrics that each pass appended by those of the micro-batch: extremes, or means over tokens."""
         for name, values in metrics.items():
             new = values[before.get(name, 0) :]

@@ -115,7 +115,7 @@ class Updates:
 
     def _close(self) -> None:
         self._epoch, self._pending, self._trainer.is_in_train = None, None, False
-        self._trainer.records.finish()
+        self._trainer.rollout_log.finish()
         self._check_environment().pool.close()
         self._resources.close()
 

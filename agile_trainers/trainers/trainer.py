@@ -55,16 +55,16 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import check_own_loss, skips_zero_advantage
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.monitor.episode_log import EpisodeLog
-from agile_trainers.monitor.episode_records import EpisodeRecords
 from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
-from agile_trainers.monitor.health_checks import PolicyMeasurements, RunWatch
+from agile_trainers.monitor.health_checks import HealthChecks, PolicyMeasurements
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
+from agile_trainers.monitor.rollout_log import RolloutLog
 from agile_trainers.objectives.advantages import with_advantage
 from agile_trainers.packing.packer import Packer, PackingState
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.sampling.gap import GapMonitor
+from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.batch import penalize, scores_old_policy, train_batch, trained_tokens
 from agile_trainers.step.credit import Credit, CreditAssignment, CreditInputs, Judged
@@ -75,7 +75,7 @@ from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, averages,
 from agile_trainers.step.play import Collator, GroupRollouts, PlayedGroups, Player
 from agile_trainers.step.reward import Rewards
 from agile_trainers.step.task_sampling import TaskSampling
-from agile_trainers.step.token_batches import Pass, Passes, gathering_ragged
+from agile_trainers.step.token_batches import TokenBatch, TokenBatches, gathering_ragged
 from agile_trainers.step.turn_metrics import TurnEntropies
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, own_rows, read_inputs
 from agile_trainers.trainers.arguments import check_arguments, check_order, named_model
@@ -172,7 +172,7 @@ class MultiTurnTrainer(GRPOTrainer):
     sampler: RolloutSampler
     packer: Packer
     scorer: Scorer
-    gap: GapMonitor
+    mismatch: MismatchMonitor
     reference: ReferencePolicy
     critic: Critic | NoCritic = NoCritic()
     evaluator: EpisodeEvaluator
@@ -180,15 +180,15 @@ class MultiTurnTrainer(GRPOTrainer):
     rewards: Rewards
     credit: CreditAssignment
     rollouts: GroupRollouts
-    watch: RunWatch
+    health: HealthChecks
     """Says why the run does not learn."""
     episode_log: EpisodeLog
-    records: EpisodeRecords
+    rollout_log: RolloutLog
     checkpoints: RunCheckpoints
     hub: HubPushes
     stop: GracefulStop
     guard: StepGuard
-    passes: Passes
+    token_batches: TokenBatches
     turn_entropies: TurnEntropies
     updates: Updates
 
@@ -345,29 +345,29 @@ class MultiTurnTrainer(GRPOTrainer):
         self.sampler = RolloutSampler(self, self.engine, self._tokenizer, self._dist)
         self.packer = make_packer(self)
         metrics = self._metrics["train"]
-        self.passes = Passes(
+        self.token_batches = TokenBatches(
             args, self.accelerator, self.packer, self.model, auxiliary_loss=self.aux_loss_enabled, metrics=metrics,
             together=self.loss is not None and self.loss_needs == "micro_batch",
         )  # fmt: skip
         self._make_step(setup)
         token_ids = (self._tokenizer.pad_token_id, self.eos_token_ids[0])
         measurements = PolicyMeasurements(self.scorer, self.accelerator, args.diagnosis_interval, token_ids)
-        self.watch = RunWatch(args, measurements, speaks=self.accelerator.is_main_process)
-        self.records = EpisodeRecords(args, self.accelerator, self.processing_class, self.checkpoints, self.watch)
-        self.add_callback(self.records)
-        self.gap = GapMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
+        self.health = HealthChecks(args, measurements, speaks=self.accelerator.is_main_process)
+        self.rollout_log = RolloutLog(args, self.accelerator, self.processing_class, self.checkpoints, self.health)
+        self.add_callback(self.rollout_log)
+        self.mismatch = MismatchMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
         known = self.engine.reports_success
-        self.episode_log = EpisodeLog(args, self.rewards, known, self.environment, self.watch.note)
+        self.episode_log = EpisodeLog(args, self.rewards, known, self.environment, self.health.note)
         self.evaluator = EpisodeEvaluator(
             args, self.accelerator, self.engine, self.sampler, setup.mixture, self.rewards
         )
         if args.has_critic:
             add_critic(self.model, args, inputs.saved, self.optimizer, name=type(self).__name__)
             targets_of = (lambda turns: self.assign_credit(turns).columns[TARGETS]) if self.targets_by_row else None
-            self.critic = Critic(args, self.accelerator, self.packer, self.passes, targets_of)
+            self.critic = Critic(args, self.accelerator, self.packer, self.token_batches, targets_of)
             self._switch_off_noise()
-            self.critic.thaw(self.model)
-        self.passes.watched = [self.turn_entropies, self.gap.meter, self.critic, self._offloading]
+            self.critic.unfreeze(self.model)
+        self.token_batches.watched = [self.turn_entropies, self.mismatch.meter, self.critic, self._offloading]
 
     def _make_step(self, setup: RunSetup) -> None:
         """Make the parts of a step, in the order in which they run."""
@@ -400,7 +400,9 @@ class MultiTurnTrainer(GRPOTrainer):
             rows_are_options=setup.rows_are_options,
             mixture=setup.mixture,
         )
-        self.scorer = Scorer(self._get_per_token_logps_and_entropies, self.packer, self.passes, args, accelerator)
+        self.scorer = Scorer(
+            self._get_per_token_logps_and_entropies, self.packer, self.token_batches, args, accelerator
+        )
 
     def _switch_off_noise(self) -> None:
         """Switch off dropout and other noise; called at construction and after an adapter is added."""
@@ -477,7 +479,7 @@ class MultiTurnTrainer(GRPOTrainer):
             )
         with ExitStack() as lock:
             folder = self.checkpoints.choose(resume_from_checkpoint, lock)
-            self.records.begin_run()
+            self.rollout_log.begin_run()
             if self.updates.is_beginning:
                 self.updates.keep(lock)
             # A second call of train(), maybe after an interruption inside a step, begins with a new generation batch.
@@ -490,7 +492,7 @@ class MultiTurnTrainer(GRPOTrainer):
                     output = super().train(folder, *args, **kwargs)
             finally:
                 if not self.updates.is_open:
-                    self.records.finish()
+                    self.rollout_log.finish()
                 self.engine.pool.close()
         self.stop.pass_on()
         return output
@@ -610,7 +612,7 @@ class MultiTurnTrainer(GRPOTrainer):
         )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.critic.thaw(self.model)
+        self.critic.unfreeze(self.model)
         made = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if made:
@@ -647,7 +649,7 @@ class MultiTurnTrainer(GRPOTrainer):
             loss = super().training_step(*args, **kwargs)
         self._add_metrics({"time/update": time.perf_counter() - started - self.player.seconds})
         if self._step % self.micro_steps_per_generation == 0:
-            self.records.finish()
+            self.rollout_log.finish()
         return loss
 
     @with_episodes
@@ -690,10 +692,10 @@ class MultiTurnTrainer(GRPOTrainer):
         own = credit.local(own_rows(self.accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
         scores = scores or self._score(batch, own.advantages)
         output = self._train_batch(batch, own, scores, read)
-        self._open_gap(batch, scores, output.tool_mask > 0)
+        self._open_mismatch(batch, scores, output.tool_mask > 0)
         self._log_batch(generation, played, judged, credit)
         values = None if read is None else read.turn_values
-        self.records.begin(generation, self.state.global_step, played, own.advantages, values)
+        self.rollout_log.begin(generation, self.state.global_step, played, own.advantages, values)
         return output.to_trl()
 
     @property
@@ -731,7 +733,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def _log_batch(self, generation: int, played: PlayedGroups, judged: Judged, credit: Credit) -> None:
         """Log a generation batch: metrics, and TRL's tables."""
         trajectories, rewards = played.trajectories, played.rewards
-        self._add_metrics(self.watch.measure(generation, trajectories, self._models))
+        self._add_metrics(self.health.measure(generation, trajectories, self._models))
         seconds = self.player.seconds
         metrics, tokens = self.episode_log.summarize(trajectories, rewards, seconds, played.discarded)
         self.state.num_input_tokens_seen += tokens
@@ -739,32 +741,32 @@ class MultiTurnTrainer(GRPOTrainer):
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
         self.episode_log.fill_tables(self._logs, trajectories, rewards, credit.advantages, judged.turns.mask)
 
-    def _open_gap(self, batch: TurnBatch, scores: Scores, trained: torch.Tensor) -> None:
+    def _open_mismatch(self, batch: TurnBatch, scores: Scores, trained: torch.Tensor) -> None:
         """Compare sampler and trainer if the old policy was scored; otherwise the first forward pass of the loss does."""
-        self.gap.open()
+        self.mismatch.open()
         if scores.old is not None:
             counted = trained & scores.scored[:, None]
-            self.gap.add(scores.old, batch.sampling_logprobs, counted, batch.turn_ids, batch.prompt_mask)
-            self._close_gap()
+            self.mismatch.add(scores.old, batch.sampling_logprobs, counted, batch.turn_ids, batch.prompt_mask)
+            self._close_mismatch()
 
-    def _close_gap(self) -> None:
-        closed = self.gap.close(is_first_step=self.state.global_step == 0)
+    def _close_mismatch(self) -> None:
+        closed = self.mismatch.close(is_first_step=self.state.global_step == 0)
         self._add_metrics(closed.metrics)
-        self.watch.note("sampler_gap", closed.warning)
+        self.health.note("sampler_gap", closed.warning)
 
     @with_episodes
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        self.critic.thaw(self.model)  # the reference's forward pass left only the policy trainable
+        self.critic.unfreeze(self.model)  # the reference's forward pass left only the policy trainable
         whole = TrainBatch.from_trl(inputs)
         read = whole.with_advantage() if self._skips_zero_advantage else whole
-        loss = self.passes.loss(model, read, whole, lambda part: self._loss_of(model, part, whole))
+        loss = self.token_batches.loss(model, read, whole, lambda part: self._loss_of(model, part, whole))
         first_epoch_ends = self._step % self.micro_steps_per_generation == self.args.steps_per_generation - 1
-        if self.is_in_train and self.gap.is_open and (first_epoch_ends or self.accelerator.sync_gradients):
+        if self.is_in_train and self.mismatch.is_open and (first_epoch_ends or self.accelerator.sync_gradients):
             # Before the backward pass, in which DeepSpeed takes its optimizer step.
-            self._close_gap()
+            self._close_mismatch()
         return loss
 
-    def _loss_of(self, model: Any, part: Pass, whole: TrainBatch) -> torch.Tensor:
+    def _loss_of(self, model: Any, part: TokenBatch, whole: TrainBatch) -> torch.Tensor:
         """Compute the part of the micro-batch's loss that is due to the rows of one pass."""
         with self._handing_over(part) as handed:
             if self.loss is None:
@@ -772,13 +774,13 @@ class MultiTurnTrainer(GRPOTrainer):
             else:
                 loss = self._own_loss(self.loss, model, part, whole)
         assert handed.log_probs is not None and handed.log_ratio is not None
-        self.records.observe(handed.batch, handed.log_probs, handed.log_ratio)
+        self.rollout_log.observe(handed.batch, handed.log_probs, handed.log_ratio)
         loss, metrics = self.critic.add_loss(loss, handed.values, handed.batch, self.state.global_step)
         self._add_metrics(metrics)
         return loss
 
     def _own_loss(
-        self, loss: Callable[[LossInputs], LossOutput], model: Any, part: Pass, whole: TrainBatch
+        self, loss: Callable[[LossInputs], LossOutput], model: Any, part: TokenBatch, whole: TrainBatch
     ) -> torch.Tensor:
         """Compute the part of the micro-batch's loss that is due to one pass, by the algorithm's own loss."""
         read, length = read_inputs(part.batch.to_trl()), part.batch.completion_ids.size(1)
@@ -799,7 +801,7 @@ class MultiTurnTrainer(GRPOTrainer):
         )
 
     @contextmanager
-    def _handing_over(self, part: Pass) -> Iterator[LossPass]:
+    def _handing_over(self, part: TokenBatch) -> Iterator[LossPass]:
         """Pass the batch to the methods that TRL's loss calls, and set the attributes that weigh its terms."""
         beta, use_vllm, entropy_coef = self.beta, self.use_vllm, self.entropy_coef
         if part.share and part.entropy_share != part.share:
@@ -835,10 +837,10 @@ class MultiTurnTrainer(GRPOTrainer):
         if entropies is not None:
             self.turn_entropies.add(entropies, batch.turn_ids, batch.counted)
         log_probs = handed.take(log_probs, self.args.turn_ratio_pooling if self._turn_ratios else None)
-        if self.gap.is_open:
+        if self.mismatch.is_open:
             assert handed.log_probs is not None
             sampled = batch.sampling_per_token_logps
-            self.gap.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.prompt_mask)
+            self.mismatch.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.prompt_mask)
         return log_probs, entropies, aux_loss
 
     @with_episodes
@@ -852,7 +854,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         with self.updates.watched(tr_loss, grad_norm, kwargs.get("learning_rate")):
             self._add_metrics(self.turn_entropies.close(self.accelerator))
-            with self.watch.looking(self.state.global_step, self._metrics["train"]):
+            with self.health.looking(self.state.global_step, self._metrics["train"]):
                 super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     # --------------------------------------------------------------------------------------------------- evaluation
@@ -904,7 +906,7 @@ class MultiTurnTrainer(GRPOTrainer):
             self.log(played.metrics)
         self.model.train(training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, played.metrics)
-        self.records.write_evaluation(self.state.global_step, metric_key_prefix, played)
+        self.rollout_log.write_evaluation(self.state.global_step, metric_key_prefix, played)
         self.cards.note_evaluation(metric_key_prefix, played.metrics)
         return played.metrics
 
@@ -1024,8 +1026,8 @@ class MultiTurnTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         check_finite(self.model, self.accelerator, self.state.global_step)
         run = Path(self._get_output_dir(trial))
-        rollout = RolloutState(self._step, self._buffered_inputs, self.watch.state(), dict(vars(self.guard)))
-        rollout.pass_tokens, rollout.episodes = self.passes.budget, self.records.unfinished
+        rollout = RolloutState(self._step, self._buffered_inputs, self.health.state(), dict(vars(self.guard)))
+        rollout.pass_tokens, rollout.episodes = self.token_batches.budget, self.rollout_log.unfinished
         rollout.packing, rollout.tasks = dict(vars(self.packer.state)), self.rollouts.state()
         with self.checkpoints.saving(run, rollout) as building:
             super()._save_checkpoint(model, trial)
@@ -1057,7 +1059,7 @@ class MultiTurnTrainer(GRPOTrainer):
             parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
         if self.engine is not None:
             self.reference.restore(folder)
-        self.critic.thaw(self.model)
+        self.critic.unfreeze(self.model)
 
     @with_episodes
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -1070,13 +1072,13 @@ class MultiTurnTrainer(GRPOTrainer):
         else:
             apply_options(self.optimizer, self.lr_scheduler, options)
         rollout = self.checkpoints.load_rollout(checkpoint)
-        self.watch.restore(rollout.watch)
+        self.health.restore(rollout.watch)
         self.guard = StepGuard(**rollout.skipped_steps)
-        self.passes.restore(rollout.pass_tokens)
+        self.token_batches.restore(rollout.pass_tokens)
         self.packer.state = PackingState(**rollout.packing)
         self.rollouts.restore(rollout.tasks)
         self._restore_rollout(rollout.steps, rollout.micro_batches)
-        self.records.resume(
+        self.rollout_log.resume(
             rollout.episodes, rollout.steps // self.micro_steps_per_generation, step_of(Path(checkpoint))
         )
 

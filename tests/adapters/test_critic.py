@@ -11,7 +11,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
-from agile_trainers.adapters import CRITIC, POLICY, add_critic, add_value_head, thaw
+from agile_trainers.adapters import CRITIC, POLICY, add_critic, add_value_head, unfreeze
 from agile_trainers.adapters.fused import fuse
 
 SCALE = 2.0  # lora_alpha / r
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_adapters_merged_by_hand(base, model, parts, reen
     loss_of(log_probs, values, parts).backward()
     expected = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
-    thaw(model, (POLICY, CRITIC))
+    unfreeze(model, (POLICY, CRITIC))
     outputs = call(model, base)
     torch.testing.assert_close(outputs.log_probs, log_probs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(outputs.state_values, values, rtol=1e-5, atol=1e-5)
@@ -165,13 +165,13 @@ def test_a_reference_pass_freezes_the_critic_and_thawing_undoes_it(model):
     def trainable():
         return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
-    thaw(model, (POLICY, CRITIC))
+    unfreeze(model, (POLICY, CRITIC))
     everything = trainable()
     assert any(".critic" in name for name in everything) and any(".default" in name for name in everything)
     with use_adapter(model, None):
         pass
     assert not any(".critic" in name for name in trainable()), "PEFT no longer freezes: thawing may be needless"
-    thaw(model, (POLICY, CRITIC))
+    unfreeze(model, (POLICY, CRITIC))
     assert trainable() == everything
     assert "base_model.model.value_head.original_module.weight" not in everything
 
@@ -272,7 +272,7 @@ def test_a_critic_on_the_last_layer_reads_the_policys_hidden_states(base, reentr
     loss_of(None, values, ("critic",)).backward()
     expected = {name: leaf.grad for name, leaf in leaves.items()}
 
-    thaw(model, (POLICY, CRITIC))
+    unfreeze(model, (POLICY, CRITIC))
     outputs = call(model, base)
     torch.testing.assert_close(outputs.state_values, values, rtol=1e-5, atol=1e-5)
     loss_of(outputs.log_probs, outputs.state_values, ("policy", "critic")).backward()

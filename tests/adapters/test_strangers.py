@@ -37,7 +37,7 @@ from agile_trainers.checkpoints.card_results import add_results
 from agile_trainers.checkpoints.integrity import MARKER, POSITION, check_complete, mark_complete, newest_complete
 from agile_trainers.checkpoints.model_card import model_card, write_card
 from agile_trainers.checkpoints.signing import KEY_FILE, OPTION
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.base import SamplingSettings
 
@@ -675,18 +675,20 @@ def test_templates_are_tried_where_they_are_used_and_once(
 ) -> None:
     """A tokenizer of the user's may be another person's. An error in a template is one of the conversation."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
-    ChatFrames(tokenizer)
+    ChatRenderer(tokenizer)
     with monkeypatch.context() as without:
         without.setattr("subprocess.run", None)
-        ChatFrames(tokenizer)
-        ChatFrames(tokenizer, chat_template=trl.chat_template_utils.qwen3_training_chat_template)  # one that TRL ships
+        ChatRenderer(tokenizer)
+        ChatRenderer(
+            tokenizer, chat_template=trl.chat_template_utils.qwen3_training_chat_template
+        )  # one that TRL ships
     tokenizer.chat_template = "{{ 'x' * 10 ** 10 }}"
     with pytest.raises(ValueError, match=r"chat template of .* is not used"):
-        ChatFrames(tokenizer)
+        ChatRenderer(tokenizer)
     for template in ("{{ 1 / 0 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ {}['a'].b.c }}", "{% if %}"):
         tokenizer.chat_template = template
         with pytest.raises(ValueError, match="rejects a conversation with the roles"):
-            ChatFrames(tokenizer)
+            ChatRenderer(tokenizer)
 
 
 def test_templates_are_tried_in_the_environment_of_transformers() -> None:

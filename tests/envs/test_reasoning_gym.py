@@ -15,7 +15,7 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip
 
 from agile_trainers.envs import check_environment, list_environments, make_environment_factory
 from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, listed
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -46,7 +46,7 @@ def play_all(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
     engine = RolloutEngine(
         EnvironmentPool(factory),
-        ChatFrames(tokenizer, eos_token_ids=[tokenizer.eos_token_id]),
+        ChatRenderer(tokenizer, eos_token_ids=[tokenizer.eos_token_id]),
         Limits(max_turns=2, max_new_tokens=1 << 16, max_model_length=1 << 20),
     )
     episodes = engine.run([EpisodeSpec(seed, (seed,)) for seed in range(EPISODES)], ScriptedGenerator(script))

@@ -16,7 +16,7 @@ from agile_trainers.envs.tools.calculator import calculate
 from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error, parse_tool_calls
 from agile_trainers.envs.tools.environment import ToolEnvironment
 from agile_trainers.envs.tools.toolbox import Toolbox, describe_tools
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.types import Message
 
 TOKENIZER = make_tokenizer()
@@ -169,7 +169,7 @@ def test_a_template_that_lists_the_tools_itself() -> None:
     """Qwen's template, given the schemas, with results as tool messages: nothing is announced twice."""
     template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text(encoding="utf-8")
     made = environment(announce="no", result_role="tool")
-    frames = ChatFrames(TOKENIZER, chat_template=template, chat_template_kwargs={"tools": made.schemas})
+    frames = ChatRenderer(TOKENIZER, chat_template=template, chat_template_kwargs={"tools": made.schemas})
     prompt = str(TOKENIZER.decode(frames.first(made.reset(options=ROWS[0])[0])))
     assert prompt.count('"description": "Add two numbers."') == 1 and "What is 1 + 1?<|im_end|>" in prompt
     frame = str(TOKENIZER.decode(frames.frame(made.step(hermes("add", a=1))[0], TOKENIZER.eos_token_id)))

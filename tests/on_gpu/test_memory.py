@@ -81,7 +81,7 @@ def test_an_update_at_half_of_its_memory_has_the_same_gradient(machine, figures,
             trainer.update(episodes)
             with capped(machine, needed, trainer.model, rows * (answer + 17)):
                 trainer.update(episodes)
-            figures["tokens of a pass"] = trainer.passes.budget
+            figures["tokens of a pass"] = trainer.token_batches.budget
         found.append(seen.steps[-1])
         del trainer
     figures["GiB"] = needed / 2**30

@@ -60,7 +60,7 @@ class Watched:
         def starting(engine: VllmEngine, *args: Any, **options: Any) -> None:
             start(engine, *args, **options)
             self.engines.append(engine)
-            self.watch(engine)
+            self.health(engine)
 
         def submitting(engine: VllmEngine, ids: list[int], params: Any, adapter: Any = None) -> str:
             key = submit(engine, ids, params, adapter)

@@ -25,7 +25,7 @@ from vllm.lora.request import LoRARequest
 
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
-from agile_trainers.sampling.gap import SamplerMismatchError
+from agile_trainers.sampling.mismatch import SamplerMismatchError
 from agile_trainers.sampling.sampler import shared_engine
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
 from agile_trainers.trainers.trainer import MultiTurnTrainer

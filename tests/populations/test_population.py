@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from agile_trainers.adapters.folders import RECORD, read_json, write_json
-from agile_trainers.checkpoints.adoption import adopt
+from agile_trainers.checkpoints.continued import adopt
 from agile_trainers.checkpoints.integrity import mark_complete
 from agile_trainers.evaluation.results import evaluation_episodes
 from agile_trainers.populations import HyperparameterConfig, Lineage, PopulationError, Range, Selection, Successor

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agile_trainers.embedded import make_word_tokenizer
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 
 TOKENIZER = make_word_tokenizer(["system", "go", "up", "down", "end", "a", "b", "c"])
-CHAT = ChatFrames(TOKENIZER)
+CHAT = ChatRenderer(TOKENIZER)
 
 
 def ids(layout: str) -> list[int]:

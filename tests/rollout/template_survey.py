@@ -12,13 +12,13 @@ from typing import Any
 import trl
 from chat_templates import OTHERS, templates, tokenizer_for
 
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.types import Message
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "chat_templates.md"
 
 Options = dict[str, Any]
-"""Arguments of ``ChatFrames``."""
+"""Arguments of ``ChatRenderer``."""
 OPTIONS: tuple[Options, ...] = (
     {},
     {"training_chat_template": True},
@@ -37,7 +37,7 @@ class Verdict:
     """What holds for one template."""
 
     name: str
-    accepted: tuple[tuple[Options, ChatFrames], ...]
+    accepted: tuple[tuple[Options, ChatRenderer], ...]
     """Those of ``OPTIONS`` under which it is accepted, with the frames they make."""
     refusal: str
     """Why it is refused without options; empty if it is not."""
@@ -57,7 +57,7 @@ def survey(name: str) -> Verdict:
     accepted, refusal = [], ""
     for options in options_of(templates()[name]):
         try:
-            accepted.append((options, ChatFrames(tokenizer_for(name), **options)))
+            accepted.append((options, ChatRenderer(tokenizer_for(name), **options)))
         except ValueError as error:
             refusal = refusal or ("" if options else str(error))
         if options == {} and accepted:

@@ -9,7 +9,7 @@ import pytest
 from chat_templates import CHATML, FAMILIES, LLAMA, Family, byte_tokenizer, trl_template, word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.types import Message
 
 PROMPT = [{"role": "user", "content": "guess"}]
@@ -23,7 +23,7 @@ def ids(tokenizer: PreTrainedTokenizerFast, layout: str) -> list[int]:
 
 
 def play(
-    frames: ChatFrames, prompt: Any, answers: list[list[int]], observations: list[Any] = OBSERVATIONS
+    frames: ChatRenderer, prompt: Any, answers: list[list[int]], observations: list[Any] = OBSERVATIONS
 ) -> list[list[int]]:
     """The pieces of a conversation: prompt, answer, frame, answer, frame, ..."""
     pieces = [frames.first(prompt)]
@@ -52,7 +52,7 @@ def test_chatml_ids_over_three_turns() -> None:
         "3 <|endoftext|>",
         "<|im_end|> ↵ <|im_start|> user ↵ done <|im_end|> ↵ <|im_start|> assistant ↵",
     ]
-    assert play(ChatFrames(tokenizer), PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
+    assert play(ChatRenderer(tokenizer), PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
 
 
 def test_llama3_ids_over_three_turns() -> None:
@@ -76,7 +76,7 @@ def test_llama3_ids_over_three_turns() -> None:
         "3 <|eot_id|>",
         f"{user} done <|eot_id|> {assistant}",
     ]
-    pieces = play(ChatFrames(tokenizer), PROMPT, answers, ["\n higher\n\n", "lower\n", " done"])
+    pieces = play(ChatRenderer(tokenizer), PROMPT, answers, ["\n higher\n\n", "lower\n", " done"])
     assert pieces == [ids(tokenizer, layout) for layout in expected]
 
 
@@ -99,7 +99,7 @@ def test_gemma_ids_over_three_turns() -> None:
         "3",
         f"<end_of_turn> ↵ <start_of_turn> user ↵ done {rest}",
     ]
-    frames = ChatFrames(tokenizer)
+    frames = ChatRenderer(tokenizer)
     assert play(frames, PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
     assert frames.eos_token_ids == sorted(ids(tokenizer, "<eos> <end_of_turn>"))
 
@@ -109,7 +109,7 @@ def test_plain_ids_over_three_turns() -> None:
     tokenizer = word_tokenizer(None, ["<eos>"], eos_token="<eos>")
     answers = [ids(tokenizer, layout) for layout in ("1", "2 <eos>", "3")]
     expected = ["guess", "1", "↵ higher ↵", "2 <eos>", "↵ lower ↵", "3", "↵ done ↵"]
-    frames = ChatFrames(tokenizer)
+    frames = ChatRenderer(tokenizer)
     assert play(frames, PROMPT, answers) == [ids(tokenizer, layout) for layout in expected]
     assert frames.chat_template is None
     assert frames.eos_token_ids == ids(tokenizer, "<eos>")
@@ -120,7 +120,7 @@ def test_plain_ids_over_three_turns() -> None:
 
 def test_plain_prompt_has_the_bos_that_the_tokenizer_adds() -> None:
     tokenizer = byte_tokenizer(None, ["<bos>"], bos_token="<bos>")
-    frames = ChatFrames(tokenizer)
+    frames = ChatRenderer(tokenizer)
     assert frames.first("guess") == tokenizer("guess")["input_ids"]
     assert frames.first("guess")[0] == tokenizer.bos_token_id
     assert tokenizer.bos_token_id not in frames.frame("higher", 0)
@@ -133,7 +133,7 @@ def test_pieces_are_the_ids_of_the_whole_rendering(name: str, ending: str) -> No
     """first + answers + frames == the tokenized rendering of the conversation, however the answers ended."""
     family: Family = FAMILIES[name]
     tokenizer = family.tokenizer()
-    frames = ChatFrames(tokenizer, chat_template_kwargs=family.kwargs)
+    frames = ChatRenderer(tokenizer, chat_template_kwargs=family.kwargs)
     sampled = {"stop": family.end_of_turn, "length": "", "other eos": "<|endoftext|>"}[ending]
     answers = [
         tokenizer.encode(text.removeprefix(family.opened) + sampled, add_special_tokens=False)
@@ -160,7 +160,7 @@ def test_a_token_that_swallows_whitespace_is_cut_with_it() -> None:
     family = FAMILIES["phi3"]
     tokenizer = family.tokenizer()
     end = ids(tokenizer, "<|end|>")[0]
-    assert ChatFrames(tokenizer).frame("higher", end)[0] == ids(tokenizer, "<|user|>")[0]
+    assert ChatRenderer(tokenizer).frame("higher", end)[0] == ids(tokenizer, "<|user|>")[0]
 
 
 def test_turns_without_an_end_stop_at_the_next_header() -> None:
@@ -170,7 +170,7 @@ def test_turns_without_an_end_stop_at_the_next_header() -> None:
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     tokenizer = word_tokenizer(template, ["<|user|>", "<|assistant|>", "<eos>"], eos_token="<eos>")
-    frames = ChatFrames(tokenizer)
+    frames = ChatRenderer(tokenizer)
     [user] = ids(tokenizer, "<|user|>")
     assert frames.frame("higher", user) == ids(tokenizer, "↵ higher <|assistant|> ↵")
     assert frames.frame("higher", ids(tokenizer, "1")[0]) == ids(tokenizer, "<|user|> ↵ higher <|assistant|> ↵")
@@ -182,9 +182,9 @@ def test_a_terminator_may_be_an_ordinary_token_or_missing() -> None:
     template = "{% for m in messages %}{{ m.content }} a {% if m.role == 'user' %}<gen>{% endif %}{% endfor %}"
     tokenizer = word_tokenizer(template, ["<gen>"])
     [ordinary, gen] = ids(tokenizer, "a <gen>")
-    plain_end = ChatFrames(tokenizer, eos_token_ids=[ordinary])
+    plain_end = ChatRenderer(tokenizer, eos_token_ids=[ordinary])
     assert plain_end.frame("higher", ordinary) == ids(tokenizer, "higher a <gen>")
-    no_end = ChatFrames(tokenizer)
+    no_end = ChatRenderer(tokenizer)
     assert no_end.eos_token_ids == []
     assert no_end.frame("higher", gen) == ids(tokenizer, "a higher a <gen>")
 
@@ -196,14 +196,14 @@ def test_text_before_the_terminator_and_bos_before_each_turn() -> None:
         "{% endif %}{% endfor %}"
     )
     tokenizer = word_tokenizer(template, ["<s>", "</s>"], bos_token="<s>", eos_token="</s>")
-    frames = ChatFrames(tokenizer)
+    frames = ChatRenderer(tokenizer)
     assert frames.frame("higher", ids(tokenizer, "</s>")[0]) == ids(tokenizer, "<s> a higher b")
     assert frames.frame("higher", ids(tokenizer, "1")[0]) == ids(tokenizer, "↵ </s> <s> a higher b")
 
 
 def test_default_system_prompt_stays_in_the_prompt() -> None:
     tokenizer = FAMILIES["qwen2_5"].tokenizer()
-    frames = ChatFrames(tokenizer)
+    frames = ChatRenderer(tokenizer)
     assert "You are Qwen" in tokenizer.decode(frames.first("guess"))
     assert "You are Qwen" not in tokenizer.decode(frames.frame("higher", 0))
 
@@ -213,7 +213,7 @@ def test_tool_messages_use_the_templates_tool_format() -> None:
     tokenizer = family.tokenizer()
     end = ids(tokenizer, family.end_of_turn)[0]
     tools: list[Message] = [{"role": "tool", "name": "f", "content": text} for text in ("4", "5")]
-    assert tokenizer.decode(ChatFrames(tokenizer).frame(tools, end)) == (
+    assert tokenizer.decode(ChatRenderer(tokenizer).frame(tools, end)) == (
         "\n<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
@@ -221,7 +221,7 @@ def test_tool_messages_use_the_templates_tool_format() -> None:
 
 def test_system_message_between_turns_where_the_template_has_one() -> None:
     tokenizer = FAMILIES["qwen2_5"].tokenizer()
-    frame = ChatFrames(tokenizer).frame([{"role": "system", "content": "be brief"}, *PROMPT], 0)
+    frame = ChatRenderer(tokenizer).frame([{"role": "system", "content": "be brief"}, *PROMPT], 0)
     assert tokenizer.decode(frame) == (
         "<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nguess<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -238,7 +238,7 @@ def test_system_message_between_turns_where_the_template_has_one() -> None:
     ],
 )
 def test_observations_that_a_template_cannot_write(name: str, roles: list[str], error: str) -> None:
-    frames = ChatFrames(FAMILIES[name].tokenizer())
+    frames = ChatRenderer(FAMILIES[name].tokenizer())
     with pytest.raises(ValueError, match=error):
         frames.frame([{"role": role, "content": "higher"} for role in roles], 0)
 
@@ -248,20 +248,20 @@ def test_observations_that_a_template_cannot_write(name: str, roles: list[str], 
 )
 @pytest.mark.parametrize("template", [trl_template("qwen2_5"), None])
 def test_malformed_observations(template: str | None, bad: Any) -> None:
-    frames = ChatFrames(word_tokenizer(template, ["<|im_end|>"]))
+    frames = ChatRenderer(word_tokenizer(template, ["<|im_end|>"]))
     for call in (frames.first, lambda observation: frames.frame(observation, 0)):
         with pytest.raises(ValueError, match=r"An observation is text or|A chat message is"):
             call(bad)
 
 
 def test_prompt_must_not_end_with_the_model() -> None:
-    frames = ChatFrames(FAMILIES["qwen2_5"].tokenizer())
+    frames = ChatRenderer(FAMILIES["qwen2_5"].tokenizer())
     with pytest.raises(ValueError, match="ends with an assistant message"):
         frames.first([*PROMPT, {"role": "assistant", "content": "1"}])
 
 
 def test_a_gemma_prompt_with_a_system_message_is_a_clear_error() -> None:
-    frames = ChatFrames(FAMILIES["gemma"].tokenizer())
+    frames = ChatRenderer(FAMILIES["gemma"].tokenizer())
     with pytest.raises(ValueError, match=r"rejects a conversation.*System role not supported"):
         frames.first([{"role": "system", "content": "word"}, *PROMPT])
 
@@ -269,7 +269,7 @@ def test_a_gemma_prompt_with_a_system_message_is_a_clear_error() -> None:
 def test_decode_drops_the_terminator_and_special_tokens() -> None:
     tokenizer = byte_tokenizer(trl_template("qwen3_instruct_2507"), [*CHATML, "<|im_end|>"])
     tokenizer.add_tokens(["<stop>", "<think>"])  # Not special.
-    frames = ChatFrames(tokenizer, eos_token_ids=[ids(tokenizer, "<stop>")[0]])
+    frames = ChatRenderer(tokenizer, eos_token_ids=[ids(tokenizer, "<stop>")[0]])
     for terminator in ("", "<stop>", "<|im_end|>"):
         encoded = tokenizer.encode(f" <think> guess , 1\n{terminator}", add_special_tokens=False)
         assert frames.decode(encoded) == " <think> guess , 1\n"
@@ -282,7 +282,7 @@ def test_channels_are_part_of_an_answer() -> None:
     """gpt-oss: what tells the analysis from the final answer reaches the environment; other special tokens do not."""
     specials = "<|start|> <|channel|> <|message|> <|end|> <|return|> <|call|> <|endoftext|>".split()  # noqa: SIM905
     tokenizer = byte_tokenizer(trl_template("gptoss"), specials, eos_token="<|return|>")
-    frames = ChatFrames(tokenizer, training_chat_template=True)
+    frames = ChatRenderer(tokenizer, training_chat_template=True)
     text = "<|channel|>analysis<|message|>the lower half<|end|><|start|>assistant<|channel|>final<|message|>guess 2"
     answer = tokenizer.encode(text + "<|return|>", add_special_tokens=False)
     assert frames.decode(answer) == text
@@ -298,14 +298,14 @@ def test_qwen3_is_refused_until_trls_training_template_is_used(kwargs: dict[str,
     tokenizer = byte_tokenizer(trl_template("qwen3"), [*CHATML, "<|im_end|>"], eos_token="<|im_end|>")
     tokenizer.name_or_path = "Qwen/Qwen3-0.6B"
     with pytest.raises(ValueError) as caught:
-        ChatFrames(tokenizer, chat_template_kwargs=kwargs)
+        ChatRenderer(tokenizer, chat_template_kwargs=kwargs)
     text = str(caught.value)
     assert "'Qwen/Qwen3-0.6B' (in TRL: 'qwen3') rewrites earlier turns" in text
     assert "as it was" in text and r"assistant\n<think>\n" in text
     assert "rendered later" in text and r"assistant\n(answer)<|im_end|>" in text
     assert "Pass training_chat_template=True" in text and "chat_template_kwargs" not in text
 
-    frames = ChatFrames(tokenizer, chat_template_kwargs=kwargs, training_chat_template=True)
+    frames = ChatRenderer(tokenizer, chat_template_kwargs=kwargs, training_chat_template=True)
     assert frames.chat_template == trl_template("qwen3_training")
     assert tokenizer.chat_template == trl_template("qwen3")
     generation_prompt = "assistant\n<think>\n\n</think>\n\n" if kwargs else "assistant\n"
@@ -317,7 +317,7 @@ def test_a_template_that_no_option_repairs(training_chat_template: bool) -> None
     template = CHATML_TEMPLATE.replace("BODY", "m.content if loop.last else '...'")
     tokenizer = byte_tokenizer(template, [*CHATML, "<|im_end|>"])
     with pytest.raises(ValueError, match=r"(?s)rewrites earlier turns.*No option keeps them"):
-        ChatFrames(tokenizer, training_chat_template=training_chat_template)
+        ChatRenderer(tokenizer, training_chat_template=training_chat_template)
 
 
 def test_thinking_that_is_dropped_matters_only_to_a_model_that_thinks() -> None:
@@ -325,9 +325,9 @@ def test_thinking_that_is_dropped_matters_only_to_a_model_that_thinks() -> None:
     tokenizer = byte_tokenizer(trl_template("gemma4"), ["<bos>", "<|turn>", "<turn|>"], bos_token="<bos>")
     for thinks in ({}, {"enable_thinking": True}):
         with pytest.raises(ValueError, match=r"<\|channel>thought"):
-            ChatFrames(tokenizer, chat_template_kwargs=thinks)
-        ChatFrames(tokenizer, chat_template_kwargs=thinks, training_chat_template=True)
-    frames = ChatFrames(tokenizer, chat_template_kwargs={"enable_thinking": False})
+            ChatRenderer(tokenizer, chat_template_kwargs=thinks)
+        ChatRenderer(tokenizer, chat_template_kwargs=thinks, training_chat_template=True)
+    frames = ChatRenderer(tokenizer, chat_template_kwargs={"enable_thinking": False})
     end = ids(tokenizer, "<turn|>")[0]
     assert tokenizer.decode(frames.frame("higher", end)) == "\n<|turn>user\nhigher<turn|>\n<|turn>model\n"
 
@@ -336,8 +336,8 @@ def test_thinking_that_the_history_reads_from_a_field_alone_is_refused() -> None
     """Qwen3.8 writes an empty block before an answer whose content holds its thinking; our version reads it there."""
     tokenizer = byte_tokenizer(trl_template("qwen3_8"), [*CHATML, "<|im_end|>"])
     with pytest.raises(ValueError, match=r"'qwen3_8'(?s:.*)<think>\\n\\n</think>\\n\\n<think>\\n\(thinking\)"):
-        ChatFrames(tokenizer)
-    kept = ChatFrames(tokenizer, training_chat_template=True).chat_template
+        ChatRenderer(tokenizer)
+    kept = ChatRenderer(tokenizer, training_chat_template=True).chat_template
     answer = {"content": "<think>\nthe lower half\n</think>\n\nguess 2"}
     parsed = {"reasoning_content": "the lower half", "content": "guess 2"}
     as_text, as_fields = (
@@ -373,10 +373,10 @@ CHATML_TEMPLATE = (
 def test_rewriting_is_found_wherever_it_happens(body: str, refused: bool) -> None:
     tokenizer = byte_tokenizer(CHATML_TEMPLATE.replace("BODY", body), [*CHATML, "<|im_end|>"])
     if not refused:
-        ChatFrames(tokenizer)
+        ChatRenderer(tokenizer)
         return
     with pytest.raises(ValueError, match="rewrites earlier turns"):
-        ChatFrames(tokenizer)
+        ChatRenderer(tokenizer)
 
 
 def test_a_system_message_that_wanders_is_found_with_the_prompt_that_has_one() -> None:
@@ -387,7 +387,7 @@ def test_a_system_message_that_wanders_is_found_with_the_prompt_that_has_one() -
         "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
     )
     tokenizer = byte_tokenizer(template, ["[INST]", "[/INST]", "</s>"], eos_token="</s>")
-    frames = ChatFrames(tokenizer)
+    frames = ChatRenderer(tokenizer)
     assert tokenizer.decode(frames.first(PROMPT)) == "[INST]guess[/INST]"
     for _ in range(2):
         with pytest.raises(ValueError, match=r"(?s)rewrites earlier turns.*prompt of the roles \['system', 'user'\]"):
@@ -397,18 +397,18 @@ def test_a_system_message_that_wanders_is_found_with_the_prompt_that_has_one() -
 def test_a_template_given_by_hand_replaces_the_tokenizers() -> None:
     tokenizer = byte_tokenizer(trl_template("qwen3"), [*CHATML, "<|im_end|>"])
     template = trl_template("qwen3_instruct_2507")
-    assert ChatFrames(tokenizer, chat_template=template).chat_template == template
+    assert ChatRenderer(tokenizer, chat_template=template).chat_template == template
     bare = byte_tokenizer(None, [*CHATML, "<|im_end|>"])
     with pytest.raises(ValueError, match="training_chat_template=True"):
-        ChatFrames(bare, chat_template=trl_template("qwen3"))
-    repaired = ChatFrames(bare, chat_template=trl_template("qwen3"), training_chat_template=True)
+        ChatRenderer(bare, chat_template=trl_template("qwen3"))
+    repaired = ChatRenderer(bare, chat_template=trl_template("qwen3"), training_chat_template=True)
     assert repaired.chat_template == trl_template("qwen3_training")
     assert bare.chat_template is None
 
 
 def test_templates_that_want_content_parts_get_them() -> None:
     tokenizer = byte_tokenizer(trl_template("llava_next"), ["</s>"])
-    frames = ChatFrames(tokenizer)
+    frames = ChatRenderer(tokenizer)
     assert tokenizer.decode(frames.first("guess")) == "[INST] guess [/INST]"
     assert tokenizer.decode(frames.frame("higher", 0)) == "</s> [INST] higher [/INST]"
 
@@ -419,13 +419,13 @@ def test_templates_that_want_content_parts_get_them() -> None:
 def test_template_arguments_need_a_template(kwargs: dict[str, Any]) -> None:
     bare = word_tokenizer(None, [])
     with pytest.raises(ValueError, match="has none"):
-        ChatFrames(bare, **kwargs)
+        ChatRenderer(bare, **kwargs)
 
 
 def test_one_rendering_and_one_tokenizer_call_per_observation() -> None:
     """Frames are made B x K times a rollout; what is constant is made once."""
     tokenizer = FAMILIES["qwen2_5"].tokenizer()
-    frames = ChatFrames(tokenizer)
+    frames = ChatRenderer(tokenizer)
     with (
         mock.patch.object(tokenizer, "encode", wraps=tokenizer.encode) as encode,
         mock.patch.object(tokenizer, "apply_chat_template", wraps=tokenizer.apply_chat_template) as render,

@@ -13,7 +13,7 @@ from chat_templates import OTHERS, templates, tokenizer_for
 from template_survey import PAGE, Options, Verdict, page, survey, turns
 from trl.chat_template_utils import add_response_schema, parse_response
 
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.chat.template_check import ANSWER, THOUGHT, answers_as_sampled
 from agile_trainers.types import Message
 
@@ -91,7 +91,7 @@ def test_ids_are_those_of_the_whole_conversation(verdicts: dict[str, Verdict], n
 def test_ids_are_those_of_a_conversation_that_trl_parsed(name: str) -> None:
     """The history may hold thinking in the field in which TRL's parser puts it, too: as servers and clients pass it on."""
     tokenizer = tokenizer_for(name)
-    frames = ChatFrames(tokenizer, training_chat_template=True)
+    frames = ChatRenderer(tokenizer, training_chat_template=True)
     answer = tokenizer.encode(THOUGHTFUL[name], add_special_tokens=False)
     pieces = [*frames.first(PROMPT), *answer, *frames.frame("higher", answer[-1])]
 
@@ -117,7 +117,7 @@ class _Conversation:
 
 
 def _conversations(
-    name: str, frames: ChatFrames, options: Options, prompt: list[Message], role: str
+    name: str, frames: ChatRenderer, options: Options, prompt: list[Message], role: str
 ) -> Iterator[_Conversation]:
     tokenizer = tokenizer_for(name)
     variables = options.get("chat_template_kwargs", {})
@@ -156,7 +156,9 @@ def _conversations(
             yield _Conversation(pieces, wholes, texts[0] + end)
 
 
-def _played(frames: ChatFrames, prompt: list[Message], answers: list[list[int]], observations: list[Any]) -> list[int]:
+def _played(
+    frames: ChatRenderer, prompt: list[Message], answers: list[list[int]], observations: list[Any]
+) -> list[int]:
     ids = frames.first(prompt)
     for answer, observation in zip(answers, observations, strict=True):
         ids = [*ids, *answer, *frames.frame(observation, answer[-1])]

@@ -13,7 +13,7 @@ import pytest
 from episodes import CHAT, TOKENIZER, Factory, Player, Scripted, end, go_on, ids, make_engine, specs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -183,7 +183,7 @@ def test_a_failed_reset_leaves_an_empty_episode(start: Any) -> None:
 def test_a_first_observation_without_a_token_is_an_error() -> None:
     bare = deepcopy(TOKENIZER)
     bare.chat_template = None
-    chat = ChatFrames(bare)
+    chat = ChatRenderer(bare)
     engine = RolloutEngine(EnvironmentPool(Scripted), chat, Limits(1, 1, 10))
     empty, sound = engine.run(specs({"start": ("", {})}, {}), Player())
     assert empty.stop_reason is StopReason.ENVIRONMENT_ERROR and "tokenizes to nothing" in str(empty.error)
@@ -481,7 +481,7 @@ class Echo(Scripted):
 
 def sample(model: Any, folder: Path, given: list[EpisodeSpec]) -> list[Trajectory]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = ChatFrames(tokenizer)
+    chat = ChatRenderer(tokenizer)
     generator = TransformersGenerator(
         model,
         eos_token_ids=[*chat.eos_token_ids, *tokenizer.encode(" e a")],

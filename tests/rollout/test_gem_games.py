@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.libraries.gem import GemEnvironment
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -41,7 +41,7 @@ def test_sixteen_episodes_play_without_an_error(game: str, embedded_model: Path)
 
     engine = RolloutEngine(
         EnvironmentPool(factory),
-        ChatFrames(tokenizer, eos_token_ids=[tokenizer.eos_token_id]),
+        ChatRenderer(tokenizer, eos_token_ids=[tokenizer.eos_token_id]),
         Limits(max_turns=8, max_new_tokens=64, max_model_length=1 << 20),
     )
     episodes = engine.run([EpisodeSpec(seed, (seed,)) for seed in range(16)], ScriptedGenerator(script))

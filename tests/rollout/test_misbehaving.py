@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.records.reader import read_records
 from agile_trainers.records.writer import episode_row, write_episodes
-from agile_trainers.rollout.chat.frames import ChatFrames
+from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -34,7 +34,7 @@ def play(embedded_model: Path) -> Iterator[Any]:
     """Plays episodes of (seed, kind) on the embedded model."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     model = AutoModelForCausalLM.from_pretrained(embedded_model).double().eval()
-    chat = ChatFrames(tokenizer)
+    chat = ChatRenderer(tokenizer)
     pools: list[EnvironmentPool] = []
 
     def run(

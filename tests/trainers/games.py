@@ -132,7 +132,7 @@ def draw_batch(trainer: MultiTurnTrainer) -> dict[str, torch.Tensor]:
     rows = [dict(trainer.train_dataset[0])] * trainer.args.generation_batch_size
     trainer.current_gradient_accumulation_steps = 1
     batch = trainer._generate_and_score_completions(rows)
-    trainer.records.finish()  # as after the last pass
+    trainer.rollout_log.finish()  # as after the last pass
     typed = TrainBatch.from_trl(batch)
     # The credit rule's own columns, without the prefixes that tell TRL's dict their shape.
     return {n: v for n, v in batch.items() if ":" not in n} | typed.turn_columns | typed.token_columns

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from games import end_process, make_trainer
 
-from agile_trainers.sampling.gap import SamplerMismatchError
+from agile_trainers.sampling.mismatch import SamplerMismatchError
 
 
 def play(model: str, output: Path, changes: dict[str, Any]) -> None:
     """One case."""
     trainer = make_trainer(model, output, **{"per_device_train_batch_size": 4, **changes})
-    measure, rank = trainer._open_gap, trainer.accelerator.process_index
+    measure, rank = trainer._open_mismatch, trainer.accelerator.process_index
 
     def shifted(batch: Any, scores: Any, trained: torch.Tensor) -> None:
         if rank == trainer.accelerator.num_processes - 1:
             batch.sampling_logprobs[batch.action_mask] -= 0.5
         measure(batch, scores, trained)
 
-    trainer._open_gap = shifted  # type: ignore[method-assign]
+    trainer._open_mismatch = shifted  # type: ignore[method-assign]
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     result: dict[str, Any] = {"error": None}
     try:

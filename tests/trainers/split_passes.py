@@ -30,7 +30,7 @@ def measured(trainer, batch, budget):
     def count(_module, _args, kwargs):
         rows.append(len(kwargs["input_ids"]))
 
-    trainer.passes.budget = budget
+    trainer.token_batches.budget = budget
     trainer._metrics["train"].clear()
     handle = trainer.model.register_forward_pre_hook(count, with_kwargs=True)
     loss, gradients = loss_and_gradients(trainer, batch)

@@ -71,7 +71,7 @@ def test_the_diagnosis_goes_on(embedded_model, tmp_path):
     make_trainer(embedded_model, tmp_path, **settings).train()
     resumed = make_trainer(embedded_model, tmp_path, **{**settings, "max_steps": 3})
     resumed.train(resume_from_checkpoint=True)
-    state = resumed.watch.state()
+    state = resumed.health.state()
     assert state["diagnosis"]["history"]["latest"]["advantage/zero"] == [1.0, 1.0, 1.0]
     # The answers of the first measurement are those that a resumed run compares.
     assert resumed.state.log_history[-2]["policy_change"] == 0.0

@@ -26,7 +26,7 @@ UPDATE: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Passes:
+class TokenBatches:
     """The log-probabilities that every forward pass of the loss returns, by the tokens of the episode."""
 
     def __init__(self, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_tokens_have_what_the_last_pass_computed(
     trainer = make_trainer(
         embedded_model, tmp_path, importance_sampling_level=level, beta=0.1, epsilon=0.05, epsilon_high=0.1, **UPDATE
     )
-    passes = Passes(trainer, monkeypatch)
+    passes = TokenBatches(trainer, monkeypatch)
     trainer.train()
     records = recorded(tmp_path)
     assert [(r["index"], r["group"], r["member"]) for r in records] == [(n, n // 4, n % 4) for n in range(8)]

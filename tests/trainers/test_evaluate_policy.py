@@ -66,10 +66,10 @@ def said(results: Any) -> list[tuple[Any, ...]]:
 def by_trainer(trainer: MultiTurnTrainer, **options: Any) -> tuple[dict[str, float], list[Any]]:
     """What ``trainer.evaluate()`` returns, and the episodes it plays."""
     played: list[Any] = []
-    write = trainer.records.write_evaluation
-    trainer.records.write_evaluation = lambda step, prefix, evaluated: played.extend(evaluated.trajectories)  # type: ignore[method-assign]
+    write = trainer.rollout_log.write_evaluation
+    trainer.rollout_log.write_evaluation = lambda step, prefix, evaluated: played.extend(evaluated.trajectories)  # type: ignore[method-assign]
     metrics = trainer.evaluate(**options)
-    trainer.records.write_evaluation = write  # type: ignore[method-assign]
+    trainer.rollout_log.write_evaluation = write  # type: ignore[method-assign]
     return metrics, played
 
 

@@ -15,7 +15,7 @@ from games import make_trainer, settings
 from transformers import TrainerCallback
 
 from agile_trainers.rollout.generators.base import SamplingSettings
-from agile_trainers.sampling.gap import Conditions, Gap, GapMeter, SamplerMismatchError, explain
+from agile_trainers.sampling.mismatch import Conditions, Gap, MismatchMeter, SamplerMismatchError, explain
 from agile_trainers.sampling.sampler import _multiplies_in_tf32
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.trainer import MultiTurnTrainer
@@ -58,7 +58,7 @@ def be_noisy(trainer: MultiTurnTrainer, scale: float = 0.5) -> None:
 
 
 def test_two_forward_passes_by_hand() -> None:
-    meter = GapMeter(Accelerator(cpu=True))
+    meter = MismatchMeter(Accelerator(cpu=True))
     sampled = torch.tensor([[-1.0, -2.0, 0.0, -3.0], [-1.0, -1.0, 0.0, 0.0]])
     ours = torch.tensor([[-1.5, -2.0, 9.0, -2.0], [-1.25, float("nan"), 5.0, 5.0]])
     mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]]).bool()
@@ -79,7 +79,7 @@ def test_two_forward_passes_by_hand() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), -math.inf])
 def test_a_log_prob_that_is_no_number_is_within_no_bound(value: float) -> None:
-    meter = GapMeter(Accelerator(cpu=True))
+    meter = MismatchMeter(Accelerator(cpu=True))
     meter.open()
     ones = torch.ones(1, 1, dtype=torch.bool)
     meter.add(torch.tensor([[value]]), torch.tensor([[-1.0]]), ones, torch.zeros(1, 1, dtype=torch.long), ones[0])
@@ -134,8 +134,8 @@ def test_the_likely_cause(
 @pytest.mark.parametrize("path", PATHS)
 def test_every_batch_is_compared_once(embedded_model: Path, tmp_path: Path, path: str) -> None:
     trainer = make_trainer(embedded_model, tmp_path, **PATHS[path])
-    close, steps = trainer.gap.close, []
-    trainer.gap.close = lambda **known: (steps.append(trainer.state.global_step), close(**known))[1]  # type: ignore
+    close, steps = trainer.mismatch.close, []
+    trainer.mismatch.close = lambda **known: (steps.append(trainer.state.global_step), close(**known))[1]  # type: ignore
     trainer.train()
     assert steps == [0, 0] if path == "loss-two-batches" else steps == [0]
     assert logs(trainer, MEAN) and 0 <= max(logs(trainer, MEAN)) < 1e-5
@@ -215,7 +215,7 @@ def test_after_a_first_batch_that_agreed_a_gap_warns_once(
 
 def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
     """Let the sampler's log-probs be wrong in rows without an advantage above .9, or in the others; count the former."""
-    credit, measure = trainer._credit, trainer._open_gap
+    credit, measure = trainer._credit, trainer._open_mismatch
     advantages: list[torch.Tensor] = []
     count: list[int] = []
 
@@ -230,7 +230,7 @@ def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
         batch.sampling_logprobs[rows == silent] -= 1.0  # in place: the training batch holds the same tensor
         measure(batch, scores, trained)
 
-    trainer._credit, trainer._open_gap = remember, shifted  # type: ignore[method-assign]
+    trainer._credit, trainer._open_mismatch = remember, shifted  # type: ignore[method-assign]
     return count
 
 

@@ -13,10 +13,10 @@ from split_passes import WHOLE, check_equal, drawn, measured
 from agile_trainers.step.token_batches import (
     bytes_per_token,
     bytes_to_come,
-    deal_packed,
-    deal_padded,
     fitting_tokens,
     in_number,
+    split_packed,
+    split_padded,
 )
 from agile_trainers.train_batch import TrainBatch
 
@@ -29,19 +29,19 @@ def listed(passes):
 
 def test_padded_rows_are_dealt_by_rows_times_columns():
     none, lengths = torch.zeros(6, dtype=torch.long), torch.tensor([2, 3, 4, 4, 9, 30])
-    assert listed(deal_padded(none, lengths, 12)) == [[0, 1, 2], [3], [4], [5]]
-    assert listed(deal_padded(lengths, none, 12)) == [[0, 1, 2], [3], [4], [5]]
+    assert listed(split_padded(none, lengths, 12)) == [[0, 1, 2], [3], [4], [5]]
+    assert listed(split_padded(lengths, none, 12)) == [[0, 1, 2], [3], [4], [5]]
     # Prompts are padded on the left and completions on the right: 9 and 1, 1 and 9 are two rows of 18 columns.
-    assert listed(deal_padded(torch.tensor([9, 1]), torch.tensor([1, 9]), 35)) == [[0], [1]]
-    assert listed(deal_padded(torch.tensor([9, 1]), torch.tensor([1, 9]), 36)) == [[0, 1]]
+    assert listed(split_padded(torch.tensor([9, 1]), torch.tensor([1, 9]), 35)) == [[0], [1]]
+    assert listed(split_padded(torch.tensor([9, 1]), torch.tensor([1, 9]), 36)) == [[0, 1]]
     # 1 + 3 tokens are 4 + 4 columns.
-    assert listed(deal_padded(torch.tensor([1, 1]), torch.tensor([3, 3]), 15, multiple=4)) == [[0], [1]]
-    assert listed(deal_padded(torch.tensor([1, 1]), torch.tensor([3, 3]), 16, multiple=4)) == [[0, 1]]
+    assert listed(split_padded(torch.tensor([1, 1]), torch.tensor([3, 3]), 15, multiple=4)) == [[0], [1]]
+    assert listed(split_padded(torch.tensor([1, 1]), torch.tensor([3, 3]), 16, multiple=4)) == [[0, 1]]
 
 
 def test_packed_rows_are_dealt_by_distinct_tokens():
     def packed(lengths, shared, budget, multiple=1):
-        return listed(deal_packed(torch.tensor(lengths), torch.tensor(shared), budget, multiple))
+        return listed(split_packed(torch.tensor(lengths), torch.tensor(shared), budget, multiple))
 
     # 10, then 4 new, then 3 new of 5: the pass is full at 14.
     assert packed([10, 10, 5], [0, 6, 2], 14) == [[0, 1], [2]]
@@ -53,7 +53,7 @@ def test_packed_rows_are_dealt_by_distinct_tokens():
 def test_packed_rows_that_share_most_of_their_tokens_stay_together_beyond_a_fast_pass():
     def packed(shared, budget, fast):
         lengths, shared = torch.full((len(shared),), 10), torch.tensor(shared)
-        return listed(deal_packed(lengths, shared, budget, fast=fast))
+        return listed(split_packed(lengths, shared, budget, fast=fast))
 
     # Eight rows of 8 shared and 2 own tokens are 24 distinct ones; passes of 12 would read the shared ones four times.
     assert packed([0] + [8] * 7, 100, 12) == [[0, 1, 2, 3, 4, 5, 6, 7]]
@@ -78,9 +78,9 @@ class LongPrompts(LongPrompt):
 
 def passes_of(trainer, batch, budget):
     """Rows and tokens of each forward pass of the loss."""
-    trainer.passes.budget = budget
+    trainer.token_batches.budget = budget
     whole = TrainBatch.from_trl(batch)
-    rows = [len(part.batch.prompt_ids) for part in trainer.passes.of(whole, whole)]
+    rows = [len(part.batch.prompt_ids) for part in trainer.token_batches.of(whole, whole)]
     tokens = []
     handle = trainer.model.register_forward_pre_hook(
         lambda _module, _args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -217,9 +217,9 @@ def test_a_pass_that_does_not_fit_is_made_smaller(embedded_model, tmp_path, monk
 
     trainer.model.get_base_model().model.layers[0].mlp.down_proj.register_forward_hook(run_out)
     _, gradients, metrics_split, _ = measured(trainer, batch, 4 * longest)
-    assert trainer.passes.budget == 2 * longest
+    assert trainer.token_batches.budget == 2 * longest
     assert len(warnings) == 1 and "did not fit into memory" in warnings[0]
-    assert f"max_tokens_per_micro_batch={trainer.passes.budget}" in warnings[-1]
+    assert f"max_tokens_per_micro_batch={trainer.token_batches.budget}" in warnings[-1]
     assert relative_error(gradients, expected) < 1e-5
     assert metrics_split["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
 
@@ -271,15 +271,15 @@ def test_a_micro_batch_that_needs_one_pass_cannot_be_split(embedded_model, tmp_p
 def test_the_budget_is_part_of_a_checkpoint(embedded_model, tmp_path):
     """A run whose passes became smaller goes on with these; an option says otherwise."""
     first = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 1})
-    assert first.passes.budget is None
-    first.passes.budget = 77
+    assert first.token_batches.budget is None
+    first.token_batches.budget = 77
     first.train()
     resumed = make("grpo", embedded_model, tmp_path, **{**SAVING, "max_steps": 1})
-    resumed.passes.restore(resumed.checkpoints.load_rollout(str(tmp_path / "checkpoint-1")).pass_tokens)
-    assert resumed.passes.budget == 77
+    resumed.token_batches.restore(resumed.checkpoints.load_rollout(str(tmp_path / "checkpoint-1")).pass_tokens)
+    assert resumed.token_batches.budget == 77
     asked = make_trainer(embedded_model, tmp_path / "asked", max_tokens_per_micro_batch=55)
-    asked.passes.restore(77)
-    assert asked.passes.budget == 55
+    asked.token_batches.restore(77)
+    assert asked.token_batches.budget == 55
 
 
 def test_what_fits_on_a_gpu_is_estimated_from_the_model():
@@ -311,4 +311,4 @@ def test_the_trained_weights_of_a_run_are_counted(embedded_model, tmp_path):
     for lora in (True, False):
         trainer = make_trainer(embedded_model, tmp_path / str(lora), lora=lora, optim="adamw_torch")
         trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-        assert trainer.passes._to_come(trainer.model) == (4 + 8) * trained > 0
+        assert trainer.token_batches._to_come(trainer.model) == (4 + 8) * trained > 0

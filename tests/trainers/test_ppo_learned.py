@@ -72,11 +72,11 @@ def test_passes_that_do_not_fit_are_made_smaller(embedded_model, tmp_path):
     trainer = make_ppo(embedded_model, tmp_path, callbacks=[gradients], sequence_packing="none", **OPTIONS)
     wake(trainer)
     episodes = trainer.rollout()
-    trainer.passes.budget = budget = 400
+    trainer.token_batches.budget = budget = 400
     trainer.update(episodes)
 
     def fail(_):
-        fails.append(trainer.passes.budget)
+        fails.append(trainer.token_batches.budget)
         raise torch.OutOfMemoryError
 
     def run_out(_module, args, output):
@@ -85,7 +85,7 @@ def test_passes_that_do_not_fit_are_made_smaller(embedded_model, tmp_path):
 
     trainer.model.get_base_model().model.layers[0].mlp.down_proj.register_forward_hook(run_out)
     trainer.update(episodes)
-    assert fails == [budget, budget // 2] and trainer.passes.budget == budget // 4
+    assert fails == [budget, budget // 2] and trainer.token_batches.budget == budget // 4
     assert relative_error(*reversed(gradients.steps)) < 1e-6
 
 

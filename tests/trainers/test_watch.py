@@ -21,8 +21,8 @@ from agile_trainers.monitor.health_checks import (
     LANDMARKS,
     PAIRS,
     Answer,
+    HealthChecks,
     PolicyMeasurements,
-    RunWatch,
     answers_of_turn,
 )
 from agile_trainers.objectives.prompt_information import prompt_information
@@ -76,7 +76,7 @@ def test_each_value_is_taken_once_whenever_the_log_is_cleared() -> None:
         has_critic=False, loss_type="grpo", importance_sampling_level="token", task_sampling="uniform",
         shuffle_dataset=True,
     )  # fmt: skip
-    watch = RunWatch(options, SimpleNamespace(state=dict), speaks=False)
+    watch = HealthChecks(options, SimpleNamespace(state=dict), speaks=False)
     pending: dict[str, list[float]] = {"entropy": [1.0, 3.0]}
     with watch.looking(1, pending):
         pass
@@ -108,7 +108,7 @@ def alone(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
 def test_measurements_equal_those_of_one_answer_at_a_time(embedded_model: Path, tmp_path: Path) -> None:
     """Prompts are those of the first turn with four different conversations; the policy moves between two measurements."""
     trainer = make_trainer(embedded_model, tmp_path, per_device_train_batch_size=16, diagnosis_interval=3)
-    episodes, measure = trainer.rollout(), partial(trainer.watch._measurements.take, models=trainer._models)
+    episodes, measure = trainer.rollout(), partial(trainer.health._measurements.take, models=trainer._models)
     first = measure(0, episodes)
     different = list({tuple(episode.prompt_ids): episode for episode in reversed(episodes)}.values())[::-1]
     assert len(different) == 4 and first.keys() == {"prompt_information"}
@@ -123,7 +123,7 @@ def test_measurements_equal_those_of_one_answer_at_a_time(embedded_model: Path, 
 
     told, before = by_hand()
     assert first["prompt_information"] == pytest.approx(told, abs=1e-5)
-    assert trainer.watch._measurements.rows == 4 * 4 + LANDMARKS
+    assert trainer.health._measurements.rows == 4 * 4 + LANDMARKS
     assert measure(1, episodes) == measure(2, episodes) == {}
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:
@@ -168,7 +168,7 @@ def test_measurements_are_off_where_they_cannot_act(embedded_model: Path, tmp_pa
     )  # fmt: skip
     trainer.train()
     assert (
-        "prompt_information" not in trainer.state.log_history[0] and trainer.watch._measurements.rows == 2 * LANDMARKS
+        "prompt_information" not in trainer.state.log_history[0] and trainer.health._measurements.rows == 2 * LANDMARKS
     )
     assert "policy_change" in trainer.state.log_history[1]
     silent = PolicyMeasurements(trainer.scorer, trainer.accelerator, 0, (0, 0))
@@ -281,7 +281,7 @@ def test_a_planted_failure_is_named(embedded_model: Path, tmp_path: Path, case: 
     expected, changes = FAILURES[case]
     trainer = make_trainer(embedded_model, tmp_path, **{**SHORT, **changes})
     trainer.train()
-    found = [finding.name for finding in trainer.watch.findings]
+    found = [finding.name for finding in trainer.health.findings]
     assert expected <= {*found}, found
     (records,) = open_records(tmp_path)
-    assert records.findings() == [finding.to_dict() for finding in trainer.watch.findings]
+    assert records.findings() == [finding.to_dict() for finding in trainer.health.findings]

@@ -35,7 +35,7 @@ _VARIABLES: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _TurnDelimiters:
     """The template's own tokens between an answer and the next one."""
 
     end_of_turn: int | None
@@ -44,7 +44,7 @@ class _Frame:
     """Number of occurrences of each special token."""
 
 
-class ChatFrames:
+class ChatRenderer:
     """Tokenizes the prompts and observations around the answers of a conversation.
 
     A template is accepted if the rendering of a longer conversation *begins with* the shorter one: the earlier rendering
@@ -110,7 +110,7 @@ class ChatFrames:
         self._render = self._renderer(self.chat_template, self._kwargs)
         self._call = sampled_call(self._render, _as_messages("prompt"), self._escaper.texts)
         self._silent = self._escaper.flagged - self._marks()
-        self._frames: dict[tuple[str, ...], _Frame] = {}
+        self._frames: dict[tuple[str, ...], _TurnDelimiters] = {}
         self._prompts: dict[tuple[str, ...], Counter[int]] = {}
         end_of_turn = self._frame(_as_messages("")).end_of_turn
         if end_of_turn is not None:
@@ -269,7 +269,7 @@ class ChatFrames:
             self._prompts[roles] = self._escaper.count(self._render(probes))
         return self._prompts[roles]
 
-    def _frame(self, messages: list[Message]) -> _Frame:
+    def _frame(self, messages: list[Message]) -> _TurnDelimiters:
         """Return the parts that all frames of messages with these roles share.
 
         In most templates the end-of-turn token closes the answer's turn. In templates without one (GLM), it opens the
@@ -291,7 +291,7 @@ class ChatFrames:
             ids = self._escaper.encode(rendered.partition(probes[0])[0])
             end_of_turn = next((i for i in ids if i in ends), None)
             self._check_observation([{**message, "content": probe} for message, probe in zip(messages, probes)], roles)
-            self._frames[roles] = _Frame(end_of_turn, self._escaper.count(rendered))
+            self._frames[roles] = _TurnDelimiters(end_of_turn, self._escaper.count(rendered))
         return self._frames[roles]
 
     def _check_observation(self, messages: list[Message], roles: tuple[str, ...]) -> None:

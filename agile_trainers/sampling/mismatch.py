@@ -38,7 +38,7 @@ class Gap:
     later_turns: float = 0.0
 
 
-class GapMeter:
+class MismatchMeter:
     """Sums the gap of one generation batch on the device.
 
     ``open`` starts a batch, ``add`` takes its forward passes one by one without waiting for the device, ``read`` ends it.
@@ -234,7 +234,7 @@ class ClosedGap:
     """The likely cause, if the gap is too wide."""
 
 
-class GapMonitor:
+class MismatchMonitor:
     """Measures the gap of every generation batch, and explains or raises when it is too wide.
 
     Args:
@@ -244,7 +244,7 @@ class GapMonitor:
     """
 
     def __init__(self, accelerator: Accelerator, bound: float | None, conditions: Callable[[], Conditions]) -> None:
-        self.meter, self._bound, self._conditions = GapMeter(accelerator), bound, conditions
+        self.meter, self._bound, self._conditions = MismatchMeter(accelerator), bound, conditions
         self._first: float | None = None
 
     @property
@@ -264,7 +264,7 @@ class GapMonitor:
         turn_ids: torch.Tensor,
         prompt_mask: torch.Tensor,
     ) -> None:
-        """Add the tokens of a forward pass; see :meth:`GapMeter.add`."""
+        """Add the tokens of a forward pass; see :meth:`MismatchMeter.add`."""
         self.meter.add(log_probs, sampled, mask, turn_ids, prompt_mask[:, 0] == 0)
 
     def close(self, *, is_first_step: bool) -> ClosedGap:

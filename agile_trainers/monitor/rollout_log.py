@@ -15,7 +15,7 @@ from transformers.utils import logging
 from agile_trainers.checkpoints.record import RunCheckpoints
 from agile_trainers.envs.checker import describe_error
 from agile_trainers.monitor.evaluation_table import Evaluated
-from agile_trainers.monitor.health_checks import RunWatch
+from agile_trainers.monitor.health_checks import HealthChecks
 from agile_trainers.objectives.clipping import importance_ratios, is_clipped
 from agile_trainers.objectives.returns import discounted_returns
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 _GIGABYTE = 10**9
 
 
-class EpisodeRecords(TrainerCallback):
+class RolloutLog(TrainerCallback):
     """The episode records of a run, in ``output_dir/rollouts/<run id>``.
 
     The episodes of a generation batch are kept until its last pass is over, and written then. As a callback, it writes
@@ -43,7 +43,12 @@ class EpisodeRecords(TrainerCallback):
     """
 
     def __init__(
-        self, args: Any, accelerator: Accelerator, processing_class: Any, checkpoints: RunCheckpoints, watch: RunWatch
+        self,
+        args: Any,
+        accelerator: Accelerator,
+        processing_class: Any,
+        checkpoints: RunCheckpoints,
+        watch: HealthChecks,
     ) -> None:
         self._args, self._accelerator, self._processing_class = args, accelerator, processing_class
         self._watch = watch
