@@ -357,3 +357,9 @@ def test_no_test_imports_another() -> None:
     """Helpers are in modules of their own, shared fixtures in conftest files."""
     for path in (ROOT / "tests").rglob("*.py"):
         assert not {name for name in _top_level_imports(path) if name.startswith("test_")}, path
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """Pytest imports a test file by its name alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))

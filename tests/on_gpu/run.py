@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from case_log import CaseLog  # noqa: E402
 
 FILES = (
-    "tests/on_gpu/test_flex_attention.py",
-    "tests/on_gpu/test_decoding.py",
+    "tests/on_gpu/test_gpu_flex_attention.py",
+    "tests/on_gpu/test_gpu_decoding.py",
     "tests/on_gpu/test_training.py",
     "tests/on_gpu/test_memory.py",
     "tests/on_gpu/test_activation_offload.py",
