@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import trl
 from mutations import MUTATIONS, Mutation
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -346,10 +348,11 @@ def test_a_mutation_finds_its_line(mutation: Mutation) -> None:
 
 def test_constraints_pin_every_core_requirement_exactly() -> None:
     lines = (ROOT / "requirements" / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = {canonicalize_name(name): version for name, version in
+            (line.split("==") for line in lines if line and not line.startswith("#"))}  # fmt: skip
     assert not any("+" in version for version in pins.values()), "a local version such as +cpu cannot be installed"
     core = [requirement for requirement in requires("agile-trainers") or [] if "extra ==" not in requirement]
-    names = {requirement.split(">")[0].split("<")[0].strip() for requirement in core}
+    names = {canonicalize_name(Requirement(requirement).name) for requirement in core}
     assert {"torch", "trl", "transformers", "peft"} <= names <= set(pins)
 
 
