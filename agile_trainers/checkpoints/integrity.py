@@ -221,7 +221,7 @@ def newest_complete(output_dir: Path, at_most: int | None = None) -> tuple[Path,
 
     Args:
         output_dir: Folder of the run.
-        at_most: TokenBatches over checkpoints of later steps.
+        at_most: Passes over checkpoints of later steps.
 
     Raises:
         CheckpointError: If no checkpoint is complete.

@@ -304,8 +304,10 @@ class TokenBatches:
         shares = self._accelerator.num_processes if state.deepspeed_plugin.zero_stage >= 2 else 1
         return bytes_to_come(trained, None, shares)
 
-    def loss(self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf) -> torch.Tensor:
-        """Run the passes of a micro-batch, and the backward pass of each but the last; of all, where that can be repeated.
+    def loss(
+        self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf, *, complete: bool
+    ) -> torch.Tensor:
+        """Run the passes of a micro-batch, and the backward pass of each but the last.
 
         If memory runs out, the whole micro-batch is run again with smaller passes, from the same gradients and random state.
 
@@ -314,17 +316,18 @@ class TokenBatches:
             batch: The rows to read.
             whole: The micro-batch that they are from.
             loss_of: Computes the loss of a pass.
+            complete: Run the backward pass of the last pass too, where it could be repeated.
 
         Returns:
             The loss of the micro-batch. What its gradient lacks is in the parameters.
         """
-        return self.fitting(lambda: self._run(model, batch, whole, loss_of))
+        # Outside of this method, a backward pass that runs out of memory could not be repeated.
+        complete = complete and self._repeats and torch.is_grad_enabled() and not self.steps_in_backward
+        return self.fitting(lambda: self._run(model, batch, whole, loss_of, complete))
 
-    def _run(self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf) -> torch.Tensor:
+    def _run(self, model: Any, batch: TrainBatch, whole: TrainBatch, loss_of: LossOf, complete: bool) -> torch.Tensor:
         passes, metrics = self.of(batch, whole), self._metrics
         before = {name: len(values) for name, values in metrics.items()}
-        # Outside of this method, a backward pass that runs out of memory could not be repeated.
-        complete = self._repeats and torch.is_grad_enabled() and not self.steps_in_backward
         total: torch.Tensor | float = 0.0
         for number, part in enumerate(passes, 1):
             self._under_way = part.batch.to_trl(), self._whole
@@ -356,7 +359,7 @@ class TokenBatches:
         if not self._repeats:
             reason = "several processes" if self._accelerator.num_processes > 1 else "a model that is trained whole"
             smaller = "max_tokens_per_micro_batch" + (f" (it is {self.budget} now)" if self.budget else "")
-            with _advising(f"TokenBatches are not made smaller by themselves with {reason}. Lower {smaller}."):
+            with _advising(f"Forward passes are not made smaller by themselves with {reason}. Lower {smaller}."):
                 return run()
 
         def undo_of() -> Callable[[], None]:

@@ -759,7 +759,9 @@ class MultiTurnTrainer(GRPOTrainer):
         self.critic.unfreeze(self.model)  # the reference's forward pass left only the policy trainable
         whole = TrainBatch.from_trl(inputs)
         read = whole.with_advantage() if self._skips_zero_advantage else whole
-        loss = self.token_batches.loss(model, read, whole, lambda part: self._loss_of(model, part, whole))
+        loss = self.token_batches.loss(
+            model, read, whole, lambda part: self._loss_of(model, part, whole), complete=self.is_in_train
+        )
         first_epoch_ends = self._step % self.micro_steps_per_generation == self.args.steps_per_generation - 1
         if self.is_in_train and self.mismatch.is_open and (first_epoch_ends or self.accelerator.sync_gradients):
             # Before the backward pass, in which DeepSpeed takes its optimizer step.

@@ -117,7 +117,7 @@ def test_the_run_is_that_of_smaller_passes_from_there(embedded_model, tmp_path, 
     first, failed, fails = trained(place, embedded_model, tmp_path / "out", call)
     assert fails.raised == 1 and failed > 0
     other, _, _ = trained(place, embedded_model, tmp_path / "smaller", 0, switch=(failed, first.token_batches.budget))
-    assert first.token_batches.budget == other.passes.budget < 16_000
+    assert first.token_batches.budget == other.token_batches.budget < 16_000
     for (name, weights), (_, expected) in zip(
         first.model.named_parameters(), other.model.named_parameters(), strict=True
     ):
@@ -235,5 +235,5 @@ def test_one_of_two_processes(embedded_model, tmp_path):
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [one["rows"] for one in ranks] == [None, 2]
     assert ranks[0]["weights"] == ranks[1]["weights"] and all(one["steps"] == 1 for one in ranks)
-    assert done.stderr.count("TokenBatches are not made smaller by themselves with several processes.") == 1
+    assert done.stderr.count("Forward passes are not made smaller by themselves with several processes.") == 1
     assert not list(tmp_path.glob("survivor-*"))
