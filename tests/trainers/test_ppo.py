@@ -258,17 +258,21 @@ def test_values_elsewhere_change_nothing(embedded_model, tmp_path, changes):
 
 
 @pytest.mark.parametrize(
-    ("beta", "checkpointing"),
-    [(0.1, None), (0.0, False), (0.0, True), (0.1, True)],
-    ids=["reference", "non-reentrant", "reentrant", "reference, reentrant"],
+    ("beta", "checkpointing", "epochs"),
+    [(0.1, None, 1), (0.0, False, 1), (0.0, True, 1), (0.1, True, 1), (0.1, None, 2)],
+    ids=["reference", "non-reentrant", "reentrant", "reference, reentrant", "reference, two epochs"],
 )
-def test_both_adapters_train_in_every_step(embedded_model, tmp_path, beta, checkpointing):
-    """Reference passes, which leave the critic frozen, and checkpointing included: the gradients are those without."""
+def test_both_adapters_train_in_every_step(embedded_model, tmp_path, beta, checkpointing, epochs):
+    """Reference passes, which leave the critic frozen, and checkpointing included: the gradients are those without.
+
+    With two epochs the critic does not learn while its values are read, which would make it trainable.
+    """
     steps = {}
     for name, changes in {
         "plain": {},
         "this": {
             "beta": beta,
+            "num_iterations": epochs,
             "gradient_checkpointing": checkpointing is not None,
             "gradient_checkpointing_kwargs": None if checkpointing is None else {"use_reentrant": checkpointing},
         },
