@@ -197,7 +197,7 @@ def length_sorted_batches(
         size: Rows of a micro-batch.
         multiple: See :meth:`TrainBatch.trimmed`.
         rows: (R,) int64, the rows to read. Default: all.
-        split: Deals the rows of a micro-batch to forward passes. An empty pass reads a row again. Default: one pass.
+        split: Splits the rows of a micro-batch into forward passes. An empty pass reads a row again. Default: one pass.
 
     Yields:
         The rows of a micro-batch, and the fields that a model reads, without columns that are padding in all rows.

@@ -226,7 +226,7 @@ def explain(gap: Gap, bound: float, conditions: Conditions, first: float) -> str
 
 @dataclass(frozen=True)
 class ClosedGap:
-    """The gap of a generation batch."""
+    """Metrics and warning of one generation batch."""
 
     metrics: dict[str, float]
     """Under TRL's names; empty without a token that counts."""

@@ -27,7 +27,7 @@ from agile_trainers.types import Trajectory, TurnBatch
 Row = dict[str, Any]
 
 
-class Player:
+class EpisodeRunner:
     """Plays episodes with the current policy, and measures the time.
 
     Args:
@@ -129,7 +129,7 @@ class GroupRollouts:
     Args:
         args: A ``MultiTurnConfig`` for episodes.
         accelerator: The trainer's.
-        player: Plays episodes.
+        runner: Plays episodes.
         rewards: Rewards them.
         collator: Makes their batch.
         credit: Applies the credit rule, which says which groups are zero-advantage groups.
@@ -143,7 +143,7 @@ class GroupRollouts:
         self,
         args: Any,
         accelerator: Accelerator,
-        player: Player,
+        runner: EpisodeRunner,
         rewards: Rewards,
         collator: Collator,
         credit: CreditAssignment,
@@ -154,7 +154,7 @@ class GroupRollouts:
         mixture: Mixture | None,
     ) -> None:
         self._args, self._accelerator = args, accelerator
-        self._player, self._rewards, self._collator, self._credit = player, rewards, collator, credit
+        self._runner, self._rewards, self._collator, self._credit = runner, rewards, collator, credit
         self._dataset, self._rows_are_options, self._mixture = dataset, rows_are_options, mixture
         self._members, self._limit = args.num_generations, args.resample_zero_advantage_groups
         self._groups = args.generation_batch_size // self._members
@@ -183,7 +183,7 @@ class GroupRollouts:
         """
         own = own_rows(self._accelerator, len(inputs))
         first = self._round(inputs, generation, 0, list(range(own.start, own.stop)), own.start)
-        played = self._rewarded(self._player.play(first.specs), first.rows)
+        played = self._rewarded(self._runner.play(first.specs), first.rows)
         if not (self._limit or self.tasks.adaptive or self._args.task_column):
             return played  # nothing depends on which groups have an advantage
         played.judged = self._credit.judge(played.batch)
@@ -272,7 +272,7 @@ class GroupRollouts:
         first = own_rows(self._accelerator, size).start
         by_rank = list(_places(again, self._members, size, processes))
         fresh = self._round(inputs, generation, attempt, by_rank[self._accelerator.process_index], first)
-        episodes = self._player.play(fresh.specs)
+        episodes = self._runner.play(fresh.specs)
         # TRL gathers the same number of rewards from every process.
         missing = max(map(len, by_rank)) - len(episodes)
         filler = [dict(inputs[0])] * missing

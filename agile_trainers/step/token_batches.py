@@ -1,4 +1,4 @@
-"""Deals the rows of a micro-batch to forward passes by tokens, and combines their losses and metrics."""
+"""Splits the rows of a micro-batch into forward passes by tokens, and combines their losses and metrics."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _T = TypeVar("_T")
 def split_padded(
     prompts: torch.Tensor, completions: torch.Tensor, budget: int, multiple: int = 1
 ) -> list[torch.Tensor]:
-    """Deal ordered rows to passes of neighbours, each of which costs its rows times its columns.
+    """Split sorted rows into padded forward passes of at most ``budget`` tokens: rows times columns.
 
     Args:
         prompts: (B,) int64, prompt tokens of each row, which are padded on the left.
@@ -83,7 +83,7 @@ def split_padded(
 def split_packed(
     lengths: torch.Tensor, shared: torch.Tensor, budget: int, multiple: int = 1, fast: int | None = None
 ) -> list[torch.Tensor]:
-    """Deal ordered rows to passes of neighbours, each of which costs its distinct tokens.
+    """Split sorted rows into packed forward passes of at most ``budget`` distinct tokens.
 
     A pass has at most ``fast`` tokens, unless the next row shares most of its own with it: another would read them again.
 
@@ -124,7 +124,7 @@ def in_number(passes: list[torch.Tensor], number: int) -> list[torch.Tensor]:
 
 
 class TokenBatches:
-    """Decides the tokens of a forward pass once, and deals the rows of micro-batches to passes.
+    """Decides the tokens of a forward pass once, and splits the rows of micro-batches into passes.
 
     Args:
         args: A ``MultiTurnConfig``.
@@ -150,13 +150,8 @@ class TokenBatches:
         metrics: dict[str, list[float]],
         together: bool = False,
     ) -> None:
-        self._args, self._accelerator, self._packer, self._model, self._metrics = (
-            args,
-            accelerator,
-            packer,
-            model,
-            metrics,
-        )
+        self._args, self._accelerator = args, accelerator
+        self._packer, self._model, self._metrics = packer, model, metrics
         self.budget: int | None = self._args.max_tokens_per_micro_batch
         """Tokens of a pass, equal on all processes; None until the first micro-batch decides it."""
         self.watched: Sequence[Any] = ()
@@ -187,17 +182,17 @@ class TokenBatches:
             self.budget = budget
 
     def of(self, batch: TrainBatch, whole: TrainBatch) -> list[TokenBatch]:
-        """Deal the rows of a micro-batch; every process gets equally many passes.
+        """Split the rows of a micro-batch into passes, equally many on every process.
 
         Args:
             batch: The rows to read.
             whole: The micro-batch that they are from, whose averages the loss takes.
         """
-        dealt = [torch.arange(len(batch.prompt_ids))] if self._whole else self.split(batch.to_trl())
-        if len(dealt) == 1:
+        chosen = [torch.arange(len(batch.prompt_ids))] if self._whole else self.split(batch.to_trl())
+        if len(chosen) == 1:
             parts = [batch]
         else:
-            parts = [batch.rows(rows) if len(rows) else batch.rows(torch.tensor([0])).untrained() for rows in dealt]
+            parts = [batch.rows(rows) if len(rows) else batch.rows(torch.tensor([0])).untrained() for rows in chosen]
         tokens = torch.stack([part.counted.sum() for part in parts])
         if self._accelerator.num_processes > 1:
             tokens = self._accelerator.reduce(tokens, reduction="sum")
@@ -209,11 +204,11 @@ class TokenBatches:
                 entropy_share=part.share_of(whole, "bnpo") if len(rows) else 0.0,
                 tokens=float(count),
             )
-            for part, rows, count in zip(parts, dealt, tokens.tolist(), strict=True)
+            for part, rows, count in zip(parts, chosen, tokens.tolist(), strict=True)
         ]
 
     def split(self, part: Batch) -> list[torch.Tensor]:
-        """Deal rows to passes; every process gets equally many, of which some may be empty.
+        """Split rows into passes, equally many on every process, of which some may be empty.
 
         Args:
             part: See :func:`~agile_trainers.train_batch.read_inputs`.
@@ -236,7 +231,7 @@ class TokenBatches:
         return passes
 
     def each(self, part: Batch) -> Iterator[torch.Tensor]:
-        """Deal rows as :meth:`split` does, and note which of them are under way."""
+        """Split rows as :meth:`split` does, and note which of them are under way."""
         for rows in self.split(part):
             self._under_way = {name: value[rows] for name, value in part.items()}, False
             yield rows
@@ -244,16 +239,16 @@ class TokenBatches:
     def _padded(
         self, rows: torch.Tensor, prompts: torch.Tensor, completions: torch.Tensor
     ) -> tuple[list[torch.Tensor], int]:
-        """Deal some rows to padded passes; return these, and the sum of their tokens."""
+        """Split some rows into padded passes; return these, and the sum of their tokens."""
         ordered = rows[(prompts + completions)[rows].argsort(stable=True)]
         widths, lengths = prompts[ordered], completions[ordered]
-        dealt = split_padded(widths, lengths, self._fast, self._args.pad_to_multiple_of or 1)
-        tokens = sum(len(places) * int(widths[places].max() + lengths[places].max()) for places in dealt)
+        chosen = split_padded(widths, lengths, self._fast, self._args.pad_to_multiple_of or 1)
+        tokens = sum(len(places) * int(widths[places].max() + lengths[places].max()) for places in chosen)
         # The largest first: where it fits, the others do.
-        return [ordered[places] for places in dealt[::-1]], tokens
+        return [ordered[places] for places in chosen[::-1]], tokens
 
     def _packed(self, part: Batch, prompts: torch.Tensor, completions: torch.Tensor) -> tuple[list[torch.Tensor], int]:
-        """Deal rows to packed passes, and to padded ones where packing does not pay; return these, and their tokens."""
+        """Split rows into packed passes, and padded ones where packing does not pay; return these, and their tokens."""
         packer, budget = self._packer, self.budget
         sharing = packer.sharing(part)
         if sharing is None:
@@ -350,7 +345,7 @@ class TokenBatches:
         """Call a function, again from its start with smaller passes whenever memory runs out.
 
         Args:
-            run: Runs forward passes, and maybe backward passes, of the rows that :meth:`split` or :meth:`each` deals.
+            run: Runs forward passes, and maybe backward passes, of the rows that :meth:`split` or :meth:`each` returns.
 
         Raises:
             RuntimeError: If a pass of a single episode does not fit.

@@ -163,7 +163,7 @@ class Updates:
             specs = training_specs(
                 trainer.args.seed, first + index, options, places, trainer.num_generations, trainer.setup.mixture
             )
-            played += trainer.player.play(specs)
+            played += trainer.runner.play(specs)
         if self.is_open:
             self._log_time(played, time.perf_counter() - started)
         return played

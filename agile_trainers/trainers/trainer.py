@@ -72,7 +72,7 @@ from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, 
 from agile_trainers.step.dropout import switch_off_noise
 from agile_trainers.step.log_probs import Models, Scorer, Scores
 from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, averages, checked, divisor
-from agile_trainers.step.play import Collator, GroupRollouts, PlayedGroups, Player
+from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts, PlayedGroups
 from agile_trainers.step.reward import Rewards
 from agile_trainers.step.task_sampling import TaskSampling
 from agile_trainers.step.token_batches import TokenBatch, TokenBatches, gathering_ragged
@@ -176,7 +176,7 @@ class MultiTurnTrainer(GRPOTrainer):
     reference: ReferencePolicy
     critic: Critic | NoCritic = NoCritic()
     evaluator: EpisodeEvaluator
-    player: Player
+    runner: EpisodeRunner
     rewards: Rewards
     credit: CreditAssignment
     rollouts: GroupRollouts
@@ -373,7 +373,7 @@ class MultiTurnTrainer(GRPOTrainer):
         """Make the parts of a step, in the order in which they run."""
         args, accelerator, engine = self.args, self.accelerator, self.engine
         assert engine is not None
-        self.player = Player(engine, self.sampler)
+        self.runner = EpisodeRunner(engine, self.sampler)
         self.rewards = Rewards(
             self._calculate_rewards,
             self.reward_func_names,
@@ -391,7 +391,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.rollouts = GroupRollouts(
             args,
             accelerator,
-            self.player,
+            self.runner,
             self.rewards,
             collator,
             self.credit,
@@ -642,12 +642,12 @@ class MultiTurnTrainer(GRPOTrainer):
 
     @with_episodes
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.player.seconds, started = 0.0, time.perf_counter()
+        self.runner.seconds, started = 0.0, time.perf_counter()
         if self.args.entropy_coef_schedule == "linear":
             self.entropy_coef = self.args.entropy_coef * (1 - self.state.global_step / self.state.max_steps)
         with self._offloading:
             loss = super().training_step(*args, **kwargs)
-        self._add_metrics({"time/update": time.perf_counter() - started - self.player.seconds})
+        self._add_metrics({"time/update": time.perf_counter() - started - self.runner.seconds})
         if self._step % self.micro_steps_per_generation == 0:
             self.rollout_log.finish()
         return loss
@@ -734,7 +734,7 @@ class MultiTurnTrainer(GRPOTrainer):
         """Log a generation batch: metrics, and TRL's tables."""
         trajectories, rewards = played.trajectories, played.rewards
         self._add_metrics(self.health.measure(generation, trajectories, self._models))
-        seconds = self.player.seconds
+        seconds = self.runner.seconds
         metrics, tokens = self.episode_log.summarize(trajectories, rewards, seconds, played.discarded)
         self.state.num_input_tokens_seen += tokens
         self._add_metrics(metrics | played.metrics | self.sampler.sync_metrics() | self.rewards.drain_metrics())
