@@ -1,7 +1,8 @@
 """Break the code on purpose, one line at a time, and see that a test notices (``make mutations``).
 
 Each mutation is a way in which multi-turn training goes wrong without an error. It is made in a copy of the project; the
-tests named with it must pass there before and fail after. The exit code is 1 if a mutation survives.
+tests named with it must pass there before and fail after. The exit code is 1 if a mutation survives. Each run of tests is a
+fork of a process that has imported the libraries.
 
 ``--since main~3`` runs those that are new or changed, or whose file or tests changed, since that commit. ``--results`` names
 a file that holds a line per mutation; with ``--resume``, one that was noticed there is run again only if it, its file or its
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import runpy
 import shutil
 import subprocess
@@ -24,6 +24,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
+
+from forked_pytest import Pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -1662,27 +1664,7 @@ def copy_project(target: Path) -> None:
     (target / "agile_environments").symlink_to("environments")
 
 
-def passes(project: Path, tests: str) -> bool:
-    """Run tests on the copy.
-
-    Raises:
-        RuntimeError: If pytest could not run them, or ran other code than the copy's.
-    """
-    environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    where = [sys.executable, "-c", "import agile_trainers; print(agile_trainers.__file__)"]
-    used = subprocess.run(where, env=environment, cwd=project, capture_output=True, text=True, check=True).stdout
-    if not used.startswith(str(project)):
-        raise RuntimeError(f"The tests would run {used.strip()} instead of the copy in {project}.")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
-    done = subprocess.run(command, env=environment, cwd=project, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
-        raise RuntimeError(
-            f"pytest {tests} ended with exit code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}"
-        )
-    return done.returncode == 0
-
-
-def survives(mutation: Mutation, project: Path) -> bool:
+def survives(mutation: Mutation, project: Path, pytest: Pytest) -> bool:
     """Make the mutation, run its tests, and undo it.
 
     Raises:
@@ -1696,7 +1678,7 @@ def survives(mutation: Mutation, project: Path) -> bool:
         )
     file.write_text(source.replace(mutation.old, mutation.new))
     try:
-        return passes(project, mutation.tests)
+        return pytest.passes(project, mutation.tests)
     finally:
         file.write_text(source)
 
@@ -1765,18 +1747,22 @@ def unknown(mutations: Sequence[Mutation], results: Path | None) -> list[Mutatio
 def run(mutations: Sequence[Mutation], results: Path | None) -> list[str]:
     """Make the mutations one after the other; return the names of those that no test noticed."""
     alive, green = [], dict[str, bool]()
-    with tempfile.TemporaryDirectory() as folder:
-        project = Path(folder) / "project"
+    with tempfile.TemporaryDirectory() as folder, Pytest(Path(folder)) as pytest:
+        project = Path(folder).resolve() / "project"
         project.mkdir()
         copy_project(project)
         for number, mutation in enumerate(mutations, start=1):
             started, mark = time.perf_counter(), fingerprint(mutation, project)
-            if mutation.tests not in green:
-                green[mutation.tests] = passes(project, mutation.tests)
-            if not green[mutation.tests]:
-                verdict = "TESTS FAIL ANYWAY"
-            else:
-                verdict = "SURVIVED" if survives(mutation, project) else "noticed"
+            try:
+                if mutation.tests not in green:
+                    green[mutation.tests] = pytest.passes(project, mutation.tests)
+                if not green[mutation.tests]:
+                    verdict = "TESTS FAIL ANYWAY"
+                else:
+                    verdict = "SURVIVED" if survives(mutation, project, pytest) else "noticed"
+            except (RuntimeError, ValueError) as error:
+                verdict = "CANNOT BE RUN"
+                print(error)
             alive += [mutation.name] * (verdict != "noticed")
             seconds = round(time.perf_counter() - started)
             place = f"[{number:>2}/{len(mutations)}]"

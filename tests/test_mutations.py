@@ -1,13 +1,16 @@
-"""The choice of mutations: those that a change affects, and those that a file of results leaves."""
+"""The choice of mutations, and how they are run: each against tests that pass without it, in a fork that reads it anew."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mutations
 import pytest
+from forked_pytest import Pytest
 from mutations import Mutation, affected, fingerprint, read, unknown, write
 
 SIGN = Mutation("a sign", "objectives/kl.py", "+", "-", "tests/test_kl.py -k sign")
@@ -94,3 +97,72 @@ def test_what_was_noticed_is_left_out_until_its_file_or_tests_change(project: Pa
     (project / "tests/test_layout.py").write_text("z = 3", encoding="utf-8")
     (project / "agile_trainers/objectives/kl.py").write_text("z = 3", encoding="utf-8")
     assert unknown(ALL, results) == ALL
+
+
+TESTS = """
+import sys
+from agile_trainers.objectives.sign import f
+
+def ran(name):
+    with open("{runs}", "a") as file: file.write(name + " ")
+
+def test_sign():
+    ran("sign")
+    assert "json" in sys.modules and "torch" not in sys.modules
+    assert f(3) == 4
+
+def test_size():
+    ran("size")
+    assert f(0) < 9
+
+def test_red():
+    assert False
+"""
+GREEN = "tests/test_sign.py::test_sign tests/test_sign.py::test_size"
+
+
+def plus(name: str, old: str, new: str, tests: str = GREEN) -> Mutation:
+    return Mutation(name, "objectives/sign.py", old, new, tests)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project whose package is a function that adds 1, in place of this one; the tests write here which of them ran."""
+    project = tmp_path / "small"
+    for name, text in (
+        ("agile_trainers/__init__.py", ""),
+        ("agile_trainers/objectives/sign.py", "def f(x):\n    return x + 1\n"),
+        ("tests/test_sign.py", TESTS.format(runs=tmp_path / "runs")),
+    ):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(mutations, "copy_project", partial(shutil.copytree, project, dirs_exist_ok=True))
+    monkeypatch.setattr(mutations, "Pytest", partial(Pytest, libraries=("json",)))
+    monkeypatch.setattr(mutations, "fingerprint", lambda mutation, project: mutation.name)
+    return tmp_path / "runs"
+
+
+def test_tests_run_once_without_a_mutation_and_up_to_the_first_failure_with_each(runs: Path) -> None:
+    assert mutations.run([plus("minus", "+", "-"), plus("a float", "1", "1.0"), plus("ten", "1", "10")], None) == [
+        "a float"
+    ]
+    assert runs.read_text().split() == ["sign", "size"] + ["sign"] + ["sign", "size"] + ["sign"]
+
+
+def test_what_cannot_be_run_is_no_success(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = [
+        plus("red before", "+", "-", "tests/test_sign.py"),
+        plus("no such test", "+", "-", "tests/test_sign.py::test_none"),
+        plus("no such line", "x + 2", "x - 2"),
+        plus("no syntax", "x + 1", "x +"),
+        plus("minus", "+", "-"),
+    ]
+    assert mutations.run(made, None) == [one.name for one in made[:-1]]
+    printed = capsys.readouterr().out
+    assert printed.count("CANNOT BE RUN") == 3 and printed.count("TESTS FAIL ANYWAY") == 1
+    assert "occurs 0 times" in printed and "test_none" in printed and "SyntaxError" in printed
+
+
+def test_the_package_of_another_folder_is_refused(runs: Path, tmp_path: Path) -> None:
+    with Pytest(tmp_path, libraries=()) as pytest_, pytest.raises(RuntimeError, match="instead of the package in"):
+        pytest_.passes(tmp_path, "tests/test_sign.py")
