@@ -310,8 +310,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an uncompared turn gets its episode's return", "objectives/advantages.py",
-        "torch.where(own, returns[rows, turns, None], returns[group, 0])",
-        "torch.where(own, returns[rows, 0, None], returns[group, 0])", f"{STOPPING} -k leave_one_out",
+        "torch.where(itself, values[row, turn][:, None, None], others.values[group])",
+        "torch.where(itself, values[row, 0][:, None, None], others.values[group])", f"{STOPPING} -k leave_one_out",
     ),
     Mutation(
         "an uncompared turn gets nothing", "algorithms/grpo.py",
@@ -319,7 +319,50 @@ MUTATIONS = [
     ),
     Mutation(
         "an uncompared turn is compared with failed episodes", "objectives/advantages.py",
-        "        members[group],\n", "        torch.ones_like(own),\n", ADVANTAGES,
+        "torch.zeros_like(sets[:, :1]), ~failed[:, None])", "torch.zeros_like(sets[:, :1]), failed[:, None] | True)",
+        ADVANTAGES,
+    ),
+    Mutation(
+        "an episode that comes to a state twice is compared with itself", "objectives/advantages.py",
+        "itself | (alike & ~own),", "itself | alike,", f"{ADVANTAGES} -k anchors_equal",
+    ),
+    Mutation(
+        "an episode's turns are compared with themselves if it alone comes to their state", "objectives/advantages.py",
+        "torch.where(again, alone_again, alone)", "alone", f"{ADVANTAGES} -k anchors_equal",
+    ),
+    Mutation(
+        "a reward given before a call was submitted is in its return", "objectives/returns.py",
+        "returns = returns.gather(1, _first_rewards(rewarded, turn_mask, gamma))",
+        "returns = returns.gather(1, _first_rewards(rewarded, turn_mask, gamma) * 0)", GAE,
+    ),
+    Mutation(
+        "a reward given after a call was submitted is left out of its return", "objectives/returns.py",
+        "returns = returns.gather(1, _first_rewards(rewarded, turn_mask, gamma))",
+        "_first_rewards(rewarded, turn_mask, gamma)", GAE,
+    ),
+    Mutation(
+        "a discount with calls at once", "objectives/returns.py",
+        "if gamma != 1.0 and (wrong", "if False and (wrong", GAE,
+    ),
+    Mutation(
+        "lambda counts the calls between two steps of a path", "objectives/returns.py",
+        "decays = (discounts * gae_lambda).to(values.dtype)",
+        "decays = ((gamma * gae_lambda) ** (torch.where(goes_on, following, end) - index).clamp(min=0).double())"
+        ".to(values.dtype)", f"{GAE} -k rewritten",
+    ),
+    Mutation(
+        "an answer that no later prompt contains is judged by a later value", "objectives/returns.py",
+        "goes_on = (following < len(index)) & turn_mask.gather(1, later)",
+        "later = torch.where(following < len(index), later, (index + 1).clamp(max=len(index) - 1))\n"
+        "    goes_on = (later > index) & turn_mask.gather(1, later)", GAE,
+    ),
+    Mutation(
+        "a call that did not happen is next on a path", "objectives/returns.py",
+        "goes_on = (following < len(index)) & turn_mask.gather(1, later)", "goes_on = following < len(index)", GAE,
+    ),
+    Mutation(
+        "a step on a path forgets rewards of calls between", "objectives/returns.py",
+        "(index >= first[:, k, None]) & (index < last[:, k, None])", "index == k", GAE,
     ),
     Mutation(
         "CISPO with the bound of a clipped ratio", "config/multi_turn.py",
@@ -441,8 +484,8 @@ MUTATIONS = [
     ),
     Mutation(
         "no bootstrap on truncation", "objectives/returns.py",
-        "running, following = torch.zeros_like(final_values), final_values",
-        "running, following = torch.zeros_like(final_values), torch.zeros_like(final_values)", GAE,
+        "running, next_values = torch.zeros_like(final_values), final_values",
+        "running, next_values = torch.zeros_like(final_values), torch.zeros_like(final_values)", GAE,
     ),
     Mutation(
         "bootstrap on termination", "step/critic.py",

@@ -21,7 +21,7 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
         "turn",
         "Unit of the advantage: `turn`, `trajectory` or `anchor`. `turn`: each turn is compared with the same turn of the "
         "other members of its group. `trajectory`: one advantage for the whole episode, as in TRL. `anchor`: that, plus "
-        "each turn's among the turns of its group that started from the same state (GiGPO, "
+        "each turn's beside the turns of other members that started from the same state (GiGPO, "
         'https://huggingface.co/papers/2505.10978), which the environment names by `info["anchor"]`.',
     )
     turn_credit: str = option(

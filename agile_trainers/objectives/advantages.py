@@ -46,7 +46,7 @@ class _Comparison:
 
         ``batch`` holds the values whose deviation ``scale="batch"`` divides by. Default: the compared values.
         """
-        count = self._total(torch.ones_like(self.values))
+        count = self.count
         mean = self._total(self.values) / count.clamp(min=1)
         centred = self.values - mean
         std = (self._total(centred**2) / (count - 1).clamp(min=1)).sqrt()
@@ -63,6 +63,11 @@ class _Comparison:
         elif scale == "mean":
             centred = torch.where(differ, centred / mean, 0.0)
         return centred, self.mask & (count < 2)
+
+    @cached_property
+    def count(self) -> torch.Tensor:
+        """Number of values in each value's set, as a float."""
+        return self._total(torch.ones_like(self.values))
 
     @cached_property
     def _number(self) -> int:
@@ -88,16 +93,18 @@ def group_advantages(
     baseline: Baseline = "mean",
     trajectory_fallback: bool = False,
     anchors: torch.Tensor | None = None,
+    rewarded: torch.Tensor | None = None,
 ) -> GroupAdvantages:
     """Compute group-relative advantages (GRPO: Shao et al., 2024, eq. 3), per trajectory or per turn.
 
     ``"trajectory"``: ``(R - mean of the group) / (std of the group + 1e-4)`` with ``R`` the sum of the turn rewards, the
     same for every turn. ``"turn"``: the same per turn index, over the members of the group that reached that turn, with
     ``R`` the discounted return from that turn on (``turn_credit="return"``) or the turn's own reward (``"reward"``).
-    ``"anchor"`` (GiGPO: Feng et al., 2025): the trajectory's advantage plus that of the turn among all turns of
-    the group that started from the same state. A turn with nothing to compare gets 0.
+    ``"anchor"`` (GiGPO: Feng et al., 2025): the trajectory's advantage plus that of the turn among itself and the turns
+    of the *other* members that started from the same state. A turn with nothing to compare gets 0.
 
-    Any baseline that does not depend on a turn's action is unbiased. If no other member reached the turn,
+    Any baseline that does not depend on a turn's action is unbiased. Returns of the same episode depend on it: an episode
+    that comes to a state twice is not compared with itself there (in GiGPO it is). If no other member reached the turn,
     ``trajectory_fallback`` compares its ``R`` with the discounted returns of the other members' whole episodes, which
     estimate the value of the group's initial state. Without it, a turn that few episodes reach is hardly trained.
 
@@ -117,12 +124,14 @@ def group_advantages(
             ``"turn"`` together with ``trajectory_fallback`` if episodes differ in length.
         trajectory_fallback: For ``"turn"`` with ``turn_credit="return"``, as described above.
         anchors: (B, K) int64, the state each turn started from, 0 for none. For ``"anchor"`` only.
+        rewarded: (B, K) int64, the number of calls whose rewards had been given when a turn's call was submitted, see
+            :func:`~agile_trainers.objectives.returns.discounted_returns`. Default: the turn's index.
 
     Returns:
-        The advantages and their statistics. Computed in float64, returned as float32.
+        The advantages and their statistics. Computed in float64, returned as float32, or float64 if the rewards are.
 
     Raises:
-        ValueError: If ``scale="mean"`` and a reward is negative.
+        ValueError: If ``scale="mean"`` and a reward is negative, or as ``discounted_returns`` does.
     """
     valid = turn_mask & ~failed[:, None]
     rewards = torch.where(valid, turn_rewards.double(), 0.0)
@@ -135,10 +144,11 @@ def group_advantages(
     episodes = _Comparison(rewards.sum(dim=1), groups[:, 0], ~failed)
     whole, uncompared = episodes.advantages(scale, baseline)
     whole = whole[:, None] * valid
+    dtype = torch.promote_types(turn_rewards.dtype, torch.float32)
     if granularity == "trajectory":
-        return _result(whole, uncompared, ~failed)
+        return _result(whole, uncompared, ~failed, dtype)
 
-    values = discounted_returns(rewards, valid, gamma) if turn_credit == "return" else rewards
+    values = discounted_returns(rewards, valid, gamma, rewarded) if turn_credit == "return" else rewards
     indices = torch.arange(rewards.size(1), device=rewards.device).expand_as(groups)
     if granularity == "turn":
         compared, keys = valid, indices
@@ -146,47 +156,75 @@ def group_advantages(
         assert anchors is not None
         # A state without a name equals no other.
         compared, keys = valid & (anchors != 0), anchors
-    sets = torch.stack([groups, keys], dim=-1).view(-1, 2).unique(dim=0, return_inverse=True)[1].view(keys.shape)
-    advantages, uncompared = _Comparison(values, sets, compared).advantages(scale, baseline)
-    uncompared |= valid & ~compared
+    sets = _numbered(groups, keys)
+    comparison = _Comparison(values, sets, compared)
+    advantages, alone = comparison.advantages(scale, baseline)
+    rule = (group_size, scale, baseline)
     if granularity == "anchor":
-        advantages = whole + advantages
-    elif trajectory_fallback and uncompared.any():
-        against_episodes = _against_episodes(values, valid, uncompared, ~failed, group_size, scale, baseline)
-        advantages = torch.where(uncompared, against_episodes, advantages)
-    return _result(advantages, uncompared, valid)
+        rows = torch.arange(len(rewards), device=rewards.device)[:, None].expand_as(sets)
+        again = compared & (_Comparison(values, _numbered(rows, sets), compared).count > 1)
+        if again.any():
+            others, alone_again = _against_others(values, again, comparison, values[compared], *rule)
+            advantages, alone = torch.where(again, others, advantages), torch.where(again, alone_again, alone)
+        return _result(whole + advantages, alone | (valid & ~compared), valid, dtype)
+    if trajectory_fallback and alone.any():
+        episodes = _Comparison(values[:, :1], torch.zeros_like(sets[:, :1]), ~failed[:, None])
+        advantages = torch.where(alone, _against_others(values, alone, episodes, values[valid], *rule)[0], advantages)
+    return _result(advantages, alone, valid, dtype)
 
 
-def _against_episodes(
-    returns: torch.Tensor,
-    valid: torch.Tensor,
-    uncompared: torch.Tensor,
-    members: torch.Tensor,
+def _numbered(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Number the pairs of two tensors' entries: int64 of their shape, equal where the pairs are."""
+    pairs = torch.stack([first, second], dim=-1).view(-1, 2)
+    return pairs.unique(dim=0, return_inverse=True)[1].view(first.shape)
+
+
+def _against_others(
+    values: torch.Tensor,
+    chosen: torch.Tensor,
+    others: _Comparison,
+    batch: torch.Tensor,
     group_size: int,
     scale: Scale,
     baseline: Baseline,
-) -> torch.Tensor:
-    """Compute advantages (B, K) of uncompared turns against the other members' returns from turn 0.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare chosen turns, each with the values of its set that other members of its group have.
 
-    ``members`` (B,) is True for episodes that count.
+    Args:
+        values: (B, K).
+        chosen: (B, K) bool.
+        others: What they are compared with: (B, K) by turn, or (B, 1) by episode.
+        batch: The values whose deviation ``scale="batch"`` divides by.
+
+    Returns:
+        Advantages (B, K), 0 where not chosen, and (B, K) bool, the chosen turns with nothing to compare.
     """
-    rows, turns = uncompared.nonzero(as_tuple=True)
-    group = (rows // group_size * group_size)[:, None] + torch.arange(group_size, device=rows.device)
-    own = group == rows[:, None]
-    comparison = _Comparison(
-        torch.where(own, returns[rows, turns, None], returns[group, 0]),
-        torch.arange(len(rows), device=rows.device)[:, None].expand_as(group),
-        members[group],
-    )
-    compared, _ = comparison.advantages(scale, baseline, returns[valid])
-    advantages = torch.zeros_like(returns)
-    advantages[rows, turns] = compared[own]
-    return advantages
+    rows, turns = chosen.nonzero(as_tuple=True)
+    columns = torch.arange(others.values.size(1), device=rows.device)
+    advantages, alone = torch.zeros_like(values), torch.zeros_like(chosen)
+    at_once = max(1, 2**20 // (group_size * len(columns)))
+    for row, turn in zip(rows.split(at_once), turns.split(at_once)):
+        number, place = torch.arange(len(row), device=rows.device), turn.clamp(max=len(columns) - 1)
+        group = (row // group_size * group_size)[:, None] + torch.arange(group_size, device=rows.device)
+        own = (group == row[:, None])[:, :, None]
+        itself = own & (columns == place[:, None, None])  # (turns, members, columns), as everything below
+        alike = others.mask[group] & (others.sets[group] == others.sets[row, place][:, None, None])
+        comparison = _Comparison(
+            torch.where(itself, values[row, turn][:, None, None], others.values[group]),
+            number[:, None, None].expand_as(itself),
+            itself | (alike & ~own),
+        )
+        compared, lonely = comparison.advantages(scale, baseline, batch)
+        at = (number, row % group_size, place)
+        advantages[row, turn], alone[row, turn] = compared[at], lonely[at]
+    return advantages, alone
 
 
-def _result(advantages: torch.Tensor, uncompared: torch.Tensor, valid: torch.Tensor) -> GroupAdvantages:
+def _result(
+    advantages: torch.Tensor, uncompared: torch.Tensor, valid: torch.Tensor, dtype: torch.dtype
+) -> GroupAdvantages:
     share = uncompared.sum() / valid.sum().clamp(min=1)
-    return GroupAdvantages(advantages.float(), share.item())
+    return GroupAdvantages(advantages.to(dtype), share.item())
 
 
 def with_advantage(advantages: torch.Tensor, mask: torch.Tensor, eps: float) -> torch.Tensor:

@@ -7,18 +7,27 @@ import torch
 from agile_trainers.objectives.segments import spread_to_tokens
 
 
-def discounted_returns(turn_rewards: torch.Tensor, turn_mask: torch.Tensor, gamma: float) -> torch.Tensor:
+def discounted_returns(
+    turn_rewards: torch.Tensor, turn_mask: torch.Tensor, gamma: float, rewarded: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute the discounted return from each turn on, ``G_k = r_k + gamma * G_{k+1}``.
 
-    The discount is per turn and does not depend on the number of tokens.
+    The discount is per turn and does not depend on the number of tokens. A turn is a call of the model, in the order in
+    which calls were submitted. With calls at once, the return of call k is the sum of all rewards that were not given before
+    it was submitted, whichever call they belong to: its answer can act on these only, and on each of these.
 
     Args:
         turn_rewards: (B, K).
         turn_mask: (B, K) bool, the turns that happened; they come first in every row.
-        gamma: Discount per turn, in [0, 1].
+        gamma: Discount per turn, in [0, 1]; 1 where calls were made at once.
+        rewarded: (B, K) int64, the number of calls whose rewards had been given when call k was submitted: rewards from
+            this index on are in its return. Default: k, as in an episode whose turns come one after another.
 
     Returns:
         (B, K), 0 where no turn happened.
+
+    Raises:
+        ValueError: If ``rewarded`` leaves a call's own reward out, or differs from k while gamma is not 1.
     """
     rewards = torch.where(turn_mask, turn_rewards, turn_rewards.new_zeros(()))
     returns = torch.zeros_like(rewards)
@@ -26,7 +35,33 @@ def discounted_returns(turn_rewards: torch.Tensor, turn_mask: torch.Tensor, gamm
     for k in range(rewards.size(1) - 1, -1, -1):
         running = rewards[:, k] + gamma * running
         returns[:, k] = running
+    if rewarded is not None:
+        returns = returns.gather(1, _first_rewards(rewarded, turn_mask, gamma))
     return torch.where(turn_mask, returns, returns.new_zeros(()))
+
+
+def _first_rewards(rewarded: torch.Tensor, turn_mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Check ``rewarded`` (see :func:`discounted_returns`), and replace it by k where no turn happened."""
+    index = torch.arange(turn_mask.size(1), device=turn_mask.device)
+    first = torch.where(turn_mask, rewarded, index)
+    if wrong := _example((first < 0) | (first > index)):
+        raise ValueError(
+            f"rewarded[{wrong[0]}, {wrong[1]}] is {int(first[wrong])}, and a call's return has at least its own reward. "
+            "Pass the number of calls whose rewards had been given when the call was submitted, from 0 to its own index."
+        )
+    if gamma != 1.0 and (wrong := _example(first != index)):
+        raise ValueError(
+            f"gamma={gamma} has no meaning with calls at once: {int(first[wrong])} rewards had been given when call "
+            f"{wrong[1]} of episode {wrong[0]} was submitted. A discount per call needs calls that come one after another. "
+            "Set gamma=1.0."
+        )
+    return first
+
+
+def _example(wrong: torch.Tensor) -> tuple[int, int] | None:
+    """Return the row and column of the first True, or None."""
+    places = wrong.nonzero()
+    return (int(places[0, 0]), int(places[0, 1])) if len(places) else None
 
 
 def gae(
@@ -37,32 +72,98 @@ def gae(
     *,
     gamma: float,
     gae_lambda: float,
+    following: torch.Tensor | None = None,
+    rewarded: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute generalized advantage estimates over turns (Schulman et al., 2016, eq. 16; a turn is one step).
 
     ``A_k = delta_k + gamma * lambda * A_{k+1}`` with ``delta_k = r_k + gamma * V(s_{k+1}) - V(s_k)``; after the last
     turn, ``V`` is ``final_values`` and ``A`` is 0.
 
+    In an episode of several paths, a step leads from call k to ``j = following[k]``, the next call on its path:
+    ``A_k = (rewards from rewarded[k] up to rewarded[j], discounted) + gamma^(j-k) * V(s_j) - V(s_k)
+    + gamma^(j-k) * lambda * A_j``. Lambda counts steps on the path, gamma counts calls. A call without a next one gets
+    the plain return of the rest of the episode minus ``V(s_k)``: no later prompt contains its answer, so that no later value
+    says what the answer was worth.
+
     Args:
         turn_rewards: (B, K).
         values: (B, K), V(s_k) before turn k's action.
         final_values: (B,), the value after the last turn: V(final state) for an episode truncated by a limit, 0 for one
-            that the environment ended.
+            that the environment ended. In an episode of several paths it is biased for calls that the final state does not
+            contain; they get it as well, as the last part of their return.
         turn_mask: (B, K) bool, the turns that happened; they come first in every row.
-        gamma: Discount per turn, in [0, 1].
+        gamma: Discount per turn, in [0, 1]; 1 where calls were made at once.
         gae_lambda: Lambda per turn, in [0, 1].
+        following: (B, K) int64, the index of the next call on the path; K, or any call that did not happen, for none.
+            Default: k + 1.
+        rewarded: (B, K) int64, see :func:`discounted_returns`. Default: k.
 
     Returns:
         (B, K), 0 where no turn happened. ``A_k + V(s_k)`` is the lambda return, the critic's target.
+
+    Raises:
+        ValueError: If a next call does not come later, or as :func:`discounted_returns` does.
     """
+    if following is not None or rewarded is not None:
+        index = torch.arange(values.size(1), device=values.device).expand_as(values)
+        return _gae_on_paths(
+            torch.where(turn_mask, turn_rewards, turn_rewards.new_zeros(())),
+            values,
+            final_values,
+            turn_mask,
+            gamma,
+            gae_lambda,
+            index + 1 if following is None else following,
+            _first_rewards(index if rewarded is None else rewarded, turn_mask, gamma),
+        )
     advantages = torch.zeros_like(values)
-    running, following = torch.zeros_like(final_values), final_values
+    running, next_values = torch.zeros_like(final_values), final_values
     for k in range(values.size(1) - 1, -1, -1):
         happened = turn_mask[:, k]
-        delta = turn_rewards[:, k] + gamma * following - values[:, k]
+        delta = turn_rewards[:, k] + gamma * next_values - values[:, k]
         running = torch.where(happened, delta + gamma * gae_lambda * running, running)
-        following = torch.where(happened, values[:, k], following)
+        next_values = torch.where(happened, values[:, k], next_values)
         advantages[:, k] = torch.where(happened, running, 0.0)
+    return advantages
+
+
+def _gae_on_paths(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    final_values: torch.Tensor,
+    turn_mask: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+    following: torch.Tensor,
+    first: torch.Tensor,
+) -> torch.Tensor:
+    """Compute :func:`gae` with given next calls and first rewards. ``rewards`` are 0 where no turn happened.
+
+    The end of the episode is a call behind the last one, whose value is ``final_values`` and whose advantage is 0.
+    """
+    index = torch.arange(values.size(1), device=values.device)
+    if wrong := _example(turn_mask & (following <= index)):
+        raise ValueError(
+            f"following[{wrong[0]}, {wrong[1]}] is {int(following[wrong])}, but the next call on a path comes later. Pass "
+            f"its index, or {len(index)} for none."
+        )
+    later = following.clamp(0, len(index) - 1)
+    goes_on = (following < len(index)) & turn_mask.gather(1, later)
+    end = turn_mask.sum(dim=1, keepdim=True)
+    next_values = torch.where(goes_on, values.gather(1, later), final_values[:, None])
+    last = torch.where(goes_on, first.gather(1, later), end)
+    discounts = gamma ** (torch.where(goes_on, following, end) - index).clamp(min=0).double()
+    decays = (discounts * gae_lambda).to(values.dtype)
+    discounts = discounts.to(values.dtype)
+    advantages = torch.zeros_like(values)
+    for k in range(len(index) - 1, -1, -1):
+        step = (index >= first[:, k, None]) & (index < last[:, k, None])
+        weights = gamma ** (index - k).clamp(min=0).to(rewards.dtype)
+        reward = torch.where(step, weights * rewards, 0.0).sum(dim=1)
+        delta = reward + discounts[:, k] * next_values[:, k] - values[:, k]
+        after = torch.where(goes_on[:, k], advantages.gather(1, later[:, k, None])[:, 0], 0.0)
+        advantages[:, k] = torch.where(turn_mask[:, k], delta + decays[:, k] * after, 0.0)
     return advantages
 
 

@@ -249,6 +249,81 @@ def test_anchor_advantages_by_hand():
     assert result.uncompared_turns == pytest.approx(2 / 7)
 
 
+def test_an_episode_is_not_compared_with_itself_by_hand():
+    """State 5: turns 00, 02, 10, 31 of returns 7, 4, 6, 2. State 6: turns 01, 11, 12 of 6, 5, 3. State 7: row 2 alone."""
+    rewards = torch.tensor([[1.0, 2, 4], [1, 2, 3], [4, 8, 0], [3, 2, 0]])
+    mask = torch.tensor([[True] * 3, [True] * 3, [True, True, False], [True, True, False]])
+    anchors = torch.tensor([[5, 6, 5], [5, 6, 6], [7, 7, 0], [0, 5, 5]])
+
+    def part(**options):
+        options = {"group_size": 4, "scale": "none", **options}
+        both = group_advantages(rewards, mask, NEVER, granularity="anchor", anchors=anchors, **options)
+        whole = group_advantages(rewards, mask, NEVER, granularity="trajectory", **options)
+        return both.advantages - whole.advantages, both
+
+    advantages, result = part()
+    expected = [
+        [7 - (7 + 6 + 2) / 3, 6 - (6 + 5 + 3) / 3, 4 - (4 + 6 + 2) / 3],  # 7 is not compared with 4
+        [6 - (7 + 4 + 6 + 2) / 4, 5 - (6 + 5) / 2, 3 - (6 + 3) / 2],
+        [0, 0, 0],
+        [0, 2 - (7 + 4 + 6 + 2) / 4, 0],
+    ]
+    torch.testing.assert_close(advantages, torch.tensor(expected))
+    assert result.uncompared_turns == pytest.approx(3 / 10)
+    alone = part(baseline="leave_one_out")[0]
+    assert alone[0].tolist() == pytest.approx([7 - 4, 6 - 4, 4 - 4], abs=1e-6)
+    deviation = torch.tensor([7.0, 6.0, 2.0]).std() + 1e-4
+    assert part(scale="group")[0][0, 0].item() == pytest.approx((7 - 5) / deviation.item(), abs=1e-6)
+    deviation = torch.tensor([7.0, 6, 4, 6, 5, 3, 12, 8, 2]).std() + 1e-4  # of all turns with a name
+    assert part(scale="batch")[0][0, 0].item() == pytest.approx((7 - 5) / deviation.item(), abs=1e-6)
+
+
+def test_equal_returns_of_others_beside_an_own_outlier_give_exactly_zero():
+    rewards = torch.tensor([[1e9, 0.1 + 0.2], [0.3, 0.0]], dtype=torch.float64)
+    options = {"group_size": 2, "granularity": "anchor", "anchors": torch.tensor([[5, 5], [5, 0]])}
+    result = group_advantages(rewards, torch.tensor([[True, True], [True, False]]), NEVER[:2], **options)
+    deviation = torch.tensor([1e9, 0.3], dtype=torch.float64).std()
+    assert result.advantages[:, 1].tolist() == [pytest.approx((5e8 - 0.15) / (deviation + 1e-4).item()), 0.0]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_anchors_equal_a_loop_over_turns(scale, baseline):
+    """Random lengths, states, failures; with states that return within an episode, and the rule written out."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(12, 9, generator=generator, dtype=torch.float64)
+    mask = torch.arange(9) < torch.randint(1, 10, (12, 1), generator=generator)
+    failed, anchors = torch.arange(12) == 5, torch.randint(0, 5, (12, 9), generator=generator)
+    options = {"group_size": 4, "scale": scale, "baseline": baseline, "gamma": 0.9}
+    result = group_advantages(rewards, mask, failed, granularity="anchor", anchors=anchors, **options)
+    whole = group_advantages(rewards, mask, failed, granularity="trajectory", **options).advantages
+    returns, counted = discounted_returns(rewards, mask, 0.9), mask & ~failed[:, None]
+    spread = returns[counted & (anchors != 0)].std() + 1e-4
+    lonely = 0
+    for i, k in counted.nonzero().tolist():
+        others = counted & (anchors == anchors[i, k]) & (torch.arange(12) != i)[:, None]
+        others &= (torch.arange(12) // 4 == i // 4)[:, None]
+        own, expected = returns[i, k], whole[i, k].clone()
+        if anchors[i, k] == 0 or not others.any():
+            lonely += 1
+        else:
+            compared = torch.cat([own[None], returns[others]])
+            divisor = {"group": compared.std() + 1e-4, "batch": spread, "mean": compared.mean(), "none": 1.0}[scale]
+            expected += (own - (compared if baseline == "mean" else returns[others]).mean()) / divisor
+        assert result.advantages[i, k].item() == pytest.approx(expected.item(), abs=1e-12)
+    assert result.advantages[~counted].eq(0).all()
+    assert result.uncompared_turns == pytest.approx(lonely / counted.sum().item()) and lonely
+
+
+def test_calls_at_once_are_credited_with_what_was_not_given_yet():
+    """Calls 0 and 1 are submitted together: the reward of either is in both returns, 3 and 3; 7 and 7."""
+    rewards, rewarded = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2, 2, dtype=torch.long)
+    options = {"group_size": 2, "scale": "none", "baseline": "leave_one_out", "rewarded": rewarded}
+    assert group_advantages(rewards, rewards > 0, NEVER[:2], **options).advantages.tolist() == [[-4, -4], [4, 4]]
+    with pytest.raises(ValueError, match=r"gamma=0\.5"):
+        group_advantages(rewards, rewards > 0, NEVER[:2], gamma=0.5, **options)
+
+
 def test_the_same_state_in_another_group_is_another_state():
     anchors = torch.full((4, 2), 5)
     one = group_advantages(REWARDS, MASK, NEVER, group_size=2, granularity="anchor", anchors=anchors)

@@ -61,6 +61,70 @@ def test_lambda_zero_is_the_one_step_error():
     torch.testing.assert_close(gae(REWARDS, VALUES, FINAL, MASK, gamma=0.7, gae_lambda=0.0), expected)
 
 
+# A forest of five calls, gamma 1, lambda 0.5. Call 0 asks two helpers at once (1 and 2) and goes on with call 3, whose
+# prompt contains it; call 4 follows call 1. When call 3 was submitted, the rewards of calls 0 and 1 had been given.
+FOREST = {"following": torch.tensor([[3, 4, 5, 5, 5]]), "rewarded": torch.tensor([[0, 1, 1, 2, 4]])}
+CALLS = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0]])
+
+
+@pytest.mark.parametrize("final", [0.0, 32.0])
+def test_a_forest_by_hand(final):
+    """A call without a next one (2, 3 and 4) gets the rest of the episode: no later value, whatever lambda is."""
+    values = torch.tensor([[3.0, 5.0, 7.0, 9.0, 11.0]])
+    options = {"gamma": 1.0, "gae_lambda": 0.5, **FOREST}
+    advantages = gae(CALLS, values, torch.tensor([final]), torch.ones(1, 5) > 0, **options)
+    last = 16 + final - 11
+    third = 8 + 16 + 4 + final - 9
+    expected = [1 + 2 + 9 - 3 + 0.5 * third, 2 + 4 + 8 + 11 - 5 + 0.5 * last, 2 + 4 + 8 + 16 + final - 7, third, last]
+    assert advantages.tolist() == [expected]
+    returns = discounted_returns(CALLS, torch.ones(1, 5) > 0, 1.0, FOREST["rewarded"])
+    assert returns.tolist() == [[31.0, 30.0, 30.0, 28.0, 16.0]]
+
+
+def test_a_rewritten_history_is_discounted_by_the_calls_between():
+    """Gamma 1/2, lambda 1/2. Call 0 goes on with call 2, gamma^2 away; call 1, a summary's, has no next one."""
+    options = {"gamma": 0.5, "gae_lambda": 0.5, "following": torch.tensor([[2, 3, 3]])}
+    advantages = gae(CALLS[:, :3], VALUES[:1], torch.tensor([8.0]), MASK[:1], **options)
+    last = 4 + 0.5 * 8 - 1
+    assert advantages.tolist() == [[1 + 0.5 * 2 + 0.25 * 1 - 2 + 0.25 * 0.5 * last, 2 + 0.5 * 4 + 0.25 * 8 - 4, last]]
+
+
+def test_lambda_one_is_the_return_minus_the_value_on_every_path():
+    advantages = gae(CALLS, CALLS**2, torch.zeros(1), torch.ones(1, 5) > 0, gamma=1.0, gae_lambda=1.0, **FOREST)
+    returns = discounted_returns(CALLS, torch.ones(1, 5) > 0, 1.0, FOREST["rewarded"])
+    torch.testing.assert_close(advantages, returns - CALLS**2)
+
+
+@pytest.mark.parametrize("none", [3, 7])
+@pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])
+def test_one_path_said_aloud_is_the_same_to_the_bit(gamma, none):
+    """Also where rows of other processes made the batch wider, so that "none" is the index of a call that did not happen."""
+    torch.manual_seed(0)
+    mask = torch.arange(7) < torch.tensor([[3], [2], [1], [0]])
+    rewards, values = (torch.where(mask, torch.randn(4, 7), float("nan")) for _ in range(2))
+    following = torch.where(torch.arange(1, 8) < mask.sum(1, keepdim=True), torch.arange(1, 8), none)
+    calls = {"following": following, "rewarded": torch.arange(7).expand(4, 7) * mask}
+    inputs, options = (rewards, values, torch.randn(4), mask), {"gamma": gamma, "gae_lambda": 0.9}
+    plain = gae(*inputs, **options)
+    assert plain[mask].abs().min() > 0
+    for given in (calls, {"following": calls["following"]}, {"rewarded": calls["rewarded"]}):
+        assert torch.equal(gae(*inputs, **options, **given), plain)
+    returns = discounted_returns(rewards, mask, gamma)
+    assert torch.equal(discounted_returns(rewards, mask, gamma, calls["rewarded"]), returns)
+
+
+def test_what_no_forest_can_have_is_refused():
+    mask, options = torch.ones(1, 5) > 0, {"gamma": 0.9, "gae_lambda": 1.0}
+    with pytest.raises(ValueError, match=r"gamma=0\.9.*1 rewards had been given when call 2 of episode 0.*gamma=1\.0"):
+        discounted_returns(CALLS, mask, 0.9, FOREST["rewarded"])
+    with pytest.raises(ValueError, match=r"gamma=0\.9"):
+        gae(CALLS, CALLS, torch.zeros(1), mask, **options, **FOREST)
+    with pytest.raises(ValueError, match=r"rewarded\[0, 1\] is 2"):
+        discounted_returns(CALLS, mask, 1.0, torch.tensor([[0, 2, 2, 3, 4]]))
+    with pytest.raises(ValueError, match=r"following\[0, 1\] is 1"):
+        gae(CALLS, CALLS, torch.zeros(1), mask, **options, following=torch.tensor([[1, 1, 3, 4, 5]]))
+
+
 def test_token_gae_is_gae_over_tokens_with_the_reward_on_the_turns_last():
     """Against the definition, token by token: discount and lambda act only between turns."""
     generator = random.Random(0)

@@ -185,21 +185,20 @@ def _among(value, values):
 
 
 def test_whole_episodes_and_states_equal_brute_force(embedded_model, tmp_path, game):
-    """GiGPO: the episode among the episodes, plus .7 times each turn among those from a state of the same name."""
+    """The episode among the episodes, plus each turn beside those of other members from a state of the same name."""
     returns = game.returns(0.5)
 
     def advantages(members, weight):
         whole = [sum(game.rewards[e]) for e in members]
-        states: dict[str, list[float]] = {}
-        for e in members:
-            for k, value in enumerate(returns[e]):
-                states.setdefault(game.state(e, k), []).append(value)
+
+        def beside_others(i, k):
+            states = [(game.state(e, n), v) for j, e in enumerate(members) if j != i for n, v in enumerate(returns[e])]
+            own = returns[members[i]][k]
+            return _among(own, [own, *(v for state, v in states if state == game.state(members[i], k))])
+
         return [
-            [
-                _among(sum(game.rewards[e]), whole) + weight * _among(v, states[game.state(e, k)])
-                for k, v in enumerate(returns[e])
-            ]
-            for e in members
+            [_among(sum(game.rewards[e]), whole) + weight * beside_others(i, k) for k in range(len(returns[e]))]
+            for i, e in enumerate(members)
         ]
 
     for granularity, weight in (("trajectory", 0.0), ("anchor", 1.0)):
