@@ -252,8 +252,9 @@ class _TrieAttention(torch.autograd.Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trie: Trie, scale: float) -> torch.Tensor:
         groups = q.size(1) // k.size(1)
         queries, keys, values = _grouped(q, groups), k.expand(groups, -1, -1, -1), v.expand(groups, -1, -1, -1)
-        output = torch.empty((*queries.shape[:-1], v.size(-1)), dtype=torch.float32)
-        total = torch.empty(queries.shape[:-1], dtype=torch.float32)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        output = torch.empty((*queries.shape[:-1], v.size(-1)), dtype=wide)
+        total = torch.empty(queries.shape[:-1], dtype=wide)
         for own, _ in _blocks(trie):
             output[:, :, own], total[:, :, own] = _block(
                 queries[:, :, own], keys[:, :, own], values[:, :, own], True, scale
@@ -278,8 +279,9 @@ class _TrieAttention(torch.autograd.Function):
         groups = q.size(1) // k.size(1)
         queries, keys, values = _grouped(q, groups), k.expand(groups, -1, -1, -1), v.expand(groups, -1, -1, -1)
         grad = _grouped(grad, groups)
-        dq = torch.zeros(queries.shape, dtype=torch.float32)
-        dk, dv = torch.empty(k.shape, dtype=torch.float32), torch.empty(v.shape, dtype=torch.float32)
+        wide = total.dtype
+        dq = torch.zeros(queries.shape, dtype=wide)
+        dk, dv = torch.empty(k.shape, dtype=wide), torch.empty(v.shape, dtype=wide)
         for own, below in _blocks(ctx.trie):
             for reading, causal in ((own, True), (below, False)):
                 if reading is None:
@@ -296,7 +298,7 @@ class _TrieAttention(torch.autograd.Function):
                 )
                 dq[:, :, reading] += parts[0]
                 for sums, part in ((dk, parts[1]), (dv, parts[2])):
-                    summed = part.float().sum(dim=0, keepdim=True)
+                    summed = part.to(wide).sum(dim=0, keepdim=True)
                     sums[:, :, own] = summed if causal else sums[:, :, own] + summed
         return _flat(dq, groups).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 

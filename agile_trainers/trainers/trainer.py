@@ -339,8 +339,8 @@ class MultiTurnTrainer(GRPOTrainer):
             )
         if self.loss is not None and self.aux_loss_enabled:
             raise ValueError(
-                f"{type(self).__name__} brings a loss of its own, which leaves out the router's auxiliary loss. Set "
-                "router_aux_loss_coef=0.0."
+                f"{type(self).__name__} brings a loss of its own, which leaves out the router's auxiliary loss: set "
+                f"router_aux_loss_coef=0.0, got {self.router_aux_loss_coef}."
             )
         self.sampler = RolloutSampler(self, self.engine, self._tokenizer, self._dist)
         self.packer = make_packer(self)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +17,19 @@ from doc_blocks import ROOT, blocks
 from errors import naming
 from games import Gradients, loss_and_gradients, make_trainer, relative_error
 from own_losses import TRLS, Together, Tokens
+from peft import PeftModel
 from several_processes import SCRIPT, launch
 from split_passes import WHOLE, check_equal, drawn, measured
 from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM
 
 from agile_trainers import LossInputs, LossOutput, MultiTurnTrainer
+from agile_trainers.embedded import make_tokenizer
 from agile_trainers.step.loss import averages, divisor
 from agile_trainers.train_batch import TrainBatch
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import architectures
 
 DPPO, TRAINED = (block.text for block in blocks(ROOT / "docs" / "own_loss.md") if block.language == "python")
 NAMES = {"tokens": "own_losses:Tokens", "episodes": "own_losses:Episodes", "constant": "own_losses:Constant"}
@@ -37,6 +45,21 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
         yield folder
     sys.modules.pop("dppo", None)
+
+
+DOUBLE: dict[str, Any] = {"model_init_kwargs": {"dtype": "auto"}}
+
+
+@pytest.fixture(scope="module")
+def double(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model in double precision, for comparisons at 1e-6: single precision makes errors of that size.
+
+    Log-probabilities are still rounded to float32, by TRL.
+    """
+    folder = tmp_path_factory.mktemp("double") / "model"
+    shutil.copytree(embedded_model, folder)
+    AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float64).save_pretrained(folder)
+    return folder
 
 
 def as_trls(trainer: MultiTurnTrainer, loss_type: str) -> MultiTurnTrainer:
@@ -151,7 +174,7 @@ def test_a_loss_over_the_micro_batch_is_never_split(embedded_model, tmp_path):
     loss, _, _, rows = measured(trainer, batch, 10)
     assert rows == [8]
     whole = TrainBatch.from_trl(batch)
-    told = [logs[counted].sum().item() for logs, counted in zip(log_probs_of(trainer, batch), whole.counted)]
+    told = [logs[counted].sum().item() for logs, counted in zip(log_probs_of(trainer.model, batch), whole.counted)]
     mean = sum(told) / 8
     assert loss == pytest.approx(sum((value - mean) ** 2 for value in told) / 8, rel=1e-4)
 
@@ -191,24 +214,29 @@ def test_sums_divisors_and_averages_by_hand():
 # --------------------------------------------------------------------------------------------------------------- DPPO
 
 
-def log_probs_of(trainer: MultiTurnTrainer, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def log_probs_of(model: PeftModel, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Log-probabilities of the completion of each episode, which is read alone and without padding, in plain PyTorch."""
-    found = []
+    found, base = [], model.get_base_model()
     for row in range(len(batch["prompt_ids"])):
         prompt = batch["prompt_ids"][row][batch["prompt_mask"][row] > 0]
         completion = batch["completion_ids"][row][batch["completion_mask"][row] > 0]
-        logits = trainer.model.get_base_model().lm_head(
-            trainer.model.get_base_model().model(torch.cat([prompt, completion])[None]).last_hidden_state
-        )[0, len(prompt) - 1 : -1]
-        told = log_softmax(logits.float(), dim=-1)[torch.arange(len(completion)), completion]
-        found.append(torch.cat([told, torch.zeros(batch["completion_ids"].size(1) - len(completion))]))
+        logits = base.lm_head(base.model(torch.cat([prompt, completion])[None]).last_hidden_state)
+        told = log_softmax(logits[0, len(prompt) - 1 : -1], dim=-1)[torch.arange(len(completion)), completion]
+        found.append(torch.cat([told, told.new_zeros(batch["completion_ids"].size(1) - len(completion))]))
     return found
 
 
-def enumerated(trainer: MultiTurnTrainer, batch: dict[str, torch.Tensor], threshold: float) -> tuple[torch.Tensor, int]:
-    """The sum over tokens of the DPPO objective as its definition has it, one token after the other; the masked ones."""
-    total, masked = torch.zeros(()), 0
-    for row, logs in enumerate(log_probs_of(trainer, batch)):
+def enumerated(
+    trainer: MultiTurnTrainer, batch: dict[str, torch.Tensor], threshold: float
+) -> tuple[float, dict[str, torch.Tensor], int]:
+    """The DPPO objective as its definition has it, one token after the other.
+
+    Returns:
+        The sum over tokens divided by those of the update, its gradient, and the number of masked tokens.
+    """
+    model = copy.deepcopy(trainer.model)
+    total, masked = torch.zeros((), dtype=torch.float64), 0
+    for row, logs in enumerate(log_probs_of(model, batch)):
         for place in range(len(logs)):
             if not (batch["tool_mask"][row, place] and batch["completion_mask"][row, place]):
                 continue
@@ -223,48 +251,43 @@ def enumerated(trainer: MultiTurnTrainer, batch: dict[str, torch.Tensor], thresh
                 masked += 1
             else:
                 total = total - torch.exp(logs[place] - old) * advantage
-    return total, masked
+    loss = total / batch["num_items_in_batch"]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return loss.item(), dict(zip(trained, torch.autograd.grad(loss, list(trained.values())))), masked
 
 
 @pytest.mark.parametrize("packing", ["none", "prefix"])
-def test_dppo_is_its_definition(embedded_model, tmp_path, packing):
+def test_dppo_is_its_definition(double, tmp_path, packing):
     """In one pass and in several, padded and packed."""
     trainer = make_trainer(
-        embedded_model, tmp_path, algorithm="dppo:DPPOTrainer", num_iterations=2, sequence_packing=packing,
-        divergence_threshold=2e-4,
+        double, tmp_path, algorithm="dppo:DPPOTrainer", num_iterations=2, sequence_packing=packing,
+        divergence_threshold=2e-4, **DOUBLE,
     )  # fmt: skip
     batch = drawn(trainer)
-    trainer.model.zero_grad()
-    total, masked = enumerated(trainer, batch, 2e-4)
+    expected, gradients, masked = enumerated(trainer, batch, 2e-4)
     tokens = int((batch["tool_mask"] * batch["completion_mask"]).sum())
     assert 0.1 * tokens < masked < 0.9 * tokens and tokens == batch["num_items_in_batch"]
-    expected = total / tokens
-    expected.backward()
-    gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
     for budget in (WHOLE, 120):
         loss, found, metrics, rows = measured(trainer, batch, budget)
         assert (len(rows) == 1) == (budget == WHOLE) and trainer.packer.packs == (packing == "prefix")
-        assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
-        assert relative_error(found, gradients) < 1e-5
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert relative_error(found, gradients) < 1e-6
         assert metrics["dppo/masked"] == [pytest.approx(masked / tokens)]
 
 
-def test_dppo_accumulates_its_definition(embedded_model, tmp_path):
+def test_dppo_accumulates_its_definition(double, tmp_path):
     """The gradient of an update is that of the sum over its micro-batches, divided by all of its tokens."""
     gradients = Gradients()
     trainer = make_trainer(
-        embedded_model, tmp_path, algorithm="dppo:DPPOTrainer", callbacks=[gradients], num_iterations=2, max_steps=2,
+        double, tmp_path, algorithm="dppo:DPPOTrainer", callbacks=[gradients], num_iterations=2, max_steps=2,
         per_device_train_batch_size=4, gradient_accumulation_steps=2, divergence_threshold=2e-4, learning_rate=0.02,
-        max_tokens_per_micro_batch=120, log_rollouts=0,
+        max_tokens_per_micro_batch=120, log_rollouts=0, **DOUBLE,
     )  # fmt: skip
     compute, expected, masked = trainer._compute_loss, [], []
 
     def enumerating(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        total, left_out = enumerated(trainer, inputs, 2e-4)
-        trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-        expected.append(
-            dict(zip(trained, torch.autograd.grad(total / inputs["num_items_in_batch"], list(trained.values()))))
-        )
+        _, gradient, left_out = enumerated(trainer, inputs, 2e-4)
+        expected.append(gradient)
         masked.append(left_out)
         return compute(model, inputs)
 
@@ -273,7 +296,7 @@ def test_dppo_accumulates_its_definition(embedded_model, tmp_path):
     assert masked[:2] == [0, 0] and sum(masked[2:]) > 0, "the policy moves after the first update"
     for step, found in enumerate(gradients.steps):
         both = expected[2 * step : 2 * step + 2]
-        assert relative_error(found, {name: both[0][name] + both[1][name] for name in both[0]}) < 1e-5
+        assert relative_error(found, {name: both[0][name] + both[1][name] for name in both[0]}) < 1e-6
 
 
 def test_the_pages_probe_is_learned(page, tmp_path, monkeypatch):
@@ -289,7 +312,14 @@ def test_the_pages_probe_is_learned(page, tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------------------------- several processes
 
 CASES = {
-    name: {"algorithm": algorithm, "num_iterations": 2, "max_steps": 2, "max_tokens_per_micro_batch": 60, **options}
+    name: {
+        "algorithm": algorithm,
+        "num_iterations": 2,
+        "max_steps": 2,
+        "max_tokens_per_micro_batch": 60,
+        **DOUBLE,
+        **options,
+    }
     for name, algorithm, options in [
         ("tokens", NAMES["tokens"], {"beta": 0.1}),
         ("episodes", NAMES["episodes"], {"skip_zero_advantage": True, "zero_advantage_eps": 0.5}),
@@ -301,18 +331,18 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def runs(embedded_model, tmp_path_factory, page):
+def runs(double, tmp_path_factory, page):
     folder = tmp_path_factory.mktemp("runs")
     cases = {name: {"per_device_train_batch_size": 8, **case} for name, case in CASES.items()}
-    return [launch(SCRIPT, n, embedded_model, folder / str(n), cases) for n in (1, 2)]
+    return [launch(SCRIPT, n, double, folder / str(n), cases) for n in (1, 2)]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_are_one(runs, case):
     one, two = (torch.load(run / case / "result.pt", weights_only=False) for run in runs)
     assert (one["processes"], two["processes"]) == (1, 2) and len(one["gradients"]) == 2
-    for single, double in zip(one["gradients"], two["gradients"], strict=True):
-        assert relative_error(double, single) < 1e-5
+    for alone, both in zip(one["gradients"], two["gradients"], strict=True):
+        assert relative_error(both, alone) < 1e-12
     for name in ("entropy", "clipped", "apart", "advantage_of_episodes", "tokens_max", "dppo/masked", "loss"):
         if name in one["logged"]:
             assert two["logged"][name] == pytest.approx(one["logged"][name], rel=1e-4, abs=1e-6), name
@@ -417,3 +447,14 @@ def test_what_a_loss_needs_is_one_of_two(embedded_model, tmp_path):
 def test_a_loss_without_an_environment_is_refused(embedded_model, tmp_path):
     with pytest.raises(ValueError, match=naming("Tokens", "environment")):
         make_trainer(embedded_model, tmp_path, algorithm=NAMES["tokens"], environment=None)
+
+
+def test_the_routers_auxiliary_loss_is_refused(tmp_path):
+    """TRL adds it to its own loss alone."""
+    model = tmp_path / "model"
+    architectures.make_model("mixtral").save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    with pytest.raises(ValueError, match=naming("Tokens", "router_aux_loss_coef=0.0", "got 0.5")):
+        make_trainer(model, tmp_path, algorithm=NAMES["tokens"], lora=False, router_aux_loss_coef=0.5)
+    trainer = make_trainer(model, tmp_path, algorithm=NAMES["tokens"], lora=False, router_aux_loss_coef=0.0)
+    assert trainer.loss is not None and not trainer.aux_loss_enabled
