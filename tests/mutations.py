@@ -53,6 +53,7 @@ ENUMERATION = "tests/trainers/test_enumeration.py"
 STOPPING = "tests/trainers/test_enumeration_stopping.py"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
+PATHS = "tests/objectives/test_forest_enumeration.py"
 MIXTURE = "tests/trainers/test_mixture.py"
 TRIE = "tests/packing/test_trie.py"
 PACKED_ATTENTION = "tests/packing/test_attention.py"
@@ -328,7 +329,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an episode's turns are compared with themselves if it alone comes to their state", "objectives/advantages.py",
-        "torch.where(again, alone_again, alone)", "alone", f"{ADVANTAGES} -k anchors_equal",
+        "torch.where(again, alone_again, alone)", "alone", f"{ADVANTAGES} -k compared_with_itself",
     ),
     Mutation(
         "a reward given before a call was submitted is in its return", "objectives/returns.py",
@@ -339,6 +340,25 @@ MUTATIONS = [
         "a reward given after a call was submitted is left out of its return", "objectives/returns.py",
         "returns = returns.gather(1, _first_rewards(rewarded, turn_mask, gamma))",
         "_first_rewards(rewarded, turn_mask, gamma)", GAE,
+    ),
+    Mutation(
+        "groups compare what was rewarded before a call was submitted", "objectives/advantages.py",
+        "discounted_returns(rewards, valid, gamma, rewarded)", "discounted_returns(rewards, valid, gamma)",
+        f"{ADVANTAGES} -k calls_at_once",
+    ),
+    Mutation(
+        "the last rewards of a path that ended are left out", "objectives/returns.py",
+        "last = torch.where(goes_on, first.gather(1, later), end)",
+        "last = torch.where(goes_on, first.gather(1, later), index + 1)", f"{PATHS} -k along_paths",
+    ),
+    Mutation(
+        "a step on a path ends with the next call's index, not with its submission", "objectives/returns.py",
+        "last = torch.where(goes_on, first.gather(1, later), end)",
+        "last = torch.where(goes_on, later, end)", f"{PATHS} -k along_paths",
+    ),
+    Mutation(
+        "a call is compared with others of its own episode at one prompt", "objectives/advantages.py",
+        "again = compared & (", "again = ~compared & (", f"{PATHS} -k one_prompt",
     ),
     Mutation(
         "a discount with calls at once", "objectives/returns.py",

@@ -96,7 +96,9 @@ def gae(
         gamma: Discount per turn, in [0, 1]; 1 where calls were made at once.
         gae_lambda: Lambda per turn, in [0, 1].
         following: (B, K) int64, the index of the next call on the path; K, or any call that did not happen, for none.
-            Default: k + 1.
+            Default: k + 1. It is the first later call whose parent is call k, and a parent is one call: the longest whose
+            prompt and answer a prompt begins with, the last of equals. Were it every call that fits, a value would be
+            bootstrapped from by siblings that were thrown away, which it says nothing of.
         rewarded: (B, K) int64, see :func:`discounted_returns`. Default: k.
 
     Returns:
