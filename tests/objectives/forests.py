@@ -54,33 +54,28 @@ class World:
 
     def ask(self, prompt: str, kind: str = "", symbols: int = 1) -> str:
         """Submit a call, wait for its answer, and give its reward."""
-        self._arrive(self._submit(prompt, kind, symbols))
-        return self.calls[-1].answer
-
-    def ask_at_once(self, first: str, second: str) -> tuple[str, str]:
-        """Submit two calls. An answer takes the longer, the later its symbol is; its reward is given when it arrives."""
-        calls = [self._submit(prompt, "", 1) for prompt in (first, second)]
-        for call in sorted(calls, key=lambda call: self.calls[call].answer):
-            self._arrive(call)
-        return self.calls[calls[0]].answer, self.calls[calls[1]].answer
+        return self.arrive(self.submit(prompt, kind, symbols))
 
     def flip(self) -> bool:
         """A coin of the world's."""
         self.flips += 1
         return bool(self._choose(2))
 
-    def _submit(self, prompt: str, kind: str, symbols: int) -> int:
+    def submit(self, prompt: str, kind: str = "", symbols: int = 1) -> int:
+        """Submit a call without waiting for its answer, and return its number."""
         rewarded = next(k for k in range(len(self.calls) + 1) if k not in self._given)
         answer = "".join(SYMBOLS[self._choose(len(SYMBOLS))] for _ in range(symbols))
         self.calls.append(Call(prompt, answer, rewarded, kind))
         return len(self.calls) - 1
 
-    def _arrive(self, number: int) -> None:
+    def arrive(self, number: int) -> str:
+        """Give the reward of a call when its answer is there, and return the answer."""
         call = self.calls[number]
         self._seen += f"{number}{call.answer}"
         call.given = frozenset(self._given)
         call.reward = random.Random(f"{self._seed} {self._seen} {self.flips}").randrange(3) / 2
         self._given.add(number)
+        return call.answer
 
     def _choose(self, options: int) -> int:
         if self._at == len(self._script):
@@ -121,11 +116,15 @@ def helper(world: World) -> None:
 
 
 def at_once(world: World) -> None:
-    """Two calls at once, and a third that sees a bit of both."""
+    """Two calls at once; the one that answers first goes on before the other has answered. A later symbol takes longer."""
     first = world.ask("T")
     if first != "a":
-        one, two = world.ask_at_once(f"T{first} one:", f"T{first} two:")
-        world.ask(f"T{first} {'same' if one == two else 'other'}:")
+        both = [world.submit(f"T{first} {name}:") for name in ("one", "two")]
+        quick, slow = sorted(both, key=lambda call: world.calls[call].answer)
+        answer = world.arrive(quick)
+        more = world.submit(f"{world.calls[quick].prompt}{answer} more:")
+        world.arrive(slow)
+        world.arrive(more)
 
 
 def loop(world: World) -> None:
