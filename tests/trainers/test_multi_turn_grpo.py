@@ -299,7 +299,7 @@ def test_environments_are_reused_and_closed(embedded_model, tmp_path):
 
 
 def test_turns_from_the_same_state_are_compared_whatever_their_index(embedded_model, tmp_path):
-    """The advantages on disk, made again from the rewards and the states on disk."""
+    """The advantages on disk, made again from the rewards and the states on disk. No episode is compared with itself."""
     trainer = make_trainer(
         embedded_model, tmp_path, environment=Anchored, advantage_granularity="anchor",
         scale_rewards="none", num_generations=8, max_steps=1,
@@ -308,15 +308,15 @@ def test_turns_from_the_same_state_are_compared_whatever_their_index(embedded_mo
     episodes = [record["turns"] for record in generations(tmp_path)]
     returns = [sum(turn["reward"] for turn in turns) for turns in episodes]
     turns = [
-        (named, sum(later["reward"] for later in turns[k:]), returns[i] - sum(returns) / 8, turn["advantage"])
+        (i, named, sum(later["reward"] for later in turns[k:]), returns[i] - sum(returns) / 8, turn["advantage"])
         for i, turns in enumerate(episodes)
         for k, (named, turn) in enumerate(zip(["start", *(t["info"]["anchor"] for t in turns)], turns))
     ]
-    counts = Counter(named for named, *_ in turns)
-    assert max(counts.values()) > 8 and len(counts) > 1
-    for named, to_go, whole, advantage in turns:
-        others = [value for other, value, *_ in turns if other == named]
-        part = to_go - sum(others) / len(others) if len(others) > 1 else 0.0
+    counts = Counter((i, named) for i, named, *_ in turns)
+    assert max(counts.values()) > 1 and len({named for _, named in counts}) > 1
+    for i, named, to_go, whole, advantage in turns:
+        others = [value for j, other, value, *_ in turns if j != i and other == named]
+        part = to_go - (to_go + sum(others)) / (1 + len(others))
         assert advantage == pytest.approx(whole + part, abs=1e-5)
 
 
