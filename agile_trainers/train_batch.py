@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from agile_trainers.paths import Paths
 from agile_trainers.types import TurnBatch
 
 Batch = dict[str, torch.Tensor]
 """A micro-batch as TRL stores it: tensors by name."""
 
-_PROMPT, _TOKENS, _EPISODES, _SCALAR = "(B, P)", "(B, T)", "(B,)", "()"
+_PROMPT, _TOKENS, _EPISODES, _SCALAR, _FLAT, _PATHS = "(B, P)", "(B, T)", "(B,)", "()", "(B, F)", "(B, M)"
 _TURN_PREFIX, _TOKEN_PREFIX = "turns:", "tokens:"
-READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-"""Fields that a forward pass takes."""
+READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "path_ids", "path_lengths", "places")
+"""Fields that a forward pass takes; the last three where episodes have several paths."""
 
 
 def _shaped(shape: str, **options: Any) -> Any:
@@ -64,6 +65,12 @@ class TrainBatch:
     """(B, T), under the reference, for the episode records; None without a reference."""
     turns_in_step: torch.Tensor | None = _shaped(_SCALAR, default=None)
     """Turns that the optimizer step trains a critic on, over all processes."""
+    path_ids: torch.Tensor | None = _shaped(_FLAT, default=None)
+    """(B, F) int64, right-padded: the paths of each episode, one after another. None: each is its prompt and completion."""
+    path_lengths: torch.Tensor | None = _shaped(_PATHS, default=None)
+    """(B, M) int64, tokens of each path."""
+    places: torch.Tensor | None = _shaped(_TOKENS, default=None)
+    """(B, T) int64, column in ``path_ids`` of each action token, -1 elsewhere."""
     turn_columns: Batch = field(default_factory=dict)
     """(B, K) each: further columns of a credit rule, one value per turn."""
     token_columns: Batch = field(default_factory=dict)
@@ -80,8 +87,18 @@ class TrainBatch:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """(B,) int64, tokens of prompt and completion."""
-        return _lengths(self.prompt_mask, self.completion_mask)
+        """(B,) int64, tokens of prompt and completion, or of all paths."""
+        return lengths_of(self.to_trl())
+
+    @property
+    def left_padded(self) -> torch.Tensor:
+        """(B,) bool, episodes whose prompt is padded where the model reads it."""
+        return (self.prompt_mask[:, 0] == 0) & (self.path_ids is None)
+
+    @property
+    def paths(self) -> Paths | None:
+        """The rows that a model reads, where they are not prompt and completion."""
+        return paths_of(self.to_trl())
 
     def to_trl(self) -> Batch:
         """Convert to TRL's dictionary; fields that are None are left out."""
@@ -107,12 +124,8 @@ class TrainBatch:
         Args:
             multiple: TRL's ``pad_to_multiple_of``; the trimmed width is a multiple of it.
         """
-        width, length = _width(self.prompt_mask, multiple), _width(self.completion_mask, multiple)
-        cut: dict[str, Any] = {}
-        for name, shape in _SHAPES.items():
-            value = getattr(self, name)
-            if value is not None:
-                cut[name] = _cut(value, shape, width, length)
+        cut = _trimmed({name: value for name in _SHAPES if (value := getattr(self, name)) is not None}, multiple)
+        length = cut["completion_ids"].size(1)
         tokens = {name: value[:, :length] for name, value in self.token_columns.items()}
         return TrainBatch(**cut, turn_columns=dict(self.turn_columns), token_columns=tokens)
 
@@ -169,18 +182,43 @@ def column_of(batch: Batch, name: str) -> torch.Tensor:
     return next(batch[key] for key in (_TURN_PREFIX + name, _TOKEN_PREFIX + name, name) if key in batch)
 
 
-def _cut(value: torch.Tensor, shape: str, width: int, length: int) -> torch.Tensor:
+def _trimmed(part: Batch, multiple: int | None) -> Batch:
+    """Drop the columns of fields that are padding in every row."""
+    width, length = (_width(part[f"{name}_mask"], multiple) for name in ("prompt", "completion"))
+    sizes = {_PROMPT: width, _TOKENS: length}
+    if "path_ids" in part:
+        lengths = part["path_lengths"]
+        sizes |= {_FLAT: int(lengths.sum(dim=1).max()), _PATHS: int((lengths > 0).sum(dim=1).max())}
+    return {name: _cut(value, _SHAPES[name], sizes) for name, value in part.items()}
+
+
+def _cut(value: torch.Tensor, shape: str, sizes: dict[str, int]) -> torch.Tensor:
     if shape == _PROMPT:
-        return value[:, value.size(1) - width :]
-    return value[:, :length] if shape == _TOKENS else value
+        return value[:, value.size(1) - sizes[shape] :]
+    return value[:, : sizes[shape]] if shape in sizes else value
 
 
 def _width(mask: torch.Tensor, multiple: int | None) -> int:
     return -(-int(mask.sum(dim=1).max()) // (multiple or 1)) * (multiple or 1)
 
 
-def _lengths(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
-    return prompt_mask.sum(dim=1) + completion_mask.sum(dim=1)
+def paths_of(part: Batch) -> Paths | None:
+    """Return the paths of a micro-batch in TRL's form; None if each episode is its prompt and completion."""
+    if "path_ids" not in part:
+        return None
+    return Paths.of(part["path_ids"], part["path_lengths"], part["places"])
+
+
+def lengths_of(part: Batch) -> torch.Tensor:
+    """Return the number of tokens (B,) of each episode: prompt and completion, or all paths."""
+    if "path_lengths" in part:
+        return part["path_lengths"].sum(dim=1)
+    return part["prompt_mask"].sum(dim=1) + part["completion_mask"].sum(dim=1)
+
+
+def read_of(batch: TurnBatch) -> Batch:
+    """Return the fields that a forward pass takes."""
+    return {name: value for name in READ if (value := getattr(batch, name)) is not None}
 
 
 def length_sorted_batches(
@@ -202,16 +240,15 @@ def length_sorted_batches(
     Yields:
         The rows of a micro-batch, and the fields that a model reads, without columns that are padding in all rows.
     """
-    lengths = _lengths(batch.prompt_mask, batch.completion_mask)
+    fields_read = read_of(batch)
+    lengths = lengths_of(fields_read)
     ordered = lengths.argsort() if rows is None else rows[lengths[rows].argsort()]
     for together in ordered.split(size) if len(ordered) else ():
-        whole = {name: getattr(batch, name)[together] for name in READ}
+        whole = {name: value[together] for name, value in fields_read.items()}
         for places in [torch.arange(len(together))] if split is None else split(whole):
             places = places if len(places) else torch.zeros(1, dtype=torch.long)
             places = places.to(together.device)
-            part = {name: value[places] for name, value in whole.items()}
-            width, length = (_width(part[f"{name}_mask"], multiple) for name in ("prompt", "completion"))
-            yield together[places], {name: _cut(value, _SHAPES[name], width, length) for name, value in part.items()}
+            yield together[places], _trimmed({name: value[places] for name, value in whole.items()}, multiple)
 
 
 def own_rows(accelerator: Accelerator, count: int) -> slice:
@@ -220,7 +257,7 @@ def own_rows(accelerator: Accelerator, count: int) -> slice:
 
 
 def read_inputs(part: Batch) -> Batch:
-    """Make a model's keyword arguments from a micro-batch: prompt and completion as one sequence."""
+    """Make the ``input_ids`` and ``attention_mask`` of TRL's method from a micro-batch: prompt and completion as one row."""
     return {
         "input_ids": torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
         "attention_mask": torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
@@ -256,6 +293,19 @@ def exchange_rows(
     return ordered
 
 
+def rows_read(part: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the rows that a model reads for a micro-batch.
+
+    Returns:
+        Their tokens and attention mask, (Q, S) int64 each, and the episode (Q,) of each; None if each is an episode.
+    """
+    paths = paths_of(part)
+    if paths is None:
+        inputs = read_inputs(part)
+        return inputs["input_ids"], inputs["attention_mask"], None
+    return paths.ids, paths.mask, paths.episodes
+
+
 def order_by_length(part: Batch) -> torch.Tensor:
-    """Return the order (B,) of rows by their number of tokens, prompt and completion."""
-    return _lengths(part["prompt_mask"], part["completion_mask"]).argsort(stable=True)
+    """Return the order (B,) of rows by their number of tokens."""
+    return lengths_of(part).argsort(stable=True)

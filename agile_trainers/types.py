@@ -1,11 +1,13 @@
 """The types that describe an episode, as Python objects and as tensors.
 
-Shape letters used everywhere: ``B`` episodes, ``K`` turns, ``P`` prompt tokens, ``T`` completion tokens. Token
-positions are *completion coordinates*: index 0 is the first token after the prompt. Nothing is shifted by one anywhere.
+Shape letters used everywhere: ``B`` episodes, ``K`` turns, ``P`` prompt tokens, ``T`` completion tokens; of episodes of
+several paths also ``F`` tokens of all paths, ``M`` paths. Token positions are *completion coordinates*: index 0 is the first
+token after the prompt. Nothing is shifted by one anywhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -65,15 +67,43 @@ class Turn:
     """The environment's next observation; None when it failed."""
     info: dict[str, Any] = field(default_factory=dict)
     """The environment's ``info`` of this step."""
+    path: int = 0
+    """In an episode of several paths: the index of the path that holds the action."""
+    place: int = 0
+    """In an episode of several paths: the index in that path of the first action token. The tokens before it are the prompt
+    that the action was sampled after."""
+    rewarded: int | None = None
+    """Number of turns whose reward was given before this action was asked for; None: all earlier ones. Actions that were
+    asked for at once have the same number."""
+    messages: list[Message] | None = None
+    """In an episode of several paths: the messages that the whole prompt was rendered from, if it does not continue the
+    conversation of an earlier turn."""
+    fork: str | None = None
+    """Reason for the new path that begins with this turn, in a few words; None if it continues one, or nobody said."""
+
+    @property
+    def said(self) -> list[Message]:
+        """The action as an assistant message, and the observation after it."""
+        action: Message = {"role": "assistant", "content": self.text}
+        if isinstance(self.observation, str):
+            return [action, {"role": "user", "content": self.observation}]
+        return [action, *(self.observation or ())]
 
 
 @dataclass
 class Trajectory:
-    """One episode with the sampled token ids, which are never re-encoded from text."""
+    """One episode with the sampled token ids, which are never re-encoded from text.
+
+    An ordinary episode is one conversation that only grows: each turn's prompt is all that came before. Where the program
+    around the policy rewrites the conversation, asks again or asks on the side, an episode has several :attr:`paths`; see
+    :func:`agile_trainers.rollout.forest.forest`.
+    """
 
     prompt_ids: list[int]
+    """The prompt of the first turn."""
     completion_ids: list[int]
-    """Every token after the prompt: actions and observations, in order."""
+    """Every token after the prompt: actions and observations, in order. In an episode of several paths the actions alone, in
+    the order in which they were asked for."""
     sampling_logprobs: list[float]
     """Same length as ``completion_ids``: the sampler's log-probability on action tokens, 0.0 on observations."""
     turns: list[Turn]
@@ -95,6 +125,49 @@ class Trajectory:
     """The environment instance in its final state, until the next rollout reuses it. None if it failed."""
     options: dict[str, Any] | None = None
     """The dataset row passed to ``reset``."""
+    paths: list[list[int]] | None = None
+    """Token ids of each path, from its first token on; every turn's prompt and action are the beginning of one. None: one
+    path, the prompt and the completion."""
+    linear: bool = True
+    """False if the turns of two such episodes do not correspond by index, because of turns on the side or at once."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of distinct tokens that a model reads: a prefix that paths share counts once."""
+        if self.paths is None:
+            return len(self.prompt_ids) + len(self.completion_ids)
+        return max(nodes[-1] for nodes in path_nodes(self.paths)) + 1
+
+    def prompt_of(self, k: int) -> list[int]:
+        """Return the tokens that turn ``k`` was sampled after."""
+        turn = self.turns[k]
+        if self.paths is None:
+            return [*self.prompt_ids, *self.completion_ids[: turn.start]]
+        return self.paths[turn.path][: turn.place]
+
+    def action_of(self, k: int) -> list[int]:
+        """Return the tokens that were sampled in turn ``k``."""
+        return self.completion_ids[self.turns[k].start : self.turns[k].end]
+
+    @property
+    def parents(self) -> list[int | None]:
+        """The turn that each turn goes on from; None without any.
+
+        It is the earlier one whose prompt and action are the longest beginning of the turn's prompt, the last of equals.
+        Each turn has one only: after equal actions of which the program used the last, a later state would not tell which of
+        them it follows from.
+        """
+        if self.paths is None:
+            return [None, *range(len(self.turns) - 1)][: len(self.turns)]
+        nodes = path_nodes(self.paths)
+        lasts = [turn.place + turn.end - turn.start - 1 for turn in self.turns]
+        ends = [nodes[turn.path][last] for turn, last in zip(self.turns, lasts, strict=True)]
+        parents = list[int | None]()
+        for k, turn in enumerate(self.turns):
+            own = nodes[turn.path]
+            contained = [i for i in range(k) if lasts[i] < turn.place and own[lasts[i]] == ends[i]]
+            parents.append(max(contained, key=lambda i: (lasts[i], i), default=None))
+        return parents
 
     @property
     def rewards(self) -> list[float]:
@@ -126,15 +199,69 @@ class Trajectory:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation after the prompt: actions as assistant messages, observations between them."""
+        """The conversation after the prompt: actions as assistant messages, observations between them.
+
+        In an episode of several paths, that of the last turn. If it does not begin with :attr:`prompt`, because it was
+        rewritten, it is there from its first message on. :attr:`asides` has the other turns.
+        """
         messages: list[Message] = []
-        for turn in self.turns:
-            messages.append({"role": "assistant", "content": turn.text})
-            if isinstance(turn.observation, str):
-                messages.append({"role": "user", "content": turn.observation})
-            elif turn.observation:
-                messages.extend(turn.observation)
+        for k in self._last_path:
+            turn = self.turns[k]
+            if turn.messages is not None:
+                begins = turn.messages[: len(self.prompt)] == self.prompt
+                messages = list(turn.messages[len(self.prompt) :] if begins else turn.messages)
+            messages += turn.said
         return messages
+
+    @property
+    def asides(self) -> list[list[Message]]:
+        """The turns that are not part of :attr:`messages`, such as discarded answers: each is what was said in it."""
+        kept = set(self._last_path)
+        return [turn.said for k, turn in enumerate(self.turns) if k not in kept]
+
+    @property
+    def _last_path(self) -> list[int]:
+        """The turns of the last turn's conversation, in order."""
+        if self.paths is None:
+            return list(range(len(self.turns)))
+        parents, k, found = self.parents, len(self.turns) - 1, list[int]()
+        while k >= 0:
+            found.append(k)
+            parent = parents[k]
+            # Messages that begin anew hold the turns before them.
+            k = -1 if parent is None or self.turns[k].messages is not None else parent
+        return found[::-1]
+
+
+def path_nodes(paths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Number the distinct tokens of some paths: tokens after the same prefix have one number.
+
+    Args:
+        paths: Token ids of each, at least one.
+
+    Returns:
+        The numbers along each path, ascending; the numbers of all paths have no gaps.
+    """
+    nodes: list[list[int]] = [[] for _ in paths]
+    before, count = -1, 0
+    for place in sorted(range(len(paths)), key=lambda place: list(paths[place])):
+        shared = 0 if before < 0 else _common(paths[before], paths[place])
+        new = len(paths[place]) - shared
+        nodes[place] = [*(nodes[before][:shared] if shared else ()), *range(count, count + new)]
+        before, count = place, count + new
+    return nodes
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 @dataclass
@@ -157,8 +284,9 @@ class TurnBatch:
     """(B, K) bool, True for turns that happened."""
     state_positions: torch.Tensor
     """(B, K+1) int64, the positions at which V(s_k) is read: the token before the turn's first action token, in *padded*
-    prompt+completion coordinates (column P-1 is the last prompt token). Entry ``n`` of an episode of ``n`` turns is its
-    final state (its last token); later entries repeat it and have no meaning."""
+    prompt+completion coordinates (column P-1 is the last prompt token), or columns of :attr:`path_ids`. Entry ``n`` of an
+    episode of ``n`` turns is its final state (its last token, that of the last turn's path); later entries repeat it and
+    have no meaning."""
     truncated: torch.Tensor
     """(B,) bool, True if a limit ended the episode."""
     unfinished: torch.Tensor
@@ -172,6 +300,20 @@ class TurnBatch:
     """(B, K) int64, a hash of the environment's name for the state each turn started from; 0 if it has none."""
     environments: torch.Tensor
     """(B,) int64, a hash of the environment's name; 0 in a run of one."""
+    following: torch.Tensor
+    """(B, K) int64, the next turn on the same path: the first later one that goes on from this turn; K if there is none."""
+    rewarded: torch.Tensor
+    """(B, K) int64, number of turns whose reward was given before the turn was asked for: its index, but for turns at
+    once."""
+    linear: torch.Tensor
+    """(B,) bool, see :attr:`Trajectory.linear`."""
+    path_ids: torch.Tensor | None = None
+    """(B, F) int64, right-padded; the tokens of an episode's paths, one path after another. None if every episode is a
+    single path, its prompt and completion. What follows is None with it."""
+    path_lengths: torch.Tensor | None = None
+    """(B, M) int64, number of tokens of each path, 0 after the last."""
+    places: torch.Tensor | None = None
+    """(B, T) int64, column in ``path_ids`` of each action token, -1 elsewhere."""
 
     def rows(self, chosen: torch.Tensor) -> TurnBatch:
         """Select rows.
@@ -179,12 +321,26 @@ class TurnBatch:
         Args:
             chosen: (R,) int64.
         """
-        return TurnBatch(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+        return self._each(lambda value: value[chosen])
+
+    def to(self, device: torch.device | str) -> TurnBatch:
+        """Move the tensors."""
+        return self._each(lambda value: value.to(device))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TurnBatch:
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {n: None if value is None else change(value) for n, value in values.items()}
+        return TurnBatch(**changed)
 
     @property
     def action_mask(self) -> torch.Tensor:
         """(B, T) bool, True on the tokens that the policy sampled."""
         return self.turn_ids >= 0
+
+    @property
+    def left_padded(self) -> torch.Tensor:
+        """(B,) bool, episodes whose prompt is padded where the model reads it."""
+        return (self.prompt_mask[:, 0] == 0) & (self.path_ids is None)
 
     @property
     def valid_mask(self) -> torch.Tensor:

@@ -474,7 +474,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a batch that stays on the CPU", "rollout/collate.py",
-        "value.to(device) for name", "value for name",
+        "return batch.to(device)", "return batch",
         "tests/trainers/test_on_a_pretended_gpu.py",
     ),
     Mutation(
@@ -823,12 +823,13 @@ MUTATIONS = [
     ),
     Mutation(
         "packed tokens are scored at their own node", "packing/forward.py",
-        "torch.stack([trie.nodes[row, column], tokens], dim=1)",
-        "torch.stack([trie.nodes[row, column + 1].clamp(min=0), tokens], dim=1)", f"{PACKED_FORWARD} -k padded_rows",
+        "torch.stack([trie.nodes.view(-1)[rows.before], rows.tokens], dim=1)",
+        "torch.stack([trie.nodes.view(-1)[rows.before + 1].clamp(min=0), rows.tokens], dim=1)",
+        f"{PACKED_FORWARD} -k padded_rows",
     ),
     Mutation(
         "padded rows are scored one token late", "packing/forward.py",
-        "read=row * rows.ids.size(1) + column,", "read=row * rows.ids.size(1) + column + 1,",
+        "read=rows.before, **inputs)", "read=rows.before + 1, **inputs)",
         f"{PACKED_FORWARD} -k padded_rows",
     ),
     Mutation(
@@ -899,8 +900,8 @@ MUTATIONS = [
     ),
     Mutation(
         "values of packed rows are read at the tokens' columns", "packing/forward.py",
-        "trie.nodes.gather(1, positions).clamp(min=0).view(1, -1)",
-        "positions.clamp(max=trie.size - 1).view(1, -1)", f"{PACKING} -k ppo",
+        "trie.nodes.view(-1)[cells].clamp(min=0).view(1, -1)",
+        "(cells % mask.size(1)).clamp(max=trie.size - 1).view(1, -1)", f"{PACKING} -k ppo",
     ),
     Mutation(
         "a resumed run forgets what it found out about packing", "trainers/trainer.py",

@@ -1,8 +1,10 @@
 """Multi-turn GRPO: group-relative advantages, per turn or per trajectory."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from trl import GRPOTrainer
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
@@ -20,7 +22,8 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
     advantage_granularity: str = option(
         "turn",
         "Unit of the advantage: `turn`, `trajectory` or `anchor`. `turn`: each turn is compared with the same turn of the "
-        "other members of its group. `trajectory`: one advantage for the whole episode, as in TRL. `anchor`: that, plus "
+        "other members of its group; by trajectory in groups whose turns do not correspond, because some were on the side "
+        "or at once. `trajectory`: one advantage for the whole episode, as in TRL. `anchor`: that, plus "
         "each turn's beside the turns of other members that started from the same state (GiGPO, "
         'https://huggingface.co/papers/2505.10978), which the environment names by `info["anchor"]`.',
     )
@@ -79,19 +82,28 @@ class GRPO:
 
     def assign_credit(self, turns: CreditInputs) -> Credit:
         args = self.args
-        result = group_advantages(
+        advantages_at = functools.partial(
+            group_advantages,
             turns.rewards,
             turns.mask,
             turns.failed,
             group_size=self.num_generations,
-            granularity=args.advantage_granularity,
             turn_credit=args.turn_credit,
             gamma=args.gamma,
             scale=self.scale_rewards,
             baseline=args.advantage_baseline,
             trajectory_fallback=args.turn_advantage_trajectory_fallback is not False and args.turn_credit == "return",
             anchors=turns.anchors,
+            rewarded=turns.rewarded,
         )
+        result = advantages_at(granularity=args.advantage_granularity)
         if args.advantage_granularity == "trajectory":
             return Credit(result.advantages)
-        return Credit(result.advantages, {"turns_without_comparison": result.uncompared_turns})
+        metrics, advantages = {"turns_without_comparison": result.uncompared_turns}, result.advantages
+        if args.advantage_granularity == "turn" and turns.linear is not None and not turns.linear.all():
+            # The k-th turns of such episodes have nothing to do with each other.
+            linear = turns.linear.view(-1, self.num_generations).all(dim=1)
+            metrics["groups_by_trajectory"] = 1.0 - linear.double().mean().item()
+            by_turn = linear.repeat_interleave(self.num_generations)[:, None]
+            advantages = torch.where(by_turn, advantages, advantages_at(granularity="trajectory").advantages)
+        return Credit(advantages, metrics)

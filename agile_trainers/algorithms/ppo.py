@@ -117,8 +117,16 @@ class PPO:
     def assign_credit(self, turns: CreditInputs) -> Credit:
         """Compute generalized advantage estimates over turns, and the targets of the critic."""
         assert turns.values is not None and turns.final_values is not None
-        options = {"gamma": self.args.gamma, "gae_lambda": self.args.gae_lambda}
-        advantages = gae(turns.rewards, turns.values, turns.final_values, turns.mask, **options)
+        advantages = gae(
+            turns.rewards,
+            turns.values,
+            turns.final_values,
+            turns.mask,
+            gamma=self.args.gamma,
+            gae_lambda=self.args.gae_lambda,
+            following=turns.following,
+            rewarded=turns.rewarded,
+        )
         targets = torch.where(turns.mask, advantages + turns.values, 0.0)
         predicted, target = turns.values[turns.mask], targets[turns.mask]
         metrics = {"value/explained_variance": explained_variance(predicted, target)}

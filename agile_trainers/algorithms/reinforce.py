@@ -56,7 +56,7 @@ class REINFORCE:
     config_class = MultiTurnREINFORCEConfig
 
     def assign_credit(self, turns: CreditInputs) -> Credit:
-        returns = discounted_returns(turns.rewards, turns.mask, self.args.gamma)
+        returns = discounted_returns(turns.rewards, turns.mask, self.args.gamma, turns.rewarded)
         granularity = self.args.advantage_granularity
         by_token = granularity == "token" or (granularity == "auto" and turns.mask.sum(dim=1).max() <= 1)
         weights = turns.lengths if by_token else None

@@ -325,7 +325,7 @@ def start_of_episode(trajectory: Trajectory) -> EpisodeStart:
         row=None if trajectory.options is None else _digest(trajectory.options, seed),
         prompt=_digest(trajectory.prompt_ids, seed),
         information=_digest(trajectory.reset_info, seed),
-        played=_digest([trajectory.prompt_ids, trajectory.completion_ids], seed),
+        played=_digest([trajectory.prompt_ids, trajectory.completion_ids, *(trajectory.paths or ())], seed),
         outcome=_digest([trajectory.rewards, trajectory.stop_reason.value], seed),
     )
 

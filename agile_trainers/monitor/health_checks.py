@@ -55,11 +55,8 @@ def answers_of_turn(trajectories: Sequence[Trajectory], turn: int) -> list[Answe
     found: dict[tuple[int, ...], Answer] = {}
     for episode in trajectories:
         if len(episode.turns) > turn and not episode.stop_reason.failed:
-            start, end = episode.turns[turn].start, episode.turns[turn].end
-            before = [*episode.prompt_ids, *episode.completion_ids[:start]]
-            found.setdefault(
-                tuple(before), Answer(before, episode.completion_ids[start : min(end, start + ANSWER_TOKENS)])
-            )
+            before = episode.prompt_of(turn)
+            found.setdefault(tuple(before), Answer(before, episode.action_of(turn)[:ANSWER_TOKENS]))
     return list(found.values())[:PAIRS]
 
 
@@ -128,8 +125,11 @@ class PolicyMeasurements:
         return metrics
 
     def _choose_landmarks(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
-        own = [Answer(e.prompt_ids, e.completion_ids[: min(e.turns[0].end, ANSWER_TOKENS)])
-               for e in trajectories if e.turns and not e.stop_reason.failed][:LANDMARKS]  # fmt: skip
+        own = [
+            Answer(episode.prompt_ids, episode.action_of(0)[:ANSWER_TOKENS])
+            for episode in trajectories
+            if episode.turns and not episode.stop_reason.failed
+        ][:LANDMARKS]
         return gather_object(own)[:LANDMARKS]
 
     def _log_probs(self, answers: Sequence[Answer], models: Models) -> list[list[float]]:

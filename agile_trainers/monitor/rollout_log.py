@@ -114,7 +114,8 @@ class RolloutLog(TrainerCallback):
         if not self._every or generation % self._every:
             return
         batch = played.batch
-        returns = discounted_returns(batch.turn_rewards, batch.turn_mask, self._args.gamma).tolist()
+        rewarded = None if batch.path_ids is None else batch.rewarded
+        returns = discounted_returns(batch.turn_rewards, batch.turn_mask, self._args.gamma, rewarded).tolist()
         by_turn = advantages.tolist(), returns, [None] * len(returns) if values is None else values.tolist()
         for index, trajectory, of_turns, to_go, valued in zip(
             played.indices, played.trajectories, *by_turn, strict=True

@@ -16,6 +16,14 @@ def turn_lengths(turn_ids: torch.Tensor, num_turns: int) -> torch.Tensor:
     return counts[:, 1:]
 
 
+def first_tokens(turn_ids: torch.Tensor, num_turns: int) -> torch.Tensor:
+    """Return the first token of each turn, (B, K) int64; T for a turn without tokens."""
+    length = turn_ids.size(1)
+    columns = torch.arange(length, device=turn_ids.device).expand_as(turn_ids)
+    firsts = turn_ids.new_full((turn_ids.size(0), num_turns + 1), length)
+    return firsts.scatter_reduce(1, turn_ids + 1, columns, "amin")[:, 1:]
+
+
 def pool_to_turns(values: torch.Tensor, turn_ids: torch.Tensor, num_turns: int, reduction: Reduction) -> torch.Tensor:
     """Reduce token values to one value per turn.
 

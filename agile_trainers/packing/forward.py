@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -20,6 +19,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from agile_trainers.packing.attention import Plan, TrieAttention
 from agile_trainers.packing.trie import Trie, build_trie
+from agile_trainers.paths import Paths
 from agile_trainers.rollout.generators.architecture import positions, takes_position_ids
 
 Forward = Callable[..., Any]
@@ -33,7 +33,7 @@ class ValueReading:
     """Values that a critic gives in a forward pass of the policy."""
 
     positions: torch.Tensor
-    """(B, U) int64, in prompt and completion. The value at padding is arbitrary."""
+    """(B, U) int64, in prompt and completion, or columns of ``path_ids``. The value at padding is arbitrary."""
     heard: Callable[[torch.Tensor], None]
     """Called with the values (B, U) float32."""
 
@@ -100,14 +100,16 @@ class PackedForward:
         *,
         pack: Pack | None = None,
         values: ValueReading | None = None,
+        paths: Paths | None = None,
     ) -> Forward:
         """Wrap ``model`` for TRL's ``_get_per_token_logps_and_entropies``.
 
         Args:
             model: The model, wrapped for distributed training.
             scored: (B, T) bool, the completion tokens whose log-probability is asked for; it is 0 elsewhere. None: all.
-            pack: Returns whether rows with an attention mask (B, S) and a trie are packed. Default: never.
+            pack: Returns whether rows with an attention mask (Q, S) and a trie are packed. Default: never.
             values: Values to read in the same pass.
+            paths: The rows that are read. Default: prompt and completion of each episode.
         """
 
         def forward(
@@ -116,42 +118,54 @@ class PackedForward:
             if scored is not None:
                 labels = labels.clone()
                 labels[:, -scored.size(1) :].masked_fill_(~scored, -100)
-            rows = _Rows(input_ids, attention_mask, labels)
-            read = labels.roll(-1, dims=1) != -100
-            if values is not None:
-                read |= _marked(values.positions, attention_mask)
-            trie = self._trie(input_ids, attention_mask, read, pack)
-            if values is not None:
-                inputs["value_positions"] = values.positions if trie is None else _nodes(trie, values.positions)
+            rows = _Rows.of(input_ids, attention_mask, labels, paths)
+            read = torch.zeros_like(rows.mask, dtype=torch.bool)
+            read.view(-1)[rows.before] = True
+            cells = None if values is None else _cells(values.positions, rows.mask, paths)
+            if cells is not None:
+                read |= _marked(cells, rows.mask)
+            trie = self._trie(rows.ids, rows.mask, read, pack)
+            if cells is not None:
+                inputs["value_positions"], order = _value_positions(cells, rows.mask, trie, paths)
             outputs = self._padded(model, rows, inputs) if trie is None else self._packed(model, trie, rows, inputs)
-            if values is not None:
-                values.heard(outputs.state_values.view(values.positions.shape))
+            if cells is not None:
+                assert values is not None
+                values.heard(_in_order(outputs.state_values, order, cells))
             return outputs
 
         return forward
 
     def values(
-        self, model: Forward, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, pack: Pack | None = None
+        self,
+        model: Forward,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        pack: Pack | None = None,
+        paths: Paths | None = None,
     ) -> torch.Tensor:
         """Read a critic's values at positions (B, U) in prompt and completion, without log-probabilities.
 
         Args:
             model: The model, wrapped for distributed training, with a critic.
-            ids: (B, S) int64, prompt and completion.
-            mask: (B, S), 1 on tokens.
-            positions: (B, U) int64.
+            ids: (Q, S) int64, prompt and completion, or the rows of ``paths``.
+            mask: (Q, S), 1 on tokens.
+            positions: (B, U) int64, in these, or columns of ``path_ids``.
             pack: See :meth:`reading`.
+            paths: See :meth:`reading`.
 
         Returns:
             (B, U) float32; arbitrary at padding.
         """
-        trie = self._trie(ids, mask, _marked(positions, mask), pack)
+        cells = _cells(positions, mask, paths)
+        trie = self._trie(ids, mask, _marked(cells, mask), pack)
+        where, order = _value_positions(cells, mask, trie, paths)
         if trie is None:
-            outputs = model(input_ids=ids, attention_mask=mask, **self._positions(mask), value_positions=positions)
+            outputs = model(input_ids=ids, attention_mask=mask, **self._positions(mask), value_positions=where)
         else:
             with self._attending(trie) as inputs:
-                outputs = model(**inputs, value_positions=_nodes(trie, positions))
-        return outputs.state_values.view(positions.shape)
+                outputs = model(**inputs, value_positions=where)
+        return _in_order(outputs.state_values, order, cells)
 
     def _trie(self, ids: torch.Tensor, mask: torch.Tensor, read: torch.Tensor, pack: Pack | None) -> Trie | None:
         """Return the trie of rows that are packed; None for rows that stay padded."""
@@ -165,16 +179,18 @@ class PackedForward:
 
     def _padded(self, model: Forward, rows: _Rows, inputs: dict[str, Any]) -> Any:
         inputs = {"input_ids": rows.ids, "attention_mask": rows.mask, **self._positions(rows.mask), **inputs}
-        if not self._selects:
-            return model(labels=rows.labels, **inputs)
-        row, column, tokens = rows.scored
-        outputs = model(shift_labels=tokens[None], read=row * rows.ids.size(1) + column, **inputs)
-        return _scattered(outputs, rows, None)
+        if self._selects:
+            outputs = model(shift_labels=rows.tokens[None], read=rows.before, **inputs)
+            return _scattered(outputs, rows, None)
+        outputs = model(labels=rows.labels, **inputs)
+        # Virtual tokens are in front, and the last token has no output.
+        columns, width = rows.ids.size(1), outputs.log_probs.size(1)
+        row, column = rows.before // columns, rows.before % columns
+        return _scattered(outputs, rows, row * width + column + width - (columns - 1))
 
     def _packed(self, model: Forward, trie: Trie, rows: _Rows, inputs: dict[str, Any]) -> Any:
-        row, column, tokens = rows.scored
         # Rows share a token's log-probability if they share its whole prefix: the node before it, and the token.
-        pairs = torch.stack([trie.nodes[row, column], tokens], dim=1)
+        pairs = torch.stack([trie.nodes.view(-1)[rows.before], rows.tokens], dim=1)
         pairs, of = pairs.unique(dim=0, return_inverse=True)
         read = torch.cat([pairs, pairs.new_tensor([[0, -100]]).expand(-len(pairs) % self._multiple, 2)])
         with self._attending(trie) as packed:
@@ -195,46 +211,114 @@ class PackedForward:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The padded rows of a pass."""
+    """The Q rows of a pass, and the R tokens of B episodes whose log-probability is asked for.
+
+    A *cell* is an index into flattened rows or outputs.
+    """
 
     ids: torch.Tensor
-    """(B, S) int64."""
+    """(Q, S) int64."""
     mask: torch.Tensor
-    """(B, S), 1 on tokens."""
-    labels: torch.Tensor
-    """(B, S) int64, the tokens whose log-probability is asked for; -100 elsewhere."""
+    """(Q, S), 1 on tokens."""
+    before: torch.Tensor
+    """(R,) int64, cell of the token before each."""
+    tokens: torch.Tensor
+    """(R,) int64."""
+    outputs: torch.Tensor
+    """(R,) int64, cell of each in the output (B, L - 1)."""
+    shape: tuple[int, int]
+    """B and L - 1, of the episodes' own rows."""
 
-    @cached_property
-    def scored(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(R,) each: row, column of the token before, and the token."""
-        row, column = (self.labels[:, 1:] != -100).nonzero(as_tuple=True)
-        return row, column, self.labels[row, column + 1]
+    @classmethod
+    def of(cls, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, paths: Paths | None) -> _Rows:
+        """Make the rows of a pass.
+
+        Args:
+            ids: (B, L) int64, prompt and completion of each episode.
+            mask: (B, L), 1 on tokens.
+            labels: (B, L) int64, the tokens whose log-probability is asked for; -100 elsewhere.
+            paths: The rows that are read. Default: these.
+        """
+        shape = (ids.size(0), ids.size(1) - 1)
+        asked = labels[:, 1:] != -100
+        if paths is not None:
+            asked = asked.clone()
+            asked[:, -paths.cells.size(1) :] &= paths.cells >= 0
+            asked[:, : -paths.cells.size(1)] = False
+        row, column = asked.nonzero(as_tuple=True)
+        tokens, outputs = labels[row, column + 1], row * shape[1] + column
+        if paths is None:
+            return cls(ids, mask, row * ids.size(1) + column, tokens, outputs, shape)
+        before = paths.cells[row, column - (shape[1] - paths.cells.size(1))] - 1
+        return cls(paths.ids, paths.mask, before, tokens, outputs, shape)
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """(Q, S) int64, the tokens whose log-probability is asked for; -100 elsewhere."""
+        labels = torch.full_like(self.ids, -100)
+        labels.view(-1)[self.before + 1] = self.tokens
+        return labels
 
 
-def _marked(positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return (B, S) bool, True on tokens at ``positions`` (B, U)."""
-    return torch.zeros_like(mask, dtype=torch.bool).scatter(1, positions, True) & mask.bool()
+def _cells(positions: torch.Tensor, mask: torch.Tensor, paths: Paths | None) -> torch.Tensor:
+    """Return the cells (B, U) of rows with a mask (Q, S) that positions (B, U) are in."""
+    if paths is not None:
+        return paths.at(positions)
+    return positions + torch.arange(len(positions), device=positions.device)[:, None] * mask.size(1)
 
 
-def _nodes(trie: Trie, positions: torch.Tensor) -> torch.Tensor:
-    """Return the nodes (1, B * U) at ``positions`` (B, U), any at padding."""
-    return trie.nodes.gather(1, positions).clamp(min=0).view(1, -1)
+def _marked(cells: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return (Q, S) bool, True on tokens at cells (B, U)."""
+    marked = torch.zeros_like(mask, dtype=torch.bool)
+    marked.view(-1)[cells] = True
+    return marked & mask.bool()
+
+
+def _value_positions(
+    cells: torch.Tensor, mask: torch.Tensor, trie: Trie | None, paths: Paths | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the positions of values in the rows that a model reads, from their cells (B, U) in rows with a mask (Q, S).
+
+    Returns:
+        (1, B * U) nodes of a trie, any at padding; or columns of the rows, (Q, V). And the index (B * U,) of each value
+        among these; None if the order is the same.
+    """
+    if trie is not None:
+        return trie.nodes.view(-1)[cells].clamp(min=0).view(1, -1), None
+    row, column = cells // mask.size(1), cells % mask.size(1)
+    if paths is None:
+        return column, None
+    return _by_row(row.view(-1), column.view(-1), len(mask))
+
+
+def _by_row(row: torch.Tensor, column: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arrange N columns (N,) of some rows as (count, V), padded with 0; and return the index (N,) of each in it."""
+    order = row.argsort(stable=True)
+    numbers = torch.bincount(row, minlength=count)
+    rank = torch.empty_like(row)
+    rank[order] = torch.arange(len(row), device=row.device) - (numbers.cumsum(0) - numbers)[row[order]]
+    width = int(numbers.max())
+    index = row * width + rank
+    return column.new_zeros(count * width).index_put((index,), column).view(count, width), index
+
+
+def _in_order(values: torch.Tensor, order: torch.Tensor | None, cells: torch.Tensor) -> torch.Tensor:
+    """Return values that were read for :func:`_value_positions` in the shape of the cells (B, U)."""
+    return (values if order is None else values.flatten()[order.to(values.device)]).view(cells.shape)
 
 
 def _scattered(outputs: Any, rows: _Rows, of: torch.Tensor | None) -> FusedCausalLMOutput:
-    """Replace log-probabilities and entropies (1, M) by (B, S - 1), 0 where none was computed.
+    """Replace log-probabilities and entropies by those of the episodes, (B, L - 1), 0 where none was computed.
 
     Args:
         outputs: The model's.
         rows: R tokens of them are scored.
-        of: (R,) int64, the entry in (0, M) of each. Default: the same order.
+        of: (R,) int64, the entry of each in the flattened output. Default: the same order.
     """
-    row, column, _ = rows.scored
-    shape = (rows.ids.size(0), rows.ids.size(1) - 1)
     for name in ("log_probs", "entropy"):
         found = getattr(outputs, name)
         if found is not None:
-            found = found[0] if of is None else found[0].index_select(0, of.to(found.device))
-            places = (row * shape[1] + column).to(found.device)
-            setattr(outputs, name, found.new_zeros(shape[0] * shape[1]).scatter(0, places, found).view(shape))
+            found = found.flatten() if of is None else found.flatten().index_select(0, of.to(found.device))
+            zeros = found.new_zeros(rows.shape[0] * rows.shape[1])
+            setattr(outputs, name, zeros.scatter(0, rows.outputs.to(found.device), found).view(rows.shape))
     return outputs

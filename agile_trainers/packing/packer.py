@@ -16,7 +16,8 @@ from agile_trainers.packing.cost import Cost, rounding_bound
 from agile_trainers.packing.forward import Forward, PackedForward, ValueReading
 from agile_trainers.packing.support import adds_virtual_tokens, longest_packed, why_padded
 from agile_trainers.packing.trie import Trie, build_trie, shared_prefixes
-from agile_trainers.train_batch import READ, Batch, order_by_length, read_inputs
+from agile_trainers.paths import Paths
+from agile_trainers.train_batch import READ, Batch, order_by_length, paths_of, read_inputs, rows_read
 
 logger = logging.get_logger(__name__)
 
@@ -97,7 +98,7 @@ class Packer:
         return self._mode == "prefix" or self._cost.pays(mask, trie)
 
     def sharing(self, part: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Return an order of rows in which those that share a prefix are neighbours, if that pays.
+        """Return an order of episodes in which those that share a prefix are neighbours, if that pays.
 
         Args:
             part: See :func:`~agile_trainers.train_batch.read_inputs`.
@@ -108,17 +109,15 @@ class Packer:
         """
         if not self.packs:
             return None
-        inputs = read_inputs(part)
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        ids, mask, episodes = rows_read(part)
         if self._mode == "auto" and not self._cost.pays_to_share(mask, build_trie(ids, mask)):
             return None
-        order, lengths, shared = shared_prefixes(ids, mask)
+        order, lengths, shared = shared_prefixes(ids, mask, episodes)
         return order.to(ids.device), lengths, shared
 
     def pays(self, part: Batch, rows: torch.Tensor) -> bool:
         """Return whether a pass of some rows (R,) of a batch is packed, whichever of their tokens it reads."""
-        inputs = read_inputs({name: part[name][rows.to(part[name].device)] for name in READ})
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        ids, mask, _ = rows_read({name: part[name][rows.to(part[name].device)] for name in READ if name in part})
         # The pass has no columns that are padding in all of its rows.
         columns = mask.any(dim=0)
         return self._pays(mask[:, columns], build_trie(ids, mask))
@@ -142,15 +141,11 @@ class Packer:
         """
         if not self.needs_check:
             return
-        inputs = read_inputs(part)
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        ids, mask, _ = rows_read(part)
         pays = self._pays(mask, build_trie(ids, mask))
         if not self._accelerator.gather(torch.tensor(int(pays), device=ids.device)).any():
             return
-        self.state.checked, self.state.refused = (
-            True,
-            self._difference(model, ids, mask, part["completion_ids"].size(1)),
-        )
+        self.state.checked, self.state.refused = True, self._difference(model, part)
         if self.state.refused is None:
             return
         if self._mode == "prefix":
@@ -159,13 +154,17 @@ class Packer:
             )
         logger.warning("Rows stay padded: %s.", self.state.refused)
 
-    def _difference(self, model: Forward, ids: torch.Tensor, mask: torch.Tensor, length: int) -> str | None:
+    def _difference(self, model: Forward, part: Batch) -> str | None:
         """Return how packed rows differ from padded ones, on all processes alike; None if they do not."""
+        ids, mask = read_inputs(part).values()
+        length, paths = part["completion_ids"].size(1), paths_of(part)
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-length] = -100
+        if paths is not None:
+            labels[:, -length:].masked_fill_(paths.cells < 0, -100)
         error, found = "", []
         for pack in (None, lambda mask, trie: True):
-            reading = self._forward(model).reading(model, None, pack=pack)
+            reading = self._forward(model).reading(model, None, pack=pack, paths=paths)
             try:
                 with torch.no_grad(), self._accelerator.autocast():
                     outputs = reading(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
@@ -189,16 +188,23 @@ class Packer:
     def _forward(self, model: Any) -> PackedForward:
         return self._forwards[id(_base(self._accelerator.unwrap_model(model, keep_torch_compile=False)))]
 
-    def reading(self, model: Forward, scored: torch.Tensor | None, values: ValueReading | None = None) -> Forward:
+    def reading(
+        self,
+        model: Forward,
+        scored: torch.Tensor | None,
+        values: ValueReading | None = None,
+        paths: Paths | None = None,
+    ) -> Forward:
         """Wrap a model for TRL's ``_get_per_token_logps_and_entropies``; see :meth:`PackedForward.reading`."""
         pack = self._pays if self.packs else None
-        return self._forward(model).reading(model, scored, pack=pack, values=values)
+        return self._forward(model).reading(model, scored, pack=pack, values=values, paths=paths)
 
     def values(self, model: Forward, part: Batch, positions: torch.Tensor) -> torch.Tensor:
-        """Read a critic's values (B, U) at positions (B, U) in prompt and completion; arbitrary at padding."""
-        inputs = read_inputs(part)
+        """Read a critic's values (B, U) at positions (B, U); see :meth:`PackedForward.values`."""
+        paths = paths_of(part)
+        ids, mask = read_inputs(part).values() if paths is None else (paths.ids, paths.mask)
         pack = self._pays if self.packs else None
-        return self._forward(model).values(model, inputs["input_ids"], inputs["attention_mask"], positions, pack)
+        return self._forward(model).values(model, ids, mask, positions, pack, paths)
 
 
 def _base(model: torch.nn.Module) -> PreTrainedModel:

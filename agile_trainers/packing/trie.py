@@ -81,24 +81,48 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else length
 
 
-def shared_prefixes(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Order rows so that those that share a prefix are neighbours, and measure what they share.
+def shared_prefixes(
+    ids: torch.Tensor, mask: torch.Tensor, episodes: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Order episodes so that those that share a prefix are neighbours, and measure what they share.
 
-    The rows ``order[i:j]`` have ``lengths[i:j].sum() - shared[i + 1 : j].sum()`` distinct tokens.
+    The episodes ``order[i:j]`` have at most ``lengths[i:j].sum() - shared[i + 1 : j].sum()`` distinct tokens, and exactly as
+    many if each has one row.
 
     Args:
-        ids: (B, S) int64.
-        mask: (B, S), 1 on tokens, 0 on padding.
+        ids: (Q, S) int64.
+        mask: (Q, S), 1 on tokens, 0 on padding.
+        episodes: (Q,) int64, the episode of each row, ascending from 0. Default: each row is an episode.
 
     Returns:
-        ``order`` (B,) int64; and in this order ``lengths`` (B,), tokens of each row, and ``shared`` (B,), the length of the
-        longest prefix in common with the row before, 0 for the first.
+        ``order`` (B,) int64; and in this order ``lengths`` (B,), distinct tokens of each episode, and ``shared`` (B,), the
+        number that the episode before has too, 0 for the first.
     """
     rows, _ = _rows(ids, mask)
+    if episodes is not None:
+        return _shared_by_episodes(rows, episodes.tolist())
     order = _sorted(rows)
     shared = [0] + [_common(rows[a], rows[b]) for a, b in pairwise(order)]
     lengths = [len(rows[i]) for i in order]
     return torch.tensor(order), torch.tensor(lengths), torch.tensor(shared[: len(order)])
+
+
+def _shared_by_episodes(rows: list[np.ndarray], episodes: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute :func:`shared_prefixes` of episodes of several rows, by their first rows' order."""
+    own: list[list[np.ndarray]] = [[] for _ in range(episodes[-1] + 1)]
+    for row, episode in zip(rows, episodes, strict=True):
+        own[episode].append(row)
+    order = _sorted([them[_sorted(them)[0]] for them in own])
+    lengths = [_distinct(own[i]) for i in order]
+    together = [_distinct(own[a] + own[b]) for a, b in pairwise(order)]
+    shared = [0] + [a + b - both for (a, b), both in zip(pairwise(lengths), together, strict=True)]
+    return torch.tensor(order), torch.tensor(lengths), torch.tensor(shared)
+
+
+def _distinct(rows: list[np.ndarray]) -> int:
+    """Return the number of distinct prefixes of some rows."""
+    order = _sorted(rows)
+    return sum(map(len, rows)) - sum(_common(rows[a], rows[b]) for a, b in pairwise(order))
 
 
 def build_trie(ids: torch.Tensor, mask: torch.Tensor, read: torch.Tensor | None = None) -> Trie:

@@ -64,6 +64,9 @@ def collate(
         sampling_logprobs=torch.zeros(size, length),
         anchors=torch.zeros(size, num_turns, dtype=torch.long),
         environments=torch.tensor([0 if (name := it.environment_name) is None else _hash(name) for it in trajectories]),
+        following=torch.arange(1, num_turns + 1).repeat(size, 1),
+        rewarded=torch.arange(num_turns).repeat(size, 1),
+        linear=torch.tensor([trajectory.linear for trajectory in trajectories]),
     )
     for row, (trajectory, prompt, completion) in enumerate(zip(trajectories, prompts, completions)):
         batch.prompt_ids[row, width - len(prompt) :] = torch.tensor(prompt)
@@ -80,8 +83,47 @@ def collate(
             batch.state_positions[row, k] = width + turn.start - 1
         for k, anchor in enumerate(trajectory.anchors):
             batch.anchors[row, k] = 0 if anchor is None else _hash(anchor)
+        batch.following[row, max(len(trajectory.turns) - 1, 0) :] = num_turns
+    if any(trajectory.paths is not None for trajectory in trajectories):
+        _add_paths(batch, trajectories, [[*prompt, *completion] for prompt, completion in zip(prompts, completions)])
     _check_logprobs(batch)
-    return TurnBatch(**{name: value.to(device) for name, value in vars(batch).items()})
+    return batch.to(device)
+
+
+def _add_paths(batch: TurnBatch, trajectories: Sequence[Trajectory], whole: Sequence[list[int]]) -> None:
+    """Add the paths of episodes to their batch; one without any is a single path, its prompt and completion.
+
+    Args:
+        batch: Changed in place.
+        trajectories: B episodes.
+        whole: Prompt and completion of each.
+    """
+    # Without turns there are no paths to read.
+    paths = [[ids] if it.paths is None or not it.turns else it.paths for it, ids in zip(trajectories, whole)]
+    size, num_turns = batch.turn_mask.shape
+    batch.path_ids = torch.zeros(size, max(sum(map(len, own)) for own in paths), dtype=torch.long)
+    batch.path_lengths = torch.zeros(size, max(map(len, paths)), dtype=torch.long)
+    batch.places = torch.full_like(batch.turn_ids, -1)
+    for row, (trajectory, own) in enumerate(zip(trajectories, paths)):
+        lengths = torch.tensor([len(path) for path in own])
+        batch.path_ids[row, : int(lengths.sum())] = torch.tensor([token for path in own for token in path])
+        batch.path_lengths[row, : len(own)] = lengths
+        starts = (lengths.cumsum(0) - lengths).tolist()
+        # Every entry is first the final state; the turns that happened then overwrite theirs.
+        last = trajectory.turns[-1].path if trajectory.turns and trajectory.paths is not None else 0
+        batch.state_positions[row] = starts[last] + len(own[last]) - 1
+        for k, turn in enumerate(trajectory.turns):
+            first = len(trajectory.prompt_ids) + turn.start
+            if trajectory.paths is not None:
+                first = starts[turn.path] + turn.place
+            batch.places[row, turn.start : turn.end] = torch.arange(first, first + turn.end - turn.start)
+            batch.state_positions[row, k] = first - 1
+            batch.rewarded[row, k] = k if turn.rewarded is None else turn.rewarded
+        if trajectory.paths is not None:
+            batch.following[row] = num_turns
+            for k, parent in reversed(list(enumerate(trajectory.parents))):
+                if parent is not None:
+                    batch.following[row, parent] = k  # the first of several stays
 
 
 def _hash(text: str) -> int:
@@ -108,6 +150,32 @@ def _check(trajectory: Trajectory) -> None:
                 f"has {length} tokens; turns must be non-empty, in order and inside the completion."
             )
         end = turn.end
+    if trajectory.paths is not None:
+        _check_paths(trajectory, trajectory.paths)
+
+
+def _check_paths(trajectory: Trajectory, paths: list[list[int]]) -> None:
+    if trajectory.turns and not paths:
+        raise ValueError("An episode with turns has paths=[]; expected at least one path, or None.")
+    end = 0
+    for k, turn in enumerate(trajectory.turns):
+        action = trajectory.completion_ids[turn.start : turn.end]
+        path = paths[turn.path] if 0 <= turn.path < len(paths) else []
+        if turn.place < 1 or path[turn.place : turn.place + len(action)] != action:
+            raise ValueError(
+                f"Turn {k} is not where it says: path {turn.path} of {len(paths)} does not have its {len(action)} tokens "
+                f"from token {turn.place} on, after a prompt of at least one."
+            )
+        if turn.start != end:
+            raise ValueError(
+                f"Turn {k} begins at token {turn.start} and the turn before it ends at {end}; in an episode of several "
+                "paths completion_ids are the actions alone, one after another."
+            )
+        end = turn.end
+        if turn.rewarded is not None and not 0 <= turn.rewarded <= k:
+            raise ValueError(
+                f"rewarded of turn {k} is {turn.rewarded}; expected 0 to {k}, the number of turns before it."
+            )
 
 
 def _check_logprobs(batch: TurnBatch) -> None:

@@ -22,7 +22,7 @@ def episode_metrics(trajectory: Trajectory) -> dict[str, Any]:
         "success": trajectory.success,
         "turns": len(lengths),
         "action_tokens": sum(lengths),
-        "tokens": len(trajectory.prompt_ids) + len(trajectory.completion_ids),
+        "tokens": trajectory.num_tokens,
         "answers_cut": sum(turn.finish_reason == "length" for turn in trajectory.turns),
         "observations_cut": trajectory.observations_cut,
         "clipped": trajectory.clipped,

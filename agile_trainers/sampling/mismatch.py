@@ -262,10 +262,10 @@ class MismatchMonitor:
         sampled: torch.Tensor,
         mask: torch.Tensor,
         turn_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
+        padded: torch.Tensor,
     ) -> None:
         """Add the tokens of a forward pass; see :meth:`MismatchMeter.add`."""
-        self.meter.add(log_probs, sampled, mask, turn_ids, prompt_mask[:, 0] == 0)
+        self.meter.add(log_probs, sampled, mask, turn_ids, padded)
 
     def close(self, *, is_first_step: bool) -> ClosedGap:
         """End the batch and return its gap, the same on all ranks.

@@ -93,6 +93,9 @@ def train_batch(
         episodes=torch.arange(len(batch.turn_ids), device=trained.device),
         has_advantage=live,
         recorded_reference=scores.reference,
+        path_ids=batch.path_ids,
+        path_lengths=batch.path_lengths,
+        places=batch.places,
         turn_columns=dict(credit.columns),
     )
     if not args.vllm_importance_sampling_correction:

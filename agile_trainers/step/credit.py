@@ -32,6 +32,13 @@ class CreditInputs:
     """(B, K) int64, the environment's name of the state that each turn started from; 0 without a name."""
     environments: torch.Tensor
     """(B,) int64, the environment of each row; 0 in a run of one."""
+    linear: torch.Tensor | None = None
+    """(B,) bool, False for episodes whose turns do not correspond to another's by index: some were on the side or at once.
+    None: all are True."""
+    following: torch.Tensor | None = None
+    """(B, K) int64, the next turn on the same path; K if there is none. None: each episode is one path."""
+    rewarded: torch.Tensor | None = None
+    """(B, K) int64, number of turns whose reward was given before each was asked for. None: all before it."""
     values: torch.Tensor | None = None
     """(B, K), V(s_k) of the critic; None without one."""
     final_values: torch.Tensor | None = None
@@ -135,9 +142,19 @@ def own_turns(
     """
     lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
     mask = batch.turn_mask & ~batch.failed[:, None]
-    return CreditInputs(
-        batch.turn_rewards, mask, batch.failed, lengths, batch.anchors, batch.environments, values, final_values
+    inputs = CreditInputs(
+        batch.turn_rewards,
+        mask,
+        batch.failed,
+        lengths,
+        batch.anchors,
+        batch.environments,
+        values=values,
+        final_values=final_values,
     )
+    if batch.path_ids is not None:
+        inputs.linear, inputs.following, inputs.rewarded = batch.linear, batch.following, batch.rewarded
+    return inputs
 
 
 def gather_turns(
@@ -154,13 +171,18 @@ def gather_turns(
         values: (B, K), of a critic.
         final_values: (B,), of a critic.
     """
-    own = own_turns(batch)
-    rewards, mask, lengths, anchors = (
+    own, last = own_turns(batch), batch.turn_mask.size(1)
+    following = torch.where(batch.following < last, batch.following, -1)
+    rewards, mask, lengths, anchors, following, rewarded = (
         accelerator.gather(accelerator.pad_across_processes(value, dim=1))
-        for value in (own.rewards, own.mask.long(), own.lengths, own.anchors)
+        for value in (own.rewards, own.mask.long(), own.lengths, own.anchors, following, batch.rewarded)
     )
-    failed, environments = accelerator.gather((own.failed, own.environments))
+    several = torch.full_like(batch.failed, batch.path_ids is not None)
+    failed, environments, linear, several = accelerator.gather((own.failed, own.environments, batch.linear, several))
     inputs = CreditInputs(rewards, mask.bool(), failed, lengths, anchors, environments)
+    if several.any():
+        following = torch.where(following < 0, rewards.size(1), following)
+        inputs.linear, inputs.following, inputs.rewarded = linear, following, rewarded
     if values is not None:
         inputs.values = accelerator.gather(accelerator.pad_across_processes(values, dim=1))
         inputs.final_values = accelerator.gather(final_values)

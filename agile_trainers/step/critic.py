@@ -26,7 +26,7 @@ from agile_trainers.adapters import (
 from agile_trainers.adapters.sharding import is_zero3
 from agile_trainers.objectives.advantages import whiten
 from agile_trainers.objectives.returns import token_gae
-from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens, turn_lengths
+from agile_trainers.objectives.segments import first_tokens, pool_to_turns, spread_to_tokens, turn_lengths
 from agile_trainers.objectives.value_loss import value_errors
 from agile_trainers.packing.forward import ValueReading
 from agile_trainers.packing.packer import Packer
@@ -49,7 +49,8 @@ class CriticValues:
     """The critic's values of the local episodes of a generation batch. U is K; T where tokens have values."""
 
     offsets: torch.Tensor
-    """(B, U), positions of the values, in completion coordinates; -1 is the last prompt token."""
+    """(B, U), positions of the values, in completion coordinates, -1 being the last prompt token; or columns of
+    ``path_ids``."""
     values: torch.Tensor
     """(B, U), values of the critic before the update."""
     turn_values: torch.Tensor
@@ -69,6 +70,11 @@ class _FusedUpdate:
     targets_of: TargetsOf
     turns: torch.Tensor
     """Turns of the optimizer step."""
+
+
+def _origin(batch: TurnBatch | TrainBatch) -> int:
+    """Return the position at which completion coordinates begin; columns of ``path_ids`` are positions."""
+    return batch.prompt_ids.size(1) if batch.path_ids is None else 0
 
 
 def add_critic(model: Any, args: Any, saved: SavedAdapters | None, optimizer: Any, *, name: str) -> None:
@@ -233,13 +239,15 @@ class Critic:
         )
 
     def _read(self, model: Any, batch: TurnBatch, by_token: bool, fused: _FusedUpdate | None) -> CriticValues:
-        final = batch.state_positions[:, -1:] - batch.prompt_ids.size(1)
+        final = batch.state_positions[:, -1:] - _origin(batch)
         offsets = torch.cat([self._offsets(batch, by_token), final], dim=1)
         read = torch.zeros(offsets.shape, device=offsets.device)
         size, multiple = self._args.per_device_train_batch_size, self._args.pad_to_multiple_of
         for rows, part in length_sorted_batches(batch, size, multiple, split=self._passes.each):
-            # No position that counts is past the last token of the longest row.
-            positions = offsets[rows].clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
+            positions = offsets[rows]
+            if "path_ids" not in part:
+                # No position that counts is past the last token of the longest row.
+                positions = positions.clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
             with self._accelerator.autocast():
                 values = self._packer.values(model, part, positions)
             read[rows] = values.detach()
@@ -252,7 +260,7 @@ class Critic:
         values = self._pooled(read[:, :-1], batch.turn_ids, batch.turn_mask.size(1))
         turn_values = values
         if by_token:
-            starts = (batch.state_positions[:, :-1] - batch.prompt_ids.size(1) + 1).clamp(max=values.size(1) - 1)
+            starts = first_tokens(batch.turn_ids, batch.turn_mask.size(1)).clamp(max=values.size(1) - 1)
             turn_values = values.gather(1, starts)
         final_values = torch.where(batch.unfinished, read[:, -1], 0.0)
         return CriticValues(offsets[:, :-1], values, turn_values, final_values, by_token)
@@ -275,12 +283,14 @@ class Critic:
 
     def _offsets(self, batch: TurnBatch, by_token: bool) -> torch.Tensor:
         """Compute the positions of the values; see :class:`CriticValues`."""
-        tokens = torch.arange(batch.turn_ids.size(1), device=batch.turn_ids.device).expand_as(batch.turn_ids)
+        tokens = batch.places
+        if tokens is None:
+            tokens = torch.arange(batch.turn_ids.size(1), device=batch.turn_ids.device).expand_as(batch.turn_ids)
         if by_token:
             return tokens - 1
         if self._args.turn_value_position == "mean":
             return tokens
-        offsets = batch.state_positions[:, :-1] - batch.prompt_ids.size(1)
+        offsets = batch.state_positions[:, :-1] - _origin(batch)
         if self._args.turn_value_position == "final":
             offsets = offsets + turn_lengths(batch.turn_ids, batch.turn_mask.size(1))
         return offsets
@@ -397,7 +407,7 @@ class Critic:
         """
         if self.learned:
             return None
-        return ValueReading(batch.column("value_offsets") + batch.prompt_ids.size(1), heard)
+        return ValueReading(batch.column("value_offsets") + _origin(batch), heard)
 
     def add_loss(
         self, policy_loss: torch.Tensor, values: torch.Tensor | None, batch: TrainBatch, step: int

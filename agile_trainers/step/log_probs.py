@@ -14,7 +14,7 @@ from trl.trainer.utils import use_adapter
 from agile_trainers.adapters import REFERENCE
 from agile_trainers.packing.packer import Packer
 from agile_trainers.step.token_batches import TokenBatches
-from agile_trainers.train_batch import length_sorted_batches, read_inputs
+from agile_trainers.train_batch import length_sorted_batches, paths_of, read_inputs
 from agile_trainers.types import TurnBatch
 
 LogProbs = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
@@ -113,6 +113,8 @@ class Scorer:
         for chosen, part in batches:
             length = part["completion_ids"].size(1)
             scored = batch.valid_mask[chosen, :length]
-            log_probs, _, _ = self._log_probs(model, **read_inputs(part), logits_to_keep=length, scored=scored)
+            log_probs, _, _ = self._log_probs(
+                model, **read_inputs(part), logits_to_keep=length, scored=scored, paths=paths_of(part)
+            )
             scores[chosen, :length] = log_probs.float()
         return scores

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers.utils import logging
 
 from agile_trainers.packing.packer import Packer
-from agile_trainers.train_batch import Batch, TrainBatch
+from agile_trainers.train_batch import Batch, TrainBatch, paths_of
 
 logger = logging.get_logger(__name__)
 
@@ -53,30 +53,36 @@ _T = TypeVar("_T")
 
 
 def split_padded(
-    prompts: torch.Tensor, completions: torch.Tensor, budget: int, multiple: int = 1
+    prompts: torch.Tensor,
+    completions: torch.Tensor,
+    budget: int,
+    multiple: int = 1,
+    rows: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Split sorted rows into padded forward passes of at most ``budget`` tokens: rows times columns.
+    """Split sorted episodes into padded forward passes of at most ``budget`` tokens: rows times columns.
 
     Args:
-        prompts: (B,) int64, prompt tokens of each row, which are padded on the left.
+        prompts: (B,) int64, prompt tokens of each episode, which are padded on the left.
         completions: (B,) int64, completion tokens, which are padded on the right.
-        budget: Tokens of a pass. Only a pass of a single row may have more.
+        budget: Tokens of a pass. Only a pass of a single episode may have more.
         multiple: Columns of prompts and of completions are padded to a multiple of it.
+        rows: (B,) int64, rows of each episode. Default: one.
 
     Returns:
         Positions in the order, pass by pass.
     """
     passes: list[list[int]] = []
-    width = length = 0
+    width = length = count = 0
+    numbers = [1] * len(prompts) if rows is None else rows.tolist()
     for place, own in enumerate(zip(prompts.tolist(), completions.tolist(), strict=True)):
         own_width, own_length = (-(-tokens // multiple) * multiple for tokens in own)
         columns = max(width, own_width) + max(length, own_length)
-        if passes and (len(passes[-1]) + 1) * columns <= budget:
+        if passes and (count + numbers[place]) * columns <= budget:
             passes[-1].append(place)
-            width, length = max(width, own_width), max(length, own_length)
+            width, length, count = max(width, own_width), max(length, own_length), count + numbers[place]
         else:
             passes.append([place])
-            width, length = own_width, own_length
+            width, length, count = own_width, own_length, numbers[place]
     return [torch.tensor(rows) for rows in passes]
 
 
@@ -121,6 +127,37 @@ def in_number(passes: list[torch.Tensor], number: int) -> list[torch.Tensor]:
         half = len(rows) // 2
         passes[largest : largest + 1] = [rows[:half], rows[half:]]
     return passes
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of the padded rows of B episodes, on the CPU."""
+
+    prompts: torch.Tensor
+    """(B,) int64, tokens that are padded on the left; 0 for paths."""
+    completions: torch.Tensor
+    """(B,) int64, tokens that are padded on the right: for several paths, those of the longest."""
+    rows: torch.Tensor
+    """(B,) int64, rows that the model reads."""
+
+    @classmethod
+    def of(cls, part: Batch) -> _Sizes:
+        """Measure the episodes of a micro-batch in TRL's form."""
+        if (paths := paths_of(part)) is None:
+            prompts, completions = (part[f"{name}_mask"].sum(dim=1).cpu() for name in ("prompt", "completion"))
+            return cls(prompts, completions, torch.ones_like(prompts))
+        count, episodes, lengths = len(part["prompt_ids"]), paths.episodes.cpu(), paths.mask.sum(dim=1).cpu()
+        longest = torch.zeros(count, dtype=torch.long).scatter_reduce(0, episodes, lengths, "amax")
+        return cls(torch.zeros_like(longest), longest, torch.bincount(episodes, minlength=count))
+
+    def at(self, episodes: torch.Tensor) -> _Sizes:
+        """Select episodes (R,)."""
+        return _Sizes(self.prompts[episodes], self.completions[episodes], self.rows[episodes])
+
+    @property
+    def tokens(self) -> int:
+        """Rows times columns of a pass of all of them."""
+        return int(self.rows.sum()) * int(self.prompts.max() + self.completions.max())
 
 
 class TokenBatches:
@@ -219,9 +256,9 @@ class TokenBatches:
         accelerator = self._accelerator
         if self.budget is None:
             self.budget = self._fitting()
-        prompts, completions = (part[f"{name}_mask"].sum(dim=1).cpu() for name in ("prompt", "completion"))
-        passes, tokens = self._padded(torch.arange(len(prompts)), prompts, completions)
-        packed, fewer = self._packed(part, prompts, completions)
+        sizes = _Sizes.of(part)
+        passes, tokens = self._padded(torch.arange(len(sizes.rows)), sizes)
+        packed, fewer = self._packed(part, sizes)
         if packed and fewer <= _PACKED_GAIN * tokens:
             passes = packed
         passes = [rows.to(part["prompt_ids"].device) for rows in passes]
@@ -236,19 +273,18 @@ class TokenBatches:
             self._under_way = {name: value[rows] for name, value in part.items()}, False
             yield rows
 
-    def _padded(
-        self, rows: torch.Tensor, prompts: torch.Tensor, completions: torch.Tensor
-    ) -> tuple[list[torch.Tensor], int]:
-        """Split some rows into padded passes; return these, and the sum of their tokens."""
-        ordered = rows[(prompts + completions)[rows].argsort(stable=True)]
-        widths, lengths = prompts[ordered], completions[ordered]
-        chosen = split_padded(widths, lengths, self._fast, self._args.pad_to_multiple_of or 1)
-        tokens = sum(len(places) * int(widths[places].max() + lengths[places].max()) for places in chosen)
+    def _padded(self, episodes: torch.Tensor, sizes: _Sizes) -> tuple[list[torch.Tensor], int]:
+        """Split some episodes into padded passes; return these, and the sum of their tokens."""
+        ordered = episodes[(sizes.prompts + sizes.completions)[episodes].argsort(stable=True)]
+        own = sizes.at(ordered)
+        multiple = self._args.pad_to_multiple_of or 1
+        chosen = split_padded(own.prompts, own.completions, self._fast, multiple, own.rows)
+        tokens = sum(own.at(places).tokens for places in chosen)
         # The largest first: where it fits, the others do.
         return [ordered[places] for places in chosen[::-1]], tokens
 
-    def _packed(self, part: Batch, prompts: torch.Tensor, completions: torch.Tensor) -> tuple[list[torch.Tensor], int]:
-        """Split rows into packed passes, and padded ones where packing does not pay; return these, and their tokens."""
+    def _packed(self, part: Batch, sizes: _Sizes) -> tuple[list[torch.Tensor], int]:
+        """Split episodes into packed passes, and padded ones where packing does not pay; return these, and their tokens."""
         packer, budget = self._packer, self.budget
         sharing = packer.sharing(part)
         if sharing is None:
@@ -263,7 +299,7 @@ class TokenBatches:
                 # The first row of a pass shares nothing with the pass before.
                 tokens += int(lengths[places].sum() - shared[places[1:]].sum())
             else:
-                padded, more = self._padded(rows, prompts, completions)
+                padded, more = self._padded(rows, sizes)
                 passes, tokens = passes + padded, tokens + more
         return passes, tokens
 

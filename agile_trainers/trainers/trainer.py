@@ -61,6 +61,7 @@ from agile_trainers.monitor.nonfinite import StepGuard, check_finite
 from agile_trainers.monitor.rollout_log import RolloutLog
 from agile_trainers.objectives.advantages import with_advantage
 from agile_trainers.packing.packer import Packer, PackingState
+from agile_trainers.paths import Paths
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
@@ -746,7 +747,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.mismatch.open()
         if scores.old is not None:
             counted = trained & scores.scored[:, None]
-            self.mismatch.add(scores.old, batch.sampling_logprobs, counted, batch.turn_ids, batch.prompt_mask)
+            self.mismatch.add(scores.old, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
             self._close_mismatch()
 
     def _close_mismatch(self) -> None:
@@ -824,14 +825,22 @@ class MultiTurnTrainer(GRPOTrainer):
 
     @with_episodes
     def _get_per_token_logps_and_entropies(
-        self, model: Any, *args: Any, scored: torch.Tensor | None = None, **kwargs: Any
+        self,
+        model: Any,
+        *args: Any,
+        scored: torch.Tensor | None = None,
+        paths: Paths | None = None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Compute as TRL does, but of the tokens ``scored`` (B, T) alone; in the loss, of those that enter it."""
+        """Compute as TRL does, but of the tokens ``scored`` (B, T) alone; in the loss, of those that enter it.
+
+        The rows that the model reads are ``paths``; those that TRL passes if it is None.
+        """
         handed, values = self._loss_pass, None
         if handed is not None:
-            scored = handed.batch.counted
+            scored, paths = handed.batch.counted, handed.batch.paths
             values = self.critic.reading(handed.batch, lambda values: setattr(handed, "values", values))
-        model = self.packer.reading(model, scored, values)
+        model = self.packer.reading(model, scored, values, paths)
         log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if handed is None:
             return log_probs, entropies, aux_loss
@@ -842,7 +851,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.mismatch.is_open:
             assert handed.log_probs is not None
             sampled = batch.sampling_per_token_logps
-            self.mismatch.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.prompt_mask)
+            self.mismatch.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.left_padded)
         return log_probs, entropies, aux_loss
 
     @with_episodes

@@ -45,7 +45,7 @@ def no_action(stop: StopReason = StopReason.ENVIRONMENT_ERROR, prompt: tuple[int
 
 
 def as_lists(batch: TurnBatch) -> dict[str, Any]:
-    return {name: value.tolist() for name, value in vars(batch).items()}
+    return {name: None if value is None else value.tolist() for name, value in vars(batch).items()}
 
 
 def test_every_field_by_hand() -> None:
@@ -71,6 +71,12 @@ def test_every_field_by_hand() -> None:
         "unfinished": [False, True, False],
         "failed": [False, False, True],
         "sampling_logprobs": [[-21 / 8, -22 / 8, 0, -23 / 8, 0], [-3, 0, 0, 0, 0], [0, 0, 0, 0, 0]],
+        "following": [[1, 2], [2, 2], [2, 2]],
+        "rewarded": [[0, 1], [0, 1], [0, 1]],
+        "linear": [True, True, True],
+        "path_ids": None,
+        "path_lengths": None,
+        "places": None,
     }
     integers = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "turn_ids", "state_positions")
     for name in integers:

@@ -137,4 +137,7 @@ def turn_batch(episodes: torch.Tensor) -> TurnBatch:
         sampling_logprobs=torch.zeros(size, 4),
         anchors=torch.zeros(size, 2, dtype=torch.long),
         environments=torch.zeros(size, dtype=torch.long),
+        following=torch.tensor([1, 2]).expand(size, -1),
+        rewarded=torch.tensor([0, 1]).expand(size, -1),
+        linear=turns[:, 0] > 0,
     )

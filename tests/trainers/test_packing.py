@@ -167,7 +167,7 @@ def test_a_router_loss_keeps_padded_rows(tmp_path, monkeypatch):
     batch = draw_batch(trainer)
     assert not trainer.packer.packs and not trainer.packer.needs_check
     loss, gradients = loss_and_gradients(trainer, dict(batch))
-    trainer.packer.reading = lambda model, scored, values: model
+    trainer.packer.reading = lambda model, *_: model
     trls, expected = loss_and_gradients(trainer, dict(batch))
     assert relative_error(gradients, expected) < 1e-5 and loss == pytest.approx(trls.item(), rel=1e-5)
     trainer.router_aux_loss_coef = 0.0

@@ -1,0 +1,115 @@
+"""Makes an episode of a program's calls: each was sampled after an exact prompt, and prompts need not extend each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agile_trainers.types import Message, StopReason, Trajectory, Turn
+
+
+@dataclass
+class Call:
+    """One answer that a program asked the policy for. It becomes a turn."""
+
+    prompt_ids: list[int]
+    """The exact tokens that the answer was sampled after, at least one."""
+    answer_ids: list[int]
+    """The sampled tokens, at least one, with the end-of-turn token if it was sampled."""
+    logprobs: list[float]
+    """The sampler's log-probability of each."""
+    text: str = ""
+    finish_reason: str = "stop"
+    reward: float = 0.0
+    observation: str | list[Message] | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    rewarded: int | None = None
+    """Number of calls whose reward was given before this one was submitted; None: all earlier ones."""
+    messages: list[Message] | None = None
+    """The messages that the prompt was rendered from."""
+    fork: str | None = None
+    """Reason for a prompt that does not extend the call before, in a few words."""
+
+
+def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int] = (), **options: Any) -> Trajectory:
+    """Make an episode of calls, in the order in which they were submitted.
+
+    Prompts and answers that are the beginning of another call's lie on its path. So calls whose prompts extend each other
+    make one path, and a rewritten prompt, an answer that was thrown away or a question on the side begins another. Every
+    call is a turn and is trained once, whichever of them the program used.
+
+    Args:
+        calls: At least one.
+        stop_reason: Why the episode ended.
+        last: Tokens that followed the last answer, such as the final observation of an episode that was cut short.
+        **options: Further fields of the :class:`~agile_trainers.types.Trajectory`.
+
+    Returns:
+        The episode. Its paths are the longest prompts with answers, in the order of their first call.
+
+    Raises:
+        ValueError: For no calls, a call without prompt or answer, log-probs that do not match the answer, or an impossible
+            number of rewarded calls.
+    """
+    if not calls:
+        raise ValueError("An episode of calls needs at least one call, got none.")
+    turns, whole = list[Turn](), list[list[int]]()
+    for k, call in enumerate(calls):
+        _check(call, k)
+        start = turns[-1].end if turns else 0
+        turns.append(
+            Turn(
+                start,
+                start + len(call.answer_ids),
+                call.text,
+                call.finish_reason,
+                call.reward,
+                call.observation,
+                call.info,
+                place=len(call.prompt_ids),
+                rewarded=call.rewarded,
+                messages=call.messages,
+                fork=call.fork,
+            )
+        )
+        whole.append([*call.prompt_ids, *call.answer_ids, *(last if k == len(calls) - 1 else ())])
+    chosen, paths = _paths(whole)
+    for turn, path in zip(turns, chosen, strict=True):
+        turn.path = path
+    return Trajectory(
+        prompt_ids=list(calls[0].prompt_ids),
+        completion_ids=[token for call in calls for token in call.answer_ids],
+        sampling_logprobs=[value for call in calls for value in call.logprobs],
+        turns=turns,
+        stop_reason=stop_reason,
+        paths=paths,
+        **options,
+    )
+
+
+def _paths(whole: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Return for each sequence the path that begins with it, and the paths: the sequences that begin no other."""
+    order = sorted(range(len(whole)), key=whole.__getitem__)
+    holders, holder = [0] * len(whole), order[-1]
+    for place in reversed(order):  # a sequence comes right before those that begin with it
+        if whole[holder][: len(whole[place])] != whole[place]:
+            holder = place
+        holders[place] = holder
+    numbers = {holder: number for number, holder in enumerate(dict.fromkeys(holders))}
+    return [numbers[holder] for holder in holders], [whole[holder] for holder in numbers]
+
+
+def _check(call: Call, k: int) -> None:
+    if not call.prompt_ids or not call.answer_ids:
+        raise ValueError(
+            f"Call {k} has {len(call.prompt_ids)} prompt tokens and {len(call.answer_ids)} sampled ones; both need at least "
+            "one."
+        )
+    if len(call.logprobs) != len(call.answer_ids):
+        raise ValueError(
+            f"Call {k} has {len(call.answer_ids)} sampled tokens but {len(call.logprobs)} sampling log-probs; each needs "
+            "one."
+        )
+    if call.rewarded is not None and not 0 <= call.rewarded <= k:
+        raise ValueError(f"rewarded of call {k} is {call.rewarded}; expected 0 to {k}, the number of calls before it.")

@@ -1,0 +1,131 @@
+"""Episodes of several paths: what they add up to does not depend on how they are stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from games import make_trainer, relative_error
+from path_episodes import call_by_call, measured, move, programs, repeated
+from ppo_games import make_ppo, wake
+
+
+def check_same(trainer, budget=None, rel=5e-6):
+    """Compare episodes of one path with the same episodes stored as one path for each turn."""
+    episodes = trainer.rollout(generation=0)
+    assert max(len(episode.turns) for episode in episodes) > 1
+    loss, gradients, metrics = measured(trainer, episodes)
+    split, gradients_split, metrics_split = measured(trainer, [repeated(episode) for episode in episodes], budget)
+    assert split == pytest.approx(loss.item(), rel=rel, abs=1e-6)
+    assert relative_error(gradients_split, gradients) < rel
+    assert metrics_split.keys() == metrics.keys()
+    for name, values in metrics.items():
+        assert metrics_split[name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+
+
+ONE = {"per_device_train_batch_size": 8, "num_iterations": 2}
+GRPO = [
+    {},
+    {"loss_type": "grpo", "beta": 0.1},
+    {"loss_type": "bnpo", "importance_sampling_level": "turn"},
+    {"loss_type": "dr_grpo", "beta": 0.1, "kl_placement": "reward", "importance_sampling_level": "turn"},
+    {"loss_type": "cispo", "epsilon_high": 5.0},
+    {"loss_type": "sapo", "beta": 0.1, "kl_placement": "advantage"},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    {"loss_type": "vespo", "entropy_coef": 0.01},
+    {"importance_sampling_level": "sequence", "advantage_granularity": "trajectory"},
+    {"importance_sampling_level": "turn", "turn_ratio_pooling": "sum", "advantage_granularity": "trajectory"},
+    {"loss_type": "dapo", "off_policy_mask_threshold": 0.01, "gradient_checkpointing": True},
+    {"top_entropy_quantile": 0.5},
+]
+
+
+@pytest.mark.parametrize("packing", ["none", "prefix"])
+@pytest.mark.parametrize("options", GRPO, ids=lambda options: "-".join(map(str, options.values())) or "default")
+def test_splitting_an_episode_changes_nothing(embedded_model, tmp_path, packing, options):
+    check_same(make_trainer(embedded_model, tmp_path, sequence_packing=packing, **ONE, **options))
+
+
+@pytest.mark.parametrize("packing", ["none", "prefix"])
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_splitting_an_episode_of_reinforce_changes_nothing(embedded_model, tmp_path, packing, level):
+    options = {"algorithm": "reinforce", "num_generations": 1, "gamma": 0.5, "importance_sampling_level": level}
+    check_same(make_trainer(embedded_model, tmp_path, sequence_packing=packing, **ONE, **options))
+
+
+@pytest.mark.parametrize("packing", ["none", "prefix"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gamma": 0.9, "gae_lambda": 0.5},
+        {"advantage_granularity": "token"},
+        {"turn_value_position": "mean"},
+        {"turn_value_position": "final", "critic_layers": 1},
+        {"num_iterations": 1, "vllm_importance_sampling_correction": True},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_splitting_an_episode_of_ppo_changes_nothing(embedded_model, tmp_path, packing, options):
+    trainer = make_ppo(embedded_model, tmp_path, sequence_packing=packing, max_turns=3, **{**ONE, **options})
+    wake(trainer)
+    check_same(trainer)
+
+
+@pytest.mark.parametrize("packing", ["none", "prefix"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+def test_splitting_changes_nothing_in_forward_passes_of_any_budget(embedded_model, tmp_path, packing, loss_type):
+    trainer = make_trainer(embedded_model, tmp_path, sequence_packing=packing, loss_type=loss_type, beta=0.1, **ONE)
+    for budget in (60, 200):
+        check_same(trainer, budget)
+
+
+BY_TRAJECTORY = {"advantage_granularity": "trajectory", "scale_rewards": "none"}
+UNCORRECTED = {"max_logprob_gap": 100.0, "vllm_importance_sampling_correction": False}
+
+
+def by_hand(trainer, episodes, loss_type, *, beta, level):
+    """The loss of a micro-batch of episodes, from log-probs that are read call by call; before any update but ``move``."""
+    with torch.no_grad():
+        old, mask = call_by_call(trainer, episodes)
+        with trainer.model.disable_adapter():
+            reference, _ = call_by_call(trainer, episodes)
+    move(trainer)
+    new, _ = call_by_call(trainer, episodes)
+    returns = torch.tensor([episode.episode_return for episode in episodes]).view(-1, 4)
+    advantages = (returns - returns.mean(dim=1, keepdim=True)).view(-1, 1)
+    log_ratio = new - old
+    if level == "turn":
+        pooled = torch.zeros_like(log_ratio)
+        for row, episode in enumerate(episodes):
+            for turn in episode.turns:
+                pooled[row, turn.start : turn.end] = log_ratio[row, turn.start : turn.end].mean()
+        log_ratio = pooled
+    if level == "sequence":
+        log_ratio = ((log_ratio * mask).sum(1) / mask.sum(1))[:, None].expand_as(log_ratio)
+    ratio = log_ratio.exp()
+    token = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    token = token + beta * ratio * (torch.exp(reference - new) - (reference - new) - 1)
+    each = (token * mask).sum(1)
+    if loss_type == "grpo":
+        return (each / mask.sum(1)).mean()
+    if loss_type == "dr_grpo":
+        return each.sum() / (len(episodes) * trainer.max_completion_length)
+    return each.sum() / mask.sum()
+
+
+@pytest.mark.parametrize("packing", ["none", "prefix"])
+@pytest.mark.parametrize(
+    ("loss_type", "level"), [("grpo", "token"), ("dapo", "turn"), ("dr_grpo", "token"), ("grpo", "sequence")]
+)
+@pytest.mark.parametrize("budget", [None, 40])
+def test_forests_train_every_call_once(embedded_model, tmp_path, packing, loss_type, level, budget):
+    options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1, "sequence_packing": packing}
+    trainer = make_trainer(embedded_model, tmp_path, **options, **BY_TRAJECTORY, **UNCORRECTED, **ONE)
+    episodes = programs()
+    loss, gradients, metrics = measured(trainer, episodes, budget)
+    trainer.model.zero_grad()
+    expected = by_hand(trainer, episodes, loss_type, beta=0.1, level=level)
+    expected.backward()
+    theirs = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    assert loss == pytest.approx(expected.item(), rel=2e-5, abs=1e-6)
+    assert relative_error(gradients, theirs) < 5e-6
+    assert metrics["num_tokens"] == [sum(episode.num_tokens for episode in episodes)]
