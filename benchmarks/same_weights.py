@@ -151,8 +151,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "replaced groups, a reward function": {**REPLACED, "reward_funcs": letters},
     "replaced groups, KL in the reward": {**REPLACED, "beta": 0.1, "kl_placement": "reward"},
-    "group filter": {"group_filter": "variance", "group_filter_share": 0.6, "num_generations": 2},
-    "group filter, replaced groups": {**REPLACED, "group_filter": "variance", "group_filter_share": 0.6},
     "KL in the reward": {"beta": 0.1, "kl_placement": "reward"},
     "KL in the advantage": {"beta": 0.1, "kl_placement": "advantage"},
     "KL in the loss": {"beta": 0.1, "kl_placement": "loss"},

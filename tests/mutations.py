@@ -1708,10 +1708,6 @@ MUTATIONS = [
         "tests/trainers/test_checkpoint.py::test_killed_at_every_step -k tasks",
     ),
     Mutation(
-        "filtered groups are trained on the penalty", "step/batch.py",
-        "trained &= credit.kept[:, None]", "pass", f"{TASKS}::test_filtered_groups_have_no_part_in_the_loss",
-    ),
-    Mutation(
         "a loss of one's own drops the router's without a word", "trainers/trainer.py",
         "if self.loss is not None and self.aux_loss_enabled:", "if False:",
         f"{OWN_LOSS}::test_the_routers_auxiliary_loss_is_refused",
@@ -1719,11 +1715,6 @@ MUTATIONS = [
     Mutation(
         "packed attention of a model in double precision is summed in single", "packing/attention.py",
         "wide = torch.promote_types(q.dtype, torch.float32)", "wide = torch.float32", PACKED_ATTENTION,
-    ),
-    Mutation(
-        "the filter keeps a share of the groups", "objectives/group_filter.py",
-        "before < share * ordered.sum() * (1 - 1e-9)", "torch.arange(len(ordered)) < share * len(ordered)",
-        "tests/objectives/test_group_filter.py",
     ),
 ]  # fmt: skip
 

@@ -173,16 +173,6 @@ class MultiTurnConfig(GRPOConfig):
         "Replace zero-advantage groups by fresh ones before the update, up to this many times for each generation batch "
         "(dynamic sampling, DAPO). Those that are left then stay.",
     )
-    group_filter: str = option(
-        "none",
-        "Groups that an update leaves out: `none`, or by `variance` those below the top share of the variance of rewards "
-        "(RAGEN-2). Episodes of these groups have no part in the loss.",
-    )
-    group_filter_share: float = option(
-        0.9,
-        "Share of the sum of all reward variances that the kept groups hold, with `group_filter=variance`: the fewest, "
-        "from the largest down.",
-    )
     generation_chunk_size: int | None = option(
         None,
         "Number of episodes that are decoded at once; with a vLLM server, concurrent requests of a process. Default: all; "

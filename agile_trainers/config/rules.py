@@ -266,14 +266,14 @@ VALUES: tuple[Rule, ...] = (
     ),
     Rule(("epsilon",), lambda _, value: _is_number(value), _explain_bound),
     Rule(("epsilon_high",), lambda _, value: value is None or _is_number(value), _explain_bound),
-    positive("sapo_temperature_pos", "sapo_temperature_neg", "group_filter_share"),
+    positive("sapo_temperature_pos", "sapo_temperature_neg"),
     positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds", "log_rollouts_max_gb"),
     at_least(0, "epsilon", "epsilon_high", "beta", "zero_advantage_eps", "diagnosis_interval", "weight_decay"),
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
     at_least(2, "task_seeds"),
-    in_unit_interval("top_entropy_quantile", "gamma", "group_filter_share"),
+    in_unit_interval("top_entropy_quantile", "gamma"),
     Rule(
         ("stop_strings",),
         lambda _, value: (
@@ -295,7 +295,6 @@ VALUES: tuple[Rule, ...] = (
     one_of("entropy_coef_schedule", "constant", "linear"),
     one_of("vllm_importance_sampling_mode", *MODES, optional=True),
     one_of("task_sampling", "uniform", "adaptive"),
-    one_of("group_filter", "none", "variance"),
 )  # fmt: skip
 """Rules for values, checked at construction."""
 
@@ -487,16 +486,12 @@ _BATCH = (
     acts_with("entropy_coef", lambda args: args.entropy_coef != 0.0, "entropy_coef_schedule", needed="another value"),
     acts_with("use_adaptive_entropy", (False,), "entropy_coef_schedule"),
     Rule(
-        (
-            "task_sampling", "task_column", "task_seeds", "resample_zero_advantage_groups", "group_filter",
-            "group_filter_share",
-        ),
+        ("task_sampling", "task_column", "task_seeds", "resample_zero_advantage_groups"),
         lambda args, _: not args.groupless,
         "{name}={value!r} acts on groups of episodes from the same start, and {args.__class__.__name__} has none. Leave "
         "{name} unset, or train with GRPO, GSPO or CISPO.",
         when_set=True,
     ),
-    acts_with("group_filter", ("variance",), "group_filter_share"),
     excludes(
         "max_tokens_per_micro_batch", lambda args: args.max_tokens_per_micro_batch is not None,
         "use_adaptive_entropy", "top_entropy_quantile", why="and it compares all tokens of a micro-batch",

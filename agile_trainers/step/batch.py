@@ -76,8 +76,6 @@ def train_batch(
         lengths = turn_lengths(batch.turn_ids, batch.turn_mask.size(1)).clamp(min=1)
         spread = spread / spread_to_tokens(lengths, batch.turn_ids).clamp(min=1)
     trained = trained_tokens(batch, args)
-    if credit.kept is not None:
-        trained &= credit.kept[:, None]
     output = TrainBatch(
         prompt_ids=batch.prompt_ids,
         prompt_mask=batch.prompt_mask,

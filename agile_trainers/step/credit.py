@@ -1,4 +1,4 @@
-"""Assigns credit to the turns of a generation batch: applies the credit rule, filters groups, normalizes advantages."""
+"""Assigns credit to the turns of a generation batch: applies the credit rule, normalizes advantages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 
 from agile_trainers.objectives.advantages import pool_over_turns, whiten, with_advantage, zero_advantage_groups
-from agile_trainers.objectives.group_filter import group_variances, top_share
 from agile_trainers.objectives.segments import turn_lengths
 from agile_trainers.step.turn_metrics import credit_by_turn
 from agile_trainers.types import TurnBatch
@@ -54,8 +53,6 @@ class Credit:
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     """(B, K) each, of all processes: further columns that the loss reads, by name."""
-    kept: torch.Tensor | None = None
-    """(B,) bool, of all processes: episodes that :func:`filter_groups` keeps. None: all."""
 
     def local(self, rows: slice, turns: int) -> Credit:
         """Select the rows of one process.
@@ -65,8 +62,7 @@ class Credit:
             turns: Turns of its longest episode.
         """
         columns = {name: column[rows, :turns] for name, column in self.columns.items()}
-        kept = None if self.kept is None else self.kept[rows]
-        return replace(self, advantages=self.advantages[rows, :turns], columns=columns, kept=kept)
+        return replace(self, advantages=self.advantages[rows, :turns], columns=columns)
 
 
 @dataclass
@@ -109,24 +105,20 @@ class CreditAssignment:
         zero = zero_advantage_groups(credit.advantages, turns.mask, args.zero_advantage_eps, args.num_generations)
         return Judged(turns, credit, zero)
 
-    def finish(self, judged: Judged, rewards: torch.Tensor) -> Credit:
-        """Filter groups, and whiten, clip and pool advantages, as the options say.
+    def finish(self, judged: Judged) -> Credit:
+        """Whiten, clip and pool advantages, as the options say.
 
         Args:
             judged: Of :meth:`judge`, for the final rewards of the turns.
-            rewards: (B,) of all processes, by which groups are filtered; NaN for episodes that failed.
 
         Returns:
             The credit of all processes, with the metrics.
         """
-        args, turns = self._args, judged.turns
-        credit, mask, metrics = judged.credit, turns.mask, dict[str, float]()
-        if not args.groupless:
-            metrics["zero_advantage_groups"] = judged.zero.double().mean().item()
-        if args.group_filter == "variance":
-            credit, mask = filter_groups(credit, mask, rewards, args.num_generations, args.group_filter_share)
-        credit = normalize(credit, mask, args, per_sequence=self._per_sequence)
-        credit.metrics |= metrics | credit_by_turn(turns.rewards, credit.advantages, turns.mask)
+        turns = judged.turns
+        credit = normalize(judged.credit, turns.mask, self._args, per_sequence=self._per_sequence)
+        if not self._args.groupless:
+            credit.metrics["zero_advantage_groups"] = judged.zero.double().mean().item()
+        credit.metrics |= credit_by_turn(turns.rewards, credit.advantages, turns.mask)
         return credit
 
 
@@ -187,29 +179,6 @@ def gather_turns(
         inputs.values = accelerator.gather(accelerator.pad_across_processes(values, dim=1))
         inputs.final_values = accelerator.gather(final_values)
     return inputs
-
-
-def filter_groups(
-    credit: Credit, mask: torch.Tensor, rewards: torch.Tensor, group_size: int, share: float
-) -> tuple[Credit, torch.Tensor]:
-    """Keep the groups with the largest variance of rewards; the advantages of the others become 0.
-
-    Args:
-        credit: The output of a credit rule.
-        mask: (B, K) bool, turns that count.
-        rewards: (B,), of all processes, rows of a group side by side; NaN for episodes that failed.
-        group_size: Members of a group.
-        share: Share of the sum of all groups' variances that the kept groups hold at least, in (0, 1].
-
-    Returns:
-        The credit with :attr:`Credit.kept` and the metric ``group_filter/kept``, the share of groups that are kept; and the
-        turns that still count.
-    """
-    groups = top_share(group_variances(rewards.view(-1, group_size)), share)
-    kept = groups.repeat_interleave(group_size)
-    metrics = credit.metrics | {"group_filter/kept": groups.double().mean().item()}
-    credit = replace(credit, advantages=credit.advantages * kept[:, None], metrics=metrics, kept=kept)
-    return credit, mask & kept[:, None]
 
 
 def normalize(credit: Credit, mask: torch.Tensor, args: Any, *, per_sequence: bool) -> Credit:

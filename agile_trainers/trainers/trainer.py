@@ -719,7 +719,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if judged is None or read is not None or self.args.kl_placement == "reward":
             values = (None, None) if read is None else (read.turn_values, read.final_values)
             judged = self.credit.judge(played.batch, *values)
-        credit = self.credit.finish(judged, self.rewards.totals(played.rewards))
+        credit = self.credit.finish(judged)
         self._add_metrics(credit.metrics)
         return judged, credit
 

@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tasks": {
         "num_generations": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3,
         "environment": Uneven, "train_dataset": Dataset.from_dict({"number": list(range(6))}), "task_column": "number",
-        "task_sampling": "adaptive", "resample_zero_advantage_groups": 1, "group_filter": "variance",
+        "task_sampling": "adaptive", "resample_zero_advantage_groups": 1,
     },
     "whole-model": {
         "lora": False, "per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3, "beta": 0.1,

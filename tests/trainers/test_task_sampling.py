@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
-from games import Chatter, Uneven, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
+from games import Chatter, Uneven, make_trainer, settings
 from mixtures import BOTH
 from recorded import recorded
 
@@ -283,43 +282,13 @@ def test_what_has_no_advantage_stays(embedded_model, tmp_path):
     assert {record["group"] for record in records if record["turns"][0]["advantage"] is not None} == {8, 9, 10, 11}
 
 
-# ---------------------------------------------------------------------------------------------------------------- filter
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_filtered_groups_have_no_part_in_the_loss(embedded_model, tmp_path, beta):
-    """Loss and gradient are those of a batch of the kept groups alone, whose tokens are averaged, reference included."""
-    options = {"num_generations": 2, "environment": Chatter, "beta": beta, "group_filter_share": 0.5}
-    trainer = make_trainer(embedded_model, tmp_path / "filtered", group_filter="variance", **options)
-    batch = draw_batch(trainer)
-    records = sorted(recorded(tmp_path / "filtered"), key=lambda record: record["index"])
-    returns = torch.tensor([record["return"] for record in records]).view(4, 2)
-    order = returns.var(dim=1).sort(descending=True)
-    number = int((order.values.cumsum(0) < 0.5 * order.values.sum()).sum()) + 1
-    kept = sorted(order.indices[:number].tolist())
-    assert 0 < number < 4, "some are left out"
-    assert trainer._metrics["train"]["group_filter/kept"] == [number / 4]
-    rows = torch.tensor([2 * group + member for group in kept for member in (0, 1)])
-    assert set(batch["tool_mask"].any(dim=1).nonzero().flatten().tolist()) == set(rows.tolist())
-    loss, gradient = loss_and_gradients(trainer, batch)
-    del options["group_filter_share"]
-    plain = make_trainer(embedded_model, tmp_path / "plain", **options)
-    whole = draw_batch(plain)
-    some = {name: value[rows] if value.ndim else value for name, value in whole.items()}
-    some["num_items_in_batch"] = some["tool_mask"].sum()
-    alone, expected = loss_and_gradients(plain, some)
-    torch.testing.assert_close(loss, alone)
-    assert relative_error(gradient, expected) < 1e-5
-
-
 # --------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("task_sampling", "sometimes"), ("group_filter", "entropy"), ("resample_zero_advantage_groups", -1),
-        ("task_seeds", 1), ("group_filter_share", 0.0), ("group_filter_share", 1.5),
+        ("task_sampling", "sometimes"), ("resample_zero_advantage_groups", -1), ("task_seeds", 1),
     ],
 )  # fmt: skip
 def test_values(tmp_path, option, value):
@@ -332,18 +301,12 @@ def test_values(tmp_path, option, value):
     ("option", "value"),
     [
         ("task_sampling", "adaptive"), ("task_column", "level"), ("task_seeds", 4), ("resample_zero_advantage_groups", 1),
-        ("group_filter", "variance"),
     ],
 )  # fmt: skip
 def test_without_groups(tmp_path, config, option, value):
     args = config(**settings(tmp_path, num_generations=1, **{option: value}))
     with pytest.raises(ValueError, match=f"{option}=.*{config.__name__}"):
         args.with_environment()
-
-
-def test_a_share_without_a_filter(tmp_path):
-    with pytest.raises(ValueError, match=r"group_filter_share=.* has no effect"):
-        MultiTurnGRPOConfig(**settings(tmp_path, group_filter_share=0.5)).with_environment()
 
 
 STREAM = ROWS.to_iterable_dataset()

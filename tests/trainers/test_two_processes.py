@@ -11,7 +11,7 @@ LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns
           "zero_advantage_groups", "turns_without_comparison", "num_tokens", "kl", "success",
           "reward_std", "frac_reward_zero_std", "completions/min_length", "completions/clipped_ratio", "judge/turns",
           "rewards/judge/mean", "rewards/judge/std", "stop/environment_error", "prompt_information", "advantage/zero",
-          "return/answers_cut", "episodes_played", "group_filter/kept"]  # fmt: skip
+          "return/answers_cut", "episodes_played"]  # fmt: skip
 
 
 CASES = {
@@ -53,7 +53,6 @@ CASES = {
         "task_sampling": "adaptive",
         "task_column": "number",
         "resample_zero_advantage_groups": 2,
-        "group_filter": "variance",
         "max_steps": 2,
     },
     "kl-in-the-reward": {"kl_placement": "reward", "beta": 0.1, "max_steps": 2},
@@ -97,7 +96,8 @@ def test_two_processes_are_one(runs, case):
     several = CASES[case].get("environment", {})
     parts = [f"eval_{part}_return" for part in several] if isinstance(several, dict) else []
     for name in ("eval_return", "eval_return_sem", "eval_episodes", "eval_success", *judged, *parts):
-        assert two["evaluation"][name] == pytest.approx(one["evaluation"][name], abs=1e-6), name
+        # TRL's statistics of rewards are float32, whose step at 19.7 is 2e-6.
+        assert two["evaluation"][name] == pytest.approx(one["evaluation"][name], rel=1e-6, abs=1e-6), name
     assert one["rows"] == two["rows"] and len(one["rows"]) == 5, "evaluate_policy: each process its share, all the rows"
     assert "one process, got 2" in two["refusal"] and "one process" not in str(one["refusal"])
     for result in (one, two):

@@ -291,7 +291,6 @@ def group_of(folder: Path, rewards: list[list[float]], advantages: list[list[flo
         ([[1.0], [1.0]], [[0.0], [0.0]], {}, "All 2 episodes have the return 1, so that none is better. All succeed"),
         ([[0.0], [0.0]], [[0.0], [0.0]], {}, "None succeeds"),
         ([[1.0], [0.0]], [None, None], {}, "took no part in an update"),
-        ([[1.0], [0.0]], [[0.0], [0.0]], {"group_filter": "variance"}, "group_filter=variance"),
         ([[1.0], [0.0]], [[0.0], [5e-7]], {}, "zero_advantage_eps"),
         ([[1.0], [0.0]], [[0.5], [-0.5]], {}, None),
     ],

@@ -222,8 +222,6 @@ function whyNoAdvantage(run, section, rows, outlines) {
   if (spread(returns) <= eps) return `All ${sound.length} episodes have the return ${number(returns[0])}, so that none is better.${outcomes}`;
   const credit = outlines.map((outline) => finite(outline.credit)).filter((value) => value !== null);
   if (credit.length && spread(credit) <= eps) return "The environment's returns differ, but the rewards that credit was computed from are equal.";
-  const filter = run.info.options?.group_filter;
-  if (filter && filter !== "none") return `The returns differ. group_filter=${asText(filter)} may have left the group out, since others differ more.`;
   return `The returns differ, but every advantage is at most zero_advantage_eps (${eps}) in size.`;
 }
 
