@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,7 +65,7 @@ class Pytest:
             RuntimeError: If pytest could not run them, or they would run other code than the project's.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        asked = {"folder": str(project), "tests": tests.split(), "output": str(self._output)}
+        asked = {"folder": str(project), "tests": shlex.split(tests), "output": str(self._output)}
         print(json.dumps(asked), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline().strip()
         if answer not in ("0", "1"):

@@ -1033,7 +1033,7 @@ MUTATIONS = [
     Mutation(
         "a pushed checkpoint holds the episodes it was training on", "checkpoints/hub.py",
         "patterns += [*STATE_FILES, *(ROLLOUT_FILES if episodes else ()), CARD, CURVE]",
-        "patterns += [*STATE_FILES, *ROLLOUT_FILES, CARD, CURVE]", "tests/trainers/test_hub_secrets.py",
+        "patterns += [*STATE_FILES, *ROLLOUT_FILES, CARD, CURVE]", "tests/trainers/test_hub.py -k what_is_pushed",
     ),
     Mutation(
         "a pickle that was added to a signed checkpoint is read", "checkpoints/signing.py",
@@ -1074,7 +1074,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the loaders' own errors come through", "adapters/model_folders.py",
-        'type(error).__name__ != "PanicException"', "True", "tests/adapters/test_damaged_models.py -k stay",
+        'type(error).__name__ != "PanicException"', "True", "tests/adapters/test_damaged_models.py -k one_kind",
     ),
     Mutation(
         "an epoch of a checkpoint is drawn for hours", "checkpoints/integrity.py",

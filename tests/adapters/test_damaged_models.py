@@ -60,6 +60,7 @@ DAMAGES: dict[str, tuple[Any, ...]] = {
     "a token without an id": ("tokenizer.json", None, "model", "vocab", "a"),
     "tokens are a table": ("tokenizer.json", {"a": 1}, "added_tokens"),
     "a token is a number": ("tokenizer.json", 7, "added_tokens", 0, "content"),
+    "a panic": ("tokenizer.json", {"type": "Precompiled", "precompiled_charsmap": ""}, "normalizer"),
     "class is a number": ("tokenizer_config.json", 1.5, "tokenizer_class"),
     "length is a table": ("tokenizer_config.json", {}, "model_max_length"),
     "a special token is a table": ("tokenizer_config.json", {"a": 1}, "eos_token"),

@@ -61,6 +61,9 @@ def test_what_is_pushed(pushed):
     }  # fmt: skip
     assert {"last-checkpoint/optimizer.pt", "last-checkpoint/complete.json"} < files.keys()
     assert not any("rollouts" in name or "training_args" in name for name in files)
+    inside = commits[2]["files"].keys()  # a generation batch, whose other half the next step trains on
+    assert "last-checkpoint/rollout/position.json" in inside
+    assert not any("rank-" in name for commit in commits for name in commit["files"] if "rng_state" not in name)
     assert all(commit["token"] == TOKEN for commit in commits)
     assert files["adapter_model.safetensors"] in hub.large.values(), "uploaded as a large file, as the Hub wants it"
 
