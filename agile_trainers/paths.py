@@ -27,7 +27,9 @@ class Paths:
     cells: torch.Tensor
     """(B, T) int64, cell of each action token; -1 elsewhere."""
     flat: torch.Tensor
-    """(B, F) int64, cell of each token of ``path_ids``; 0 where there is none."""
+    """(B, F) int64, cell of each token of ``path_ids``; 0 where there is none, or its path is left out."""
+    there: torch.Tensor
+    """(B, F) bool, True on tokens of ``path_ids`` that are in the rows."""
 
     @classmethod
     def of(cls, path_ids: torch.Tensor, path_lengths: torch.Tensor, places: torch.Tensor) -> Paths:
@@ -59,8 +61,15 @@ class Paths:
         ids[flat[kept]] = path_ids[kept]
         mask = (torch.arange(width, device=row.device) < lengths[:, None]).long()
         cells = torch.where(places >= 0, flat.gather(1, places.clamp(min=0)), -1)
-        return cls(ids.view(-1, width), mask, episodes, cells, flat)
+        return cls(ids.view(-1, width), mask, episodes, cells, flat, kept)
 
     def at(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return the cells (B, U) of columns (B, U) of ``path_ids``; any cell for a column without a token."""
-        return self.flat.gather(1, columns.clamp(0, self.flat.size(1) - 1))
+        """Return the cells (B, U) of columns (B, U) of ``path_ids``; any cell for a column that is not in the rows."""
+        return self.flat.gather(1, self._inside(columns))
+
+    def has(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return (B, U) bool, True for columns (B, U) of ``path_ids`` that are in the rows."""
+        return self.there.gather(1, self._inside(columns))
+
+    def _inside(self, columns: torch.Tensor) -> torch.Tensor:
+        return columns.clamp(0, self.flat.size(1) - 1)

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from agile_trainers.paths import Paths
-from agile_trainers.types import TurnBatch
+from agile_trainers.types import NO_TURN, TurnBatch
 
 Batch = dict[str, torch.Tensor]
 """A micro-batch as TRL stores it: tensors by name."""
@@ -27,6 +27,16 @@ READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "path_
 
 def _shaped(shape: str, **options: Any) -> Any:
     return field(metadata={"shape": shape}, **options)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The episodes of one forward pass, among those of a micro-batch."""
+
+    rows: torch.Tensor
+    """(R,) int64; none for a pass that only other processes need."""
+    tokens: torch.Tensor | None = None
+    """(T,) bool, the action tokens that are read of the only episode. None: all of all episodes."""
 
 
 @dataclass
@@ -152,6 +162,23 @@ class TrainBatch:
             kept[self.lengths.argmin()] = True
         return self.rows(kept)
 
+    def only(self, tokens: torch.Tensor) -> TrainBatch:
+        """Copy the rows so that only some action tokens are read and trained on, whole turns of episodes of several paths.
+
+        Args:
+            tokens: (B, T) bool.
+        """
+        assert self.places is not None
+        copy = TrainBatch.from_trl(self.to_trl())
+        copy.places, copy.tool_mask = torch.where(tokens, self.places, -1), self.tool_mask * tokens
+        for name, value in copy.turn_columns.items():
+            if value.is_floating_point():
+                turns = value.new_zeros(len(value), value.size(1) + 1)
+                turns.scatter_(1, torch.where(tokens, self.turn_ids, NO_TURN) + 1, 1.0)
+                copy.turn_columns[name] = value * turns[:, 1:]
+        copy.token_columns |= {n: v * tokens for n, v in copy.token_columns.items() if v.is_floating_point()}
+        return copy
+
     def untrained(self) -> TrainBatch:
         """Copy the rows without anything that is trained on: a forward pass that other ranks wait for."""
         copy = TrainBatch.from_trl(self.to_trl())
@@ -226,7 +253,7 @@ def length_sorted_batches(
     size: int,
     multiple: int | None,
     rows: torch.Tensor | None = None,
-    split: Callable[[Batch], Iterable[torch.Tensor]] | None = None,
+    split: Callable[[Batch], Iterable[Pass]] | None = None,
 ) -> Iterator[tuple[torch.Tensor, Batch]]:
     """Yield micro-batches of rows of similar length, for forward passes without gradient.
 
@@ -245,10 +272,13 @@ def length_sorted_batches(
     ordered = lengths.argsort() if rows is None else rows[lengths[rows].argsort()]
     for together in ordered.split(size) if len(ordered) else ():
         whole = {name: value[together] for name, value in fields_read.items()}
-        for places in [torch.arange(len(together))] if split is None else split(whole):
-            places = places if len(places) else torch.zeros(1, dtype=torch.long)
+        for one in [Pass(torch.arange(len(together)))] if split is None else split(whole):
+            places = one.rows if len(one.rows) else torch.zeros(1, dtype=torch.long)
             places = places.to(together.device)
-            yield together[places], _trimmed({name: value[places] for name, value in whole.items()}, multiple)
+            part = {name: value[places] for name, value in whole.items()}
+            if one.tokens is not None:
+                part["places"] = torch.where(one.tokens, part["places"], -1)
+            yield together[places], _trimmed(part, multiple)
 
 
 def own_rows(accelerator: Accelerator, count: int) -> slice:

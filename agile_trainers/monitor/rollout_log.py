@@ -150,7 +150,9 @@ class RolloutLog(TrainerCallback):
             length = row["num_tokens"]
             if not hidden[place, :length].all():
                 for name, values in columns.items():
-                    row[name] = np.ma.masked_array(values[place, :length], hidden[place, :length])
+                    own = np.ma.masked_array(values[place, :length], hidden[place, :length])
+                    # A forward pass may hold a part of the episode.
+                    row[name] = own if row[name] is None else np.ma.where(own.mask, row[name], own)
 
     def _token_columns(
         self, batch: TrainBatch, log_probs: torch.Tensor, log_ratio: torch.Tensor

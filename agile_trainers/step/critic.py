@@ -33,7 +33,7 @@ from agile_trainers.packing.packer import Packer
 from agile_trainers.step.credit import Credit, CreditInputs, own_turns
 from agile_trainers.step.dropout import is_noisy
 from agile_trainers.step.token_batches import TokenBatches
-from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches, own_rows
+from agile_trainers.train_batch import Batch, TrainBatch, column_of, length_sorted_batches, own_rows, paths_of
 from agile_trainers.types import TurnBatch
 
 logger = logging.get_logger(__name__)
@@ -214,7 +214,9 @@ class Critic:
             one_update: True if the generation batch is one optimizer step, before which the critic does not change.
         """
         by_token = self._by_token(batch)
-        self.learned = one_update and self._targets_of is not None and self._learns_from(model, step)
+        # An episode of several paths may be read in several passes, and its targets need the values of all.
+        fusable = one_update and self._targets_of is not None and batch.path_ids is None
+        self.learned = fusable and self._learns_from(model, step)
         if self.learned:
             assert self._targets_of is not None
             lengths = turn_lengths(torch.where(trained, batch.turn_ids, -1), batch.turn_mask.size(1))
@@ -250,7 +252,10 @@ class Critic:
                 positions = positions.clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
             with self._accelerator.autocast():
                 values = self._packer.values(model, part, positions)
-            read[rows] = values.detach()
+            if (paths := paths_of(part)) is None:
+                read[rows] = values.detach()
+            else:  # an episode may be read in several passes
+                read[rows] = torch.where(paths.has(positions), values.detach(), read[rows])
             if fused is not None:
                 self._learn(self._values(values, offsets[rows], batch.rows(rows), by_token), batch, rows, fused)
         return self._values(read, offsets, batch, by_token)

@@ -116,5 +116,8 @@ class Scorer:
             log_probs, _, _ = self._log_probs(
                 model, **read_inputs(part), logits_to_keep=length, scored=scored, paths=paths_of(part)
             )
+            if "places" in part:  # an episode may be read in several passes
+                before = scores[chosen, :length]
+                log_probs = torch.where(part["places"] >= 0, log_probs.float(), before)
             scores[chosen, :length] = log_probs.float()
         return scores

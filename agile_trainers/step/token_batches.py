@@ -17,7 +17,9 @@ from peft import PeftModel
 from transformers.utils import logging
 
 from agile_trainers.packing.packer import Packer
-from agile_trainers.train_batch import Batch, TrainBatch, paths_of
+from agile_trainers.packing.trie import shared_prefixes
+from agile_trainers.paths import Paths
+from agile_trainers.train_batch import READ, Batch, Pass, TrainBatch, paths_of, rows_read
 
 logger = logging.get_logger(__name__)
 
@@ -44,6 +46,8 @@ class TokenBatch:
     """Tokens that are trained on, over all processes: the weight in metrics."""
     weights: dict[str, float] = field(default_factory=dict)
     """Weights in the metrics of an algorithm's own loss, by name: tokens, or episodes."""
+    part_of: int | None = None
+    """Row of the micro-batch of which the pass holds a part; None for whole episodes."""
 
 
 _TOO_LONG = "An episode does not fit into memory. Lower max_model_length"
@@ -116,16 +120,16 @@ def split_packed(
     return [torch.tensor(rows) for rows in passes]
 
 
-def in_number(passes: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+def in_number(passes: list[Pass], number: int) -> list[Pass]:
     """Split the largest passes until there are ``number``, as long as one has two rows; then add empty ones."""
     passes = list(passes)
     while len(passes) < number:
-        largest = max(range(len(passes)), key=lambda i: len(passes[i]))
-        rows = passes[largest]
+        largest = max(range(len(passes)), key=lambda i: len(passes[i].rows))
+        rows = passes[largest].rows
         if len(rows) < 2:
-            return passes + [rows[:0]] * (number - len(passes))
+            return passes + [Pass(rows[:0])] * (number - len(passes))
         half = len(rows) // 2
-        passes[largest : largest + 1] = [rows[:half], rows[half:]]
+        passes[largest : largest + 1] = [Pass(rows[:half]), Pass(rows[half:])]
     return passes
 
 
@@ -160,6 +164,42 @@ class _Sizes:
         return int(self.rows.sum()) * int(self.prompts.max() + self.completions.max())
 
 
+def split_paths(ids: torch.Tensor, mask: torch.Tensor, budget: int, *, packed: bool) -> list[torch.Tensor]:
+    """Split the paths of one episode into forward passes of at most ``budget`` tokens.
+
+    Args:
+        ids: (Q, S) int64.
+        mask: (Q, S), 1 on tokens.
+        budget: Tokens of a pass. Only a pass of a single path may have more.
+        packed: Count distinct tokens; else rows times columns.
+
+    Returns:
+        The rows of each pass; those that share a prefix are neighbours.
+    """
+    order, lengths, shared = shared_prefixes(ids, mask)
+    if packed:
+        places = split_packed(lengths, shared, budget)
+    else:
+        places = split_padded(torch.zeros_like(lengths), lengths, budget)
+    return [order[chosen] for chosen in places]
+
+
+def _part(batch: TrainBatch, one: Pass) -> TrainBatch:
+    """Return the episodes of a pass; for an empty one, one that is not trained on."""
+    if not len(one.rows):
+        return batch.rows(torch.tensor([0])).untrained()
+    rows = batch.rows(one.rows)
+    return rows if one.tokens is None else rows.only(one.tokens[None])
+
+
+def _share_of_episode(batch: TrainBatch, one: Pass, loss_type: str) -> float:
+    """Return the share of the episode's tokens in a pass, if the loss divides by their number."""
+    if one.tokens is None or loss_type not in ("grpo", "sapo"):
+        return 1.0
+    counted = batch.counted[one.rows[0]]
+    return float((counted & one.tokens).sum() / counted.sum().clamp(min=1))
+
+
 class TokenBatches:
     """Decides the tokens of a forward pass once, and splits the rows of micro-batches into passes.
 
@@ -170,7 +210,7 @@ class TokenBatches:
         model: The policy.
         auxiliary_loss: True if TRL adds the router's auxiliary loss.
         metrics: TRL's store of the metrics of training.
-        together: True if the algorithm's own loss needs the whole micro-batch at once.
+        loss_needs: Unit that the algorithm's own loss gets at once, ``"episodes"`` or ``"micro_batch"``; None for TRL's.
 
     Raises:
         ValueError: If the option is set with a router's auxiliary loss.
@@ -185,7 +225,7 @@ class TokenBatches:
         *,
         auxiliary_loss: bool,
         metrics: dict[str, list[float]],
-        together: bool = False,
+        loss_needs: str | None = None,
     ) -> None:
         self._args, self._accelerator = args, accelerator
         self._packer, self._model, self._metrics = packer, model, metrics
@@ -193,7 +233,7 @@ class TokenBatches:
         """Tokens of a pass, equal on all processes; None until the first micro-batch decides it."""
         self.watched: Sequence[Any] = ()
         """Observers of the passes: their attributes are put back before a micro-batch is repeated."""
-        self._under_way: tuple[Batch, bool] | None = None
+        self._under_way: tuple[Batch, bool, bool] | None = None
         if self.budget is not None and auxiliary_loss:
             raise ValueError(
                 f"max_tokens_per_micro_batch={self.budget} cannot be combined with the router's auxiliary loss, an average "
@@ -202,10 +242,18 @@ class TokenBatches:
         # Terms that are no sum over rows or tokens need the whole micro-batch at once.
         self._whole = (
             auxiliary_loss
-            or together
+            or loss_needs == "micro_batch"
             or self._args.use_adaptive_entropy
             or self._args.top_entropy_quantile < 1.0
             or self.steps_in_backward
+        )
+        # Others need an episode at once.
+        self._divides = not (
+            self._whole
+            or loss_needs is not None
+            or self._args.importance_sampling_level == "sequence"
+            or self._args.loss_type == "vespo"
+            or self._args.off_policy_mask_threshold is not None
         )
 
     @property
@@ -225,11 +273,9 @@ class TokenBatches:
             batch: The rows to read.
             whole: The micro-batch that they are from, whose averages the loss takes.
         """
-        chosen = [torch.arange(len(batch.prompt_ids))] if self._whole else self.split(batch.to_trl())
-        if len(chosen) == 1:
-            parts = [batch]
-        else:
-            parts = [batch.rows(rows) if len(rows) else batch.rows(torch.tensor([0])).untrained() for rows in chosen]
+        everything = [Pass(torch.arange(len(batch.prompt_ids)))]
+        chosen = everything if self._whole else self.split(batch.to_trl(), divide=self._divides)
+        parts = [batch] if len(chosen) == 1 else [_part(batch, one) for one in chosen]
         tokens = torch.stack([part.counted.sum() for part in parts])
         if self._accelerator.num_processes > 1:
             tokens = self._accelerator.reduce(tokens, reduction="sum")
@@ -237,21 +283,22 @@ class TokenBatches:
         return [
             TokenBatch(
                 part.trimmed(multiple),
-                share=part.share_of(whole, loss_type) if len(rows) else 0.0,
-                entropy_share=part.share_of(whole, "bnpo") if len(rows) else 0.0,
+                share=part.share_of(whole, loss_type) * _share_of_episode(batch, one, loss_type)
+                if len(one.rows)
+                else 0.0,
+                entropy_share=part.share_of(whole, "bnpo") if len(one.rows) else 0.0,
                 tokens=float(count),
+                part_of=None if one.tokens is None else int(one.rows[0]),
             )
-            for part, rows, count in zip(parts, chosen, tokens.tolist(), strict=True)
+            for part, one, count in zip(parts, chosen, tokens.tolist(), strict=True)
         ]
 
-    def split(self, part: Batch) -> list[torch.Tensor]:
+    def split(self, part: Batch, *, divide: bool = True) -> list[Pass]:
         """Split rows into passes, equally many on every process, of which some may be empty.
 
         Args:
             part: See :func:`~agile_trainers.train_batch.read_inputs`.
-
-        Returns:
-            The rows of each pass.
+            divide: Divide an episode of several paths that alone exceeds the budget.
         """
         accelerator = self._accelerator
         if self.budget is None:
@@ -261,17 +308,35 @@ class TokenBatches:
         packed, fewer = self._packed(part, sizes)
         if packed and fewer <= _PACKED_GAIN * tokens:
             passes = packed
-        passes = [rows.to(part["prompt_ids"].device) for rows in passes]
+        chosen = [one for rows in passes for one in self._divided(part, rows.to(part["prompt_ids"].device), divide)]
         if accelerator.num_processes > 1:
-            number = torch.tensor([len(passes)], device=accelerator.device)
-            passes = in_number(passes, int(accelerator.gather(number).max()))
-        return passes
+            number = torch.tensor([len(chosen)], device=accelerator.device)
+            chosen = in_number(chosen, int(accelerator.gather(number).max()))
+        return chosen
 
-    def each(self, part: Batch) -> Iterator[torch.Tensor]:
+    def _divided(self, part: Batch, rows: torch.Tensor, divide: bool) -> list[Pass]:
+        """Divide a pass of one episode whose paths exceed the budget together."""
+        if not divide or len(rows) != 1 or "path_ids" not in part:
+            return [Pass(rows)]
+        assert self.budget is not None
+        own = {name: part[name][rows] for name in READ}
+        found = Paths.of(own["path_ids"], own["path_lengths"], own["places"])
+        groups = split_paths(
+            found.ids, found.mask, self.budget, packed=self._packer.packs and self._packer.pays(part, rows)
+        )
+        if len(groups) == 1:
+            return [Pass(rows)]
+        row = torch.where(found.cells[0] >= 0, found.cells[0] // found.ids.size(1), -1)
+        return [Pass(rows, torch.isin(row, group.to(row.device))) for group in groups]
+
+    def each(self, part: Batch) -> Iterator[Pass]:
         """Split rows as :meth:`split` does, and note which of them are under way."""
-        for rows in self.split(part):
-            self._under_way = {name: value[rows] for name, value in part.items()}, False
-            yield rows
+        for one in self.split(part):
+            under_way = {name: value[one.rows] for name, value in part.items()}
+            if one.tokens is not None:
+                under_way["places"] = torch.where(one.tokens, under_way["places"], -1)
+            self._under_way = under_way, False, True
+            yield one
 
     def _padded(self, episodes: torch.Tensor, sizes: _Sizes) -> tuple[list[torch.Tensor], int]:
         """Split some episodes into padded passes; return these, and the sum of their tokens."""
@@ -361,7 +426,7 @@ class TokenBatches:
         before = {name: len(values) for name, values in metrics.items()}
         total: torch.Tensor | float = 0.0
         for number, part in enumerate(passes, 1):
-            self._under_way = part.batch.to_trl(), self._whole
+            self._under_way = part.batch.to_trl(), self._whole, self._divides
             last = number == len(passes)
             if last and complete:
                 loss = loss_of(part)
@@ -429,8 +494,8 @@ class TokenBatches:
         Raises:
             RuntimeError: If it cannot be split.
         """
-        part, whole = self._under_way or ({}, False)
-        if not part or len(part["prompt_ids"]) == 1:
+        part, whole, divide = self._under_way or ({}, False, False)
+        if not part or (len(part["prompt_ids"]) == 1 and not (divide and len(rows_read(part)[0]) > 1)):
             advice = ", or set gradient_checkpointing=True." if torch.is_grad_enabled() else "."
             raise RuntimeError(_TOO_LONG + advice)
         if whole:
@@ -443,7 +508,7 @@ class TokenBatches:
         assert self.budget is not None
         while True:  # a pass of a budget below its tokens has one row
             self.budget //= 2
-            if len(self.split(part)) > 1:
+            if len(self.split(part, divide=divide)) > 1:
                 break
         logger.warning(
             "A forward or backward pass did not fit into memory. From now on a pass has at most %d tokens; set "
@@ -461,6 +526,8 @@ class TokenBatches:
                 weights = [part.weights.get(name, part.tokens) for part in passes]
                 # Names of a loss of one's own say nothing of extremes.
                 extreme = None if name in passes[0].weights else name[-4:]
+                if extreme in ("_min", "_max"):
+                    new, weights = _of_episodes(passes, new, weights)
                 values[before.get(name, 0) :] = [summed if name == "policy_loss" else _merged(extreme, new, weights)]
 
 
@@ -527,6 +594,20 @@ def _advising(advice: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         error.add_note(advice)
         raise
+
+
+def _of_episodes(
+    passes: Sequence[TokenBatch], values: Sequence[float], weights: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Average values over the passes that hold parts of one episode: an extreme is one of means over episodes.
+
+    It is exact on one process; of several, the values of a pass are extremes already.
+    """
+    groups: dict[int, list[int]] = {}
+    for number, part in enumerate(passes):
+        groups.setdefault(-1 - number if part.part_of is None else part.part_of, []).append(number)
+    means = [_merged(None, [values[i] for i in group], [weights[i] for i in group]) for group in groups.values()]
+    return means, [sum(weights[i] for i in group) for group in groups.values()]
 
 
 def _merged(extreme: str | None, values: Sequence[float], weights: Sequence[float]) -> float:

@@ -348,7 +348,7 @@ class MultiTurnTrainer(GRPOTrainer):
         metrics = self._metrics["train"]
         self.token_batches = TokenBatches(
             args, self.accelerator, self.packer, self.model, auxiliary_loss=self.aux_loss_enabled, metrics=metrics,
-            together=self.loss is not None and self.loss_needs == "micro_batch",
+            loss_needs=None if self.loss is None else self.loss_needs,
         )  # fmt: skip
         self._make_step(setup)
         token_ids = (self._tokenizer.pad_token_id, self.eos_token_ids[0])

@@ -28,16 +28,21 @@ def repeated(trajectory: Trajectory) -> Trajectory:
     )
 
 
-def move(trainer: Any) -> None:
-    """Give the policy other weights than those that sampled, so that ratios differ from 1."""
+def move(trainer: Any, adapters: tuple[str, ...] = (".default",)) -> None:
+    """Give adapters other weights than those that sampled, so that ratios differ from 1."""
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
-            if ".default" in name:
+            if any(adapter in name for adapter in adapters):
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
 
 
-def measured(trainer: Any, episodes: list[Trajectory], budget: int | None = None) -> tuple[Any, Any, Any]:
-    """Loss, gradient and metrics of one micro-batch of given episodes, from the same weights each time."""
+def measured(
+    trainer: Any, episodes: list[Trajectory], budget: int | None = None, rows: list[int] | None = None
+) -> tuple[Any, Any, Any]:
+    """Loss, gradient and metrics of one micro-batch of given episodes, from the same weights each time.
+
+    ``rows`` receives the rows of each forward pass of the loss.
+    """
     saved = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.model.train()
     trainer.create_optimizer_and_scheduler(1)
@@ -46,9 +51,13 @@ def measured(trainer: Any, episodes: list[Trajectory], budget: int | None = None
     trainer._metrics["train"].clear()
     trainer._step = trainer.state.num_input_tokens_seen = 0
     batch = trainer._generate_and_score_completions(list(episodes))
-    move(trainer)
+    move(trainer, (".default", ".critic"))
     trainer.critic.count_turns([batch])
+    handle = trainer.model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: None if rows is None else rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
     loss, gradients = loss_and_gradients(trainer, batch)
+    handle.remove()
     changing = ("time/rollout", "time/update", "rollout_tokens_per_second", "policy_change")
     metrics = {name: values for name, values in trainer._metrics["train"].items() if name not in changing}
     trainer.rollout_log.finish()
@@ -132,3 +141,40 @@ def call_by_call(trainer: Any, episodes: list[Trajectory]) -> tuple[torch.Tensor
         rows.append(torch.nn.functional.pad(row, (0, length - len(row))))
         masks.append(torch.arange(length) < len(row))
     return torch.stack(rows), torch.stack(masks)
+
+
+def values_call_by_call(trainer: Any, episodes: list[Trajectory]) -> list[torch.Tensor]:
+    """The critic's value before each token of each call of an episode, and of the final state, from a row for each call."""
+    found = []
+    for episode in episodes:
+        values = []
+        for k, turn in enumerate(episode.turns):
+            prompt, answer = episode.prompt_of(k), episode.action_of(k)
+            row = [*prompt, *answer]
+            where = list(range(len(prompt) - 1, len(row) - 1))
+            if k == len(episode.turns) - 1:
+                row = episode.paths[turn.path] if episode.paths else [*episode.prompt_ids, *episode.completion_ids]
+                where.append(len(row) - 1)
+            ids = torch.tensor([row])
+            output = trainer.model(
+                input_ids=ids, attention_mask=torch.ones_like(ids), value_positions=torch.tensor([where])
+            )
+            values.append(output.state_values[0])
+        found.append(torch.cat(values))
+    return found
+
+
+def reference_lambda_returns(episode: Trajectory, values: list[float], final: float, gae_lambda: float) -> list[float]:
+    """Lambda returns along paths at gamma 1: a call without a later one on its path gets the rest of the episode."""
+    rewards, parents = episode.rewards, episode.parents
+    begins = [k if turn.rewarded is None else turn.rewarded for k, turn in enumerate(episode.turns)]
+    returns = [0.0] * len(rewards)
+    for k in reversed(range(len(rewards))):
+        later = [j for j in range(k + 1, len(rewards)) if parents[j] == k]
+        if later:
+            j = later[0]
+            after = (1 - gae_lambda) * values[j] + gae_lambda * returns[j]
+            returns[k] = sum(rewards[begins[k] : begins[j]]) + after
+        else:
+            returns[k] = sum(rewards[begins[k] :]) + final
+    return returns

@@ -18,7 +18,7 @@ from agile_trainers.step.token_batches import (
     split_packed,
     split_padded,
 )
-from agile_trainers.train_batch import TrainBatch
+from agile_trainers.train_batch import Pass, TrainBatch
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
@@ -126,9 +126,9 @@ def test_rows_whose_packing_does_not_pay_are_dealt_as_padded(embedded_model, tmp
 
 
 def test_every_rank_gets_the_number_of_the_largest():
-    passes = [torch.arange(4), torch.tensor([4, 5])]
-    assert [p.tolist() for p in in_number(passes, 3)] == [[0, 1], [2, 3], [4, 5]]
-    assert [p.tolist() for p in in_number([torch.tensor([7])], 3)] == [[7], [], []]
+    passes = [Pass(torch.arange(4)), Pass(torch.tensor([4, 5]))]
+    assert [p.rows.tolist() for p in in_number(passes, 3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [p.rows.tolist() for p in in_number([Pass(torch.tensor([7]))], 3)] == [[7], [], []]
     assert in_number(passes, 2) == passes
 
 

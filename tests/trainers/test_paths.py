@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from games import make_trainer, relative_error
-from path_episodes import call_by_call, measured, move, programs, repeated
+from path_episodes import (
+    call_by_call,
+    measured,
+    move,
+    programs,
+    reference_lambda_returns,
+    repeated,
+    values_call_by_call,
+)
 from ppo_games import make_ppo, wake
 
 
@@ -116,12 +124,13 @@ def by_hand(trainer, episodes, loss_type, *, beta, level):
 @pytest.mark.parametrize(
     ("loss_type", "level"), [("grpo", "token"), ("dapo", "turn"), ("dr_grpo", "token"), ("grpo", "sequence")]
 )
-@pytest.mark.parametrize("budget", [None, 40])
+@pytest.mark.parametrize("budget", [None, 40, 12])
 def test_forests_train_every_call_once(embedded_model, tmp_path, packing, loss_type, level, budget):
     options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1, "sequence_packing": packing}
     trainer = make_trainer(embedded_model, tmp_path, **options, **BY_TRAJECTORY, **UNCORRECTED, **ONE)
     episodes = programs()
-    loss, gradients, metrics = measured(trainer, episodes, budget)
+    rows_of_passes: list[int] = []
+    loss, gradients, metrics = measured(trainer, episodes, budget, rows_of_passes)
     trainer.model.zero_grad()
     expected = by_hand(trainer, episodes, loss_type, beta=0.1, level=level)
     expected.backward()
@@ -129,3 +138,48 @@ def test_forests_train_every_call_once(embedded_model, tmp_path, packing, loss_t
     assert loss == pytest.approx(expected.item(), rel=2e-5, abs=1e-6)
     assert relative_error(gradients, theirs) < 5e-6
     assert metrics["num_tokens"] == [sum(episode.num_tokens for episode in episodes)]
+    # 12 tokens are less than most episodes have. A ratio of the whole episode needs all of it in one pass.
+    passes = len(rows_of_passes)
+    assert passes == 1 if budget is None else passes > 8 if budget == 12 and level != "sequence" else 1 < passes <= 8
+
+
+@pytest.mark.parametrize("packing", ["none", "prefix"])
+@pytest.mark.parametrize("budget", [None, 12])
+@pytest.mark.parametrize("granularity", ["turn", "token"])
+def test_a_critic_reads_each_call_after_its_own_prompt(embedded_model, tmp_path, packing, budget, granularity):
+    """Values, advantages and the gradient of both losses beside a reference that reads call by call."""
+    options = {"sequence_packing": packing, "advantage_granularity": granularity, "gae_lambda": 0.5, "vf_coef": 0.3}
+    trainer = make_ppo(embedded_model, tmp_path, **options, loss_type="dr_grpo", **UNCORRECTED, **ONE)
+    wake(trainer)
+    episodes = programs()
+    loss, gradients, _ = measured(trainer, episodes, budget)
+    trainer.model.zero_grad()
+    with torch.no_grad():
+        old_values = values_call_by_call(trainer, episodes)
+        old, mask = call_by_call(trainer, episodes)
+    advantages, targets, weights = torch.zeros_like(old), torch.zeros_like(old), torch.zeros_like(old)
+    for row, episode in enumerate(episodes):
+        starts = [turn.start for turn in episode.turns]
+        final = old_values[row][-1] if episode.stop_reason.truncated else 0.0
+        lambda_returns = reference_lambda_returns(episode, old_values[row][starts].tolist(), float(final), 0.5)
+        for k, turn in enumerate(episode.turns):
+            span, start = slice(turn.start, turn.end), turn.start
+            targets[row, span] = lambda_returns[k]
+            value = old_values[row][span] if granularity == "token" else old_values[row][start]
+            advantages[row, span] = lambda_returns[k] - value
+            if granularity == "token":
+                weights[row, span] = 1.0 / (turn.end - turn.start)
+            else:
+                weights[row, start] = 1.0
+    move(trainer, (".default", ".critic"))
+    new, _ = call_by_call(trainer, episodes)
+    width, read = old.size(1), values_call_by_call(trainer, episodes)
+    values = torch.stack([torch.nn.functional.pad(own[:-1], (0, width - len(own) + 1)) for own in read])
+    ratio = (new - old).exp()
+    policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * mask
+    expected = policy.sum() / (len(episodes) * trainer.max_completion_length)
+    expected = expected + 0.3 * ((values - targets) ** 2 / 2 * weights).sum() / weights.sum()
+    expected.backward()
+    theirs = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    assert loss == pytest.approx(expected.item(), rel=2e-5, abs=1e-6)
+    assert relative_error(gradients, theirs) < 5e-6
