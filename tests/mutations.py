@@ -108,7 +108,26 @@ MUTATIONS = [
     ),
     Mutation(
         "a column of another type is read", "records/reader.py",
-        "if found.field(place).type != column.type:", "if False:", "tests/records/test_damage.py -k column_of_another",
+        "if found.field(place).type not in (column.type, older):", "if False:",
+        "tests/records/test_damage.py -k column_of_another",
+    ),
+    Mutation(
+        "a stranger's path leads to itself", "records/prefixes.py",
+        "if 0 <= of < k else -1", "if 0 <= of <= k else -1", "tests/records/test_recorded_paths.py -k nowhere",
+    ),
+    Mutation(
+        "paths store what they share again", "records/prefixes.py",
+        'found.append({"of": owners[numbers[low - 1]] if low else None, "shared": low, "ids": list(path[low:])})',
+        'found.append({"of": None, "shared": 0, "ids": list(path)})', "tests/records/test_recorded_paths.py -k distinct",
+    ),
+    Mutation(
+        "the paths of a masked episode leave the machine", "checkpoints/public_files.py",
+        '"completion_ids", "paths")', '"completion_ids")', "tests/records/test_recorded_paths.py -k secret",
+    ),
+    Mutation(
+        "token columns are as long as the distinct tokens", "monitor/rollout_log.py",
+        'length = len(row["completion_ids"])', 'length = row["num_tokens"]',
+        f"{EPISODE_RECORDS}::test_calls_of_several_paths_have_what_was_computed_for_them",
     ),
     Mutation(
         "a part's name becomes markup", "viewer/html.py",

@@ -30,7 +30,7 @@ _FINDING = ("name", "step", "advice")
 """Fields of a finding that may leave; its evidence quotes episodes."""
 _JSON, _TEXTS = ("prompt", "reset_info", "row"), ("error", "environment")
 """Columns of an episode with text, as JSON and as it is."""
-_TOKENS = ("prompt_ids", "completion_ids")
+_TOKENS = ("prompt_ids", "completion_ids", "paths")
 """Columns that spell the text of an episode."""
 
 
@@ -156,8 +156,8 @@ def _masked_episode(row: dict[str, Any], text: Text) -> dict[str, Any]:
 
     masked_row = texts(row, _JSON, _TEXTS)
     masked_row["turns"] = [
-        texts(turn, ("info", "observation"), ("text",)) if turn["observation_is_json"]
-        else texts(turn, ("info",), ("text", "observation"))
+        texts(turn, ("info", "messages", "observation"), ("text", "fork")) if turn["observation_is_json"]
+        else texts(turn, ("info", "messages"), ("text", "fork", "observation"))
         for turn in row["turns"]
     ]  # fmt: skip
     text.episodes += 1

@@ -147,7 +147,7 @@ class RolloutLog(TrainerCallback):
         hidden = (~batch.counted).cpu().numpy()
         for place, episode in enumerate(batch.episodes.tolist()):
             row = self.unfinished[episode]
-            length = row["num_tokens"]
+            length = len(row["completion_ids"])
             if not hidden[place, :length].all():
                 for name, values in columns.items():
                     own = np.ma.masked_array(values[place, :length], hidden[place, :length])

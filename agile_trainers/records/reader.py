@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 
 from agile_trainers.records.digests import digest_problem, has_digest
 from agile_trainers.records.plain import LARGEST_JSON, from_json
-from agile_trainers.records.schema import EPISODE, LIGHT, VOCABULARY
+from agile_trainers.records.prefixes import path_lengths
+from agile_trainers.records.schema import ADDED, EPISODE, LIGHT, VOCABULARY, WITHOUT_PATHS
 from agile_trainers.records.writer import FINDINGS, METRICS, ROLLOUTS, RUN, VOCABULARY_FILE
 from agile_trainers.types import StopReason
 
@@ -160,7 +161,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         RecordsError: If the file cannot be read.
     """
-    return _read(path, None).to_pylist()
+    return list(map(_completed, _read(path, None).to_pylist()))
 
 
 def _episode_files(folder: Path) -> list[Path]:
@@ -208,10 +209,12 @@ def _opened(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetFile]:
                 raise ValueError(f"it has {file.metadata.num_columns:,} columns, expected at most {_MOST_COLUMNS:,}")
             found = file.schema_arrow
             for column in schema:
-                place = found.get_field_index(column.name)
+                place, older = found.get_field_index(column.name), WITHOUT_PATHS.get(column.name, column.type)
                 if place < 0:
+                    if older is None:
+                        continue
                     raise ValueError(f"it has no column {column.name!r}")
-                if found.field(place).type != column.type:
+                if found.field(place).type not in (column.type, older):
                     raise ValueError(f"its column {column.name!r} is {found.field(place).type}, expected {column.type}")
             if file.metadata.num_rows > _MOST_ROWS:
                 raise ValueError(
@@ -272,17 +275,38 @@ def _episodes(path: Path, row: int | None = None) -> Iterator[dict[str, Any]]:
             first += size
 
 
+def _completed(episode: dict[str, Any]) -> dict[str, Any]:
+    """Return an episode with every column of now, and every field of its turns."""
+    turns = [turn and turn | {name: turn.get(name) for name in ADDED} for turn in episode["turns"] or ()]
+    return episode | {"turns": turns, "paths": episode.get("paths")}
+
+
 def _decoded(episode: dict[str, Any]) -> dict[str, Any]:
+    episode = _completed(episode)
     for name in _JSON:
         episode[name] = _cell(episode[name])
     for name in ("prompt_ids", "completion_ids", "turn_ids"):
         episode[name] = [-1 if token is None else token for token in episode[name] or ()]
-    episode["turns"] = [turn for turn in episode["turns"] or () if turn is not None]
+    episode["turns"] = [turn for turn in episode["turns"] if turn is not None]
+    _check_paths(episode)
     for turn in episode["turns"]:
-        turn["info"] = _cell(turn["info"])
+        turn["info"], turn["messages"] = _cell(turn["info"]), _cell(turn["messages"])
         if turn.pop("observation_is_json"):
             turn["observation"] = _cell(turn["observation"])
     return episode
+
+
+def _check_paths(episode: dict[str, Any]) -> None:
+    """Check what leads from a turn to its parent, and to its prompt in the paths of the episode, if it has any."""
+    lengths = None if episode["paths"] is None else path_lengths(episode["paths"])
+    for k, turn in enumerate(episode["turns"]):
+        parent, path, place = turn["parent"], turn["path"], turn["place"]
+        if parent is not None and not 0 <= parent < k:
+            raise ValueError(f"turn {k} of an episode goes on from turn {parent}, expected an earlier one")
+        if lengths is not None:
+            span = turn["end"] - turn["start"]
+            if not 0 <= path < len(lengths) or span < 1 or not 0 <= place <= lengths[path] - span:
+                raise ValueError(f"turn {k} of an episode is at token {place} of path {path}, where it cannot be")
 
 
 def _cell(text: str | None) -> Any:

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from agile_trainers.records.plain import encodable
 
-FORMAT = 2
+FORMAT = 3
 """Version of the records in ``run.json``."""
 
 TURN = pa.struct({
@@ -28,6 +28,18 @@ TURN = pa.struct({
     "advantage": pa.float32(),
     "value": pa.float32(),  # the critic's, before the action
     "info": pa.string(),  # JSON
+    # Of an episode of several paths; null in others. Files of format 2 lack what follows, and `paths`.
+    "path": pa.int32(),  # which holds the action
+    "place": pa.int32(),  # of the first action token in it; the tokens before it are the prompt
+    "parent": pa.int32(),  # the turn that it goes on from; null without any
+    "rewarded": pa.int32(),  # number of turns whose reward was given before it was asked for
+    "fork": pa.string(),  # why it begins a new path
+    "messages": pa.string(),  # the prompt's as JSON, where it does not continue an earlier turn's
+})  # fmt: skip
+PATH = pa.struct({
+    "of": pa.int32(),  # an earlier path, whose first `shared` tokens it begins with; null if it shares none
+    "shared": pa.int32(),
+    "ids": pa.list_(pa.int32()),  # the tokens after them
 })  # fmt: skip
 
 EPISODE = pa.schema({
@@ -46,7 +58,7 @@ EPISODE = pa.schema({
     "error": pa.string(),
     "truncated": pa.bool_(),
     "num_turns": pa.int32(),
-    "num_tokens": pa.int32(),  # of the completion
+    "num_tokens": pa.int32(),  # after the first prompt; what paths share counts once
     "prompt": pa.string(),  # the messages as JSON
     "reset_info": pa.string(),  # JSON
     "turns": pa.list_(TURN),
@@ -60,10 +72,18 @@ EPISODE = pa.schema({
     "ratios": pa.list_(pa.float32()),  # in the last pass over the episode, as are the next two
     "clipped": pa.list_(pa.bool_()),
     "kl": pa.list_(pa.float32()),  # k3 estimate; null without a reference
+    "paths": pa.list_(PATH),  # null if the prompt and the completion are the only one
 })  # fmt: skip
 
 TRAINED = ("logprobs", "advantages", "ratios", "clipped", "kl")
 """Token columns that only an update fills."""
+ADDED = ("path", "place", "parent", "rewarded", "fork", "messages")
+"""Fields of a turn that files of format 2 lack."""
+WITHOUT_PATHS = {
+    "turns": pa.list_(pa.struct([TURN.field(n) for n in range(TURN.num_fields) if TURN.field(n).name not in ADDED])),
+    "paths": None,
+}
+"""Types in files of format 2 of the columns that are others now, None of one that is not there."""
 LIGHT = tuple(name for name in EPISODE.names[: EPISODE.names.index("prompt")] if name != "row")
 """Columns of the index of a run: numbers and short texts."""
 VOCABULARY = pa.schema({"id": pa.int32(), "piece": pa.binary(), "special": pa.bool_()})
@@ -108,6 +128,8 @@ def to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
             values = [_near(row["sampling_logprobs"], value) for row, value in zip(rows, values)]
         if field.name == "turns":
             columns.append(pa.array([[_turn(turn) for turn in turns] for turns in values], type=field.type))
+        elif field.name == "paths":
+            columns.append(pa.array(values, type=field.type))
         elif pa.types.is_list(field.type):
             columns.append(_token_column(field.name, field.type.value_type, values))
         elif pa.types.is_string(field.type):

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 
 from agile_trainers.records.digests import DIGESTS, digest_entry
 from agile_trainers.records.plain import PARTIAL, Plain, replacing, to_json
-from agile_trainers.records.schema import EPISODE, FORMAT, PARQUET, TRAINED, VOCABULARY, to_table
+from agile_trainers.records.prefixes import packed_paths
+from agile_trainers.records.schema import ADDED, EPISODE, FORMAT, PARQUET, TRAINED, VOCABULARY, to_table
 from agile_trainers.records.vocabulary import pieces
 from agile_trainers.types import NO_TURN, Trajectory
 
@@ -74,6 +75,7 @@ def episode_row(
     if returns is None:
         returns = np.cumsum(trajectory.rewards[::-1])[::-1].tolist()
     turns = []
+    parents = None if trajectory.paths is None else trajectory.parents
     for k, turn in enumerate(trajectory.turns):
         turn_ids[turn.start : turn.end] = k
         is_text = turn.observation is None or isinstance(turn.observation, str)
@@ -89,6 +91,14 @@ def episode_row(
             "advantage": None if advantages is None else advantages[k],
             "value": None if values is None else values[k],
             "info": to_json(turn.info),
+            **(dict.fromkeys(ADDED) if parents is None else {
+                "path": turn.path,
+                "place": turn.place,
+                "parent": parents[k],
+                "rewarded": k if turn.rewarded is None else turn.rewarded,
+                "fork": turn.fork,
+                "messages": None if turn.messages is None else to_json(turn.messages),
+            }),
         })  # fmt: skip
     if trajectory.end_reward is not None:
         turns[-1]["info"] = to_json({**trajectory.turns[-1].info, "end_reward": trajectory.end_reward})
@@ -108,7 +118,7 @@ def episode_row(
         "error": trajectory.error,
         "truncated": trajectory.stop_reason.truncated,
         "num_turns": len(turns),
-        "num_tokens": len(trajectory.completion_ids),
+        "num_tokens": trajectory.num_tokens - len(trajectory.prompt_ids),
         "prompt": to_json(trajectory.prompt),
         "reset_info": to_json(trajectory.reset_info),
         "turns": turns,
@@ -117,6 +127,7 @@ def episode_row(
         "turn_ids": turn_ids,
         "sampling_logprobs": np.ma.masked_array(trajectory.sampling_logprobs, turn_ids == NO_TURN, dtype=np.float64),
         **dict.fromkeys(TRAINED),
+        "paths": None if trajectory.paths is None else packed_paths(trajectory.paths),
     }
 
 
@@ -330,7 +341,8 @@ def _row_groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]
 
 
 def _estimated_bytes(row: dict[str, Any]) -> int:
-    texts = sum(len(turn[name] or "") for turn in row["turns"] for name in ("text", "observation", "info"))
+    names = ("text", "observation", "info", "messages")
+    texts = sum(len(turn[name] or "") for turn in row["turns"] for name in names)
     return texts + len(row["prompt"]) + len(row["reset_info"]) + len(row["row"] or "") + 40 * row["num_tokens"]
 
 

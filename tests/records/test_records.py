@@ -17,7 +17,7 @@ from datasets import load_dataset
 
 from agile_trainers.records import writer as writing
 from agile_trainers.records.reader import RecordsError, open_records, read_records
-from agile_trainers.records.schema import EPISODE, LIGHT, TRAINED, significant
+from agile_trainers.records.schema import ADDED, EPISODE, LIGHT, TRAINED, significant
 from agile_trainers.records.vocabulary import pieces
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id, thinned, write_episodes
 from agile_trainers.types import StopReason, Trajectory, Turn
@@ -61,16 +61,16 @@ EXPECTED: dict[str, Any] = {
     "num_turns": 2, "num_tokens": 4, "prompt": [{"role": "user", "content": "go"}], "reset_info": {"goal": "right"},
     "turns": [
         {"start": 0, "end": 2, "text": "left", "finish_reason": "stop", "observation": "[1]", "reward": 0.5, "return": 1.4,
-         "advantage": -0.25, "value": pytest.approx(0.1), "info": {"x": 1}},
+         "advantage": -0.25, "value": pytest.approx(0.1), "info": {"x": 1}} | dict.fromkeys(ADDED),
         {"start": 3, "end": 4, "text": "räts", "finish_reason": "length",
          "observation": [{"role": "user", "content": "won"}], "reward": 1.0, "return": 1.0, "advantage": 0.75,
-         "value": pytest.approx(0.2), "info": {"success": True}},
+         "value": pytest.approx(0.2), "info": {"success": True}} | dict.fromkeys(ADDED),
     ],
     "prompt_ids": [11, 12], "completion_ids": [21, 22, 31, 23], "turn_ids": [0, 0, -1, 1],
     "sampling_logprobs": [-506 / 4096, -1.0, None, -2.5],  # 0.123456789 * 4096 = 505.7
     "logprobs": [-512 / 4096, -1.0 - 4 / 4096, None, -2.5],
     "advantages": [-0.25, -0.25, None, 0.75], "ratios": [1.25, 0.5, None, 1.0], "clipped": [True, False, None, False],
-    "kl": None,
+    "kl": None, "paths": None,
 }  # fmt: skip
 
 

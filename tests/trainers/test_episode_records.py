@@ -12,10 +12,12 @@ import pytest
 import torch
 from errors import naming
 from games import Chatter, make_trainer
+from path_episodes import call_by_call, measured, programs
 from ppo_games import make_ppo
 from recorded import recorded, sampled
 from trl import GRPOTrainer
 
+from agile_trainers.records.prefixes import path_ids
 from agile_trainers.records.reader import open_records
 from agile_trainers.records.schema import TRAINED
 
@@ -167,6 +169,30 @@ def test_what_was_not_trained_on_has_null(embedded_model: Path, tmp_path: Path) 
     assert len([record for record in left_out if record["ratios"] is None]) > len(left_out) / 2
 
 
+def test_calls_of_several_paths_have_what_was_computed_for_them(embedded_model: Path, tmp_path: Path) -> None:
+    """Log-probabilities as a forward pass of each call alone has them; the episode comes back as it was."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, per_device_train_batch_size=8, num_iterations=2, max_logprob_gap=100.0,
+        vllm_importance_sampling_correction=False, advantage_granularity="trajectory",
+    )  # fmt: skip
+    episodes = programs()
+    with torch.no_grad():
+        expected, mask = call_by_call(trainer, episodes)
+    measured(trainer, episodes)
+    for row, (episode, record) in enumerate(zip(episodes, recorded(tmp_path), strict=True)):
+        assert episode.paths == [path_ids(record["paths"], k) for k in range(len(record["paths"]))]
+        assert [turn["parent"] for turn in record["turns"]] == episode.parents
+        assert record["num_tokens"] == episode.num_tokens - len(episode.prompt_ids)
+        for k, turn in enumerate(record["turns"]):
+            first = k if episode.turns[k].rewarded is None else episode.turns[k].rewarded
+            assert turn["return"] == pytest.approx(sum(episode.rewards[first:]), rel=1e-5)
+            tokens = path_ids(record["paths"], turn["path"])[turn["place"] :][: turn["end"] - turn["start"]]
+            assert tokens == record["completion_ids"][turn["start"] : turn["end"]] == episode.action_of(k)
+        for name in (name for name in TRAINED if name != "kl"):
+            assert len(record[name]) == len(record["completion_ids"]) and None not in record[name]
+        np.testing.assert_allclose(numbers(record, "logprobs"), expected[row][mask[row]], rtol=0, atol=3e-4)
+
+
 def test_every_nth_generation_batch_and_every_evaluation(embedded_model: Path, tmp_path: Path) -> None:
     trainer = make_trainer(
         embedded_model, tmp_path, log_rollouts=2, max_steps=4, num_eval_episodes=3, eval_strategy="steps", eval_steps=2
@@ -181,7 +207,7 @@ def test_every_nth_generation_batch_and_every_evaluation(embedded_model: Path, t
         sum("loss" in line for line in run.metrics()) == 4 and sum("eval_return" in line for line in run.metrics()) == 2
     )
     assert len(run.vocabulary()) == len(trainer.processing_class)
-    expected = {"format": 2, "kind": "training", "algorithm": "Multi-turn GRPO", "environment": "Chatter", "seed": 3}
+    expected = {"format": 3, "kind": "training", "algorithm": "Multi-turn GRPO", "environment": "Chatter", "seed": 3}
     assert expected.items() <= run.info.items() and run.info["run"] == run.name == trainer.checkpoints.run_id
     assert run.info["model"] == str(embedded_model) and run.info["options"]["max_turns"] == 4
 
