@@ -1192,7 +1192,7 @@ MUTATIONS = [
     ),
     Mutation(
         "GEM's grader parses any text", "envs/libraries/gem_grader.py",
-        "if _NO_FORMULA.search(text):", "if False:", "tests/envs/test_gem.py",
+        "if _NO_FORMULA.search(text):", "if False:", "tests/envs/test_gem.py -k grader",
     ),
     Mutation(
         "a value that is near solves a puzzle", "envs/libraries/scorers.py",
@@ -1204,7 +1204,7 @@ MUTATIONS = [
     ),
     Mutation(
         "GEM's code runner runs unprotected", "envs/libraries/gem_isolation.py",
-        "sandbox.subprocess_run = functools.partial(_run, name)", "del sandbox", "tests/envs/test_gem.py",
+        "sandbox.subprocess_run = functools.partial(_run, name)", "del sandbox", "tests/envs/test_gem.py -k code_runner",
     ),
     Mutation(
         "a solved task is said to have zero-advantage groups", "evaluation/diagnosis.py",
