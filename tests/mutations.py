@@ -125,6 +125,11 @@ MUTATIONS = [
         '"completion_ids", "paths")', '"completion_ids")', "tests/records/test_recorded_paths.py -k secret",
     ),
     Mutation(
+        "what an earlier turn read is a prompt's own", "viewer/parts.py",
+        'known[holder], length = max(known[holder], length), min(length, paths[holder]["shared"])',
+        "known[holder] = max(known[holder], length)", "tests/viewer/test_page.py -k earlier_turns",
+    ),
+    Mutation(
         "token columns are as long as the distinct tokens", "monitor/rollout_log.py",
         'length = len(row["completion_ids"])', 'length = row["num_tokens"]',
         f"{EPISODE_RECORDS}::test_calls_of_several_paths_have_what_was_computed_for_them",

@@ -68,12 +68,15 @@ def episode_row(
         group: Index of its group.
         member: Index in its group.
         advantages: Of each turn.
-        returns: From each turn on. Default: the undiscounted sum of the environment's rewards.
+        returns: From each turn on. Default: the undiscounted sum of the environment's rewards that had not been given when
+            it was asked for.
         values: The critic's, of the state before each turn.
     """
     turn_ids = np.full(len(trajectory.completion_ids), NO_TURN, dtype=np.int16)
     if returns is None:
-        returns = np.cumsum(trajectory.rewards[::-1])[::-1].tolist()
+        to_go = np.cumsum(trajectory.rewards[::-1])[::-1].tolist()
+        firsts = (k if turn.rewarded is None else turn.rewarded for k, turn in enumerate(trajectory.turns))
+        returns = [to_go[first] for first in firsts]
     turns = []
     parents = None if trajectory.paths is None else trajectory.parents
     for k, turn in enumerate(trajectory.turns):

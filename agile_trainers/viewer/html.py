@@ -32,7 +32,8 @@ from agile_trainers.viewer.parts import (
 )
 
 SCRIPTS = (
-    "text.js", "data.js", "marks.js", "charts.js", "timeline.js", "episode.js", "pages.js", "episodes.js", "main.js",
+    "text.js", "data.js", "marks.js", "charts.js", "timeline.js", "paths.js", "episode.js", "pages.js", "episodes.js",
+    "main.js",
 )  # fmt: skip
 """The script, in the order in which its files are joined."""
 PART_BYTES = 300_000
@@ -156,6 +157,7 @@ def _batches(run: RunRecords, section: Section) -> Iterator[list[tuple[str, dict
         # Tokens dominate, at about 30 characters of JSON; an exact count would encode everything twice.
         grown = (
             30 * len(shown["ids"])
+            + 8 * sum(len(path["ids"]) for path in shown.get("paths") or ())
             + sum(len(str(turn["observation"])) for turn in shown["turns"])
             + len(str(shown["prompt"]))
         )

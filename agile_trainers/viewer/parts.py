@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agile_trainers.records.reader import RecordsError, RunRecords
+from agile_trainers.records.schema import ADDED
 from agile_trainers.types import StopReason
 from agile_trainers.viewer.labels import labels, seed_sets
 
@@ -227,7 +228,38 @@ def detail(record: dict[str, Any]) -> dict[str, Any]:
         for turn in record["turns"]
     ]
     shown = {name: record.get(name) for name in (*_TOKENS, "row", "error", "prompt", "reset_info", "prompt_ids")}
+    if any(turn.get("path") is not None for turn in record["turns"]):
+        shown |= {"paths": record["paths"]}
+        for turn, found, extra in zip(turns, record["turns"], _prompts(record), strict=True):
+            turn |= {name: found[name] for name in ADDED} | extra
     return {**shown, "ids": record.get("completion_ids") or [], "turns": turns}
+
+
+def _prompts(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Say of each turn how much of its prompt earlier turns read or wrote, and number the prompts by their tokens.
+
+    ``seen`` is the number of tokens that the prompt shares with a prompt and answer of an earlier turn, ``samePrompt`` a
+    number that turns with the same prompt have in common. Both are None where the tokens were left out.
+    """
+    paths = record["paths"]
+    if paths is None:
+        return [{"seen": None, "samePrompt": None} for _ in record["turns"]]
+    known, numbers, found = [0] * len(paths), dict[tuple[int, int], int](), []
+    for turn in record["turns"]:
+        path, length = turn["path"], turn["place"]
+        while known[path] <= paths[path]["shared"] and paths[path]["of"] is not None:  # nothing of its own is known
+            path, length = paths[path]["of"], min(length, paths[path]["shared"])
+        seen = min(length, known[path])
+        path, length = turn["path"], turn["place"]
+        while length <= paths[path]["shared"] and paths[path]["of"] is not None:  # the path that stores its last token
+            path = paths[path]["of"]
+        found.append({"seen": seen, "samePrompt": numbers.setdefault((path, length), len(numbers))})
+        holder: int | None = turn["path"]
+        length += turn["end"] - turn["start"]
+        while holder is not None:
+            known[holder], length = max(known[holder], length), min(length, paths[holder]["shared"])
+            holder = paths[holder]["of"]
+    return found
 
 
 def turn_advantage(record: dict[str, Any], turn: dict[str, Any]) -> float | None:
@@ -243,6 +275,7 @@ def turn_advantage(record: dict[str, Any], turn: dict[str, Any]) -> float | None
 def pieces(vocabulary: dict[int, tuple[bytes, bool]], episodes: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the tokens that episodes use: the bytes of each as a text of as many characters, and whether it is special."""
     used = {token for episode in episodes for token in (*episode["ids"], *(episode["prompt_ids"] or ()))}
+    used |= {token for episode in episodes for path in episode.get("paths") or () for token in path["ids"]}
     return {
         str(token): [vocabulary[token][0].decode("latin-1"), int(vocabulary[token][1])]
         for token in sorted(used)

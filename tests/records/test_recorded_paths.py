@@ -59,7 +59,7 @@ def test_an_episode_of_several_paths_comes_back(tmp_path: Path) -> None:
         1.75,
     )  # 14 tokens, 2 of the first prompt
     assert [path_ids(found["paths"], k) for k in range(4)] == asked_again().paths
-    assert [turn["return"] for turn in found["turns"]] == [1.75, 1.75, 1.25, 1.25, 1.0]
+    assert [turn["return"] for turn in found["turns"]] == [1.75, 1.75, 1.75, 1.25, 1.0]
 
 
 def test_an_ordinary_episode_has_none_of_it(tmp_path: Path) -> None:

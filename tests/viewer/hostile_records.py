@@ -82,6 +82,13 @@ def hostile_columns(folder: Path) -> list[str]:
         for a, b in ((-9, 10**9), (10**9, -9), (None, 1))
     ]
     rows += [{**SOUND, "turn_ids": ids, "completion_ids": [None, 10**9, -1]} for ids in ([99, -7], None, [None] * 9)]
+    of_paths = {**SOUND["turns"][0], "end": 1, "path": 0, "place": 0, "rewarded": -5, "fork": MARKUP, "text": MARKUP}
+    rows += [
+        {**SOUND, "turns": [{**of_paths, "messages": json.dumps(said)}, {**of_paths, "parent": 0}, of_paths],
+         "paths": [{"of": None, "shared": 0, "ids": [2, 10**9, -1]}, {"of": 0, "shared": 3, "ids": []}]}
+        for said in [*VALUES, MARKUP, [{"role": {"toString": 0}, "content": MARKUP}]]
+    ]  # fmt: skip
+    rows += [{**SOUND, "turns": [{**of_paths, "path": value, "place": value}] * 3} for value in (-7, 10**9, None)]
     rows += [{**SOUND, name: 10**15} for name in ("step", "generation", "group", "member", "seed")]
     rows += [{**SOUND, "return": value} for value in (float("nan"), float("inf"), 1e300, None)]
     table = pa.Table.from_pylist([dict.fromkeys(EPISODE.names) | row for row in rows], schema=EPISODE)

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 from agile_trainers.records.digests import digest_entry
 from agile_trainers.records.schema import VOCABULARY
 from agile_trainers.records.writer import RecordWriter, episode_row
-from agile_trainers.types import StopReason, Trajectory, Turn
+from agile_trainers.rollout.forest import Call, forest
+from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
 END = 256
 """Token that ends a turn; the tokens below are bytes."""
@@ -55,6 +56,54 @@ def play(
         turns[-1].info["success"] = success
     messages = [{"role": "system", "content": "You play."}, {"role": "user", "content": prompt}]
     return Trajectory(byte_tokens(prompt)[:500], ids, logprobs, turns, stop, messages, seed=seed, **changes)
+
+
+def program(noise: random.Random | None = None, secret: int = 7) -> Trajectory:
+    """An agent that asks again, asks two helpers at once, replaces its history by a summary, and answers."""
+    noise, calls = noise or random.Random(0), list[Call]()
+    start: list[Message] = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Find the number."}]
+
+    def rendered(messages: list[Message]) -> list[int]:
+        return byte_tokens("".join(f"{one['role']}: {one['content']}\n" for one in messages) + "assistant: ")
+
+    def call(prompt: list[int], text: str, **fields: Any) -> list[int]:
+        answer = [*byte_tokens(text), END]
+        calls.append(Call(prompt, answer, [-noise.expovariate(2) for _ in answer], text, **fields))
+        return prompt + answer
+
+    first = rendered(start)
+    call(first, "I gues 5", observation="no guess was found")
+    main = call(first, "guess 5", fork="asked again: no guess", observation="higher", reward=0.25)
+    main = call(main + byte_tokens("\nuser: higher\nassistant: "), "ask the helpers", observation="asked")
+    helper: list[Message] = [{"role": "user", "content": "A number is above 5. Say one."}]
+    for text in ("6", "eight"):
+        call(rendered(helper), text, fork="helper", rewarded=3, messages=helper)
+    main += byte_tokens("\nuser: they say 6 and eight\nassistant: ")
+    call(main, "Known: above 5; 6 and eight were said.", observation="")
+    summary = [*start, {"role": "user", "content": "Known: above 5; 6 and eight were said."}]
+    last = call(rendered(summary), "guess 6", fork="summary", messages=summary, observation="higher")
+    call(last + byte_tokens("\nuser: higher\nassistant: "), f"guess {secret}", observation="correct", reward=1.0)
+    calls[-1].info["success"] = True
+    return forest(calls, StopReason.TERMINATED, last=byte_tokens("\nuser: correct"), prompt=start, seed=3, linear=False)
+
+
+def forest_run(folder: Path, *, members: int = 4) -> Path:
+    """A run of one step whose episodes are of :func:`program`, the last an ordinary one. Returns its folder."""
+    noise = random.Random(1)
+    writer = RecordWriter(
+        folder, {"run": "20260101-000000-f0f0", "algorithm": "grpo", "environment": "guess", "seed": 0}
+    )
+    write_vocabulary(writer.folder)
+    rows = []
+    for member in range(members):
+        game = program(noise) if member < members - 1 else play(["7"], ["correct"], [1.0], success=True, noise=noise)
+        advantages = [noise.gauss(0, 1) for _ in game.turns]
+        row = episode_row(
+            game, phase="train", index=member, generation=0, group=0, member=member, advantages=advantages
+        )
+        rows.append(trained(row, noise))
+    writer.write_train(0, rows)
+    return writer.folder
 
 
 def trained(row: dict[str, Any], noise: random.Random) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import http.client
 import json
+import random
 import re
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from written_page import Page
 
 from agile_trainers.cli.main import main
 from agile_trainers.records.reader import RunRecords, open_records
+from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.types import StopReason
 from agile_trainers.viewer.html import SCRIPTS, write_page
 from agile_trainers.viewer.parts import (
@@ -90,6 +92,29 @@ def test_an_outline_is_short_and_says_what_episodes_start_from(tmp_path: Path) -
     assert outlines[0]["turns"][0]["text"] == "x" * OUTLINE_TEXT + "…"
     starts = [figures(record)["start"] for record in records.episodes()]
     assert starts[0] == starts[1] and len(set(starts)) == 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_earlier_turns_read_of_a_prompt_is_counted(seed: int, tmp_path: Path) -> None:
+    """Of 12 prompts of two symbols: by comparison with every earlier prompt and answer."""
+    noise = random.Random(seed)
+    calls = [Call(noise.choices(range(2), k=noise.randint(1, 6)), [noise.randint(0, 1)], [-1.0]) for _ in range(12)]
+    (records,) = open_records(run_of(tmp_path, [forest(calls, StopReason.TERMINATED)]))
+    (record,) = records.episodes()
+    found = detail(record)["turns"]
+    for k, call in enumerate(calls):
+        whole = [[*one.prompt_ids, *one.answer_ids] for one in calls[:k]]
+        lengths = [n for one in whole for n in range(7) if one[:n] == call.prompt_ids[:n] and n <= len(call.prompt_ids)]
+        assert found[k]["seen"] == max(lengths, default=0)
+        same = [found[j]["samePrompt"] == found[k]["samePrompt"] for j in range(12)]
+        assert same == [one.prompt_ids == call.prompt_ids for one in calls]
+
+
+def test_an_ordinary_episode_has_no_entries_of_paths(tmp_path: Path) -> None:
+    (records,) = open_records(run_of(tmp_path, [play(["a"], ["b"], [0.0])]))
+    (record,) = records.episodes()
+    shown = detail(record)
+    assert "paths" not in shown and not {"path", "parent", "seen"} & set(shown["turns"][0])
 
 
 def test_numbers_that_json_does_not_have_are_texts() -> None:

@@ -83,10 +83,13 @@ function episodePane(run, row, episode) {
     return left + size > 0;
   };
   const turns = episode.turns.map((turn, k) => turnBlock(episode, turn, k, draw));
+  const branched = hasPaths(episode);
   const pane = h("article.episode", { "aria-label": `Episode ${run.idOf(row)}` },
     episodeHead(run, row, episode),
     promptBlock(episode),
+    branched ? pathTree(episode, (k) => turns[k].scrollIntoView({ block: "start" })) : null,
     turns,
+    afterLast(episode),
     h("p.ending", {}, h("strong", {}, `Stopped: ${words(run.get("stop", row))}. `), VIEW.index.stop_reasons[run.get("stop", row)] || ""),
     episode.error ? h("pre.error", {}, asText(episode.error)) : null,
   );
@@ -128,7 +131,7 @@ function episodeHead(run, row, episode) {
   const facts = [
     ["return", number(run.get("return", row))],
     ["turns", number(run.get("num_turns", row))],
-    ["tokens", count(episode.ids.length)],
+    ["tokens", count(episode.paths ? run.get("num_tokens", row) : episode.ids.length)],
     ["clipped tokens", (episode.clipped || []).some((value) => typeof value === "boolean") ? percent(clippedShare(episode)) : null],
     ["environment", run.environment(row)],
     ["seed", run.get("seed", row)],
@@ -160,8 +163,10 @@ function promptBlock(episode) {
   return h("div.prompt", { role: "group", "aria-label": "Prompt" },
     messages.map((message) => messageBlock(asText(message?.role ?? "prompt"), message?.content ?? message)),
     hasContent(episode.reset_info) ? h("details", {}, h("summary", {}, "info of reset"), longText(info, "the info of reset")) : null,
-    episode.prompt_ids?.length ? tokensOnDemand(`${count(episode.prompt_ids.length)} prompt tokens`, (box) =>
-      showTokens(box, { ids: episode.prompt_ids, pieces: episode.pieces }, 0, episode.prompt_ids.length), "foreign") : null);
+    episode.prompt_ids?.length ? tokensOnDemand(`${count(episode.prompt_ids.length)} prompt tokens`, (box) => {
+      box.ids = episode.prompt_ids;
+      showTokens(box, { ids: episode.prompt_ids, pieces: episode.pieces }, 0, episode.prompt_ids.length);
+    }, "foreign") : null);
 }
 
 const hasContent = (value) => value && (typeof value !== "object" || Object.keys(value).length > 0);
@@ -193,6 +198,8 @@ function turnBlock(episode, turn, k, draw) {
   return h(drawn ? "div.turn" : "div.turn.later", { id: `turn-${k}`, role: "group", "--hue": `var(--turn-${k % 6})`, "aria-label": `Turn ${k + 1}` },
     h("h2", {}, h("span.number", {}, String(k + 1)), h("span.who", {}, "model"), cut,
       h("span.numbers", {}, facts.map(([name, text]) => h("span", {}, `${name} `, h("b", {}, text))))),
+    hasPaths(episode) ? h("p.note", {}, originOf(episode, k).join(" · ")) : null,
+    typeof turn.path === "number" ? wholePrompt(episode, turn, k) : null,
     unknown || !has ? longText(asText(turn.text), `turn ${k + 1}`) : null,
     tokens,
     answered === null || answered === undefined ? null
@@ -206,8 +213,8 @@ function turnBlock(episode, turn, k, draw) {
 function showToken(episode, k, element) {
   for (const one of document.querySelectorAll(".t.at")) one.classList.remove("at");
   element.classList.add("at");
-  const foreign = element.closest(".foreign") !== null;
-  const id = foreign ? episode.prompt_ids[k] : episode.ids[k];
+  const foreign = element.closest(".foreign");
+  const id = foreign ? foreign.ids[k] : episode.ids[k];
   const [bytes, special] = episode.pieces[id] || ["", 0];
   const turn = foreign ? null : turnOf(episode, k);
   const hex = [...bytes].map((byte) => byte.charCodeAt(0).toString(16).toUpperCase().padStart(2, "0")).join(" ");

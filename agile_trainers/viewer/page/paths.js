@@ -1,0 +1,150 @@
+// Episodes of several paths: which turn goes on from which, where a path begins and why, and whole prompts.
+
+/** Whether an episode's turns do more than go on from each other. */
+const hasPaths = (episode) => episode.turns.some((turn, k) => typeof turn.path === "number" && (turn.parent ?? -1) !== k - 1);
+
+/** The first turn that goes on from each turn; none for the others. */
+function following(turns) {
+  const found = new Map();
+  turns.forEach((turn, k) => {
+    if (typeof turn.parent === "number" && !found.has(turn.parent)) found.set(turn.parent, k);
+  });
+  return found;
+}
+
+/** The turns of the last turn's conversation. One whose messages begin anew holds those before it in them. */
+function lastConversation(turns) {
+  const found = new Set();
+  for (let k = turns.length - 1; typeof k === "number" && k >= 0; k = turns[k].messages ? null : turns[k].parent) found.add(k);
+  return found;
+}
+
+/** The column of each turn: it stays in its parent's unless another turn went on there; columns of ended paths are used again. */
+function columnsOf(turns) {
+  const next = following(turns);
+  const columns = [];
+  const taken = []; // of each column, the last row up to which it is used
+  turns.forEach((turn, k) => {
+    const parent = typeof turn.parent === "number" ? turn.parent : null;
+    if (parent !== null && next.get(parent) === k) {
+      columns.push(columns[parent]);
+      return;
+    }
+    let end = k;
+    while (next.has(end)) end = next.get(end);
+    const free = taken.findIndex((row) => row < (parent ?? k));
+    const column = free < 0 ? taken.length : free;
+    taken[column] = end;
+    columns.push(column);
+  });
+  return columns;
+}
+
+const list = (turns) => `${turns.length > 1 ? "turns" : "turn"} ${turns.slice(0, 6).map((k) => k + 1).join(", ")}${turns.length > 6 ? ` and ${turns.length - 6} more` : ""}`;
+
+/** What tells a turn of several paths from one that goes on from the turn before it, as short texts; the first is the program's. */
+function originOf(episode, k) {
+  const { turns } = episode;
+  const turn = turns[k];
+  const others = turns.map((_, j) => j).filter((j) => j !== k);
+  const same = others.filter((j) => j < k && turn.samePrompt !== null && turns[j].samePrompt === turn.samePrompt);
+  const atOnce = others.filter((j) => turn.rewarded !== null && turns[j].rewarded === turn.rewarded);
+  const again = others.filter((j) => j > k && turn.samePrompt !== null && turns[j].samePrompt === turn.samePrompt && !atOnce.includes(j));
+  const last = k === turns.length - 1;
+  const alone = turn.seen ? `shares its first ${count(turn.seen)} tokens with earlier turns` : "a prompt of its own";
+  return [
+    turn.fork ? asText(turn.fork) : null,
+    typeof turn.parent === "number" ? `goes on from turn ${turn.parent + 1}` : k && !same.length ? alone : null,
+    same.length ? `the same prompt as ${list(same)}` : null,
+    atOnce.length ? `at once with ${list(atOnce)}` : null,
+    again.length ? `asked again: ${list(again)}` : null,
+    last || following(turns).has(k) ? null : "nothing goes on from this answer",
+  ].filter(Boolean);
+}
+
+const ROW = 40;
+
+/** The turns in order of time, from top to bottom, and their paths, from left to right. `open` shows a turn. */
+function pathTree(episode, open) {
+  const { turns } = episode;
+  const columns = columnsOf(turns);
+  const kept = lastConversation(turns);
+  const most = Math.max(...columns) + 1;
+  const step = Math.min(18, 200 / most);
+  const [x, y] = [(k) => 12 + columns[k] * step, (k) => k * ROW + ROW / 2];
+  const width = 24 + (most - 1) * step;
+  const lines = turns.map((turn, k) => {
+    const from = turn.parent;
+    if (typeof from !== "number") return null;
+    const bend = `C${x(k)},${y(from) + ROW / 2} ${x(k)},${y(from) + ROW / 2} ${x(k)},${y(from) + ROW}`;
+    return svg("path", { class: "edge", d: `M${x(from)},${y(from)} ${columns[from] === columns[k] ? "" : bend} L${x(k)},${y(k)}` });
+  });
+  const dots = turns.map((_, k) => svg("circle", {
+    class: kept.has(k) ? "dot" : "dot aside", cx: x(k), cy: y(k), r: 6, "--hue": `var(--turn-${k % 6})`,
+  }));
+  const rows = turns.map((turn, k) => {
+    const [first, ...more] = originOf(episode, k);
+    const about = [turn.fork ? h("b", {}, first) : first, ...more].filter(Boolean);
+    return h("li", {}, h("button.call", { onclick: () => open(k), title: shortened(asText(turn.text), 1000) },
+      h("span.number", { "--hue": `var(--turn-${k % 6})` }, String(k + 1)),
+      h("span.snippet", {}, shortened(asText(turn.text), 300) || "(nothing)"),
+      h("span.about", {}, about.flatMap((one, place) => (place ? [" · ", one] : [one])))));
+  });
+  return h("div.tree", { role: "group", "aria-label": "Turns by time and path" },
+    h("p.legend", {}, `${count(turns.length)} turns on ${count(Math.max(...turns.map(({ path }) => path ?? 0)) + 1)} paths, in the order in which they were asked for. `,
+      h("span", {}, h("i.dot-key", { "aria-hidden": "true" }), " in the last turn's conversation"),
+      h("span", {}, h("i.dot-key.aside", { "aria-hidden": "true" }), " beside it")),
+    h("div.calls", { "--width": `${width}px` },
+      svg("svg", { width, height: turns.length * ROW, "aria-hidden": "true" }, lines, dots),
+      h("ol", {}, rows)));
+}
+
+/** The tokens of a path up to one of them; what it shares with an earlier path is stored there. */
+function pathIds(paths, path, length) {
+  const parts = [];
+  for (let at = path; at !== null && at !== undefined; at = paths[at].of) {
+    const { ids, shared } = paths[at];
+    if (length > shared) parts.unshift(ids.slice(0, length - shared));
+    length = Math.min(length, shared);
+  }
+  return parts.flat();
+}
+
+/** Folds with what a turn was sampled after: messages, and the tokens with those apart that earlier turns read or wrote. */
+function wholePrompt(episode, turn, k) {
+  const messages = Array.isArray(turn.messages) ? turn.messages : null;
+  const said = messages && h("details", {
+    ontoggle: (event) => {
+      if (!event.target.open || event.target.childNodes.length > 1) return;
+      event.target.append(...messages.map((message) => messageBlock(asText(message?.role ?? "message"), message?.content ?? message)));
+    },
+  }, h("summary", {}, `${count(messages.length)} message${messages.length === 1 ? "" : "s"} of the prompt`));
+  if (!episode.paths || k === 0) return [said];
+  const { place, seen } = turn;
+  const title = `${count(place)} prompt tokens, ${seen === place ? "all" : seen ? count(seen) : "none"} of them as in earlier turns`;
+  const show = (box) => {
+    const ids = pathIds(episode.paths, turn.path, place);
+    const part = (about, start, end) => {
+      if (start === end) return;
+      const tokens = h("div.tokens.foreign", { dir: "auto" });
+      tokens.ids = ids;
+      showTokens(tokens, { ids, pieces: episode.pieces }, start, end);
+      box.append(h(start ? "div.own" : seen ? "div.shared" : "div.own", {}, h("p.role", {}, about), tokens));
+    };
+    part(`${count(seen)} tokens as in earlier turns`, 0, seen);
+    part(`${count(place - seen)} tokens of this prompt alone`, seen, place);
+  };
+  return [said, tokensOnDemand(title, show, "whole")];
+}
+
+/** The tokens that follow the last answer on its path, such as the observation that ended an episode. */
+function afterLast(episode) {
+  const last = episode.turns[episode.turns.length - 1];
+  if (!episode.paths || !last || typeof last.path !== "number") return null;
+  const ids = pathIds(episode.paths, last.path, Infinity);
+  const end = last.place + last.end - last.start;
+  return end < ids.length ? tokensOnDemand(`${count(ids.length - end)} tokens after the last answer`, (box) => {
+    box.ids = ids;
+    showTokens(box, { ids, pieces: episode.pieces }, end, ids.length);
+  }, "foreign") : null;
+}

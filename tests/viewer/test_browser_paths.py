@@ -1,0 +1,93 @@
+"""Episodes of several paths on the viewer's page, in a real Chromium (``make test-viewer``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_records import forest_run
+from written_page import shoot, texts
+
+from agile_trainers.records.reader import open_records
+from agile_trainers.viewer.html import write_page
+
+pytestmark = pytest.mark.browser
+Visit = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = forest_run(tmp_path_factory.mktemp("forest"))
+    return write_page(open_records(folder), folder / "view.html").path
+
+
+ABOUT = [
+    "asked again: turn 2 · nothing goes on from this answer",
+    "asked again: no guess · the same prompt as turn 1",
+    "goes on from turn 2",
+    "helper · a prompt of its own · at once with turn 5 · nothing goes on from this answer",
+    "helper · the same prompt as turn 4 · at once with turn 4 · nothing goes on from this answer",
+    "goes on from turn 3 · nothing goes on from this answer",
+    "summary · shares its first 41 tokens with earlier turns",
+    "goes on from turn 7",
+]
+
+
+def test_the_tree_says_what_goes_on_from_what_and_why(page_file: Path, visit: Visit) -> None:
+    page = visit(page_file, "#episode/0/0")
+    assert texts(page, ".call .about") == texts(page, ".turn > .note") == ABOUT
+    assert texts(page, ".call .snippet")[:3] == ["I gues 5", "guess 5", "ask the helpers"]
+    kept = [page.locator(".dot").nth(k).get_attribute("class") == "dot" for k in range(8)]
+    assert kept == [False] * 6 + [True] * 2  # the summary's messages hold what was before
+    columns = page.locator(".dot").evaluate_all("dots => dots.map((dot) => Number(dot.getAttribute('cx')))")
+    assert columns == [12, 12, 12, 30, 30, 12, 12, 12]
+    assert page.locator(".edge").count() == 3 and "5 paths" in texts(page, ".tree .legend")[0]
+    page.locator(".call").nth(2).click()
+    top = page.locator("#turn-2").bounding_box()["y"]
+    assert 0 <= top < 120
+
+
+def test_the_whole_prompt_of_a_turn_opens_with_what_is_shared_apart(page_file: Path, visit: Visit) -> None:
+    page = visit(page_file, "#episode/0/0")
+    fold = page.locator("#turn-2 > details")
+    assert fold.locator("summary").inner_text() == "85 prompt tokens, 60 of them as in earlier turns"
+    fold.locator("summary").click()
+    shared = fold.locator(".shared .tokens").inner_text().replace("↵", "")
+    own = fold.locator(".own .tokens").inner_text().replace("↵", "")
+    assert shared.startswith("system: You play.\nuser: Find the number.\nassistant: guess 5")
+    assert own == "\nuser: higher\nassistant: "
+    fold.locator(".own .t").nth(1).hover()
+    about = dict(zip(texts(page, "#token dt"), texts(page, "#token dd"), strict=True))
+    assert (about["token"], about["bytes"], about["position"]) == (str(ord("u")), "75", "61")
+    assert about["turn"] == "none: not sampled"
+    said = page.locator("#turn-6 > details").first
+    assert said.locator("summary").inner_text() == "3 messages of the prompt"
+    said.locator("summary").click()
+    assert texts(page, "#turn-6 > details .message .text") == [
+        "You play.", "Find the number.", "Known: above 5; 6 and eight were said.",
+    ]  # fmt: skip
+    page.locator("article > details > summary").click()
+    assert page.locator("article > details .tokens").inner_text().replace("↵", "") == "\nuser: correct"
+    # Tokens that were sampled keep their colours, those of prompts have none.
+    assert page.locator("#turn-2 > .tokens .t.pos, #turn-2 > .tokens .t.neg").count() == 16
+    assert page.locator("#turn-2 .shared .t.given").count() == 60
+
+
+def test_an_ordinary_episode_looks_as_before(page_file: Path, visit: Visit) -> None:
+    page = visit(page_file, "#episode/0/3")
+    assert page.locator(".tree").count() == page.locator(".turn > .note").count() == 0
+    assert texts(page, "details > summary") == ["15 prompt tokens", "info", "15 tokens between the actions"]
+    page.locator("details > summary").first.click()
+    page.locator(".foreign .t").first.hover()
+    assert texts(page, "#token dd")[:2] == [str(ord("G")), "47"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pictures_of_a_tree(page_file: Path, visit: Visit, width: int, scheme: str) -> None:
+    page = visit(page_file, "#episode/0/0", width=width, scheme=scheme)
+    page.locator("#turn-2 > details > summary").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    shoot(page, f"paths_{scheme}_{width}")
