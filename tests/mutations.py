@@ -322,7 +322,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gap between sampler and trainer is rounded twice", "records/schema.py",
-        "return _on_grid(sampled) + _on_grid(trained - sampled)", "return _on_grid(trained)",
+        "return _on_grid(sampled) + _on_grid(gap), hidden", "return _on_grid(trained), hidden",
         f"{RECORDS}::test_numbers_keep_their_stated_precision",
     ),
     Mutation(
@@ -723,6 +723,19 @@ MUTATIONS = [
     Mutation(
         "a rollout that ran out of memory is played with as many rows again", "sampling/sampler.py",
         "self.rows = rows // 2", "self.rows = rows - 1", "tests/trainers/test_out_of_memory.py -k half_of_its_rows",
+    ),
+    Mutation(
+        "the rows of a rollout leave no room for the optimizer", "step/token_batches.py",
+        "return self._free() - self._to_come(self._accelerator.unwrap_model(self._model))", "return self._free()",
+        "tests/trainers/test_on_a_pretended_gpu.py -k decodes_as_many",
+    ),
+    Mutation(
+        "a process that halved its rows goes on with them alone", "sampling/sampler.py",
+        "self.rows = self._fewest(self.rows)", "pass", "tests/trainers/test_out_of_memory.py -k two_processes",
+    ),
+    Mutation(
+        "a resumed run decodes other episodes at the same time", "checkpoints/record.py",
+        '"rows": rollout.rows,', '"rows": None,', "tests/trainers/test_out_of_memory.py -k resumed",
     ),
     Mutation(
         "an engine's profile run reads the whole context", "rollout/generators/checks.py",

@@ -103,7 +103,7 @@ _WATCH = Fields(
 )
 POSITION_FORM = Fields(
     {
-        "generation": Count, "position": Count, "pass_tokens": (Count, None),
+        "generation": Count, "position": Count, "pass_tokens": (Count, None), "rows": (Count, None),
         "geometry": Fields({"processes": Count}, required=("processes",)),
         "watch": (Fields({}, only=True), _WATCH),
         "skipped_steps": Fields({"skipped": Count, "in_a_row": Count}, only=True),

@@ -75,6 +75,8 @@ class RolloutState:
     """Counters of a :class:`~agile_trainers.monitor.nonfinite.StepGuard`."""
     pass_tokens: int | None = None
     """Tokens of a forward pass of the update; None if that is not decided."""
+    rows: int | None = None
+    """Episodes that are decoded at the same time; None for all."""
     episodes: list[dict[str, Any]] = field(default_factory=list)
     """Records of the current generation batch, rows of :data:`agile_trainers.records.schema.EPISODE`."""
     packing: dict[str, Any] = field(default_factory=dict)
@@ -384,6 +386,7 @@ class RunCheckpoints:
                 "watch": rollout.watch,
                 "skipped_steps": rollout.skipped_steps,
                 "pass_tokens": rollout.pass_tokens,
+                "rows": rollout.rows,
                 "packing": rollout.packing,
                 "tasks": rollout.tasks,
                 "geometry": self._geometry(),
@@ -406,7 +409,7 @@ class RunCheckpoints:
             except (SafetensorError, ValueError, OSError) as error:
                 raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
         steps = state["generation"] * self._every + state["position"]
-        others = state.get("watch", {}), state.get("skipped_steps", {}), state.get("pass_tokens")
+        others = state.get("watch", {}), state.get("skipped_steps", {}), state.get("pass_tokens"), state.get("rows")
         return RolloutState(steps, micro_batches, *others, episodes, state.get("packing", {}), state.get("tasks", {}))
 
     def at_epoch(self, sampler: Any) -> Any:

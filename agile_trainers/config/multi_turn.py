@@ -175,8 +175,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     generation_chunk_size: int | None = option(
         None,
-        "Number of episodes that are decoded at once; with a vLLM server, concurrent requests of a process. Default: all; "
-        "with vLLM those of one generation batch.",
+        "Number of episodes that are decoded at once; with a vLLM server, concurrent requests of a process. Default: all, "
+        "on a GPU as many as fit into its memory; with vLLM those of one generation batch.",
     )
     num_eval_episodes: int = option(128, "Episodes of one evaluation, over all processes.")
     eval_greedy: bool = option(False, "Evaluate with the likeliest token instead of sampling.")

@@ -124,14 +124,12 @@ def to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
     columns = []
     for field in EPISODE:
         values = [row[field.name] for row in rows]
-        if field.name == "logprobs":
-            values = [_near(row["sampling_logprobs"], value) for row, value in zip(rows, values)]
         if field.name == "turns":
             columns.append(pa.array([[_turn(turn) for turn in turns] for turns in values], type=field.type))
         elif field.name == "paths":
             columns.append(pa.array(values, type=field.type))
         elif pa.types.is_list(field.type):
-            columns.append(_token_column(field.name, field.type.value_type, values))
+            columns.append(_token_column(field.name, field.type.value_type, rows))
         elif pa.types.is_string(field.type):
             columns.append(pa.array([None if text is None else encodable(text) for text in values], type=field.type))
         else:
@@ -143,38 +141,51 @@ def _turn(turn: dict[str, Any]) -> dict[str, Any]:
     return {name: encodable(value) if isinstance(value, str) else value for name, value in turn.items()}
 
 
-def _near(sampled: Any, trained: Any) -> Any:
-    """Round a trainer's log-probabilities so that their gap to the sampler's rounded ones is the rounded gap."""
-    if trained is None:
-        return None
-    sampled, trained = _masked(sampled, np.float64), _masked(trained, np.float64)
-    return _on_grid(sampled) + _on_grid(trained - sampled)
-
-
-def _token_column(name: str, kind: pa.DataType, values: list[Any]) -> pa.ListArray:
-    """Make a list column from one sequence of numbers, one masked array or None a row."""
-    flat, lengths = [], np.zeros(len(values), dtype=np.int64)
+def _token_column(name: str, kind: pa.DataType, rows: Sequence[dict[str, Any]]) -> pa.ListArray:
+    """Make a list column of the rows' sequences of numbers, masked arrays or None."""
+    there = [row for row in rows if row[name] is not None]
+    lengths = [0 if row[name] is None else len(row[name]) for row in rows]
     numpy_type = np.dtype(kind.to_pandas_dtype())
-    for place, value in enumerate(values):
-        if value is not None:
-            flat.append(_masked(value, numpy_type))
-            lengths[place] = len(flat[-1])
-    joined = np.ma.concatenate(flat) if flat else np.ma.masked_array(np.zeros(0, dtype=numpy_type))
-    numbers, hidden = np.ma.getdata(joined).astype(numpy_type), np.ma.getmaskarray(joined)
+    if name == "logprobs":
+        numbers, hidden = _near(there)
+        numbers = numbers.astype(numpy_type)
+    else:
+        numbers, hidden = _joined([row[name] for row in there], numpy_type)
     if kind == pa.float32():
         rounded = _on_grid(numbers) if name in _SPLIT_BYTES else significant(numbers, _SIGNIFICANT_BITS[name])
         numbers = np.where(hidden, 0, rounded).astype(np.float32)
-    missing = np.array([*(value is None for value in values), False])
-    offsets = pa.array(np.concatenate([[0], lengths.cumsum()]), mask=missing, type=pa.int32())
+    missing = np.array([*(row[name] is None for row in rows), False])
+    offsets = pa.array(np.cumsum([0, *lengths]), mask=missing, type=pa.int32())
     return pa.ListArray.from_arrays(offsets, pa.array(numbers, mask=hidden, type=kind))
 
 
-def _masked(values: Any, kind: Any) -> Any:
-    """Convert a sequence of numbers, None where there is none, to a masked array."""
-    if isinstance(values, np.ndarray):
-        return np.ma.masked_array(values).astype(kind)
-    hidden = [value is None for value in values]
-    return np.ma.masked_array([0 if value is None else value for value in values], hidden, dtype=kind)
+def _near(rows: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Round the trainer's log-probabilities so that their gap to the sampler's rounded ones is the rounded gap."""
+    sampled, unsampled = _joined([row["sampling_logprobs"] for row in rows], np.float64)
+    trained, untrained = _joined([row["logprobs"] for row in rows], np.float64)
+    hidden = unsampled | untrained
+    gap = np.where(hidden, 0.0, trained) - np.where(hidden, 0.0, sampled)
+    return _on_grid(sampled) + _on_grid(gap), hidden
+
+
+def _joined(values: Sequence[Any], kind: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Put sequences of numbers, None where there is none, and masked arrays behind each other.
+
+    Rows are joined before anything is computed: NumPy's masked arrays cost 20 microseconds an operation.
+
+    Returns:
+        The numbers, and True where there is none.
+    """
+    numbers, hidden = [np.zeros(0, dtype=kind)], [np.zeros(0, dtype=bool)]
+    for value in values:
+        if isinstance(value, np.ndarray):
+            numbers.append(np.ma.getdata(value).astype(kind))
+            hidden.append(np.ma.getmaskarray(value))
+        else:
+            without = [number is None for number in value] if None in value else np.zeros(len(value), dtype=bool)
+            numbers.append(np.array([0 if number is None else number for number in value], dtype=kind))
+            hidden.append(np.asarray(without, dtype=bool))
+    return np.concatenate(numbers), np.concatenate(hidden)
 
 
 def _on_grid(values: Any) -> Any:

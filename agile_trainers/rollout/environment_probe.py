@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -111,10 +112,30 @@ def check_first_prompt(
             f"name it: the info of reset() is {info!r}. Put a string under info['anchor'] in reset() and step(), or "
             "choose advantage_granularity='turn'."
         )
-    length = len(engine.chat.first(engine.render(engine.cut(observation, environment)[0])))
+    length = _prompt_tokens(engine, observation, environment)
     if length >= (room := engine.limits_of(environment).max_model_length):
         of = "" if environment is None else f" of the environment {environment!r}"
         raise ValueError(
             f"The first prompt{of} has {length} tokens and leaves no room to answer within max_model_length={room}. Raise "
             "max_model_length, or shorten the environment's first observation."
         )
+
+
+def planned_tokens(engine: RolloutEngine, starts: Mapping[str | None, ResetResult]) -> int:
+    """Estimate the tokens of the longest conversation, if no observation is longer than the first.
+
+    Args:
+        engine: The trainer's engine, whose limits bound it.
+        starts: What :func:`probe_environment` returned for each environment, by its name.
+    """
+
+    def of(name: str | None, observation: Any) -> int:
+        limits = engine.limits_of(name)
+        turn = _prompt_tokens(engine, observation, name) + limits.max_new_tokens
+        return min(limits.max_turns * turn, limits.max_model_length)
+
+    return max(of(name, observation) for name, (observation, _) in starts.items())
+
+
+def _prompt_tokens(engine: RolloutEngine, observation: Any, environment: str | None) -> int:
+    return len(engine.chat.first(engine.render(engine.cut(observation, environment)[0])))

@@ -17,11 +17,15 @@ from agile_trainers.adapters import gathered_once
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
+from agile_trainers.rollout.generators.transformers.memory import bytes_per_row, fitting_rows
 from agile_trainers.sampling.mismatch import Conditions
 from agile_trainers.sampling.served_policy import SavedAdapter, ServedPolicy
 from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
 
 logger = logging.get_logger(__name__)
+
+_ALL = 1 << 62
+"""Rows of a process that decodes all of its episodes at the same time."""
 
 
 def sampling_settings(args: Any, do_sample: bool = True) -> SamplingSettings:
@@ -99,6 +103,8 @@ class RolloutSampler:
         self._synced = 0, 0.0
         self.rows: int | None = trainer.args.generation_chunk_size
         """Episodes that are decoded at the same time by the transformers generator; None for all of them."""
+        self._room: Callable[[], int] | None = None
+        self._tokens = 0
         self.vllm: ServedPolicy | None = None
         """The policy in a vLLM engine; None without ``use_vllm``."""
         args: Any = trainer.args
@@ -113,8 +119,26 @@ class RolloutSampler:
                 limit if limit < 1 << 30 else None,
             )
         # Make a generator once for its checks of the sampling settings; the first rollout moves the policy.
-        with self._on_transformers(settings) if self.vllm is None else self._on_engine(self.vllm, settings):
-            pass
+        if self.vllm is None:
+            with self._on_transformers(settings) as make:
+                make()
+        else:
+            with self._on_engine(self.vllm, settings):
+                pass
+
+    def bound_by(self, room: Callable[[], int], tokens: int) -> None:
+        """Let the first rollout bound its rows by the memory of a GPU, if ``generation_chunk_size`` does not set them.
+
+        Args:
+            room: Returns the bytes that are free for a rollout, now and later.
+            tokens: Of the longest conversation that is to be expected.
+        """
+        self._room, self._tokens = room, tokens
+
+    def restore(self, rows: int | None) -> None:
+        """Take the rows of a checkpoint: those that fitted, or those that were left when memory had run out."""
+        self.rows = min(rows or _ALL, self.rows or _ALL)
+        self.rows = None if self.rows == _ALL else self.rows
 
     @contextmanager
     def generator(self, do_sample: bool = True, settings: SamplingSettings | None = None) -> Iterator[Generator]:
@@ -124,13 +148,50 @@ class RolloutSampler:
             do_sample: False takes the likeliest token.
             settings: Sampling settings. Default: those of the trainer, with ``do_sample``.
         """
-        settings = settings or sampling_settings(self._trainer.args, do_sample)
-        with self._on_transformers(settings) if self.vllm is None else self._on_vllm(self.vllm, settings) as made:
-            yield made
+        with self.generators(do_sample, settings) as make:
+            yield make()
 
     @contextmanager
-    def _on_transformers(self, settings: SamplingSettings) -> Iterator[Generator]:
-        """Make a generator on the unwrapped policy, in eval mode, as TRL does for its own generation."""
+    def generators(
+        self, do_sample: bool = True, settings: SamplingSettings | None = None
+    ) -> Iterator[Callable[[], Generator]]:
+        """Give a function that makes a generator of the current policy, for each attempt at a rollout.
+
+        All processes enter and leave together, since they gather sharded weights here: one that plays again must not gather
+        alone. Afterwards all have the fewest rows of any of them.
+
+        Args:
+            do_sample: False takes the likeliest token.
+            settings: Sampling settings. Default: those of the trainer, with ``do_sample``.
+        """
+        settings = settings or sampling_settings(self._trainer.args, do_sample)
+        if self.vllm is not None:
+            with self._on_vllm(self.vllm, settings) as made:
+                yield lambda: made
+            return
+        with self._on_transformers(settings) as make:
+            if self.rows is None and self._room is not None and self._trainer.accelerator.device.type == "cuda":
+                self.rows = self._fewest(fitting_rows(self._room(), self._bytes_per_row()))
+            yield make
+        self.rows = self._fewest(self.rows)
+
+    def _bytes_per_row(self) -> int:
+        args: Any = self._trainer.args
+        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        config = base_model(policy).config.get_text_config()
+        return bytes_per_row(config, self._tokens, args.max_new_tokens, compute_dtype(args, policy))
+
+    def _fewest(self, rows: int | None) -> int | None:
+        """Return the fewest rows of all processes."""
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes == 1:
+            return rows
+        fewest = int(accelerator.gather(torch.tensor([rows or _ALL], device=accelerator.device)).min())
+        return None if fewest == _ALL else fewest
+
+    @contextmanager
+    def _on_transformers(self, settings: SamplingSettings) -> Iterator[Callable[[], Generator]]:
+        """Make generators on the unwrapped policy, in eval mode, as TRL does for its own generation."""
         trainer, args = self._trainer, self._trainer.args
         training = trainer.model.training
         with (
@@ -147,7 +208,7 @@ class RolloutSampler:
             model = extract_model_from_parallel(model, keep_torch_compile=False)
             model.eval()
             try:
-                yield TransformersGenerator(
+                yield lambda: TransformersGenerator(
                     model,
                     eos_token_ids=self._engine.chat.eos_token_ids,
                     pad_token_id=self._tokenizer.pad_token_id,

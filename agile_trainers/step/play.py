@@ -43,14 +43,12 @@ class EpisodeRunner:
     def play(self, specs: list[EpisodeSpec]) -> list[Trajectory]:
         """Play episodes, again from their start with fewer at the same time whenever memory runs out."""
         started = time.perf_counter()
-
-        def attempt() -> list[Trajectory]:
-            with self._sampler.generator() as generator:
-                return self._engine.run(specs, generator)
-
-        # No rank waits for another here, so each decides by itself.
-        trajectories = within_memory(attempt, lambda: self._sampler.halve(len(specs)))
-        self.seconds += time.perf_counter() - started
+        with self._sampler.generators() as make:
+            # No rank waits for another here, so each decides by itself whether to play again.
+            trajectories = within_memory(
+                lambda: self._engine.run(specs, make()), lambda: self._sampler.halve(len(specs))
+            )
+            self.seconds += time.perf_counter() - started
         return trajectories
 
 

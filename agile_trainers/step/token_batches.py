@@ -380,15 +380,22 @@ class TokenBatches:
         accelerator = self._accelerator
         if accelerator.device.type != "cuda":
             return _CPU_LIMIT
-        free = torch.cuda.mem_get_info(accelerator.device)[0]
-        free += torch.cuda.memory_reserved(accelerator.device) - torch.cuda.memory_allocated(accelerator.device)
         policy = accelerator.unwrap_model(self._model)
         per_token = bytes_per_token(policy.config.get_text_config(), checkpointing=self._args.gradient_checkpointing)
         if not (self._args.bf16 or self._args.fp16):
             per_token = per_token * policy.dtype.itemsize // 2
-        fits = fitting_tokens(free, self._to_come(policy), per_token)
+        fits = fitting_tokens(self._free(), self._to_come(policy), per_token)
         fitting = torch.tensor([fits], device=accelerator.device)
         return int(accelerator.gather(fitting).min())
+
+    def room(self) -> int:
+        """Return the bytes of this process's GPU that are free, less those that gradients and optimizer will take."""
+        return self._free() - self._to_come(self._accelerator.unwrap_model(self._model))
+
+    def _free(self) -> int:
+        device = self._accelerator.device
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
 
     def _to_come(self, policy: torch.nn.Module) -> int:
         """Return the bytes of gradients and optimizer that this process has not allocated before the first update."""

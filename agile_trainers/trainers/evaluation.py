@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -66,16 +67,17 @@ class EpisodeEvaluator:
         rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
         sample = not (args.eval_greedy if greedy is None else greedy)
         with preserved_random_state():
-            results = within_memory(
-                lambda: play_evaluation(
-                    self._engine,
-                    self._sampler.generator(do_sample=sample),
-                    evaluation_episodes(args.seed, count, rows, self._mixture),
-                    rank=rank,
-                    world_size=world_size,
-                ),
-                lambda: self._sampler.halve(-(-count // world_size)),
-            )
+            with self._sampler.generators(do_sample=sample) as make:
+                results = within_memory(
+                    lambda: play_evaluation(
+                        self._engine,
+                        nullcontext(make()),
+                        evaluation_episodes(args.seed, count, rows, self._mixture),
+                        rank=rank,
+                        world_size=world_size,
+                    ),
+                    lambda: self._sampler.halve(-(-count // world_size)),
+                )
             specs, trajectories = results.specs, results.trajectories
             # TRL gathers the same number of rewards from every process.
             missing = -(-count // world_size) - len(specs)

@@ -63,7 +63,7 @@ from agile_trainers.objectives.advantages import with_advantage
 from agile_trainers.packing.packer import Packer, PackingState
 from agile_trainers.paths import Paths
 from agile_trainers.rollout.engine import RolloutEngine
-from agile_trainers.rollout.environment_probe import check_first_prompt
+from agile_trainers.rollout.environment_probe import check_first_prompt, planned_tokens
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
@@ -374,6 +374,7 @@ class MultiTurnTrainer(GRPOTrainer):
         """Make the parts of a step, in the order in which they run."""
         args, accelerator, engine = self.args, self.accelerator, self.engine
         assert engine is not None
+        self.sampler.bound_by(self.token_batches.room, planned_tokens(engine, setup.first_states))
         self.runner = EpisodeRunner(engine, self.sampler)
         self.rewards = Rewards(
             self._calculate_rewards,
@@ -1039,6 +1040,7 @@ class MultiTurnTrainer(GRPOTrainer):
         run = Path(self._get_output_dir(trial))
         rollout = RolloutState(self._step, self._buffered_inputs, self.health.state(), dict(vars(self.guard)))
         rollout.pass_tokens, rollout.episodes = self.token_batches.budget, self.rollout_log.unfinished
+        rollout.rows = self.sampler.rows
         rollout.packing, rollout.tasks = dict(vars(self.packer.state)), self.rollouts.state()
         with self.checkpoints.saving(run, rollout) as building:
             super()._save_checkpoint(model, trial)
@@ -1086,6 +1088,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.health.restore(rollout.watch)
         self.guard = StepGuard(**rollout.skipped_steps)
         self.token_batches.restore(rollout.pass_tokens)
+        self.sampler.restore(rollout.rows)
         self.packer.state = PackingState(**rollout.packing)
         self.rollouts.restore(rollout.tasks)
         self._restore_rollout(rollout.steps, rollout.micro_batches)

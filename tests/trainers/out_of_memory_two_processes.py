@@ -1,4 +1,4 @@
-"""Memory runs out on the last rank alone: in a rollout, which goes on, and in the next update, which ends all ranks.
+"""Memory runs out on the last rank alone: in a rollout, after which all have its rows, and in an update, which ends all.
 
 Usage: torchrun --nproc_per_node 2 out_of_memory_two_processes.py MODEL OUTPUT
 """
@@ -12,6 +12,7 @@ import torch
 from games import make_trainer
 
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
+from agile_trainers.sampling import sampler
 
 
 def play(model: str, output: Path) -> None:
@@ -25,11 +26,18 @@ def play(model: str, output: Path) -> None:
             raise torch.OutOfMemoryError
         return forward(self, batch)
 
+    gathered, gather = [], sampler.gathered_once
+    sampler.gathered_once = lambda model: gathered.append(model) or gather(model)  # type: ignore[func-returns-value]
     TransformersGenerator._forward = watched  # type: ignore[method-assign]
     trainer.update(trainer.rollout())
     named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     total = sum(p.double().sum().item() for _, p in named)
-    result = {"rows": trainer.sampler.rows, "steps": trainer.state.global_step, "weights": total}
+    result = {
+        "rows": trainer.sampler.rows,
+        "steps": trainer.state.global_step,
+        "weights": total,
+        "gathered": len(gathered),
+    }
     (output / f"rank-{rank}.json").write_text(json.dumps(result))
 
     def run_out(_module: Any, _args: Any, kept: torch.Tensor) -> None:

@@ -18,7 +18,9 @@ from pretended_gpu import GPU, PretendedGPU, on_gpu
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.packing import attention
+from agile_trainers.rollout.environment_probe import planned_tokens
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
+from agile_trainers.rollout.generators.transformers.memory import bytes_per_row
 from agile_trainers.types import Trajectory
 
 
@@ -93,3 +95,31 @@ def test_an_update(gpu, embedded_model, tmp_path, episodes, name):
     waits = Counter(gpu.waits)
     assert all(on_gpu(weight) for weight in trainer.model.parameters())
     assert sum(waits.values()) <= limit, waits.most_common()
+
+
+def test_a_rollout_decodes_as_many_episodes_as_fit_into_free_memory(gpu, embedded_model, tmp_path, monkeypatch):
+    """Free is what gradients and optimizer will leave: three values of 4 bytes for each trained weight."""
+    options = {"use_cpu": False, "optim": "adamw_torch", "max_steps": 2}
+    trainer = make_trainer(embedded_model, tmp_path / "bounded", **options)
+    said = [{"role": "user", "content": trainer.setup.first_states[None][0]}]
+    prompt = trainer.processing_class.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+    tokens = 4 * (len(prompt) + 5)  # turns, each with an observation like the first and an answer
+    assert planned_tokens(trainer.engine, trainer.setup.first_states) == tokens
+    shorter = make_trainer(embedded_model, tmp_path / "shorter", max_model_length=40, **options)
+    assert planned_tokens(shorter.engine, shorter.setup.first_states) == 40
+    each = bytes_per_row(trainer.model.config, tokens, 5, torch.float32)
+    to_come = 3 * 4 * sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
+    forward, rows = TransformersGenerator._forward, []
+    monkeypatch.setattr(
+        TransformersGenerator, "_forward", lambda self, b: (rows.append(len(b.rows)), forward(self, b))[1]
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (to_come + int(3.1 * each / 0.8), 80 * 2**30))
+    played = trainer.rollout()
+    assert trainer.sampler.rows == max(rows) == 3
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * to_come, 80 * 2**30))
+    trainer.rollout()
+    assert trainer.sampler.rows == 3  # decided once
+    expected = make_trainer(embedded_model, tmp_path / "set", generation_chunk_size=3, **options).rollout()
+    assert [(one.completion_ids, one.sampling_logprobs) for one in played] == [
+        (one.completion_ids, one.sampling_logprobs) for one in expected
+    ]

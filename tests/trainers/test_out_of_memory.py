@@ -183,6 +183,19 @@ def test_nothing_is_left_to_halve(embedded_model, tmp_path, monkeypatch):
         trainer.train()
 
 
+def test_a_resumed_run_decodes_as_many_episodes_at_the_same_time(embedded_model, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": False}
+    trainer = make_trainer(embedded_model, tmp_path, **saving)
+    trainer.sampler.halve(8)
+    trainer.train()
+    for option, rows in ((None, 4), (2, 2), (6, 4)):
+        resumed = make_trainer(embedded_model, tmp_path, **saving, generation_chunk_size=option)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        assert resumed.sampler.rows == rows
+    trainer.sampler.restore(None)  # of a checkpoint in which nothing was bounded
+    assert trainer.sampler.rows == 4
+
+
 def test_a_whole_model_says_what_to_lower(embedded_model, tmp_path):
     """Its gradients are as large as itself, and no copy of them is kept."""
     trainer = make_trainer(embedded_model, tmp_path, lora=False, max_tokens_per_micro_batch=500)
@@ -228,12 +241,12 @@ def test_what_an_attempt_did_is_undone():
 
 
 def test_one_of_two_processes(embedded_model, tmp_path):
-    """A rollout goes on with fewer rows on that rank alone; in an update, where ranks wait for each other, all end."""
+    """That rank plays again without gathering again, and all have its rows then; in an update, where they wait, all end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = run([*command, str(SCRIPT), str(embedded_model), str(tmp_path)], timeout=300)
     assert done.returncode != 0
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [one["rows"] for one in ranks] == [None, 2]
+    assert [one["rows"] for one in ranks] == [2, 2] and [one["gathered"] for one in ranks] == [1, 1]
     assert ranks[0]["weights"] == ranks[1]["weights"] and all(one["steps"] == 1 for one in ranks)
     assert done.stderr.count("Forward passes are not made smaller by themselves with several processes.") == 1
     assert not list(tmp_path.glob("survivor-*"))
