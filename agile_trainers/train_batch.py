@@ -183,6 +183,9 @@ class TrainBatch:
         """Copy the rows without anything that is trained on: a forward pass that other ranks wait for."""
         copy = TrainBatch.from_trl(self.to_trl())
         copy.tool_mask, copy.advantages = torch.zeros_like(self.tool_mask), torch.zeros_like(self.advantages)
+        # TRL's metrics take a single column for one value per episode, and would count it.
+        copy.completion_mask = self.completion_mask.clone()
+        copy.completion_mask[:, :2] = 1
         for columns in (copy.turn_columns, copy.token_columns):
             columns |= {name: torch.zeros_like(value) for name, value in columns.items() if value.is_floating_point()}
         return copy

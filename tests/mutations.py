@@ -656,7 +656,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a loss over the micro-batch is split", "trainers/trainer.py",
-        "together=self.loss is not None and", "together=False and", f"{OWN_LOSS} -k never_split",
+        "loss_needs=None if self.loss is None else self.loss_needs", "loss_needs=None", f"{OWN_LOSS} -k never_split",
     ),
     Mutation(
         "an own loss never sees episodes without advantage", "trainers/trainer.py",

@@ -178,3 +178,16 @@ def reference_lambda_returns(episode: Trajectory, values: list[float], final: fl
         else:
             returns[k] = sum(rewards[begins[k] :]) + final
     return returns
+
+
+def ordinary(trajectory: Trajectory) -> Trajectory:
+    """An episode of one path, with the first turn of another one."""
+    turn = dataclasses.replace(trajectory.turns[0], start=0, path=0, place=0)
+    return dataclasses.replace(
+        trajectory,
+        completion_ids=trajectory.completion_ids[: turn.end],
+        sampling_logprobs=trajectory.sampling_logprobs[: turn.end],
+        turns=[turn],
+        paths=None,
+        linear=True,
+    )
