@@ -198,7 +198,7 @@ class TrainBatch:
             loss_type: TRL's; some losses divide by the number of rows or tokens of the micro-batch.
         """
         if loss_type == "bnpo":
-            return float(self.counted.sum().clamp(min=1) / whole.counted.sum().clamp(min=1))
+            return float(self.counted.sum().clamp(min=1).double() / whole.counted.sum().clamp(min=1))
         if loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
             return len(self.prompt_ids) / len(whole.prompt_ids)
         return 1.0  # divided by the tokens of the whole generation batch

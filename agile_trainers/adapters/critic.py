@@ -160,9 +160,10 @@ def read_values(hidden: torch.Tensor, positions: torch.Tensor, head: torch.nn.Li
         head: H to 1.
 
     Returns:
-        (B, N) float32.
+        (B, N) float32, or float64 if the head is.
     """
     weight = head.weight
     picked = hidden.to(weight.device).gather(1, positions.to(weight.device)[..., None].expand(-1, -1, hidden.size(-1)))
     with torch.autocast(weight.device.type, enabled=False):
-        return head(picked.to(weight.dtype))[..., 0].float()
+        values = head(picked.to(weight.dtype))[..., 0]
+        return values.to(torch.promote_types(values.dtype, torch.float32))

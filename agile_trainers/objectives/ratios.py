@@ -26,9 +26,9 @@ def pool_log_probs(
             loss must divide each token's advantage by its turn's length, or a turn's gradient counts that many times.
 
     Returns:
-        (B, T) float32; on tokens outside actions ``log_probs`` itself.
+        (B, T) float32, or float64 if ``log_probs`` are; on tokens outside actions ``log_probs`` itself.
     """
-    log_probs = log_probs.float()
-    old_log_probs = old_log_probs.detach().float()
+    log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
+    old_log_probs = old_log_probs.detach().to(log_probs.dtype)
     pooled = spread_to_tokens(pool_to_turns(log_probs - old_log_probs, turn_ids, num_turns, pooling), turn_ids)
     return torch.where(turn_ids >= 0, old_log_probs + pooled, log_probs)

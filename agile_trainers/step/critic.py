@@ -252,6 +252,7 @@ class Critic:
                 positions = positions.clamp(max=part["completion_ids"].size(1) - 1) + part["prompt_ids"].size(1)
             with self._accelerator.autocast():
                 values = self._packer.values(model, part, positions)
+            read = read.to(values.dtype)
             if (paths := paths_of(part)) is None:
                 read[rows] = values.detach()
             else:  # an episode may be read in several passes

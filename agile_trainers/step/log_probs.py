@@ -28,9 +28,9 @@ class Scores:
     scored: torch.Tensor
     """(B,) bool, the rows that were scored."""
     old: torch.Tensor | None = None
-    """(B, T) float32, under the policy that the update starts from."""
+    """(B, T) float32, or float64 if the model is, under the policy that the update starts from."""
     reference: torch.Tensor | None = None
-    """(B, T) float32, under the reference."""
+    """(B, T), the same under the reference."""
 
 
 class Models(NamedTuple):
@@ -116,8 +116,9 @@ class Scorer:
             log_probs, _, _ = self._log_probs(
                 model, **read_inputs(part), logits_to_keep=length, scored=scored, paths=paths_of(part)
             )
+            log_probs = log_probs.to(torch.promote_types(log_probs.dtype, scores.dtype))
+            scores = scores.to(log_probs.dtype)
             if "places" in part:  # an episode may be read in several passes
-                before = scores[chosen, :length]
-                log_probs = torch.where(part["places"] >= 0, log_probs.float(), before)
-            scores[chosen, :length] = log_probs.float()
+                log_probs = torch.where(part["places"] >= 0, log_probs, scores[chosen, :length])
+            scores[chosen, :length] = log_probs
         return scores

@@ -197,7 +197,7 @@ def _share_of_episode(batch: TrainBatch, one: Pass, loss_type: str) -> float:
     if one.tokens is None or loss_type not in ("grpo", "sapo"):
         return 1.0
     counted = batch.counted[one.rows[0]]
-    return float((counted & one.tokens).sum() / counted.sum().clamp(min=1))
+    return float((counted & one.tokens).sum().double() / counted.sum().clamp(min=1))
 
 
 class TokenBatches:

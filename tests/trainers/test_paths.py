@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import random
+from types import SimpleNamespace
+
 import pytest
 import torch
 from games import make_trainer, relative_error
@@ -15,6 +19,9 @@ from path_episodes import (
     values_call_by_call,
 )
 from ppo_games import make_ppo, wake
+
+from agile_trainers.rollout.forest import Call, forest
+from agile_trainers.types import StopReason, path_nodes
 
 
 def check_same(trainer, budget=None, rel=5e-6):
@@ -183,3 +190,65 @@ def test_a_critic_reads_each_call_after_its_own_prompt(embedded_model, tmp_path,
     theirs = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
     assert loss == pytest.approx(expected.item(), rel=2e-5, abs=1e-6)
     assert relative_error(gradients, theirs) < 5e-6
+
+
+def in_double(trainer, monkeypatch):
+    """Compute in float64 throughout: TRL's head and the model's norms would go through float32."""
+
+    def log_probs(hidden, weight, bias, labels, temperature, _chunk, _cap, _scale, outputs):
+        logits = (hidden @ weight.T) / temperature
+        every = logits.log_softmax(-1)
+        return every.gather(1, labels[:, None])[:, 0], -(every.exp() * every).sum(-1), None, None, None
+
+    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", SimpleNamespace(apply=log_probs))
+    trainer.model.double()
+    for module in trainer.model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(plain_norm, module)
+
+
+def plain_norm(module, hidden):
+    return module.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+@pytest.mark.parametrize("packing", ["none", "prefix"])
+@pytest.mark.parametrize("options", [GRPO[1], GRPO[2], GRPO[8], GRPO[9]], ids=["kl", "turn", "sequence", "sum"])
+def test_splitting_an_episode_changes_nothing_in_double_precision(
+    embedded_model, tmp_path, monkeypatch, packing, options
+):
+    trainer = make_trainer(embedded_model, tmp_path, sequence_packing=packing, **ONE, **{**options, **UNCORRECTED})
+    episodes = trainer.rollout(generation=0)
+    in_double(trainer, monkeypatch)
+    loss, gradients, _ = measured(trainer, episodes)
+    assert loss.dtype == torch.float64
+    for budget in (None, 60):
+        split, gradients_split, _ = measured(trainer, [repeated(episode) for episode in episodes], budget)
+        assert split == pytest.approx(loss.item(), rel=1e-12, abs=1e-12)
+        assert relative_error(gradients_split, gradients) < 1e-12
+
+
+def test_a_packed_pass_computes_each_distinct_token_once(embedded_model, tmp_path):
+    """16 episodes of 12 calls; a row for each call would be 7 times as many tokens."""
+    rng, start, episodes = random.Random(0), list(range(10, 40)), []
+    for every in [12, 12, 12, 6] * 4:  # one of four rewrites its history in the middle
+        calls: list[Call] = []
+        for k in range(12):
+            before = (
+                [*calls[-1].prompt_ids, *calls[-1].answer_ids, *rng.choices(range(10, 90), k=4)] if k % every else start
+            )
+            answer = rng.choices(range(10, 90), k=6)
+            calls.append(Call(list(before), answer, [-0.5] * 6, reward=rng.random()))
+        episodes.append(forest(calls, StopReason.TERMINATED))
+    distinct = max(nodes[-1] for nodes in path_nodes([path for episode in episodes for path in episode.paths])) + 1
+    by_call = sum(len(e.prompt_of(k)) + len(e.action_of(k)) for e in episodes for k in range(12))
+    options = {"per_device_train_batch_size": 16, "num_generations": 16, "sequence_packing": "prefix", **UNCORRECTED}
+    trainer = make_trainer(embedded_model, tmp_path, loss_type="dr_grpo", **options)
+    computed: list[int] = []
+    trainer.model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    measured(trainer, episodes, 10**6)
+    # The last token of a path is not read: nothing is sampled after it.
+    leaves = sum(len(episode.paths) for episode in episodes)
+    assert computed[-1] == distinct - leaves
+    assert by_call / distinct > 7
