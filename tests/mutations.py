@@ -59,6 +59,7 @@ TRIE = "tests/packing/test_trie.py"
 PACKED_ATTENTION = "tests/packing/test_attention.py"
 PACKED_FORWARD = "tests/packing/test_forward.py"
 PACKING = "tests/trainers/test_packing.py"
+FORESTS = "tests/trainers/test_paths.py"
 OWN_LOSS = "tests/trainers/test_own_loss.py"
 VIEWER = "tests/viewer/test_page.py"
 LABELS = "tests/viewer/test_labels.py"
@@ -1752,6 +1753,59 @@ MUTATIONS = [
     Mutation(
         "packed attention of a model in double precision is summed in single", "packing/attention.py",
         "wide = torch.promote_types(q.dtype, torch.float32)", "wide = torch.float32", PACKED_ATTENTION,
+    ),
+    Mutation(
+        "a path's tokens are scored at their own node", "packing/forward.py",
+        "before = paths.cells[row, column - (shape[1] - paths.cells.size(1))] - 1",
+        "before = paths.cells[row, column - (shape[1] - paths.cells.size(1))]", f"{FORESTS} -k every_call_once",
+    ),
+    Mutation(
+        "a part of an episode weighs as much as the whole", "step/token_batches.py",
+        'if one.tokens is None or loss_type not in ("grpo", "sapo"):', "if True:", f"{FORESTS} -k every_call_once",
+    ),
+    Mutation(
+        "an episode's ratio is computed of a part of it", "step/token_batches.py",
+        'or self._args.importance_sampling_level == "sequence"', "or False", f"{FORESTS} -k every_call_once",
+    ),
+    Mutation(
+        "scores of a later pass replace those of an earlier", "step/log_probs.py",
+        'if "places" in part:', "if False:", f"{FORESTS} -k every_call_once",
+    ),
+    Mutation(
+        "values of a later pass replace those of an earlier", "step/critic.py",
+        "torch.where(paths.has(positions), values.detach(), read[rows])", "values.detach()", f"{FORESTS} -k own_prompt",
+    ),
+    Mutation(
+        "the value loss counts turns that a pass does not read", "train_batch.py",
+        "copy.turn_columns[name] = value * turns[:, 1:]", "copy.turn_columns[name] = value", f"{FORESTS} -k own_prompt",
+    ),
+    Mutation(
+        "a state of several paths is read at the action", "rollout/collate.py",
+        "batch.state_positions[row, k] = first - 1", "batch.state_positions[row, k] = first", f"{FORESTS} -k own_prompt",
+    ),
+    Mutation(
+        "the last of several calls that go on is the next", "rollout/collate.py",
+        "for k, parent in reversed(list(enumerate(trajectory.parents))):", "for k, parent in enumerate(trajectory.parents):",
+        "tests/rollout/test_forest.py",
+    ),
+    Mutation(
+        "the first of equal calls is gone on from", "types.py",
+        "key=lambda i: (lasts[i], i), default=None", "key=lambda i: (lasts[i], -i), default=None",
+        "tests/rollout/test_forest.py",
+    ),
+    Mutation(
+        "groups of calls on the side are compared by index", "algorithms/grpo.py",
+        "by_turn = linear.repeat_interleave(self.num_generations)[:, None]",
+        "by_turn = torch.ones_like(linear).repeat_interleave(self.num_generations)[:, None]", f"{FORESTS} -k by_trajectory",
+    ),
+    Mutation(
+        "no next call of other processes", "step/credit.py",
+        "following = torch.where(following < 0, rewards.size(1), following)",
+        "following = torch.full_like(following, rewards.size(1))", f"{FORESTS} -k own_prompt",
+    ),
+    Mutation(
+        "an empty pass counts in the metrics", "train_batch.py",
+        "copy.completion_mask[:, :2] = 1", "pass", "tests/trainers/test_paths_runs.py -k two_processes",
     ),
 ]  # fmt: skip
 

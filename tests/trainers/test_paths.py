@@ -252,3 +252,42 @@ def test_a_packed_pass_computes_each_distinct_token_once(embedded_model, tmp_pat
     leaves = sum(len(episode.paths) for episode in episodes)
     assert computed[-1] == distinct - leaves
     assert by_call / distinct > 7
+
+
+def test_a_group_of_calls_that_do_not_correspond_is_compared_by_trajectory(embedded_model, tmp_path):
+    def advantages(granularity, episodes):
+        folder = tmp_path / granularity
+        trainer = make_trainer(embedded_model, folder, advantage_granularity=granularity, **ONE, **UNCORRECTED)
+        trainer.model.train()
+        batch = trainer._generate_and_score_completions(list(episodes))
+        return batch["advantages"], trainer._metrics["train"]
+
+    episodes = programs()
+    assert not all(episode.linear for episode in episodes[4:])
+    for episode in episodes[:4]:
+        episode.linear = True
+    by_turn, metrics = advantages("turn", episodes)
+    whole, _ = advantages("trajectory", episodes)
+    assert torch.equal(by_turn[4:], whole[4:]) and not torch.allclose(by_turn[:4], whole[:4])
+    assert metrics["groups_by_trajectory"] == [0.5]
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_an_episode_that_does_not_fit_into_memory_is_divided(embedded_model, tmp_path, monkeypatch, fails_at):
+    options = {"loss_type": "grpo", "sequence_packing": "prefix", **BY_TRAJECTORY, **UNCORRECTED, **ONE}
+    trainer = make_trainer(embedded_model, tmp_path, **options)
+    episodes = programs()
+    loss, gradients, _ = measured(trainer, episodes, 16)
+    plain, failures = type(trainer).__mro__[2]._get_per_token_logps_and_entropies, []
+
+    def short_of_memory(self, model, ids, *args, **kwargs):
+        several = self._loss_pass is not None and len(self._loss_pass.batch.paths.ids) > 1
+        if several and len(failures) <= fails_at:
+            failures.append(1)
+            raise torch.OutOfMemoryError("simulated")
+        return plain(self, model, ids, *args, **kwargs)
+
+    monkeypatch.setattr(type(trainer).__mro__[2], "_get_per_token_logps_and_entropies", short_of_memory)
+    again, gradients_again, _ = measured(trainer, episodes, 64)
+    assert len(failures) == fails_at + 1 and trainer.token_batches.budget <= 64 >> len(failures)
+    assert again == pytest.approx(loss.item(), rel=1e-5) and relative_error(gradients_again, gradients) < 5e-6
