@@ -214,6 +214,15 @@ class Trajectory:
         return messages
 
     @property
+    def rewritten(self) -> list[Message] | None:
+        """The messages before the first answer of :attr:`messages`, which has them too; None if these are :attr:`prompt`."""
+        for k in self._last_path[:1]:
+            begun = self.turns[k].messages
+            if begun is not None and begun[: len(self.prompt)] != self.prompt:
+                return begun
+        return None
+
+    @property
     def asides(self) -> list[list[Message]]:
         """The turns that are not part of :attr:`messages`, such as discarded answers: each is what was said in it."""
         kept = set(self._last_path)

@@ -126,6 +126,23 @@ MUTATIONS = [
         '"completion_ids", "paths")', '"completion_ids")', "tests/records/test_recorded_paths.py -k secret",
     ),
     Mutation(
+        "a reward model reads two prompts", "step/reward.py",
+        "it.messages[len(it.rewritten) :]", "it.messages", "tests/rollout/test_asides.py -k rewritten",
+    ),
+    Mutation(
+        "what was thrown away is part of the conversation", "monitor/evaluation_table.py",
+        '"role": f"aside {number}: {message[\'role\']}"', '"role": message["role"]', "tests/rollout/test_asides.py -k asked",
+    ),
+    Mutation(
+        "an observation is measured from the call before", "cli/check/sections.py",
+        "0 if parent is None else starts[k] - ends[parent]", "0 if k == 0 else starts[k] - ends[k - 1]",
+        "tests/rollout/test_asides.py -k memory",
+    ),
+    Mutation(
+        "a shared beginning is drawn again", "cli/layout.py",
+        "start = sum(node in drawn for node in own)", "start = 0", "tests/test_cli_check.py -k its_own",
+    ),
+    Mutation(
         "what an earlier turn read is a prompt's own", "viewer/parts.py",
         'known[holder], length = max(known[holder], length), min(length, paths[holder]["shared"])',
         "known[holder] = max(known[holder], length)", "tests/viewer/test_page.py -k earlier_turns",
@@ -754,7 +771,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the check draws observations as trained", "cli/layout.py",
-        "_text(ids, tokenizer, trained=turn != NO_TURN)", "_text(ids, tokenizer, trained=turn == NO_TURN)",
+        "_text(ids, tokenizer, trained=bool(turns))", "_text(ids, tokenizer, trained=not turns)",
         "tests/test_cli_check.py -k layout",
     ),
     Mutation(

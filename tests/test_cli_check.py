@@ -26,6 +26,7 @@ from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.rollout.players import play_in_seat
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
@@ -423,6 +424,35 @@ def test_the_layout_brackets_exactly_what_is_trained_on(embedded_model: Path) ->
         draw_layout(episode(), tokenizer)
     )
     assert re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", colours.getvalue())[0].startswith(f"[{trained[0]}][{trained[1]}]")
+
+
+def test_each_path_is_drawn_from_where_it_is_its_own(embedded_model: Path) -> None:
+    """An answer that is thrown away, one that begins like it, a third that begins the second, and a helper."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    calls = [
+        Call([5, 6], [20, 21], [0.0] * 2),
+        Call([5, 6], [20, 22, 23], [0.0] * 3),
+        Call([5, 6], [20, 22], [0.0] * 2),
+        Call([7, 8, 9], [24], [0.0]),
+        Call([5, 6, 20, 22, 23, 30], [25], [0.0]),
+    ]
+    file = io.StringIO()
+    drawn = forest(calls, StopReason.MAX_TURNS, last=[31])
+    Console(file=file, width=200).print(draw_layout(drawn, tokenizer))
+    lines = [re.split(r"  +", line.strip()) for line in file.getvalue().splitlines()[1:]]
+
+    def pieces(*tokens: int) -> str:
+        return "".join(f"[{tokenizer.decode([token])}]" for token in tokens).replace("\n", "\\n").strip()
+
+    assert [line[:2] for line in lines[:-1]] == [
+        ["path 1", "4"], ["prompt", "2"], ["answers 1 and 2 and 3", "1"], ["answer 1", "1"],
+        ["path 2", "8"], ["answers 2 and 3", "1"], ["answer 2", "1"], ["observation", "1"], ["answer 5", "1"],
+        ["observation", "1"], ["path 3", "4"], ["prompt", "3"], ["answer 4", "1"],
+    ]  # fmt: skip
+    assert lines[4][2] == "begins with 3 of path 1's" and len(lines[0]) == len(lines[10]) == 2
+    assert [lines[n][2] for n in (2, 3, 5, 6, 8, 12)] == [pieces(token) for token in (20, 21, 22, 23, 25, 24)]
+    end = "6 of 13 tokens are trained on. 3 of them count again, for another answer with the same beginning."
+    assert end in file.getvalue()
 
 
 def test_nothing_of_a_failed_episode_is_trained_on_and_long_parts_are_cut(embedded_model: Path) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from agile_trainers.rollout.collate import collate
-from agile_trainers.types import NO_TURN, Trajectory
+from agile_trainers.types import NO_TURN, Trajectory, path_nodes
 
 TRAINED, GIVEN = "bold green", "dim"
 _HEAD, _TAIL = 24, 8
@@ -21,29 +21,60 @@ _HEAD, _TAIL = 24, 8
 def draw_layout(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> RenderableType:
     """Make a table of the parts of an episode: prompt, answers, observations.
 
-    The trained tokens are read from a trainer's batch. They are in brackets, and green on a terminal with colours.
+    The trained tokens are read from a trainer's batch. They are in brackets, and green on a terminal with colours. Of
+    several paths, each is drawn from the token on that it does not share with an earlier one.
 
     Args:
         trajectory: The episode.
         tokenizer: Decodes the ids.
     """
-    batch = collate([trajectory], pad_token_id=tokenizer.pad_token_id or 0, end_token_id=tokenizer.eos_token_id or 0)
-    turn_ids = [NO_TURN] * len(trajectory.prompt_ids) + batch.turn_ids[0].tolist()[: len(trajectory.completion_ids)]
-    if batch.failed[0]:
-        turn_ids = [NO_TURN] * len(turn_ids)
+    whole = trajectory.prompt_ids + trajectory.completion_ids
+    paths = trajectory.paths if trajectory.paths and trajectory.turns else [whole]
+    nodes = path_nodes(paths)
+    turns_at = _turns_at(trajectory, [node for own in nodes for node in own], tokenizer)
     table = Table("part", "tokens", "text", box=None, pad_edge=False)
     table.columns[1].justify, table.columns[2].overflow = "right", "fold"
-    start = 0
-    for turn, group in groupby(turn_ids):
-        ids = (trajectory.prompt_ids + trajectory.completion_ids)[start : start + len(list(group))]
-        part = f"answer {turn + 1}" if turn != NO_TURN else "observation" if start else "prompt"
-        table.add_row(part, str(len(ids)), _text(ids, tokenizer, trained=turn != NO_TURN))
-        start += len(ids)
-    trained = sum(turn != NO_TURN for turn in turn_ids)
-    legend = Text.assemble(
-        ("[trained]", TRAINED), " and ", ("given", GIVEN), f": {trained} of {start} tokens are trained on."
-    )
-    return Group(table, legend)
+    drawn = dict[int, int]()
+    for number, (path, own) in enumerate(zip(paths, nodes), 1):
+        start = sum(node in drawn for node in own)
+        if len(paths) > 1:
+            begins = f"begins with {start} of path {drawn[own[start - 1]]}'s" if start else ""
+            table.add_row(f"path {number}", str(len(path)), Text(begins))
+        for turns, group in groupby(own[start:], lambda node: turns_at.get(node, ())):
+            ids = path[start : start + len(list(group))]
+            answered = any(node in turns_at for node in own[:start])
+            table.add_row(_part(turns, answered), str(len(ids)), _text(ids, tokenizer, trained=bool(turns)))
+            start += len(ids)
+        drawn |= {node: number for node in own if node not in drawn}
+    trained = f": {len(turns_at)} of {len(drawn)} tokens are trained on."
+    again = sum(map(len, turns_at.values())) - len(turns_at)
+    shared = f" {again} of them count again, for another answer with the same beginning." if again else ""
+    return Group(table, Text.assemble(("[trained]", TRAINED), " and ", ("given", GIVEN), trained, shared))
+
+
+def _turns_at(
+    trajectory: Trajectory, nodes: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> dict[int, tuple[int, ...]]:
+    """Return the turns that a trainer's batch trains each distinct token for.
+
+    Args:
+        trajectory: The episode.
+        nodes: Number of each token of its paths, one path after another.
+        tokenizer: Has the ids of padding and end.
+    """
+    batch = collate([trajectory], pad_token_id=tokenizer.pad_token_id or 0, end_token_id=tokenizer.eos_token_id or 0)
+    found = dict[int, tuple[int, ...]]()
+    for column, turn in enumerate(batch.turn_ids[0].tolist()):
+        if turn != NO_TURN and not batch.failed[0]:
+            place = len(trajectory.prompt_ids) + column if batch.places is None else int(batch.places[0, column])
+            found[nodes[place]] = (*found.get(nodes[place], ()), turn)
+    return found
+
+
+def _part(turns: Sequence[int], answered: bool) -> str:
+    if not turns:
+        return "observation" if answered else "prompt"
+    return f"answer{'s' if len(turns) > 1 else ''} {' and '.join(str(turn + 1) for turn in turns)}"
 
 
 def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, trained: bool) -> Text:

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from transformers.utils import logging
 
 from agile_trainers.checkpoints.secrets import masked
+from agile_trainers.monitor.evaluation_table import shown_messages
 from agile_trainers.monitor.health_metrics import health_metrics, task_of
 from agile_trainers.monitor.reporting import environment_summaries, training_summary
 from agile_trainers.objectives.advantages import pool_over_turns
@@ -110,7 +111,7 @@ class EpisodeLog:
             tables["rewards"][name].extend(rewards[:, index].tolist())
         # Trackers get the tables.
         tables["prompt"].extend(masked(gather_object([trajectory.prompt for trajectory in trajectories])))
-        tables["completion"].extend(masked(gather_object([trajectory.messages for trajectory in trajectories])))
+        tables["completion"].extend(masked(gather_object([shown_messages(trajectory) for trajectory in trajectories])))
         for name, values in self._rewards.drain_columns(len(trajectories)).items():
             tables["extra"][name].extend(masked(values))
         tables["advantages"].extend(pool_over_turns(advantages, turn_mask)[:, 0].tolist())

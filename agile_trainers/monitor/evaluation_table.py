@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from agile_trainers.checkpoints.secrets import masked
-from agile_trainers.types import Trajectory
+from agile_trainers.types import Message, Trajectory
 
 
 @dataclass
@@ -28,6 +28,21 @@ class Evaluated:
     """Rewards of this process, per episode and reward function; NaN without a reward."""
     columns: dict[str, list[Any]]
     """Columns that reward functions logged with ``log_extra``, of all processes."""
+
+
+def shown_messages(trajectory: Trajectory) -> list[Message]:
+    """Return what a table of completions shows of an episode: its conversation, and after it what was said beside it.
+
+    The roles of the latter, such as discarded answers, begin with "aside" and a number.
+    """
+    return [
+        *trajectory.messages,
+        *(
+            {**message, "role": f"aside {number}: {message['role']}"}
+            for number, said in enumerate(trajectory.asides, 1)
+            for message in said
+        ),
+    ]
 
 
 @contextmanager
@@ -47,7 +62,11 @@ def completions_table(trainer: Any, played: Evaluated, prefix: str) -> Iterator[
         return
     prompts, completions, rewards = (
         masked(gather_object(part))
-        for part in ([t.prompt for t in played.trajectories], [t.messages for t in played.trajectories], played.rewards)
+        for part in (
+            [t.prompt for t in played.trajectories],
+            [*map(shown_messages, played.trajectories)],
+            played.rewards,
+        )
     )
     shown = {
         "images": [],

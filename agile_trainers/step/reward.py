@@ -232,11 +232,17 @@ def not_scored() -> Trajectory:
 
 
 def reward_inputs(rows: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Make the arguments of TRL's ``_calculate_rewards``."""
+    """Make the arguments of TRL's ``_calculate_rewards``.
+
+    Prompt and completion together are the conversation of the last turn, as reward models read it.
+    """
+    prompts = [it.prompt if it.rewritten is None else it.rewritten for it in trajectories]
     return {
         "inputs": [{**row, EPISODES: trajectory} for row, trajectory in zip(rows, trajectories, strict=True)],
-        "prompts": [trajectory.prompt or [{"role": "user", "content": ""}] for trajectory in trajectories],
-        "completions": [trajectory.messages for trajectory in trajectories],
+        "prompts": [prompt or [{"role": "user", "content": ""}] for prompt in prompts],
+        "completions": [
+            it.messages if it.rewritten is None else it.messages[len(it.rewritten) :] for it in trajectories
+        ],
         "completion_ids_list": [trajectory.completion_ids for trajectory in trajectories],
     }
 

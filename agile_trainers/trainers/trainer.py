@@ -934,7 +934,8 @@ class MultiTurnTrainer(GRPOTrainer):
             metric_key_prefix: Prefix of the metrics.
 
         Returns:
-            ``predictions``: an object array (rows,) of conversations, each the messages after the prompt, of all processes;
+            ``predictions``: an object array (rows,) of conversations, each the messages after the prompt, of all processes
+            (in an episode of several paths, ``Trajectory.messages``: those of the last turn's conversation);
             ``metrics``: those of :meth:`evaluate`. There are no ``label_ids``.
         """
         rows = list(kept_columns(self.args, test_dataset, "test_dataset"))

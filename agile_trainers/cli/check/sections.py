@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -285,11 +284,11 @@ def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
     report.line(
         f"mean {summary['turns/mean']:.1f}, at most {summary['turns/max']:.0f} (max_turns={args.max_turns})", "turns"
     )
-    lengths, whole = [turn.end - turn.start for turn in turns], max(row["tokens"] for row in rows)
+    lengths, whole = [turn.end - turn.start for turn in turns], max(map(_longest, played))
     limit = args.max_model_length or getattr(run.config.get_text_config(), "max_position_embeddings", None)
     report.line(
         f"an answer has {fmean(lengths):.1f}, at most {max(lengths)} (max_new_tokens={args.max_new_tokens}); a first prompt "
-        f"at most {max(len(episode.prompt_ids) for episode in played)}; an episode at most {whole} "
+        f"at most {_parts(played)[0]}; an episode at most {whole} "
         f"(max_model_length={limit})",
         "tokens",
     )
@@ -304,6 +303,28 @@ def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
         )
     if summary["observations_cut"]:
         report.warning(f"observations were cut at max_observation_length={args.max_observation_length} characters.")
+
+
+def _longest(episode: Trajectory) -> int:
+    """Return the tokens of the longest path of an episode."""
+    paths = episode.paths or [[*episode.prompt_ids, *episode.completion_ids]]
+    return max(map(len, paths))
+
+
+def _parts(played: Sequence[Trajectory]) -> tuple[int, int]:
+    """Return the tokens of the longest prompt that goes on from no answer, and of the longest observation."""
+    prompt = observation = 0
+    for one in played:
+        prompt, starts, ends = max(prompt, len(one.prompt_ids)), list[int](), list[int]()
+        for k, (turn, parent) in enumerate(zip(one.turns, one.parents)):
+            starts.append(len(one.prompt_of(k)))
+            ends.append(starts[k] + turn.end - turn.start)
+            prompt = max(prompt, starts[k] if parent is None else 0)
+            observation = max(observation, 0 if parent is None else starts[k] - ends[parent])
+        if one.turns:
+            last = len(one.paths[one.turns[-1].path]) if one.paths else len(one.prompt_ids) + len(one.completion_ids)
+            observation = max(observation, last - ends[-1])
+    return prompt, observation
 
 
 def _rewards(rewards: Sequence[float]) -> str:
@@ -374,9 +395,7 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
 
 def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
     """Report the memory plan for the batch and the limits of the run."""
-    gaps = [after.start - before.end for one in played for before, after in pairwise(one.turns)]
-    final = [len(one.completion_ids) - one.turns[-1].end for one in played if one.turns]
-    prompt, observation = max(len(one.prompt_ids) for one in played), max([0, *gaps, *final])
+    prompt, observation = _parts(played)
     plan = plan_memory(
         run.config,
         run.args,
