@@ -28,7 +28,7 @@ GPU_READY := $(VENV)/.installed-dev
 GPU_RUN := $(RUN)
 endif
 
-.PHONY: demo test test-slow test-trl-newest test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
+.PHONY: demo test test-slow test-trl-newest test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-learning gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
@@ -119,6 +119,9 @@ bench-statistics: $(VENV)/.installed  ## false verdicts, power and cover of eval
 
 bench-granularity: $(VENV)/.installed  ## the units of the advantage seed by seed, on guess-the-number and probes; resumable
 	$(RUN) benchmarks/granularity.py
+
+bench-learning: $(VENV)/.installed $(AGILERL)/.installed  ## from start to success .9, beside TRL's GRPOTrainer and AgileRL; forty minutes, resumable
+	$(RUN) benchmarks/learning.py
 
 bench-populations: $(VENV)/.installed  ## a population beside a single tuned run, on the demo's game
 	$(RUN) benchmarks/populations.py

@@ -113,13 +113,13 @@ def test_a_rollout_decodes_as_many_episodes_as_fit_into_free_memory(gpu, embedde
     monkeypatch.setattr(
         TransformersGenerator, "_forward", lambda self, b: (rows.append(len(b.rows)), forward(self, b))[1]
     )
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (to_come + int(3.1 * each / 0.8), 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (to_come + int(2.9 * each / 0.8), 80 * 2**30))
     played = trainer.rollout()
-    assert trainer.sampler.rows == max(rows) == 3
+    assert trainer.sampler.rows == max(rows) == 2
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * to_come, 80 * 2**30))
     trainer.rollout()
-    assert trainer.sampler.rows == 3  # decided once
-    expected = make_trainer(embedded_model, tmp_path / "set", generation_chunk_size=3, **options).rollout()
+    assert trainer.sampler.rows == 2  # decided once
+    expected = make_trainer(embedded_model, tmp_path / "set", generation_chunk_size=2, **options).rollout()
     assert [(one.completion_ids, one.sampling_logprobs) for one in played] == [
         (one.completion_ids, one.sampling_logprobs) for one in expected
     ]
