@@ -43,7 +43,9 @@ def measured(
 
     ``rows`` receives the rows of each forward pass of the loss.
     """
-    saved = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    adapters = (".default", ".critic")
+    parameters = {n: p for n, p in trainer.model.named_parameters() if any(adapter in n for adapter in adapters)}
+    saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     trainer.model.train()
     trainer.create_optimizer_and_scheduler(1)
     trainer.current_gradient_accumulation_steps = 1
@@ -51,7 +53,7 @@ def measured(
     trainer._metrics["train"].clear()
     trainer._step = trainer.state.num_input_tokens_seen = 0
     batch = trainer._generate_and_score_completions(list(episodes))
-    move(trainer, (".default", ".critic"))
+    move(trainer, adapters)
     trainer.critic.count_turns([batch])
     handle = trainer.model.register_forward_pre_hook(
         lambda _module, _args, kwargs: None if rows is None else rows.append(len(kwargs["input_ids"])), with_kwargs=True
@@ -62,9 +64,8 @@ def measured(
     metrics = {name: values for name, values in trainer._metrics["train"].items() if name not in changing}
     trainer.rollout_log.finish()
     with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            if name in saved:
-                parameter.copy_(saved[name])
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
     return loss, gradients, dict(metrics)
 
 

@@ -54,20 +54,24 @@ GRPO = [
 ]
 
 
-@pytest.mark.parametrize("packing", ["none", "prefix"])
+SLOW_UNPACKED = ["prefix", pytest.param("none", marks=pytest.mark.slow)]
+"""Padded rows of every case are left to ``make test-slow``; other tests have some."""
+
+
+@pytest.mark.parametrize("packing", SLOW_UNPACKED)
 @pytest.mark.parametrize("options", GRPO, ids=lambda options: "-".join(map(str, options.values())) or "default")
 def test_splitting_an_episode_changes_nothing(embedded_model, tmp_path, packing, options):
     check_same(make_trainer(embedded_model, tmp_path, sequence_packing=packing, **ONE, **options))
 
 
-@pytest.mark.parametrize("packing", ["none", "prefix"])
+@pytest.mark.parametrize("packing", SLOW_UNPACKED)
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_splitting_an_episode_of_reinforce_changes_nothing(embedded_model, tmp_path, packing, level):
     options = {"algorithm": "reinforce", "num_generations": 1, "gamma": 0.5, "importance_sampling_level": level}
     check_same(make_trainer(embedded_model, tmp_path, sequence_packing=packing, **ONE, **options))
 
 
-@pytest.mark.parametrize("packing", ["none", "prefix"])
+@pytest.mark.parametrize("packing", SLOW_UNPACKED)
 @pytest.mark.parametrize(
     "options",
     [
@@ -85,8 +89,15 @@ def test_splitting_an_episode_of_ppo_changes_nothing(embedded_model, tmp_path, p
     check_same(trainer)
 
 
-@pytest.mark.parametrize("packing", ["none", "prefix"])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+@pytest.mark.parametrize(
+    ("packing", "loss_type"),
+    [
+        ("none", "grpo"),
+        ("prefix", "bnpo"),
+        *(pytest.param("none", name, marks=pytest.mark.slow) for name in ("bnpo", "dr_grpo", "dapo", "luspo")),
+        *(pytest.param("prefix", name, marks=pytest.mark.slow) for name in ("grpo", "dr_grpo", "dapo", "luspo")),
+    ],
+)
 def test_splitting_changes_nothing_in_forward_passes_of_any_budget(embedded_model, tmp_path, packing, loss_type):
     trainer = make_trainer(embedded_model, tmp_path, sequence_packing=packing, loss_type=loss_type, beta=0.1, **ONE)
     for budget in (60, 200):
@@ -131,7 +142,9 @@ def by_hand(trainer, episodes, loss_type, *, beta, level):
 @pytest.mark.parametrize(
     ("loss_type", "level"), [("grpo", "token"), ("dapo", "turn"), ("dr_grpo", "token"), ("grpo", "sequence")]
 )
-@pytest.mark.parametrize("budget", [None, 40, 12])
+@pytest.mark.parametrize(
+    "budget", [pytest.param(None, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.slow), 12]
+)
 def test_forests_train_every_call_once(embedded_model, tmp_path, packing, loss_type, level, budget):
     options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1, "sequence_packing": packing}
     trainer = make_trainer(embedded_model, tmp_path, **options, **BY_TRAJECTORY, **UNCORRECTED, **ONE)
@@ -151,7 +164,7 @@ def test_forests_train_every_call_once(embedded_model, tmp_path, packing, loss_t
 
 
 @pytest.mark.parametrize("packing", ["none", "prefix"])
-@pytest.mark.parametrize("budget", [None, 12])
+@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), 12])
 @pytest.mark.parametrize("granularity", ["turn", "token"])
 def test_a_critic_reads_each_call_after_its_own_prompt(embedded_model, tmp_path, packing, budget, granularity):
     """Values, advantages and the gradient of both losses beside a reference that reads call by call."""
@@ -211,7 +224,7 @@ def plain_norm(module, hidden):
     return module.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
 
 
-@pytest.mark.parametrize("packing", ["none", "prefix"])
+@pytest.mark.parametrize("packing", SLOW_UNPACKED)
 @pytest.mark.parametrize("options", [GRPO[1], GRPO[2], GRPO[8], GRPO[9]], ids=["kl", "turn", "sequence", "sum"])
 def test_splitting_an_episode_changes_nothing_in_double_precision(
     embedded_model, tmp_path, monkeypatch, packing, options
