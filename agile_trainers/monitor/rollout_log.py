@@ -18,6 +18,7 @@ from agile_trainers.monitor.evaluation_table import Evaluated
 from agile_trainers.monitor.health_checks import HealthChecks
 from agile_trainers.objectives.clipping import importance_ratios, is_clipped
 from agile_trainers.objectives.returns import discounted_returns
+from agile_trainers.records.schema import TRAINED
 from agile_trainers.records.writer import RecordWriter, episode_row, new_run_id
 from agile_trainers.step.play import PlayedGroups
 from agile_trainers.train_batch import TrainBatch
@@ -79,7 +80,8 @@ class RolloutLog(TrainerCallback):
             generation: First generation batch that was not over.
             step: Optimizer steps so far.
         """
-        self._generation, self.unfinished = generation, rows
+        self._generation = generation
+        self.unfinished = [row | {name: _hidden(row[name]) for name in TRAINED} for row in rows]
 
         def rewind(writer: RecordWriter) -> None:
             if deleted := writer.rewind(generation, step):
@@ -265,3 +267,11 @@ class RolloutLog(TrainerCallback):
             broadcast_object_list(ids)
             self._evaluation = ids[0]
         return self._evaluation
+
+
+def _hidden(values: list[float | bool | None] | None) -> np.ndarray | None:
+    """Return a token column that was read from a file as :meth:`RolloutLog.observe` makes it, masked where it has None."""
+    if values is None:
+        return None
+    hidden = [value is None for value in values]
+    return np.ma.masked_array([0 if value is None else value for value in values], hidden)

@@ -169,7 +169,10 @@ def test_what_was_not_trained_on_has_null(embedded_model: Path, tmp_path: Path) 
     assert len([record for record in left_out if record["ratios"] is None]) > len(left_out) / 2
 
 
-def test_calls_of_several_paths_have_what_was_computed_for_them(embedded_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("budget", [None, 20])
+def test_calls_of_several_paths_have_what_was_computed_for_them(
+    embedded_model: Path, tmp_path: Path, budget: int | None
+) -> None:
     """Log-probabilities as a forward pass of each call alone has them; the episode comes back as it was."""
     trainer = make_trainer(
         embedded_model, tmp_path, per_device_train_batch_size=8, num_iterations=2, max_logprob_gap=100.0,
@@ -178,7 +181,7 @@ def test_calls_of_several_paths_have_what_was_computed_for_them(embedded_model: 
     episodes = programs()
     with torch.no_grad():
         expected, mask = call_by_call(trainer, episodes)
-    measured(trainer, episodes)
+    measured(trainer, episodes, budget)
     for row, (episode, record) in enumerate(zip(episodes, recorded(tmp_path), strict=True)):
         assert episode.paths == [path_ids(record["paths"], k) for k in range(len(record["paths"]))]
         assert [turn["parent"] for turn in record["turns"]] == episode.parents
