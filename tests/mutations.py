@@ -1468,6 +1468,11 @@ MUTATIONS = [
         '("elif loop.last and not add_generation_prompt", "elif true"),', "", TEMPLATES,
     ),
     Mutation(
+        "a sum of rewards forgets the weights of reward functions", "step/reward.py",
+        "return totals(rewards, self.weights)", "return totals(rewards, self.weights * 0 + 1)",
+        "tests/trainers/test_reward_functions.py -k checkpoint",
+    ),
+    Mutation(
         "evaluation forgets the weights of reward functions", "step/reward.py",
         "return reward_summary(rewards, self.weights, self.names)",
         "return reward_summary(rewards, self.weights * 0 + 1, self.names)",

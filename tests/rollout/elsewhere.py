@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -85,6 +86,9 @@ class Leaving(Elsewhere):
         if not hasattr(self, "left"):
             self.left = leave_processes()
             self.temporary = tempfile.TemporaryDirectory()
+            if self.what == "exit slowly":  # a process that is killed meanwhile leaves the folder
+                atexit.register(self.temporary.cleanup)
+                atexit.register(time.sleep, 0.3)
         return observation, {**info, "left": self.left, "temporary": self.temporary.name}
 
 

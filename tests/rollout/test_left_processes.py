@@ -48,7 +48,7 @@ def all_end(processes: dict[str, int]) -> None:
 def test_what_it_started_lives_as_long_as_the_instance() -> None:
     """Over all its episodes; nothing is left when the pool is closed."""
     engine = make_engine(Leaving, processes=1, timeout=60.0)
-    first, second = engine.run(specs({}, {}), Player())
+    first, second = engine.run(specs({"what": "exit slowly"}, {}), Player())
     started, temporary = first.reset_info["left"], first.reset_info["temporary"]
     assert second.reset_info["left"] == started and alive(started) == list(started)
     engine.pool.close()

@@ -51,6 +51,8 @@ def test_every_batch_holds_every_share():
         assert set(counts) == {int(np.floor(share)), int(np.ceil(share))}
         assert fmean(counts) == pytest.approx(share, abs=0.06)  # 5 standard errors of a fair coin
     assert {name for batch in batches for name in batch} == {"a", "b", "c"}
+    alone = [Mixture(("a", "b"), (3.0, 1.0), 1).draw(3, generation) for generation in range(2000)]
+    assert alone.count(["a"]) / 2000 == pytest.approx(3 / 4, abs=0.05), "of a batch of one group too"
     first = [mixture.draw(3, generation)[0] for generation in range(2000)]
     assert first.count("b") / 2000 == pytest.approx(5 / 8, abs=0.055), "no place in the batch is anybody's own"
 

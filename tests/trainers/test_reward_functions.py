@@ -74,6 +74,8 @@ def test_the_best_checkpoint_is_found_where_all_reward_comes_from_reward_functio
     added = [1e-3 * entry["eval_rewards/letters/mean"] for entry in logged]
     expected = [0.5 + added[0], 9.0 + added[1], 1.5 + added[2]]
     assert [entry["eval_reward"] for entry in logged] == pytest.approx(expected, rel=1e-6)
+    spread = [1e-3 * entry["eval_rewards/letters/std"] for entry in logged]
+    assert max(spread) > 0 and [entry["eval_reward_std"] for entry in logged] == pytest.approx(spread, rel=1e-3)
     assert [entry["eval_rewards/rising/mean"] for entry in logged] == [1.0, 2.0, 3.0]
     assert [entry["eval_rewards/peak/std"] for entry in logged] == [0.0, 0.0, 0.0]
     assert trainer.state.best_global_step == 2 and trainer.state.best_metric == logged[1]["eval_reward"]
