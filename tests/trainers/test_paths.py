@@ -79,7 +79,7 @@ def test_splitting_an_episode_of_reinforce_changes_nothing(embedded_model, tmp_p
         {"advantage_granularity": "token"},
         {"turn_value_position": "mean"},
         {"turn_value_position": "final", "critic_layers": 1},
-        {"num_iterations": 1, "vllm_importance_sampling_correction": True},
+        {"value_clip_range": 0.2, "vllm_importance_sampling_correction": True},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
