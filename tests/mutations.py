@@ -143,6 +143,16 @@ MUTATIONS = [
         "start = sum(node in drawn for node in own)", "start = 0", "tests/test_cli_check.py -k its_own",
     ),
     Mutation(
+        "helpers are compared with second turns", "monitor/health_checks.py",
+        "(episode.linear or turn == 0)", "True", "tests/trainers/test_watch.py -k that_are_compared",
+    ),
+    Mutation(
+        "a resumed run's records have NaN for null", "monitor/rollout_log.py",
+        "np.ma.masked_array([0 if value is None else value for value in values], hidden)",
+        "np.array([0 if value is None else value for value in values])",
+        "tests/trainers/test_checkpoint.py::test_killed_at_every_step",
+    ),
+    Mutation(
         "what an earlier turn read is a prompt's own", "viewer/parts.py",
         'known[holder], length = max(known[holder], length), min(length, paths[holder]["shared"])',
         "known[holder] = max(known[holder], length)", "tests/viewer/test_page.py -k earlier_turns",

@@ -51,10 +51,13 @@ class Answer:
 
 
 def answers_of_turn(trajectories: Sequence[Trajectory], turn: int) -> list[Answer]:
-    """Return the answers of one turn, one for each different conversation before it, at most ``PAIRS``."""
+    """Return the answers of one turn, one for each different conversation before it, at most ``PAIRS``.
+
+    Of episodes whose turns do not correspond by index (:attr:`~agile_trainers.types.Trajectory.linear`), only the first do.
+    """
     found: dict[tuple[int, ...], Answer] = {}
     for episode in trajectories:
-        if len(episode.turns) > turn and not episode.stop_reason.failed:
+        if len(episode.turns) > turn and not episode.stop_reason.failed and (episode.linear or turn == 0):
             before = episode.prompt_of(turn)
             found.setdefault(tuple(before), Answer(before, episode.action_of(turn)[:ANSWER_TOKENS]))
     return list(found.values())[:PAIRS]

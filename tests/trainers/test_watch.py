@@ -27,6 +27,8 @@ from agile_trainers.monitor.health_checks import (
 )
 from agile_trainers.objectives.prompt_information import prompt_information
 from agile_trainers.records.reader import open_records
+from agile_trainers.rollout.forest import Call, forest
+from agile_trainers.types import StopReason, Trajectory, Turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -140,14 +142,13 @@ def test_measurements_equal_those_of_one_answer_at_a_time(embedded_model: Path, 
 def test_answers_that_are_compared() -> None:
     """One for each conversation before the turn; an episode that failed, or had no such turn, has none."""
 
-    def episode(prompt: list[int], lengths: list[int], failed: bool = False) -> Any:
+    def episode(prompt: list[int], lengths: list[int], failed: bool = False) -> Trajectory:
         turns, at = [], 0
         for length in lengths:
-            turns.append(SimpleNamespace(start=at, end=at + length))
+            turns.append(Turn(at, at + length, "", "stop"))
             at += length + 1
-        return SimpleNamespace(
-            prompt_ids=prompt, completion_ids=list(range(at)), turns=turns, stop_reason=SimpleNamespace(failed=failed)
-        )
+        reason = StopReason.ENVIRONMENT_ERROR if failed else StopReason.TERMINATED
+        return Trajectory(prompt, list(range(at)), [0.0] * at, turns, reason)
 
     played = [
         episode([7], [2, 3]),
@@ -158,6 +159,11 @@ def test_answers_that_are_compared() -> None:
     assert answers_of_turn(played, 0) == [Answer([7], [0, 1]), Answer([8], list(range(ANSWER_TOKENS)))]
     assert answers_of_turn(played, 1) == [Answer([7, 0, 1, 2], [3, 4, 5])]
     assert len(answers_of_turn([episode([n], [1]) for n in range(20)], 0)) == PAIRS
+    # Of episodes of several paths, each after its own prompt; the second turn of one may be another's helper.
+    calls = [Call([7], [1, 2], [0.0] * 2), Call([5, 6], [3], [0.0])]
+    rewritten, helped = (forest(calls, StopReason.TERMINATED, linear=linear) for linear in (True, False))
+    assert answers_of_turn([rewritten, helped], 0) == [Answer([7], [1, 2])]
+    assert answers_of_turn([rewritten], 1) == [Answer([5, 6], [3])] and answers_of_turn([helped], 1) == []
 
 
 def test_measurements_are_off_where_they_cannot_act(embedded_model: Path, tmp_path: Path) -> None:
