@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from games import make_trainer, relative_error
-from path_episodes import programs
+from path_episodes import programs, repeated
 from ppo_games import make_ppo, wake
 from several_processes import launch
 
@@ -67,3 +67,21 @@ def test_a_run_is_resumed_in_the_middle_of_a_batch_to_the_same_bits(embedded_mod
     again.update(programs(seed=1))
     for (name, ours), (_, theirs) in zip(again.model.named_parameters(), whole.model.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+def test_micro_batches_of_any_size_make_the_same_steps(embedded_model, tmp_path):
+    """Episodes stored as one path or several, in one micro-batch of 8 or four of 2."""
+    ends = []
+    for number, (size, stored) in enumerate([(8, list), (8, repeated_all), (2, repeated_all)]):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 2}
+        trainer = make_trainer(embedded_model, tmp_path / str(number), learning_rate=0.01, beta=0.1, **options)
+        for _ in range(2):
+            trainer.update(stored(trainer.rollout()))
+        assert trainer.state.global_step == 2
+        ends.append({n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad})
+    for other in ends[1:]:
+        assert relative_error(other, ends[0]) < 5e-6
+
+
+def repeated_all(episodes):
+    return [repeated(episode) for episode in episodes]
