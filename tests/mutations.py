@@ -648,7 +648,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a pass divides by its own tokens", "train_batch.py",
-        "return float(self.counted.sum().clamp(min=1) / whole.counted.sum().clamp(min=1))", "return 1.0",
+        "return float(self.counted.sum().clamp(min=1).double() / whole.counted.sum().clamp(min=1))", "return 1.0",
         "tests/trainers/test_passes.py -k one_pass",
     ),
     Mutation(
