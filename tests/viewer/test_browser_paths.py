@@ -54,6 +54,7 @@ def test_the_whole_prompt_of_a_turn_opens_with_what_is_shared_apart(page_file: P
     fold = page.locator("#turn-2 > details")
     assert fold.locator("summary").inner_text() == "85 prompt tokens, 60 of them as in earlier turns"
     fold.locator("summary").click()
+    page.wait_for_selector("#turn-2 .own .t")  # a fold is filled after it opened
     shared = fold.locator(".shared .tokens").inner_text().replace("↵", "")
     own = fold.locator(".own .tokens").inner_text().replace("↵", "")
     assert shared.startswith("system: You play.\nuser: Find the number.\nassistant: guess 5")
@@ -65,10 +66,12 @@ def test_the_whole_prompt_of_a_turn_opens_with_what_is_shared_apart(page_file: P
     said = page.locator("#turn-6 > details").first
     assert said.locator("summary").inner_text() == "3 messages of the prompt"
     said.locator("summary").click()
+    page.wait_for_selector("#turn-6 > details .message")
     assert texts(page, "#turn-6 > details .message .text") == [
         "You play.", "Find the number.", "Known: above 5; 6 and eight were said.",
     ]  # fmt: skip
     page.locator("article > details > summary").click()
+    page.wait_for_selector("article > details .tokens .t")
     assert page.locator("article > details .tokens").inner_text().replace("↵", "") == "\nuser: correct"
     # Tokens that were sampled keep their colours, those of prompts have none.
     assert page.locator("#turn-2 > .tokens .t.pos, #turn-2 > .tokens .t.neg").count() == 16
@@ -80,6 +83,7 @@ def test_an_ordinary_episode_looks_as_before(page_file: Path, visit: Visit) -> N
     assert page.locator(".tree").count() == page.locator(".turn > .note").count() == 0
     assert texts(page, "details > summary") == ["15 prompt tokens", "info", "15 tokens between the actions"]
     page.locator("details > summary").first.click()
+    page.wait_for_selector(".foreign .t")
     page.locator(".foreign .t").first.hover()
     assert texts(page, "#token dd")[:2] == [str(ord("G")), "47"]
 
@@ -89,5 +93,6 @@ def test_an_ordinary_episode_looks_as_before(page_file: Path, visit: Visit) -> N
 def test_pictures_of_a_tree(page_file: Path, visit: Visit, width: int, scheme: str) -> None:
     page = visit(page_file, "#episode/0/0", width=width, scheme=scheme)
     page.locator("#turn-2 > details > summary").click()
+    page.wait_for_selector("#turn-2 .own .t")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     shoot(page, f"paths_{scheme}_{width}")
