@@ -193,7 +193,12 @@ class Trajectory:
 
     @property
     def anchors(self) -> list[str | None]:
-        """``info["anchor"]`` of the state each turn started from: of ``reset`` for the first, else of the previous step."""
+        """``info["anchor"]`` of the state each turn started from: of ``reset`` for the first, else of the previous step.
+
+        In an episode of several paths it is the exact prompt, since the previous step may be another conversation's.
+        """
+        if self.paths is not None:
+            return [" ".join(map(str, self.prompt_of(k))) for k in range(len(self.turns))]
         infos = [self.reset_info, *(turn.info for turn in self.turns[:-1])][: len(self.turns)]
         return [None if info.get("anchor") is None else str(info["anchor"]) for info in infos]
 

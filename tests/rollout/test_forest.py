@@ -100,6 +100,14 @@ def test_helpers_beside_a_long_path_are_not_padded_to_its_length():
     assert sum(value.nbytes for value in tensors) < 15e6
 
 
+def test_the_anchor_of_a_turn_is_its_exact_prompt():
+    batch = collate([branching(), branching()], pad_token_id=0, end_token_id=99)
+    one, other = batch.anchors.tolist()
+    assert one == other and 0 not in one
+    # The first, second and last call were asked the same.
+    assert one[0] == one[1] == one[5] and len(set(one)) == 4
+
+
 def test_tokens_after_the_same_prefix_have_one_number():
     assert path_nodes([[1, 2, 3], [1, 2, 4, 5], [2], [1, 2]]) == [[0, 1, 2], [0, 1, 3, 4], [5], [0, 1]]
 
