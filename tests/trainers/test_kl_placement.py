@@ -10,7 +10,6 @@ from games import draw_batch, loss_and_gradients, make_trainer, relative_error
 
 from agile_trainers.objectives.kl import token_kl_penalty
 
-
 PATHS = ("path_ids", "path_lengths", "places")  # of episodes of one path each
 
 
