@@ -29,17 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(_written.cleanup)
 
 
-COSTLY = (
-    "two_processes", "demo", "tutorial", "first_snippet", "test_docs.py", "recipes", "learn", "own_loss", "paths_runs",
-    "chain", "site", "evolve", "population", "eight_gpus", "left_processes", "served_policy", "growth", "resume",
-)  # fmt: skip
-"""Parts of the names of files that take long. They come first, or one worker would be left alone with one of them."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not any(part in item.path.name for part in COSTLY))
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave out of garbage collection what the imports made: each training run starts with one, a third of a second."""
     gc.collect()
