@@ -256,17 +256,6 @@ class MismatchMonitor:
         """Start a generation batch."""
         self.meter.open()
 
-    def add(
-        self,
-        log_probs: torch.Tensor,
-        sampled: torch.Tensor,
-        mask: torch.Tensor,
-        turn_ids: torch.Tensor,
-        padded: torch.Tensor,
-    ) -> None:
-        """Add the tokens of a forward pass; see :meth:`MismatchMeter.add`."""
-        self.meter.add(log_probs, sampled, mask, turn_ids, padded)
-
     def close(self, *, is_first_step: bool) -> ClosedGap:
         """End the batch and return its gap, the same on all ranks.
 

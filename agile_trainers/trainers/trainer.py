@@ -748,7 +748,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.mismatch.open()
         if scores.old is not None:
             counted = trained & scores.scored[:, None]
-            self.mismatch.add(scores.old, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
+            self.mismatch.meter.add(scores.old, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
             self._close_mismatch()
 
     def _close_mismatch(self) -> None:
@@ -852,7 +852,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.mismatch.is_open:
             assert handed.log_probs is not None
             sampled = batch.sampling_per_token_logps
-            self.mismatch.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.left_padded)
+            self.mismatch.meter.add(handed.log_probs, sampled, batch.counted, batch.turn_ids, batch.left_padded)
         return log_probs, entropies, aux_loss
 
     @with_episodes
