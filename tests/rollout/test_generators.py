@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -368,7 +369,7 @@ def test_max_batch_size_caps_the_rows(model: Qwen2ForCausalLM) -> None:
 
 def cached_rows(generator: TransformersGenerator) -> int:
     """Rows of all caches that are held."""
-    held = {episode.kv for episode in generator._episodes.values() if episode.kv is not None}
+    held = {lineage.kv for lineage in generator._with_cache()}
     return sum(len(kv.mask) for kv in held)
 
 
@@ -399,7 +400,7 @@ def test_waiting_episodes_take_the_room_of_those_whose_environment_steps(model: 
         generator.submit(GenerationRequest(episode, observation(episode, 0), 3, uniforms(episode)))
     answers = {output.episode: output.token_ids for _ in range(6) for output in generator.step()}
     assert answers.keys() == {0, 1, 2} and cached_rows(generator) == 2
-    assert [generator._episodes[episode].kv is None for episode in range(3)] == [False, True, False]
+    assert [len(generator._lineages[episode]) for episode in range(3)] == [1, 0, 1]
     for episode in (1, 0):
         ids = observation(episode, 0) + answers[episode] + observation(episode, 1)
         generator.submit(GenerationRequest(episode, ids, 3, uniforms(episode)))
@@ -417,7 +418,7 @@ def test_release_frees_the_cache(model: Qwen2ForCausalLM) -> None:
     for episode in range(4):
         generator.submit(GenerationRequest(episode, observation(episode, 0), 3, uniforms(episode)))
     answers = {output.episode: output.token_ids for _ in range(3) for output in generator.step()}
-    keys = weakref.ref(generator._episodes[0].kv.cache.layers[0].keys)
+    keys = weakref.ref(generator._lineages[0][0].kv.cache.layers[0].keys)
     generator.release(0)
     generator.release(1)
     generator.release(77)
@@ -426,7 +427,7 @@ def test_release_frees_the_cache(model: Qwen2ForCausalLM) -> None:
     generator.submit(GenerationRequest(2, ids, 3, uniforms(2)))
     generator.step()
     assert keys() is None  # the idle episode's row was moved out of the batch that most have left
-    assert len(generator._episodes[3].kv.mask) == 1
+    assert len(generator._lineages[3][0].kv.mask) == 1
     ids = observation(3, 0) + answers[3] + observation(3, 1)
     generator.submit(GenerationRequest(3, ids, 3, uniforms(3)))
     finished = {output.episode: output.token_ids for _ in range(4) for output in generator.step()}
@@ -435,10 +436,10 @@ def test_release_frees_the_cache(model: Qwen2ForCausalLM) -> None:
         for token in tokens:
             assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
             ids.append(token)
-    keys = weakref.ref(generator._episodes[3].kv.cache.layers[0].keys)
+    keys = weakref.ref(generator._lineages[3][0].kv.cache.layers[0].keys)
     generator.release(2)
     generator.release(3)
-    assert keys() is None and not generator._episodes
+    assert keys() is None and not generator._lineages
 
 
 def test_release_withdraws_a_request(model: Qwen2ForCausalLM) -> None:
@@ -535,9 +536,9 @@ def test_scripted_answers() -> None:
     generator.submit(request(2, limit=2))
     assert generator.pending == 3
     assert generator.step() == [
-        GenerationOutput(0, [7, 8, 9], [0.0] * 3, "stop"),
-        given,
-        GenerationOutput(2, [2, 8], [0.0] * 2, "length"),
+        GenerationOutput(0, [7, 8, 9], [0.0] * 3, "stop", read=2),
+        replace(given, read=1),
+        GenerationOutput(2, [2, 8], [0.0] * 2, "length", read=1),
     ]
     assert generator.pending == 0 and generator.step() == []
 
@@ -565,3 +566,35 @@ def test_scripted_latency_orders_the_answers() -> None:
 def test_scripted_mistakes_are_refused(script: Callable[..., object], latency: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ScriptedGenerator(script, latency).submit(request(0))
+
+
+# ------------------------------------------------------------------------- requests that extend nothing, several at once
+
+
+def anew(model: torch.nn.Module, request: GenerationRequest, settings: SamplingSettings = GREEDY) -> GenerationOutput:
+    """The same request by a generator that has read nothing."""
+    generator = make(model, settings)
+    generator.submit(request)
+    outputs = []
+    while generator.pending:
+        outputs += generator.step()
+    return outputs[0]
+
+
+@pytest.mark.parametrize("kind", ["transformers", "scripted"])
+def test_requests_of_an_episode_are_told_apart_by_their_call(kind: str, model: Qwen2ForCausalLM) -> None:
+    generator = make(model, eos_token_ids=[]) if kind == "transformers" else ScriptedGenerator(lambda r: [9, 9])
+    generator.submit(GenerationRequest(3, [5, 6, 7], 2, uniforms(0)))
+    generator.submit(GenerationRequest(3, [8, 9], 2, uniforms(1), call=4, extends=False))
+    with pytest.raises(ValueError, match=r"Episode 3 already has a pending request with call=4.*another `call`"):
+        generator.submit(GenerationRequest(3, [8, 9], 2, uniforms(1), call=4, extends=False))
+    assert generator.pending == 2
+    outputs = [output for _ in range(2) for output in generator.step()]
+    assert [(output.episode, output.call, output.read) for output in outputs] == [(3, 0, 3), (3, 4, 2)]
+    side = [8, 9, *outputs[1].token_ids]
+    with pytest.raises(ValueError, match=r"id 5 at position 0 where id 8 was read.*`extends=False`"):
+        generator.submit(GenerationRequest(3, [5, 6, 7, *outputs[0].token_ids], 2, uniforms(0)))
+    generator.submit(GenerationRequest(3, [*side, 4], 2, uniforms(0)))  # the last request, and its answer
+    generator.submit(GenerationRequest(3, [5, 6], 2, uniforms(0), call=1, extends=False))
+    generator.release(3)
+    assert generator.pending == 0 and generator.step() == []

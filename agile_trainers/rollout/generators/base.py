@@ -53,14 +53,18 @@ class GenerationRequest:
     episode: int
     """Key of the episode, under which a generator keeps its state between turns (a KV cache)."""
     token_ids: list[int]
-    """The whole conversation so far. Between two requests of one episode it only grows at the end, and it contains the
-    ids returned for the earlier request unchanged."""
+    """The whole conversation so far, as the model reads it. With ``extends`` it begins with the ids of the episode's last
+    request and those returned for it, unchanged."""
     max_new_tokens: int
     """At least 1: the per-turn limit or the remaining context, whichever is smaller."""
     uniforms: Callable[[int], list[float]]
     """``uniforms(n)`` draws the episode's next ``n`` uniforms in [0, 1) from its own random stream. A token is sampled
     by inverting the cumulative distribution at one of them, so an episode's tokens do not depend on which other
-    episodes share its batch."""
+    episodes share its batch. Requests that are pending at once need a stream each: who draws first depends on the batch."""
+    call: int = 0
+    """Key of the request among those of its episode that are pending at the same time."""
+    extends: bool = True
+    """False for ids that need not extend the episode's last request: a rewritten context, or a question on the side."""
 
 
 @dataclass
@@ -73,13 +77,17 @@ class GenerationOutput:
     logprobs: list[float]
     """Log-probability of each id under its sampling distribution (after temperature and filters)."""
     finish_reason: FinishReason
+    call: int = 0
+    """The request's key among those of its episode."""
+    read: int | None = None
+    """Number of the request's ids that the model read for it; the others came from a cache. None: not known."""
 
 
 class Generator(Protocol):
     """A sampler that many episodes share."""
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises ``ValueError`` if the episode has a pending one."""
+        """Queue a request. Raises ``ValueError`` if the episode has a pending one of the same ``call``."""
 
     def step(self) -> list[GenerationOutput]:
         """Make progress (at least one token of one request) and return the finished answers. Empty when idle."""
@@ -89,4 +97,4 @@ class Generator(Protocol):
         """Number of requests submitted and not yet returned."""
 
     def release(self, episode: int) -> None:
-        """Forget an episode that has ended (frees its KV cache). Unknown episodes are ignored."""
+        """Forget an episode that has ended, with its pending requests (frees its KV cache). Unknown ones are ignored."""

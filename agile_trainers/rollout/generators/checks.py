@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from agile_trainers.rollout.generators.base import GenerationRequest
 
@@ -13,15 +13,18 @@ def check_request(request: GenerationRequest, known: Sequence[int], under_way: b
     Args:
         request: The request.
         known: Every id of the episode so far, the last answer included; empty for a new episode.
-        under_way: True if an earlier request of the episode is still pending.
+        under_way: True if an earlier request of the episode with the same ``call`` is still pending.
 
     Raises:
-        ValueError: If a request is pending, the prompt is empty, ``max_new_tokens`` is below 1, or the conversation does
-            not begin with the known ids.
+        ValueError: If such a request is pending, the prompt is empty, ``max_new_tokens`` is below 1, or the conversation
+            does not begin with the known ids and has ``extends``.
     """
     episode, ids = request.episode, request.token_ids
     if under_way:
-        raise ValueError(f"Episode {episode} already has a pending request. Wait for its answer or `release` it.")
+        raise ValueError(
+            f"Episode {episode} already has a pending request with call={request.call}. Wait for its answer, give this one "
+            "another `call`, or `release` the episode."
+        )
     if not ids:
         raise ValueError(f"Episode {episode}: `token_ids` is empty; a model needs at least one token to read.")
     if request.max_new_tokens < 1:
@@ -29,15 +32,41 @@ def check_request(request: GenerationRequest, known: Sequence[int], under_way: b
             f"Episode {episode}: `max_new_tokens` is {request.max_new_tokens}, expected at least 1. "
             "End the episode when the context is full."
         )
-    if list(ids[: len(known)]) == list(known):
+    if not request.extends or list(ids[: len(known)]) == list(known):
         return
     position = next((i for i, (old, new) in enumerate(zip(known, ids)) if old != new), len(ids))
     found = f"id {ids[position]}" if position < len(ids) else "the end"
     raise ValueError(
         f"Episode {episode}: `token_ids` has {found} at position {position} where id {known[position]} was read or "
-        "sampled before. Append the new ids to the old ones instead of encoding text again, or `release` the "
-        "episode to start it again."
+        "sampled before. Append the new ids to the old ones instead of encoding text again, set `extends=False` if the "
+        "context is rewritten on purpose, or `release` the episode to start it again."
     )
+
+
+class Conversations:
+    """The last request of every episode with its answer, against which the next request is checked."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[GenerationRequest, list[int]]] = {}
+
+    def check(self, request: GenerationRequest, under_way: Container[tuple[int, int]]) -> None:
+        """Reject a malformed request; ``under_way`` has the pending ones by (episode, call). See :func:`check_request`."""
+        _, known = self._last.get(request.episode, (None, []))
+        check_request(request, known, (request.episode, request.call) in under_way)
+
+    def submitted(self, request: GenerationRequest) -> None:
+        """Note a request that was accepted."""
+        self._last[request.episode] = request, list(request.token_ids)
+
+    def answered(self, request: GenerationRequest, token_ids: list[int]) -> None:
+        """Note the answer to a request, unless the episode has submitted another one since."""
+        last, known = self._last[request.episode]
+        if last is request:
+            known += token_ids
+
+    def release(self, episode: int) -> None:
+        """Forget an episode."""
+        self._last.pop(episode, None)
 
 
 def check_room(request: GenerationRequest, max_model_length: int) -> None:

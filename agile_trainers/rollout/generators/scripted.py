@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
-from agile_trainers.rollout.generators.checks import check_request
+from agile_trainers.rollout.generators.checks import Conversations
 
 Script = Callable[[GenerationRequest], "list[int] | GenerationOutput"]
 
 
 @dataclass
 class _Answer:
+    request: GenerationRequest
     output: GenerationOutput
     steps_left: int
 
@@ -22,7 +23,8 @@ class ScriptedGenerator:
 
     Args:
         script: Function from a request to its answer: token ids, which then have log-probability 0.0 and finish reason
-            ``"stop"``, or a ``GenerationOutput``. Ids beyond ``max_new_tokens`` are cut off, with ``"length"``.
+            ``"stop"``, or a ``GenerationOutput``. Ids beyond ``max_new_tokens`` are cut off, with ``"length"``. Nothing is
+            cached: ``read`` is the length of the request, unless the script's output has another.
         latency: Number of ``step`` calls until an answer is returned, or a function from the request to it. Default 1.
             Answers of the same step are in the order of submission.
     """
@@ -30,29 +32,31 @@ class ScriptedGenerator:
     def __init__(self, script: Script, latency: int | Callable[[GenerationRequest], int] = 1) -> None:
         self._script = script
         self._latency = latency
-        self._known: dict[int, list[int]] = {}
-        self._under_way: dict[int, _Answer] = {}
+        self._conversations = Conversations()
+        self._under_way: dict[tuple[int, int], _Answer] = {}
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request and call the script immediately.
 
         Raises:
-            ValueError: If the request (see ``check_request``) or the script's answer is malformed.
+            ValueError: If the request (see ``checks.check_request``) or the script's answer is malformed.
         """
-        check_request(request, self._known.get(request.episode, []), request.episode in self._under_way)
+        self._conversations.check(request, self._under_way)
         output = _answer(self._script(request), request)
         steps = self._latency(request) if callable(self._latency) else self._latency
         if steps < 1:
             raise ValueError(f"`latency` is {steps} for episode {request.episode}, expected at least 1 step.")
-        self._known[request.episode] = [*request.token_ids, *output.token_ids]
-        self._under_way[request.episode] = _Answer(output, steps)
+        self._conversations.submitted(request)
+        self._under_way[request.episode, request.call] = _Answer(request, output, steps)
 
     def step(self) -> list[GenerationOutput]:
         """Advance one step and return the answers that are due."""
         for answer in self._under_way.values():
             answer.steps_left -= 1
-        done = [episode for episode, answer in self._under_way.items() if answer.steps_left == 0]
-        return [self._under_way.pop(episode).output for episode in done]
+        done = [self._under_way.pop(key) for key, answer in [*self._under_way.items()] if answer.steps_left == 0]
+        for answer in done:
+            self._conversations.answered(answer.request, answer.output.token_ids)
+        return [answer.output for answer in done]
 
     @property
     def pending(self) -> int:
@@ -60,9 +64,10 @@ class ScriptedGenerator:
         return len(self._under_way)
 
     def release(self, episode: int) -> None:
-        """Forget an episode and its pending request, if any."""
-        self._known.pop(episode, None)
-        self._under_way.pop(episode, None)
+        """Forget an episode and its pending requests, if any."""
+        self._conversations.release(episode)
+        for key in [key for key in self._under_way if key[0] == episode]:
+            del self._under_way[key]
 
 
 def _answer(answer: list[int] | GenerationOutput, request: GenerationRequest) -> GenerationOutput:
@@ -75,7 +80,9 @@ def _answer(answer: list[int] | GenerationOutput, request: GenerationRequest) ->
             f"The script answered episode {request.episode} with {len(answer.token_ids)} ids and "
             f"{len(answer.logprobs)} log-probabilities; expected equally many, at least one."
         )
+    read = len(request.token_ids) if answer.read is None else answer.read
+    answer = replace(answer, call=request.call, read=read)
     limit = request.max_new_tokens
     if len(answer.token_ids) <= limit:
         return answer
-    return GenerationOutput(answer.episode, answer.token_ids[:limit], answer.logprobs[:limit], "length")
+    return replace(answer, token_ids=answer.token_ids[:limit], logprobs=answer.logprobs[:limit], finish_reason="length")

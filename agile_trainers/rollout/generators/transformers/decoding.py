@@ -16,16 +16,19 @@ NO_TOKEN = torch.iinfo(torch.int64).max
 
 
 @dataclass(eq=False)
-class Episode:
-    """State of one episode between its turns."""
+class Lineage:
+    """Ids that an episode's model has read or will read, and where their keys and values are."""
 
-    ids: list[int] = field(default_factory=list)
+    episode: int
+    ids: list[int]
     """All ids so far, the last sampled one included."""
     kv: KVBatch | None = None
     row: int = 0
-    """Row of ``kv`` that holds the episode's keys and values."""
+    """Row of ``kv`` that begins with the lineage's keys and values. A copy has its original's until it is decoded."""
     cached: int = 0
-    """Number of ``ids`` whose keys and values the row holds."""
+    """Number of ``ids``, the first ones, whose keys and values are kept."""
+    busy: bool = True
+    """True while a request is pending that extends it."""
 
 
 @dataclass(eq=False)
@@ -33,13 +36,15 @@ class Answer:
     """One pending request and its sampled tokens."""
 
     request: GenerationRequest
-    episode: Episode
+    lineage: Lineage
+    read: int
+    """Number of the request's ids whose keys and values were not kept when it was submitted."""
     logprobs: list[float] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:
         """The ids sampled for the request so far."""
-        return self.episode.ids[len(self.request.token_ids) :]
+        return self.lineage.ids[len(self.request.token_ids) :]
 
 
 @dataclass
@@ -92,7 +97,7 @@ class DecodingBatch:
 
 
 def decoding_batch(answers: Sequence[Answer], kv: KVBatch, pad_token_id: int) -> DecodingBatch:
-    """Make a batch whose next input is the part of each answer's episode that ``kv`` does not hold.
+    """Make a batch whose next input is the part of each answer's lineage that ``kv`` does not hold.
 
     Args:
         answers: The answers, in the order of the rows of ``kv``.
@@ -100,9 +105,9 @@ def decoding_batch(answers: Sequence[Answer], kv: KVBatch, pad_token_id: int) ->
         pad_token_id: Padding of ``input_ids``.
     """
     device = kv.mask.device
-    unread = [answer.episode.ids[answer.episode.cached :] for answer in answers]
+    unread = [answer.lineage.ids[answer.lineage.cached :] for answer in answers]
     input_ids = left_pad(unread, [pad_token_id] * len(unread)).to(device)
-    cached = torch.tensor([[answer.episode.cached] for answer in answers], device=device)
+    cached = torch.tensor([[answer.lineage.cached] for answer in answers], device=device)
     padding = torch.tensor([[input_ids.shape[1] - len(ids)] for ids in unread], device=device)
     offsets = torch.arange(input_ids.shape[1], device=device) - padding
     return DecodingBatch(
@@ -118,6 +123,14 @@ def decoding_batch(answers: Sequence[Answer], kv: KVBatch, pad_token_id: int) ->
 def placed(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Make a tensor on a device without waiting for what the device computes, which copies of pageable memory do."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def shared_prefix(first: list[int], second: list[int]) -> int:
+    """Return the number of ids that two lists begin with in common."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
+        return length
+    return next(i for i, (a, b) in enumerate(zip(first, second)) if a != b)
 
 
 def left_pad(sequences: Sequence[list[int]], fills: Sequence[int]) -> torch.Tensor:

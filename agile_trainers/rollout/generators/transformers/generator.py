@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,16 +26,17 @@ from agile_trainers.rollout.generators.base import (
     LogitsError,
     SamplingSettings,
 )
-from agile_trainers.rollout.generators.checks import check_request, check_token_ids
+from agile_trainers.rollout.generators.checks import Conversations, check_token_ids
 from agile_trainers.rollout.generators.transformers.attention import DecodingAttention
 from agile_trainers.rollout.generators.transformers.decoding import (
     NO_TOKEN,
     Answer,
     DecodingBatch,
-    Episode,
+    Lineage,
     decoding_batch,
     left_pad,
     placed,
+    shared_prefix,
     stop_criteria,
 )
 from agile_trainers.rollout.generators.transformers.kv_cache import GrowingLayer, KVBatch, pack
@@ -43,11 +44,20 @@ from agile_trainers.rollout.generators.transformers.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
+KEPT = 2
+"""Lineages of an episode whose keys and values are kept beside those being decoded: a conversation, and one on the side."""
+
 
 class TransformersGenerator:
     """Decodes with a causal language model, token by token, and keeps each episode's keys and values between turns.
 
-    A turn reads only the ids appended since the last one. Waiting requests join the batch when they are at least as many
+    A turn reads only the ids appended since the last one. A request that does not extend what its episode read (a rewritten
+    context, a question on the side) reads the ids after the longest prefix that it shares with a lineage of its episode. If
+    the prefix is at least half of what is kept of that lineage, the lineage ends there and goes on as the request's;
+    otherwise, and while the lineage is decoded, the prefix is copied. Of the lineages that are not decoded the ``KEPT`` last
+    used ones of each episode are kept.
+
+    Waiting requests join the batch when they are at least as many
     as its rows, so that prefill and repacking are shared. Finished rows leave the batch when fewer than half of it are
     active. Batching does not change an episode's tokens: they depend on its ids and uniforms alone, up to rounding in the
     model.
@@ -65,8 +75,9 @@ class TransformersGenerator:
         pad_token_id: Any id of the vocabulary; it fills masked columns.
         settings: Sampling options.
         tokenizer: Needed for ``settings.stop_strings`` only.
-        max_batch_size: Maximum number of episodes that are decoded or have a cache; the others wait. An episode whose
-            environment steps keeps its cache, unless all others wait for the room. Default: no limit.
+        max_batch_size: Maximum number of lineages that are decoded or have a cache; requests for others wait. An episode
+            whose environment steps keeps the cache of its last request, unless all others wait for the room. Its other
+            lineages make room at once. Default: no limit.
 
     Raises:
         ValueError: For stop strings without a tokenizer, an id outside the vocabulary, ``max_batch_size`` below 1, a
@@ -108,8 +119,9 @@ class TransformersGenerator:
             _log_rereading(base.config.model_type, self._reading)
         # MPS has no float64.
         self._sampling_device = torch.device("cpu") if self._device.type == "mps" else self._device
-        self._episodes: dict[int, Episode] = {}
-        self._under_way: dict[int, Answer] = {}
+        self._conversations = Conversations()
+        self._lineages: dict[int, list[Lineage]] = {}  # of each episode, in the order of their last requests
+        self._under_way: dict[tuple[int, int], Answer] = {}
         self._waiting: list[Answer] = []
         self._batch: DecodingBatch | None = None
 
@@ -117,15 +129,14 @@ class TransformersGenerator:
         """Queue a request.
 
         Raises:
-            ValueError: If the episode has a pending request, the prompt is empty, ``max_new_tokens`` is below 1, or the
-                ids do not start with those already read and sampled.
+            ValueError: If the episode has a pending request of the same ``call``, the prompt is empty, ``max_new_tokens`` is
+                below 1, or the ids do not start with those of the last request and its answer, and ``extends`` is true.
         """
-        episode = self._episodes.get(request.episode) or Episode()
-        check_request(request, episode.ids, request.episode in self._under_way)
-        episode.ids = list(request.token_ids)
-        answer = Answer(request, episode)
-        self._episodes[request.episode] = episode
-        self._under_way[request.episode] = answer
+        self._conversations.check(request, self._under_way)
+        self._conversations.submitted(request)
+        lineage = self._lineage_for(request)
+        answer = Answer(request, lineage, read=len(lineage.ids) - lineage.cached)
+        self._under_way[request.episode, request.call] = answer
         self._waiting.append(answer)
 
     @torch.no_grad()
@@ -147,15 +158,56 @@ class TransformersGenerator:
         return len(self._under_way)
 
     def release(self, episode: int) -> None:
-        """Forget an episode and its pending request, if any."""
-        self._episodes.pop(episode, None)
-        answer = self._under_way.pop(episode, None)
-        if answer is None:
-            return
-        if answer in self._waiting:
-            self._waiting.remove(answer)
+        """Forget an episode and its pending requests, if any."""
+        self._conversations.release(episode)
+        self._lineages.pop(episode, None)
+        answers = [self._under_way.pop(key) for key in [key for key in self._under_way if key[0] == episode]]
+        decoding = [answer for answer in answers if answer not in self._waiting]
+        self._waiting = [answer for answer in self._waiting if answer not in answers]
+        if decoding:
+            self._drop(decoding)
+
+    # ------------------------------------------------------------------------------------------------ what is kept
+
+    def _lineage_for(self, request: GenerationRequest) -> Lineage:
+        """Take, crop or copy the lineage that shares most with a request, or begin one."""
+        lineages = self._lineages.setdefault(request.episode, [])
+        ids = list(request.token_ids)
+        # The last id is always read, for its logits.
+        shared = {kept: min(shared_prefix(kept.ids, ids), kept.cached, len(ids) - 1) for kept in lineages}
+        # Of those that share the same, one that can be taken, and the last used one.
+        source = max(lineages, key=lambda kept: (shared[kept], not kept.busy, lineages.index(kept)), default=None)
+        if source is None or not shared[source]:
+            lineages.append(Lineage(request.episode, ids))
+        elif not source.busy and (2 * shared[source] >= source.cached or not self._has_room()):
+            lineages.remove(source)
+            source.ids, source.cached, source.busy = ids, shared[source], True
+            lineages.append(source)
+        elif self._has_room():
+            lineages.append(Lineage(request.episode, ids, source.kv, source.row, shared[source]))
         else:
-            self._drop([answer])
+            lineages.append(Lineage(request.episode, ids))
+        return lineages[-1]
+
+    def _has_room(self) -> bool:
+        return self._max_batch_size is None or len(self._with_cache()) < self._max_batch_size
+
+    def _with_cache(self) -> list[Lineage]:
+        """Return the lineages that have a cache, each of which counts as a row, before it has one of its own too."""
+        return [kept for lineages in self._lineages.values() for kept in lineages if kept.kv is not None]
+
+    def _keep(self, lineage: Lineage) -> None:
+        """Keep a lineage whose answer is finished, instead of its episode's least recently used one."""
+        lineage.busy = False
+        idle = [kept for kept in self._lineages[lineage.episode] if not kept.busy]
+        self._forget(idle[: -KEPT if self._keeps_cache else None])
+
+    def _forget(self, lineages: Iterable[Lineage]) -> None:
+        """Free the keys and values of lineages; a request that extends one reads the whole conversation."""
+        for lineage in lineages:
+            self._lineages[lineage.episode].remove(lineage)
+            if lineage.kv is not None:
+                self._shrink(lineage.kv)
 
     # ------------------------------------------------------------------------------------------------- who decodes
 
@@ -173,35 +225,30 @@ class TransformersGenerator:
 
     def _admissible(self, active: list[Answer]) -> list[Answer]:
         """Return the waiting answers for which there is room: those whose episode has a cache, then new ones."""
-        if self._max_batch_size is None:
+        if self._max_batch_size is None or not self._waiting:
             return list(self._waiting)
-        known = [answer for answer in self._waiting if answer.episode.kv is not None]
-        new = [answer for answer in self._waiting if answer.episode.kv is None]
-        cached = [episode for episode in self._episodes.values() if episode.kv is not None]
-        if not active and not known:
-            # Every cache is that of an episode whose environment steps. Some make room, and are read again.
-            room = self._max_batch_size - min(len(new), self._max_batch_size)
-            for episode in cached[room:]:
-                self._forget(episode)
-            cached = cached[:room]
-        return known + new[: self._max_batch_size - max(len(active), len(cached))]
-
-    def _forget(self, episode: Episode) -> None:
-        """Free an episode's keys and values; its next turn reads the whole conversation."""
-        kv, episode.kv, episode.cached = episode.kv, None, 0
-        assert kv is not None
-        self._shrink(kv)
+        known = [answer for answer in self._waiting if answer.lineage.kv is not None]
+        new = [answer for answer in self._waiting if answer.lineage.kv is None]
+        cached = self._with_cache()
+        idle = [lineage for lineage in cached if not lineage.busy]
+        spare = [lineage for lineage in idle if lineage is not self._lineages[lineage.episode][-1]]
+        # If nothing else goes on, episodes whose environment steps make room too, and are read again.
+        stepping = [] if active or known else [lineage for lineage in idle if lineage not in spare]
+        missing = len(cached) + min(len(new), self._max_batch_size) - self._max_batch_size
+        gone = [*stepping, *spare][-missing:] if missing > 0 else []
+        self._forget(gone)
+        return known + new[: self._max_batch_size - max(len(active), len(cached) - len(gone))]
 
     def _repack(self, answers: list[Answer]) -> None:
         """Make a batch of ``answers`` whose next forward pass reads each answer's unread ids."""
         _check_eval_mode(self.model)
         # `pack` needs the rows of one source together, and rows without cache last.
-        order = list(dict.fromkeys(answer.episode.kv for answer in answers))
-        answers.sort(key=lambda answer: (answer.episode.kv is None, order.index(answer.episode.kv)))
-        kv = self._gather([answer.episode for answer in answers])
+        order = list(dict.fromkeys(answer.lineage.kv for answer in answers))
+        answers.sort(key=lambda answer: (answer.lineage.kv is None, order.index(answer.lineage.kv)))
+        kv = self._gather([answer.lineage for answer in answers])
         self._batch = decoding_batch(answers, kv, self._pad_token_id)
         if self._sampler.penalty:
-            conversations = [answer.episode.ids for answer in answers]
+            conversations = [answer.lineage.ids for answer in answers]
             history = left_pad(conversations, [ids[0] for ids in conversations])
             self._batch.history = history.to(self._sampling_device)
         if self._stop is not None:
@@ -209,20 +256,20 @@ class TransformersGenerator:
             recent = [[*filler, *answer.token_ids][-len(filler) :] for answer in answers]
             self._batch.recent = torch.tensor(recent, device=self._sampling_device)
 
-    def _gather(self, episodes: list[Episode]) -> KVBatch:
-        """Gather the keys and values of ``episodes`` in one new batch."""
+    def _gather(self, lineages: list[Lineage]) -> KVBatch:
+        """Gather the keys and values of ``lineages`` in one new batch."""
         if not self._keeps_cache:
-            return KVBatch(None, self._no_columns(len(episodes)))
+            return KVBatch(None, self._no_columns(len(lineages)))
         sources: dict[KVBatch, list[int]] = {}
-        for episode in episodes:
-            if episode.kv is not None:
-                sources.setdefault(episode.kv, []).append(episode.row)
+        for lineage in lineages:
+            if lineage.kv is not None:
+                sources.setdefault(lineage.kv, []).append(lineage.row)
         if sources:
-            unread = max(len(episode.ids) - episode.cached for episode in episodes)
-            kv = pack(list(sources.items()), [episode.cached for episode in episodes], room=unread)
+            unread = max(len(lineage.ids) - lineage.cached for lineage in lineages)
+            kv = pack(list(sources.items()), [lineage.cached for lineage in lineages], room=unread)
         else:
-            kv = KVBatch(Cache(layer_class_to_replicate=GrowingLayer), self._no_columns(len(episodes)))
-        _move(episodes, kv)
+            kv = KVBatch(Cache(layer_class_to_replicate=GrowingLayer), self._no_columns(len(lineages)))
+        _move(lineages, kv)
         for source in sources:
             self._shrink(source)
         return kv
@@ -231,10 +278,12 @@ class TransformersGenerator:
         return torch.zeros(rows, 0, dtype=torch.bool, device=self._device)
 
     def _shrink(self, kv: KVBatch) -> None:
-        """Copy the remaining rows of a batch that most episodes have left, to free the memory of the others."""
-        residents = [episode for episode in self._episodes.values() if episode.kv is kv]
+        """Copy the remaining rows of a batch that most lineages have left, to free the memory of the others."""
+        if self._batch is not None and any(answer.lineage.kv is kv for answer in self._batch.active):
+            return  # it is repacked when most of its rows idle
+        residents = [lineage for lineage in self._with_cache() if lineage.kv is kv]
         if residents and 2 * len(residents) <= len(kv.mask):
-            rows, counts = [episode.row for episode in residents], [episode.cached for episode in residents]
+            rows, counts = [lineage.row for lineage in residents], [lineage.cached for lineage in residents]
             _move(residents, pack([(kv, rows)], counts))
 
     # --------------------------------------------------------------------------------------------------- one token
@@ -269,9 +318,9 @@ class TransformersGenerator:
         drawn = torch.stack([tokens.double(), logprobs, stopped.double()], dim=1).tolist()
         for answer, (token, logprob, stop) in zip(batch.rows, drawn):
             if answer is not None and (reason := self._append(answer, int(token), logprob, bool(stop))):
-                outputs.append(GenerationOutput(answer.request.episode, answer.token_ids, answer.logprobs, reason))
+                outputs.append(self._finish(answer, reason))
         if outputs:
-            self._drop([self._under_way.pop(output.episode) for output in outputs])
+            self._drop([self._under_way.pop((output.episode, output.call)) for output in outputs])
         batch.feed(tokens, after_all=self._reading is Reading.TOKEN)
         return outputs
 
@@ -287,13 +336,19 @@ class TransformersGenerator:
         """Append a token to an answer. Return the finish reason, or None if the answer goes on."""
         if math.isnan(logprob):
             raise LogitsError(f"The model's logits for episode {answer.request.episode} are not numbers (NaN).")
-        episode = answer.episode
-        episode.cached = len(episode.ids) if self._keeps_cache else 0
-        episode.ids.append(token)
+        lineage = answer.lineage
+        lineage.cached = len(lineage.ids) if self._keeps_cache else 0
+        lineage.ids.append(token)
         answer.logprobs.append(logprob)
         if stop or token in self._eos_token_ids:
             return "stop"
         return "length" if len(answer.logprobs) == answer.request.max_new_tokens else None
+
+    def _finish(self, answer: Answer, reason: FinishReason) -> GenerationOutput:
+        request, token_ids = answer.request, answer.token_ids
+        self._conversations.answered(request, token_ids)
+        self._keep(answer.lineage)
+        return GenerationOutput(request.episode, token_ids, answer.logprobs, reason, request.call, answer.read)
 
     def _drop(self, answers: list[Answer]) -> None:
         """Remove answers from the batch, and free the batch when it is empty."""
@@ -303,9 +358,9 @@ class TransformersGenerator:
             self._batch = None
 
 
-def _move(episodes: list[Episode], kv: KVBatch) -> None:
-    for row, episode in enumerate(episodes):
-        episode.kv, episode.row = kv, row
+def _move(lineages: list[Lineage], kv: KVBatch) -> None:
+    for row, lineage in enumerate(lineages):
+        lineage.kv, lineage.row = kv, row
 
 
 def _check_eval_mode(model: torch.nn.Module) -> None:

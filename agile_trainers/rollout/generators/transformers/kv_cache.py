@@ -69,9 +69,9 @@ def pack(sources: Sequence[tuple[KVBatch, list[int]]], counts: Sequence[int], ro
     """Gather rows of several batches into a new left-padded batch without gaps.
 
     Args:
-        sources: Batches and the selected rows of each; at least one.
-        counts: Number of tokens of each row, in the order of ``sources``. Entries beyond the rows of ``sources`` (all 0)
-            make empty rows.
+        sources: Batches and the selected rows of each; at least one. A row that is listed twice is copied.
+        counts: Number of tokens that are taken of each row, its first ones, in the order of ``sources``. Entries beyond the
+            rows of ``sources`` (all 0) make empty rows.
         room: Number of columns that the caller will append; the buffers are made large enough for them.
 
     Returns:
@@ -80,11 +80,12 @@ def pack(sources: Sequence[tuple[KVBatch, list[int]]], counts: Sequence[int], ro
     first = sources[0][0]
     device, width = first.mask.device, max(counts)
     mask = torch.arange(width, device=device) >= width - torch.tensor(counts, device=device)[:, None]
-    picks = []
+    picks, taken = [], 0
     for kv, rows in sources:
         index = torch.tensor(rows, device=device)
-        # A stable sort moves the padding to the left and keeps the tokens in order.
-        picks.append((index, kv.mask[index].int().argsort(dim=1, stable=True)[:, -width:]))
+        first_counts = torch.tensor(counts[taken : taken + len(rows)], device=device)
+        picks.append((index, _first_columns(kv.mask[index], first_counts, width)))
+        taken += len(rows)
 
     def packed(layer: int, name: str) -> torch.Tensor:
         buffers = [getattr(kv.layers[layer], name) for kv, _ in sources]
@@ -108,6 +109,17 @@ def as_kept(states: torch.Tensor) -> torch.Tensor:
     if states.dtype == torch.float32 and torch.is_autocast_enabled(device):
         return states.to(torch.get_autocast_dtype(device))
     return states
+
+
+def _first_columns(mask: torch.Tensor, counts: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the columns (n, w) of the first ``counts`` (n,) tokens of each row of ``mask``, on the right."""
+    # A stable sort moves the padding to the left and keeps the tokens in order.
+    order = mask.int().argsort(dim=1, stable=True)
+    width = min(width, mask.shape[1])
+    dropped = mask.sum(dim=1) - counts
+    chosen = torch.arange(mask.shape[1] - width, mask.shape[1], device=mask.device) - dropped[:, None]
+    # Columns left of the tokens are padding, whatever they hold.
+    return order.gather(1, chosen.clamp(min=0))
 
 
 def _gather(buffer: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
