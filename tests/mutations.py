@@ -1449,6 +1449,14 @@ MUTATIONS = [
         "self._connection.close()  # on which", "pass  # on which", "tests/rollout/test_left_processes.py -k as_long_as",
     ),
     Mutation(
+        "environments are killed when the trainer exits", "rollout/process_environment.py",
+        "process.join(max(", "max((", "tests/rollout/test_left_processes.py -k 'trainer and exit'",
+    ),
+    Mutation(
+        "environments that are still held are killed when the trainer exits", "rollout/process_environment.py",
+        "            connection.close()", "            pass", "tests/rollout/test_left_processes.py -k exit_with_it",
+    ),
+    Mutation(
         "a killed trainer leaves the socket of its processes", "rollout/server_socket.py",
         "os.rmdir(", "str(", "tests/rollout/test_left_processes.py -k kill",
     ),

@@ -11,11 +11,15 @@ import pickle
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import Any, cast
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import cloudpickle
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
@@ -38,6 +42,11 @@ _STARTS, _PAUSE = 50, 0.1
 _CLOSING_SECONDS = 5.0
 """Seconds that an environment has to close, and its process to exit, before it is killed."""
 _SERVER_SOCKET = "agile_trainers.rollout.server_socket"
+
+_connections: WeakKeyDictionary[BaseProcess, ReferenceType[Connection]] = WeakKeyDictionary()
+"""The processes of environments to their connections, each of which closes when its environment is collected."""
+_exit: Finalize | None = None
+"""Lets the processes exit when this process does. A fork of multiprocessing drops it."""
 
 
 class EnvironmentProcessError(RuntimeError):
@@ -63,7 +72,7 @@ class ProcessEnvironment:
     """Plays an environment in a separate process, started from a clean server process (``forkserver``).
 
     Cancelling a call kills the process. What the environment has started ends with it (see :mod:`.keeper`). The
-    environment's exceptions arrive as text.
+    environment's exceptions arrive as text. One that is not closed has five seconds to exit when the training process does.
 
     Args:
         factory: Makes the environment in that process.
@@ -95,6 +104,7 @@ class ProcessEnvironment:
                     "environments are started in processes. Set TMPDIR to a shorter one, or environment_processes=0."
                 ) from error
         theirs.close()
+        _exit_before(self._process, self._connection)
         self._calls = 0
         """Number of the last call, which its answer repeats."""
 
@@ -147,6 +157,24 @@ class ProcessEnvironment:
     def _end(self) -> None:
         self._process.terminate()  # the keeper, which kills the others
         self._connection.close()
+
+
+def _exit_before(process: BaseProcess, connection: Connection) -> None:
+    global _exit
+    _connections[process] = ref(connection)
+    if _exit is None or not _exit.still_active():
+        _exit = Finalize(None, _let_exit, exitpriority=0)  # before multiprocessing terminates the daemonic processes
+
+
+def _let_exit() -> None:
+    """Close the connections, on which the processes exit by themselves, and wait for them. The others are killed next."""
+    processes = [process for process in multiprocessing.active_children() if process in _connections]
+    for process in processes:
+        if (connection := _connections[process]()) is not None:
+            connection.close()
+    deadline = time.monotonic() + _CLOSING_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
 
 
 async def _readable(descriptor: int) -> None:

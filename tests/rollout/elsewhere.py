@@ -86,9 +86,9 @@ class Leaving(Elsewhere):
         if not hasattr(self, "left"):
             self.left = leave_processes()
             self.temporary = tempfile.TemporaryDirectory()
-            if self.what == "exit slowly":  # a process that is killed meanwhile leaves the folder
+            if self.what in ("exit slowly", "never exit"):  # a process that is killed meanwhile leaves the folder
                 atexit.register(self.temporary.cleanup)
-                atexit.register(time.sleep, 0.3)
+                atexit.register(time.sleep, 0.3 if self.what == "exit slowly" else 600)
         return observation, {**info, "left": self.left, "temporary": self.temporary.name}
 
 

@@ -80,9 +80,9 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("ends", ["kill", "exit", "hang_up"])
+@pytest.mark.parametrize("ends", ["kill", "exit", "exit_with_it", "exit_too_early", "hang_up"])
 def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path, temporary: Path) -> None:
-    """It is killed during a call, or returns without closing its environments."""
+    """It is killed during a call, or returns without closing its environments, held or not: they exit slowly, or never."""
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -99,7 +99,7 @@ def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path, temporary: Path
     assert len(started) == 8, "with the environment's own"
     if ends == "hang_up":  # a terminal tells every process of its group
         os.killpg(trainer.pid, signal.SIGHUP)
-    elif ends != "exit":
+    elif ends == "kill":
         assert trainer.stdout.readline() == "inside\n"
         trainer.kill()
     trainer.wait(60)
@@ -108,9 +108,9 @@ def test_nothing_outlives_the_trainer(ends: str, tmp_path: Path, temporary: Path
     trainer.stdout.close()
     all_end(started)
     left = os.listdir(temporary)
-    if ends == "exit":
+    if ends in ("exit", "exit_with_it"):
         assert not left
-    elif ends == "kill":  # in a call, after which the environment cannot remove its own folder; the server's is removed
+    elif ends != "hang_up":  # the environment could not remove its own folder; the server's is removed
         assert len(left) == 1 and not left[0].startswith("pymp-")
 
 
@@ -127,18 +127,25 @@ TRAINER = """
 import asyncio, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
 from elsewhere import Leaving
-from agile_trainers.rollout.process_environment import ProcessEnvironment
+from agile_trainers.rollout import process_environment
 
-async def main(hang):
-    environment = ProcessEnvironment(Leaving)
-    _, info = await environment.reset(options={"what": "hang"})
+WHAT = {"exit": "exit slowly", "exit_with_it": "exit slowly", "exit_too_early": "never exit"}
+
+async def main(ends):
+    environment = process_environment.ProcessEnvironment(Leaving)
+    _, info = await environment.reset(options={"what": WHAT.get(ends, "hang")})
     print(";".join(f"{kind}={process}" for kind, process in {**info["left"], "itself": info["process"]}.items()), flush=True)
-    if hang:
+    if ends not in WHAT:
         call = asyncio.ensure_future(environment.step("go"))
         await asyncio.sleep(0)
         print("inside", flush=True)
         await call
+    return environment
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] != "exit"))
+    ended = asyncio.run(main(sys.argv[1]))
+    if sys.argv[1] == "exit":
+        del ended
+    elif sys.argv[1] == "exit_too_early":
+        process_environment._CLOSING_SECONDS = 0.1
 """
