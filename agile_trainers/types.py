@@ -33,6 +33,8 @@ class StopReason(StrEnum):
     """The episode used all of ``max_turns``."""
     CONTEXT_FULL = "context_full"
     """The conversation left no room for another answer within ``max_model_length``."""
+    REWRITE_FULL = "rewrite_full"
+    """The rewritten context left no room for an answer within ``max_model_length``."""
     ENVIRONMENT_ERROR = "environment_error"
     """The environment raised or broke the protocol; the episode is not trained on."""
     ENVIRONMENT_TIMEOUT = "environment_timeout"
@@ -41,7 +43,12 @@ class StopReason(StrEnum):
     @property
     def truncated(self) -> bool:
         """True if a limit stopped the episode before the environment ended it."""
-        return self in (StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL)
+        return self is StopReason.TRUNCATED or self.limit
+
+    @property
+    def limit(self) -> bool:
+        """True if a limit of the trainer ended the episode, which the environment does not know of."""
+        return self in (StopReason.MAX_TURNS, StopReason.CONTEXT_FULL, StopReason.REWRITE_FULL)
 
     @property
     def failed(self) -> bool:
@@ -76,10 +83,12 @@ class Turn:
     """Number of turns whose reward was given before this action was asked for; None: all earlier ones. Actions that were
     asked for at once have the same number."""
     messages: list[Message] | None = None
-    """In an episode of several paths: the messages that the whole prompt was rendered from, if it does not continue the
-    conversation of an earlier turn."""
+    """The messages that the whole prompt was rendered from, if they are not those of an earlier turn with its action and its
+    observation."""
     fork: str | None = None
     """Reason for the new path that begins with this turn, in a few words; None if it continues one, or nobody said."""
+    question: bool = False
+    """True if the program around the policy asked for this action, such as a summary: the environment did not get it."""
 
     @property
     def said(self) -> list[Message]:
@@ -128,6 +137,8 @@ class Trajectory:
     paths: list[list[int]] | None = None
     """Token ids of each path, from its first token on; every turn's prompt and action are the beginning of one. None: one
     path, the prompt and the completion."""
+    read_again: int | None = field(default=None, compare=False)
+    """Prompt tokens that were read again, since they were no longer in the generator's cache. None: it cannot tell."""
     linear: bool = True
     """False if the turns of two such episodes do not correspond by index, because of turns on the side or at once."""
 
@@ -186,10 +197,9 @@ class Trajectory:
 
     @property
     def success(self) -> bool | None:
-        """``info["success"]`` of the last turn, or None when the environment does not report it."""
-        if not self.turns or "success" not in self.turns[-1].info:
-            return None
-        return bool(self.turns[-1].info["success"])
+        """``info["success"]`` of the last turn that the environment got, or None when it does not report it."""
+        info = next((turn.info for turn in reversed(self.turns) if not turn.question), {})
+        return bool(info["success"]) if "success" in info else None
 
     @property
     def anchors(self) -> list[str | None]:
@@ -230,7 +240,10 @@ class Trajectory:
     @property
     def asides(self) -> list[list[Message]]:
         """The turns that are not part of :attr:`messages`, such as discarded answers: each is what was said in it."""
-        kept = set(self._last_path)
+        kept, parents = set[int | None](self._last_path), self.parents
+        for k in reversed(range(len(self.turns))):  # and those that their prompts contain
+            if k in kept:
+                kept |= {parents[k]}
         return [turn.said for k, turn in enumerate(self.turns) if k not in kept]
 
     @property
@@ -259,14 +272,14 @@ def path_nodes(paths: Sequence[Sequence[int]]) -> list[list[int]]:
     nodes: list[list[int]] = [[] for _ in paths]
     before, count = -1, 0
     for place in sorted(range(len(paths)), key=lambda place: list(paths[place])):
-        shared = 0 if before < 0 else _common(paths[before], paths[place])
+        shared = 0 if before < 0 else common_prefix(paths[before], paths[place])
         new = len(paths[place]) - shared
         nodes[place] = [*(nodes[before][:shared] if shared else ()), *range(count, count + new)]
         before, count = place, count + new
     return nodes
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:

@@ -1031,7 +1031,9 @@ MUTATIONS = [
     ),
     Mutation(
         "what an environment answered ends the run", "rollout/engine.py",
-        "except BaseException as unusable:", "except ValueError as unusable:", "tests/rollout/test_misbehaving.py -k inline",
+        "    except BaseException as error:\n        pass_on_interrupt(error)\n        _fail",
+        "    except ValueError as error:\n        pass_on_interrupt(error)\n        _fail",
+        "tests/rollout/test_misbehaving.py -k inline",
     ),
     Mutation(
         "a row shared by environments", "rollout/engine.py",

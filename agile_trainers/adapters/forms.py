@@ -61,6 +61,7 @@ OPTIONS = Fields({
     **dict.fromkeys(("max_model_length", "max_environments"), (Count, None)),
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), NUMBER),
     **dict.fromkeys(("min_p", "environment_timeout"), (NUMBER, None)),
+    "history": (str, {str: (str, None)}, None), "on_rewrite": str,
     "training_chat_template": bool, "do_sample": bool, "system_prompt": (str, None),
     "chat_template_kwargs": (_TABLE, None), "environment_limits": ({str: {str: Count}}, None), "stop_strings": ([str], None),
 })  # fmt: skip

@@ -25,6 +25,7 @@ from agile_trainers.adapters.forms import WITHHELD
 from agile_trainers.checkpoints.integrity import MARKER
 from agile_trainers.checkpoints.secrets import masked
 from agile_trainers.checkpoints.signing import keyed_digest
+from agile_trainers.envs.context import is_ready_history
 from agile_trainers.envs.registry import describe_environment
 from agile_trainers.imports import nearest
 from agile_trainers.records.plain import replacing
@@ -63,9 +64,10 @@ _OURS = ("agile_trainers", "trl", "transformers")
 _WORDS = frozenset((
     "advantage_baseline", "advantage_granularity", "entropy_coef_schedule", "eval_strategy", "hub_extras",
     "hub_strategy", "importance_sampling_level", "kl_placement", "logging_strategy", "loss_type", "lr_scheduler_type",
-    "multi_objective_aggregation", "optim", "pad_to_multiple_of", "public_values", "report_to", "save_strategy",
-    "scale_rewards", "sequence_packing", "skip_zero_advantage", "task_sampling", "train_sampling_strategy", "turn_credit",
-    "turn_ratio_pooling", "turn_value_position", "vllm_importance_sampling_mode", "vllm_mode", "vllm_model_impl",
+    "multi_objective_aggregation", "on_rewrite", "optim", "pad_to_multiple_of", "public_values", "report_to",
+    "save_strategy", "scale_rewards", "sequence_packing", "skip_zero_advantage", "task_sampling",
+    "train_sampling_strategy", "turn_credit", "turn_ratio_pooling", "turn_value_position",
+    "vllm_importance_sampling_mode", "vllm_mode", "vllm_model_impl",
 ))  # fmt: skip
 """Options whose text is one of a few words."""
 _BY_NAME = ("environment_limits", "environment_weights", "liger_kernel_config")
@@ -178,6 +180,8 @@ def _known_options(config: type) -> set[str]:
 def _may_leave(name: str, value: Any) -> bool:
     if value is None or isinstance(value, (bool, int, float)) or value in ([], {}, ""):
         return True
+    if name == "history":
+        return is_ready_history(value)
     if isinstance(value, list):
         return all(_may_leave(name, one) for one in value)
     if isinstance(value, dict):

@@ -31,6 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--environment_args", type=json_object, default={}, metavar="JSON", help="its arguments")
     parser.add_argument("--model", help="model whose tokenizer and template are used (default: the embedded model)")
     parser.add_argument("--training_chat_template", action="store_true", help="use a training version of the template")
+    parser.add_argument("--history", metavar="NAME", help="function that rewrites the context, such as last:2")
     parser.add_argument("--system_prompt", help="system message before the first observation")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first episode (default: 0)")
     parser.add_argument("--episodes", type=int, default=1, help="number of episodes (default: 1)")
@@ -74,6 +75,7 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
         max_model_length=options.max_model_length,
         system_prompt=options.system_prompt,
         training_chat_template=options.training_chat_template,
+        history=options.history,
     )
 
     def engine(seated: EnvironmentFactory) -> RolloutEngine:

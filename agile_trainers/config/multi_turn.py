@@ -23,6 +23,7 @@ from agile_trainers.config.rules import (
     check_numbers,
     check_rules,
 )
+from agile_trainers.envs.context import name_of_history
 from agile_trainers.imports import nearest
 from agile_trainers.rollout.episode_options import EpisodeOptions
 
@@ -59,7 +60,7 @@ class MultiTurnConfig(GRPOConfig):
     episode_rules: ClassVar[tuple[Rule, ...]] = ()
     """The algorithm's rules for a run with an environment."""
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *GRPOConfig._VALID_DICT_FIELDS, "environment_limits", "environment_weights",
+        *GRPOConfig._VALID_DICT_FIELDS, "environment_limits", "environment_weights", "history",
     ]  # fmt: skip
 
     learning_rate: float | None = option(
@@ -111,6 +112,17 @@ class MultiTurnConfig(GRPOConfig):
         False,
         "Use a version of the chat template that keeps earlier turns, and save it with the model, for templates that "
         "rewrite them, such as Qwen3's. The version is TRL's, or our own where TRL's rewrites them too.",
+    )
+    on_rewrite: str = option(
+        EpisodeOptions.on_rewrite,
+        "Treatment of a chat template that rewrites earlier turns: `fork` trains on conversations as they are served, "
+        "and begins a new path where the template rewrites one ([chat templates](chat_templates.md)); `refuse` is an error.",
+    )
+    history: dict[str, str] | str | None = option(
+        None,
+        "Function that rewrites what the model sees before each answer ([rewritten contexts](history.md)), or the name of "
+        "one: `full`, `last:N` (exchanges), `observations:N`, `summary:N` (tokens), `module.path:function`. A dictionary "
+        "has one for each of several environments. Default: the environment's own `context`, if it defines that.",
     )
     turn_ratio_pooling: str = option(
         "mean",
@@ -333,6 +345,10 @@ class MultiTurnConfig(GRPOConfig):
         setattr(self, "skip_zero_advantage", {"true": True, "false": False}.get(skip, skip))  # noqa: B010
         if self.importance_sampling_level == "trajectory":
             self.importance_sampling_level = "sequence"
+        if isinstance(self.history, dict):
+            self.history = {name: name_of_history(one) for name, one in self.history.items()}
+        else:
+            self.history = name_of_history(self.history)
         check_rules(self, (*VALUES, *self.value_rules))
         check_limits(self)
 

@@ -20,11 +20,12 @@ class Environment(Protocol):
     One instance plays one episode at a time and is reused (``reset`` again) for the next. All methods may be ``async def``.
     ``reset`` is called by keyword, ``step`` by position. Without dataset rows, ``reset`` may omit ``options``.
 
-    An instance may also have an attribute ``return_range``, the lowest and highest return of an episode, and define two
-    methods. ``close()`` frees what it holds. ``end(reason) -> float | None`` rewards an
-    episode that a limit of the trainer ends before the environment does: it is called after the last ``step``, with
-    ``"max_turns"`` or ``"context_full"``, and its reward is added to the last turn's. The episode stays truncated, and PPO
-    does not estimate what is left of it. None leaves the episode without such a reward, as if there were no ``end``.
+    An instance may also have an attribute ``return_range``, the lowest and highest return of an episode, and define three
+    methods. ``close()`` frees what it holds. ``context(messages) -> messages`` rewrites what the model sees before each
+    answer; see :mod:`agile_trainers.envs.context`. ``end(reason) -> float | None`` rewards an episode that a limit of the
+    trainer ends before the environment does: it is called after the last ``step``, with ``"max_turns"``,
+    ``"context_full"`` or ``"rewrite_full"``, and its reward is added to the last turn's. The episode stays truncated, and
+    PPO does not estimate what is left of it. None leaves the episode without such a reward, as if there were no ``end``.
     """
 
     def reset(
@@ -84,6 +85,17 @@ def bound_end(environment: Environment, reason: str) -> Callable[[], Any]:
     """
     end: Callable[..., Any] | None = getattr(environment, "end", None)
     return (lambda: None) if end is None else partial(end, reason)
+
+
+def bound_context(environment: Environment, messages: list[Message]) -> Callable[[], Any]:
+    """Bind ``context`` to its argument, by position; it returns ``NotImplemented`` where the environment does not define it.
+
+    Args:
+        environment: The instance.
+        messages: The messages that the next answer would be sampled after.
+    """
+    context: Any = getattr(environment, "context", None)
+    return partial(context, messages) if callable(context) else (lambda: NotImplemented)
 
 
 def reads_rows(reset: Callable[..., Any]) -> bool:

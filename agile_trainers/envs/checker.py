@@ -22,12 +22,14 @@ from agile_trainers.envs.base import (
     Observation,
     ResetResult,
     StepResult,
+    as_messages,
     bound_end,
     bound_reset,
     bound_step,
     reads_rows,
 )
 from agile_trainers.imports import pass_on_interrupt
+from agile_trainers.types import Message
 
 LONG_OBSERVATION = 100_000
 """Characters above which an observation is reported as too long: the trainers' default ``max_observation_length``."""
@@ -93,6 +95,31 @@ def validate_end(result: Any) -> float | None:
         EnvironmentProtocolError: If the result is neither None nor a reward as :func:`validate_step` takes it.
     """
     return None if result is None else _validate_reward(result, "end()")
+
+
+def validate_context(result: Any, source: str) -> list[Message]:
+    """Check the messages to sample the next answer after.
+
+    Args:
+        result: What a function that rewrites the context returned.
+        source: Its name, for the error.
+
+    Returns:
+        The same messages as plain data.
+
+    Raises:
+        EnvironmentProtocolError: If they are no list of messages, empty, or end with an answer of the model.
+    """
+    if not issubclass(type(result), list):
+        raise EnvironmentProtocolError(
+            f"{source} returned {_describe(result)}; expected the list of chat messages that the model answers next."
+        )
+    messages = as_messages(_validate_observation(result, source))
+    if messages[-1]["role"] == "assistant":
+        raise EnvironmentProtocolError(
+            f"{source} returned messages that end with role 'assistant'; the last one must be what the model answers."
+        )
+    return messages
 
 
 def _validate_reward(reward: Any, method: str) -> float:
@@ -342,7 +369,7 @@ async def _check(
 
 
 def check_methods(environment: Any, *, with_rows: bool = False) -> None:
-    """Check that ``reset`` and ``step`` exist, and that these and ``end``, if there is one, have the protocol's signatures.
+    """Check that ``reset`` and ``step`` exist, and that these, ``end`` and ``context`` have the protocol's signatures.
 
     Args:
         environment: The instance.
@@ -367,6 +394,9 @@ def check_methods(environment: Any, *, with_rows: bool = False) -> None:
         if not callable(environment.end):
             raise EnvironmentProtocolError(f"{name}.end is {_describe(environment.end)}; expected a method.{hint}")
         _check_call(environment, "end", "end(reason)", hint, "max_turns")
+    if callable(getattr(environment, "context", None)):
+        hint = " It rewrites what the model sees; give another method another name."
+        _check_call(environment, "context", "context(messages)", hint, [])
 
 
 def _as_of_trl(environment: Any) -> str:

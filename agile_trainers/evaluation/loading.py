@@ -19,6 +19,7 @@ from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.loading import load_tokenizer
 from agile_trainers.adapters.model_folders import hub_file, naming_folder
 from agile_trainers.checkpoints.disclosure import with_private
+from agile_trainers.envs.context import is_ready_history
 from agile_trainers.rollout.episode_options import EpisodeOptions
 from agile_trainers.rollout.generators.base import SamplingSettings
 
@@ -82,6 +83,13 @@ def recorded_settings(model: str) -> dict[str, Any]:
             "%s was trained with a %s of its own, whose value is withheld in its record and not known here. The default is "
             "played with unless the option is given.",
             model, ", ".join(withheld),
+        )  # fmt: skip
+    if not is_ready_history(history := found.get("history")):
+        del found["history"]
+        logger.warning(
+            "%s was trained with history=%r, a function of its own. A record does not make it run: contexts are not "
+            "rewritten unless the option is given.",
+            model, history,
         )  # fmt: skip
     if "stop_strings" in found:
         found["stop_strings"] = tuple(found["stop_strings"] or ())

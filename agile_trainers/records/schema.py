@@ -28,13 +28,14 @@ TURN = pa.struct({
     "advantage": pa.float32(),
     "value": pa.float32(),  # the critic's, before the action
     "info": pa.string(),  # JSON
-    # Of an episode of several paths; null in others. Files of format 2 lack what follows, and `paths`.
+    # Files of format 2 lack what follows, and `paths`. The first five are of an episode of several paths; null in others.
     "path": pa.int32(),  # which holds the action
     "place": pa.int32(),  # of the first action token in it; the tokens before it are the prompt
     "parent": pa.int32(),  # the turn that it goes on from; null without any
     "rewarded": pa.int32(),  # number of turns whose reward was given before it was asked for
     "fork": pa.string(),  # why it begins a new path
-    "messages": pa.string(),  # the prompt's as JSON, where it does not continue an earlier turn's
+    "messages": pa.string(),  # the prompt's as JSON, where it is not an earlier turn's with action and observation
+    "question": pa.bool_(),  # true if the environment did not get it, since the history asked for it; else null
 })  # fmt: skip
 PATH = pa.struct({
     "of": pa.int32(),  # an earlier path, whose first `shared` tokens it begins with; null if it shares none
@@ -77,7 +78,7 @@ EPISODE = pa.schema({
 
 TRAINED = ("logprobs", "advantages", "ratios", "clipped", "kl")
 """Token columns that only an update fills."""
-ADDED = ("path", "place", "parent", "rewarded", "fork", "messages")
+ADDED = ("path", "place", "parent", "rewarded", "fork", "messages", "question")
 """Fields of a turn that files of format 2 lack."""
 WITHOUT_PATHS = {
     "turns": pa.list_(pa.struct([TURN.field(n) for n in range(TURN.num_fields) if TURN.field(n).name not in ADDED])),

@@ -94,13 +94,15 @@ def episode_row(
             "advantage": None if advantages is None else advantages[k],
             "value": None if values is None else values[k],
             "info": to_json(turn.info),
-            **(dict.fromkeys(ADDED) if parents is None else {
+            **dict.fromkeys(ADDED),
+            "question": turn.question or None,
+            "messages": None if turn.messages is None else to_json(turn.messages),
+            **({} if parents is None else {
                 "path": turn.path,
                 "place": turn.place,
                 "parent": parents[k],
                 "rewarded": k if turn.rewarded is None else turn.rewarded,
                 "fork": turn.fork,
-                "messages": None if turn.messages is None else to_json(turn.messages),
             }),
         })  # fmt: skip
     if trajectory.end_reward is not None:

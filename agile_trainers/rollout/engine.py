@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,15 +16,18 @@ from agile_trainers.envs.checker import (
     LARGEST_REWARD,
     EnvironmentProtocolError,
     describe_error,
+    validate_context,
     validate_end,
     validate_reset,
     validate_step,
 )
+from agile_trainers.envs.context import Context, History, Question, full
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.cutting import cut_observation
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
+from agile_trainers.rollout.forest import Call, Fork, forest
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
-from agile_trainers.types import Message, StopReason, Trajectory, Turn
+from agile_trainers.types import Message, StopReason, Trajectory, Turn, common_prefix
 
 
 class Chat(Protocol):
@@ -33,8 +37,14 @@ class Chat(Protocol):
     """Ids that end an answer."""
     chat_template: str | None
     """The template in use; None for plain text."""
+    longest_token: int
+    """Characters of the longest token."""
 
-    def first(self, observation: Observation) -> list[int]: ...
+    def first(self, observation: Observation, *, sampled: bool = False) -> list[int]: ...
+
+    def goes_on(
+        self, messages: list[Message], prompt: Sequence[str], action_ids: Sequence[int], observation: list[Message]
+    ) -> bool: ...
 
     def frame(self, observation: Observation, last_action_id: int) -> list[int]: ...
 
@@ -49,7 +59,7 @@ class Limits:
     max_new_tokens: int
     """Tokens of one answer."""
     max_model_length: int
-    """Tokens of prompt and completion together."""
+    """Tokens of a conversation, prompt included."""
     max_observation_length: int | None = None
     """Characters of one observation; longer ones are cut, with a note. None: no limit."""
 
@@ -74,10 +84,17 @@ class _Episode:
     limits: Limits
     noise: np.random.Generator
     prompt: list[Message] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)
-    completion_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    context: list[Message] = field(default_factory=list)
+    """Messages that the model saw last, its answer, and the observation since."""
+    paths: list[list[int]] = field(default_factory=list)
+    """Token ids: the conversations begun so far. The last one goes on."""
     turns: list[Turn] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    asked: Turn | None = None
+    """The turn that is asked for or can be asked for, without its action."""
+    shared: int = 0
+    """Tokens of its prompt that were read for earlier turns."""
+    read_again: int | None = 0
     reset_info: dict[str, Any] = field(default_factory=dict)
     stop_reason: StopReason | None = None
     ending: bool = False
@@ -86,26 +103,78 @@ class _Episode:
     error: str | None = None
     observations_cut: int = 0
 
-    def append(self, token_ids: list[int], logprobs: list[float] | None = None) -> None:
-        self.completion_ids += token_ids
-        self.logprobs += [0.0] * len(token_ids) if logprobs is None else logprobs
+    @property
+    def room(self) -> int:
+        """Tokens that the conversation has left."""
+        return self.limits.max_model_length - len(self.paths[-1])
+
+    def ask(self, messages: list[Message] | None = None, fork: str | None = None, question: bool = False) -> None:
+        """Let the last conversation be answered next; the arguments are fields of the turn."""
+        self.asked = Turn(0, 0, "", "stop", messages=messages, fork=fork, question=question)
+
+    def answer(self, output: GenerationOutput, text: str) -> None:
+        """Add the turn that was asked for."""
+        turn, path = self.asked, self.paths[-1]
+        assert turn is not None
+        if output.read is None or self.read_again is None:
+            self.read_again = None
+        else:
+            self.read_again += max(0, output.read - (len(path) - self.shared))
+        turn.path, turn.place, turn.end = len(self.paths) - 1, len(path), len(output.token_ids)
+        turn.text, turn.finish_reason = text, output.finish_reason
+        path += output.token_ids
+        self.shared = len(path) - 1  # the last one is read with what follows it
+        self.turns.append(turn)
+        self.logprobs.append(output.logprobs)
+        self.context = [*self.context, {"role": "assistant", "content": text}]
+        self.asked = None
+
+    def begin(self, ids: list[int]) -> None:
+        """Begin a new conversation."""
+        self.shared = max((common_prefix(path, ids) for path in self.paths), default=0)
+        self.paths.append(ids)
 
     def finished(self) -> Trajectory:
         assert self.stop_reason is not None
-        return Trajectory(
-            prompt_ids=self.prompt_ids,
-            completion_ids=self.completion_ids,
-            sampling_logprobs=self.logprobs,
-            turns=self.turns,
-            stop_reason=self.stop_reason,
-            prompt=self.prompt,
-            reset_info=self.reset_info,
-            seed=self.spec.seed,
-            environment_name=self.spec.environment,
-            error=self.error,
-            end_reward=self.end_reward,
-            observations_cut=self.observations_cut,
-            options=self.spec.options,
+        fields: dict[str, Any] = {
+            "prompt": self.prompt,
+            "reset_info": self.reset_info,
+            "seed": self.spec.seed,
+            "environment_name": self.spec.environment,
+            "error": self.error,
+            "end_reward": self.end_reward,
+            "observations_cut": self.observations_cut,
+            "options": self.spec.options,
+            "linear": not any(turn.question for turn in self.turns),
+            "read_again": self.read_again,
+        }
+        if self.turns and self.turns[-1].path > 0:
+            last = self.turns[-1]
+            after = self.paths[last.path][last.place + last.end :]
+            return forest([self._call(k) for k in range(len(self.turns))], self.stop_reason, last=after, **fields)
+        path = self.paths[0] if self.paths else []
+        prompt = self.turns[0].place if self.turns else len(path)
+        logprobs = [0.0] * (len(path) - prompt)
+        for turn, sampled in zip(self.turns, self.logprobs, strict=True):
+            turn.start, turn.end, turn.place = turn.place - prompt, turn.place - prompt + turn.end, 0
+            logprobs[turn.start : turn.end] = sampled
+        return Trajectory(path[:prompt], path[prompt:], logprobs, self.turns, self.stop_reason, **fields)
+
+    def _call(self, k: int) -> Call:
+        turn = self.turns[k]
+        path = self.paths[turn.path]
+        return Call(
+            path[: turn.place],
+            path[turn.place : turn.place + turn.end],
+            self.logprobs[k],
+            turn.text,
+            turn.finish_reason,
+            turn.reward,
+            turn.observation,
+            turn.info,
+            messages=turn.messages,
+            fork=turn.fork,
+            question=turn.question,
         )
 
 
@@ -117,6 +186,8 @@ class RolloutEngine:
         chat: Converts messages to token ids.
         limits: Limits of an episode.
         environment_limits: Environment name to limits, if ``pool`` has several.
+        histories: Environment name to the function that rewrites the context before each answer, None in a run of one.
+            Default: the environment's own ``context``, if it defines that.
         system_prompt: System message for first observations that have none.
         append_final_observation: Append the last observation and generation prompt of a *truncated* episode, if they
             fit, so that the value of its final state can be read there. Costs tokens; only a critic needs it.
@@ -129,6 +200,7 @@ class RolloutEngine:
         limits: Limits,
         *,
         environment_limits: Mapping[str, Limits] | None = None,
+        histories: Mapping[str | None, History] | None = None,
         system_prompt: str | None = None,
         append_final_observation: bool = False,
     ):
@@ -136,6 +208,7 @@ class RolloutEngine:
         self.chat = chat
         self.limits = limits
         self.environment_limits = environment_limits or {}
+        self.histories = histories or {}
         self.system_prompt = system_prompt
         self.append_final_observation = append_final_observation
         self.reports_success: set[str | None] = set()
@@ -184,6 +257,21 @@ class RolloutEngine:
             # A copy, since an environment may modify its row.
             self.pool.reset(index, episode.spec.seed, deepcopy(episode.spec.options), episode.spec.environment)
         finished: dict[int, Trajectory] = {}
+
+        def proceed(index: int) -> None:
+            episode = episodes[index]
+            if episode.asked is not None and episode.stop_reason is None:
+                self._ask(index, episode, generator)
+            if episode.stop_reason is None or self._ends(index, episode):
+                return
+            generator.release(index)
+            finished[index] = episode.finished()
+            if not episode.stop_reason.failed:
+                finished[index].environment = self.pool.environment(index)
+            self.pool.release(index, reusable=not episode.stop_reason.failed)
+            if on_finish is not None:
+                on_finish(finished[index])
+
         while len(finished) < len(episodes):
             idle = generator.pending == 0
             outcomes = self.pool.outcomes(block=idle)
@@ -192,20 +280,11 @@ class RolloutEngine:
                     f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
                 )
             for outcome in outcomes:
-                index, episode = outcome.episode, episodes[outcome.episode]
-                self._on_outcome(outcome, episode)
-                if episode.stop_reason is None:
-                    self._ask(index, episode, generator)
-                if episode.stop_reason is not None and not self._ends(index, episode):
-                    generator.release(index)
-                    finished[index] = episode.finished()
-                    if not episode.stop_reason.failed:
-                        finished[index].environment = self.pool.environment(index)
-                    self.pool.release(index, reusable=not episode.stop_reason.failed)
-                    if on_finish is not None:
-                        on_finish(finished[index])
+                self._on_outcome(outcome, episodes[outcome.episode])
+                proceed(outcome.episode)
             for output in generator.step():
                 self._on_action(output, episodes[output.episode])
+                proceed(output.episode)
         self._played = [ref(trajectory) for trajectory in finished.values()]
         return [finished[index] for index in range(len(episodes))]
 
@@ -227,85 +306,189 @@ class RolloutEngine:
 
     def _on_outcome(self, outcome: Outcome, episode: _Episode) -> None:
         """Process the outcome of an environment's call."""
-        error = outcome.error
-        if error is None:
-            try:
-                self._take(outcome.value, episode)
-            except BaseException as unusable:  # any error here is caused by this environment's answer
-                pass_on_interrupt(unusable)
-                error = unusable
-        if error is not None:
-            timeout = isinstance(error, EnvironmentTimeoutError)
-            episode.stop_reason = StopReason.ENVIRONMENT_TIMEOUT if timeout else StopReason.ENVIRONMENT_ERROR
-            episode.error = describe_error(error)
+        if outcome.error is not None:
+            _fail(episode, outcome.error)
+            return
+        with _costs(episode):
+            match outcome.method:
+                case "reset":
+                    self._start(outcome, episode)
+                case "step":
+                    self._observe(outcome, episode)
+                case "context" if outcome.value is not NotImplemented:
+                    self._show(episode, outcome.value, "context()")
+                case "context":
+                    self._show(episode, episode.context)
+                case "end":
+                    episode.end_reward = validate_end(outcome.value)
+                    if episode.end_reward is not None:
+                        _check_return(episode.end_reward, episode)
+                        episode.turns[-1].reward += episode.end_reward
 
     def _ends(self, index: int, episode: _Episode) -> bool:
         """Tell the environment that a limit of the trainer ends an episode; True if it answers with a reward."""
-        limits = (StopReason.MAX_TURNS, StopReason.CONTEXT_FULL)
-        if episode.ending or not episode.turns or episode.stop_reason not in limits:
+        assert episode.stop_reason is not None
+        if episode.ending or not episode.turns or not episode.stop_reason.limit:
             return False
         episode.ending = True
         return self.pool.end(index, str(episode.stop_reason))
 
-    def _take(self, answer: Any, episode: _Episode) -> None:
-        if episode.ending:
-            episode.end_reward = validate_end(answer)
-            if episode.end_reward is not None:
-                _check_return(episode.end_reward, episode)
-                episode.turns[-1].reward += episode.end_reward
-            return
-        if not episode.turns:
-            observation, episode.reset_info = validate_reset(answer)
-            observation, cut = self.cut(observation, episode.spec.environment)
-            episode.observations_cut += cut
-            episode.prompt = self.render(observation)
-            episode.prompt_ids = self.chat.first(episode.prompt)
-            if not episode.prompt_ids:
-                raise EnvironmentProtocolError(f"reset() returned {observation!r}, which tokenizes to nothing.")
-            return
-        observation, reward, terminated, truncated, info = validate_step(answer)
+    def _start(self, outcome: Outcome, episode: _Episode) -> None:
+        observation, episode.reset_info = validate_reset(outcome.value)
+        observation, cut = self.cut(observation, episode.spec.environment)
+        episode.observations_cut += cut
+        episode.context = self.render(observation)
+        self._propose(outcome.episode, episode)
+
+    def _observe(self, outcome: Outcome, episode: _Episode) -> None:
+        observation, reward, terminated, truncated, info = validate_step(outcome.value)
         _check_return(reward, episode)
         observation, cut = self.cut(observation, episode.spec.environment)
         episode.observations_cut += cut
-        frame = [] if terminated else self.chat.frame(observation, episode.completion_ids[-1])
+        frame = [] if terminated else self.chat.frame(observation, episode.paths[-1][-1])
         turn = episode.turns[-1]
         turn.observation, turn.reward, turn.info = observation, reward, info
-        room = self._room(episode) - len(frame)
+        episode.context += as_messages(observation)
         if terminated:
             episode.stop_reason = StopReason.TERMINATED
-            return
-        if truncated:
+        elif truncated:
             episode.stop_reason = StopReason.TRUNCATED
         elif len(episode.turns) >= episode.limits.max_turns:
             episode.stop_reason = StopReason.MAX_TURNS
-        elif room < 1:
-            episode.stop_reason = StopReason.CONTEXT_FULL
-        if episode.stop_reason is None or (self.append_final_observation and room >= 0):
-            episode.append(frame)
+        else:
+            self._propose(outcome.episode, episode, frame)
+            return
+        if not terminated and self.append_final_observation and episode.room >= len(frame):
+            episode.paths[-1] += frame
 
-    def _room(self, episode: _Episode) -> int:
-        return episode.limits.max_model_length - len(episode.prompt_ids) - len(episode.completion_ids)
+    def _propose(self, index: int, episode: _Episode, frame: Sequence[int] = ()) -> None:
+        """Go on with the context, or with what it is rewritten to.
+
+        Args:
+            index: The episode's.
+            episode: The episode.
+            frame: What would be appended to the conversation.
+        """
+        history = self.histories.get(episode.spec.environment)
+        if history is full or (history is None and not self.pool.rewrites(index)):
+            self._show(episode, episode.context, frame=frame)
+            return
+        tokens = len(episode.paths[-1]) + len(frame) if episode.paths else len(self.chat.first(episode.context))
+        context = Context(episode.context, episode.prompt or episode.context, tokens, episode.limits.max_model_length)
+        if history is None:
+            self.pool.context(index, context)
+        else:
+            self._show(episode, history(context), _name_of(history))
+
+    def _show(
+        self, episode: _Episode, messages: Any, source: str | None = None, frame: Sequence[int] | None = None
+    ) -> None:
+        """Let the model answer a context: of the conversation, if that only goes on, else of a new one.
+
+        Args:
+            episode: The episode.
+            messages: The context.
+            source: What rewrote it; None if nothing did.
+            frame: What the conversation goes on with, if that is known.
+        """
+        question = isinstance(messages, Question)
+        if source is not None:
+            messages = validate_context(messages, source)
+            if sum(len(one["content"]) for one in messages) > episode.limits.max_model_length * self.chat.longest_token:
+                episode.stop_reason = StopReason.REWRITE_FULL  # whatever its tokens are: megabytes take long to encode
+                return
+        known = episode.context
+        unchanged, episode.context = messages == known, messages
+        if not episode.turns:
+            episode.prompt = messages
+            episode.begin(self.chat.first(messages))
+            if not episode.paths[-1]:
+                raise EnvironmentProtocolError(
+                    f"{source or 'reset()'} returned {messages!r}, which tokenizes to nothing."
+                )
+            episode.ask(question=question)
+            return
+        said = _after_answer(messages, known)
+        last = episode.turns[-1]
+        path = episode.paths[-1]
+        fork = None if said else Fork.CONTEXT
+        if said:
+            roles = [message["role"] for message in episode.prompt]
+            before = messages[: len(messages) - len(said) - 1]
+            if not self.chat.goes_on(before, roles, path[last.place :], said):
+                fork = Fork.TEMPLATE
+        if fork is None:
+            frame = self.chat.frame(said, path[-1]) if frame is None or not unchanged else frame
+            room = episode.room - len(frame)
+            if room < 1:
+                episode.stop_reason = StopReason.CONTEXT_FULL
+            if room >= 1 or (self.append_final_observation and room == 0):
+                path += frame
+        else:
+            episode.begin(self.chat.first(messages, sampled=True))
+            if episode.room < 1:
+                episode.stop_reason = StopReason.REWRITE_FULL if fork is Fork.CONTEXT else StopReason.CONTEXT_FULL
+        episode.ask(None if unchanged and fork is None else messages, fork, question)
 
     def _ask(self, index: int, episode: _Episode, generator: Generator) -> None:
-        room = self._room(episode)
-        if room < 1:
+        assert episode.asked is not None
+        if episode.room < 1:
             episode.stop_reason = StopReason.CONTEXT_FULL
             return
         generator.submit(
             GenerationRequest(
                 episode=index,
-                token_ids=episode.prompt_ids + episode.completion_ids,
-                max_new_tokens=min(episode.limits.max_new_tokens, room),
+                token_ids=list(episode.paths[-1]),
+                max_new_tokens=min(episode.limits.max_new_tokens, episode.room),
                 uniforms=lambda n: episode.noise.random(n).tolist(),
+                extends=episode.asked.fork is None,
             )
         )
 
     def _on_action(self, output: GenerationOutput, episode: _Episode) -> None:
-        start = len(episode.completion_ids)
-        episode.append(output.token_ids, output.logprobs)
         text = self.chat.decode(output.token_ids)
-        episode.turns.append(Turn(start, len(episode.completion_ids), text, output.finish_reason))
-        self.pool.step(output.episode, text)
+        assert episode.asked is not None
+        question = episode.asked.question
+        episode.answer(output, text)
+        if not question:
+            self.pool.step(output.episode, text)
+        elif len(episode.turns) >= episode.limits.max_turns:
+            episode.stop_reason = StopReason.MAX_TURNS
+        else:
+            with _costs(episode):
+                self._propose(output.episode, episode)
+
+
+@contextmanager
+def _costs(episode: _Episode) -> Iterator[None]:
+    """End the episode at an error, which its environment or history caused."""
+    try:
+        yield
+    except BaseException as error:
+        pass_on_interrupt(error)
+        _fail(episode, error)
+
+
+def _fail(episode: _Episode, error: BaseException) -> None:
+    timeout = isinstance(error, EnvironmentTimeoutError)
+    episode.stop_reason = StopReason.ENVIRONMENT_TIMEOUT if timeout else StopReason.ENVIRONMENT_ERROR
+    episode.error = describe_error(error)
+
+
+def _after_answer(messages: list[Message], known: list[Message]) -> list[Message]:
+    """Return the messages that follow the last answer; [] if the conversation up to it is another one.
+
+    Args:
+        messages: What the model is to see.
+        known: What it saw, its answer, and perhaps more.
+    """
+    end = max(place for place, message in enumerate(known) if message["role"] == "assistant") + 1
+    said = messages[end:]
+    return said if messages[:end] == known[:end] and all(one["role"] != "assistant" for one in said) else []
+
+
+def _name_of(history: History) -> str:
+    return f"history {getattr(history, '__name__', None) or history!r}"
 
 
 def _check_return(reward: float, episode: _Episode) -> None:

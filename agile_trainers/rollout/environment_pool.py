@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_end, bound_reset, bound_step
+from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_context, bound_end, bound_reset, bound_step
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.process_environment import ProcessEnvironment, pickled
+from agile_trainers.types import Message
 
 _CANCEL_SECONDS = 5.0
 """Seconds that coroutines have to end when the event loop is stopped."""
@@ -40,6 +41,8 @@ class Outcome:
     """Result of a call: a value or an exception."""
 
     episode: int
+    method: str
+    """The method that was called, such as ``"reset"``."""
     value: Any = None
     error: BaseException | None = None
 
@@ -170,13 +173,26 @@ class EnvironmentPool:
 
         Otherwise :meth:`outcomes` returns the reward, or None.
         """
-        try:
-            if getattr(self._playing[episode], "end", None) is None:
-                return False
-        except BaseException as error:  # of the environment's own attribute; the call raises it again
-            pass_on_interrupt(error)
+        if not self._defines(episode, "end"):
+            return False
         self._call(episode, "end", bound_end, reason)
         return True
+
+    def rewrites(self, episode: int) -> bool:
+        """Return whether the environment defines ``context``, or may do so in a process of its own."""
+        return self._defines(episode, "context")
+
+    def context(self, episode: int, messages: list[Message]) -> None:
+        """Ask the environment what the model is to see; :meth:`outcomes` returns it, or ``NotImplemented``."""
+        self._call(episode, "context", bound_context, messages)
+
+    def _defines(self, episode: int, method: str) -> bool:
+        try:
+            found = getattr(self._playing[episode], method, None)
+            return found is not None if method == "end" else callable(found)
+        except BaseException as error:  # of the environment's own attribute; the call raises it again
+            pass_on_interrupt(error)
+            return True
 
     def outcomes(self, block: bool) -> list[Outcome]:
         """Return the calls that have been answered or have timed out since the last call of this method.
@@ -248,7 +264,7 @@ class EnvironmentPool:
         except BaseException as error:
             pass_on_interrupt(error)
             self._running[episode] = call
-            self._answers.put((call, Outcome(episode, error=error)))
+            self._answers.put((call, Outcome(episode, method, error=error)))
             return
         if inspect.iscoroutinefunction(call.function):
             self._begin(call)
@@ -283,7 +299,7 @@ class EnvironmentPool:
         self._running[call.episode] = call
 
         def report(value: Any, error: BaseException | None) -> None:
-            self._answers.put((call, Outcome(call.episode, value, error)))
+            self._answers.put((call, Outcome(call.episode, call.method, value, error)))
 
         call.cancel = self._launch(call.function, report)
 
@@ -331,6 +347,7 @@ class EnvironmentPool:
         return [
             Outcome(
                 call.episode,
+                call.method,
                 error=EnvironmentTimeoutError(f"{call.method} took longer than environment_timeout={self.timeout} s"),
             )
             for call in expired

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.context import History, as_history
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -28,7 +29,8 @@ class EpisodeOptions:
     """Options of the episodes. Every field has the name, default and meaning that it has in the trainers' configuration.
 
     Raises:
-        ValueError: If a limit is no whole number of at least 1, or ``environment_limits`` has another one.
+        ValueError: If a limit is no whole number of at least 1, ``environment_limits`` has another one, or ``on_rewrite`` or
+            ``history`` is unknown.
     """
 
     max_turns: int = 8
@@ -37,6 +39,8 @@ class EpisodeOptions:
     max_observation_length: int = 100_000
     system_prompt: str | None = None
     training_chat_template: bool = False
+    on_rewrite: str = "fork"
+    history: str | History | Mapping[str, str | History] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     environment_workers: int = 0
     environment_processes: int = 0
@@ -50,6 +54,29 @@ class EpisodeOptions:
         for name, own in ({} if limits is None else _mapping("environment_limits", limits)).items():
             where = f"environment_limits[{name!r}]"
             _check_limits(_mapping(where, own), f"{where}: ")
+        if self.on_rewrite not in ("fork", "refuse"):
+            raise ValueError(f"on_rewrite={self.on_rewrite!r}: expected 'fork' or 'refuse'.")
+        self.histories(())
+
+    def histories(self, names: Iterable[str | None]) -> dict[str | None, History]:
+        """Return the functions that rewrite contexts, by environment.
+
+        Args:
+            names: The environments, None in a run of one.
+
+        Raises:
+            ValueError: If an option names no function, or none of the environments.
+        """
+        if not isinstance(self.history, Mapping):
+            one = as_history(self.history)
+            return {} if one is None else dict.fromkeys(names, one)
+        known = list(names)
+        for name in self.history:
+            if known and name not in known:
+                there = ", ".join(repr(one) for one in known if one is not None) or "one without a name"
+                raise ValueError(f"history names {name!r}, which is none of the environments: {there}.")
+        found = {name: as_history(value, f"history[{name!r}]") for name, value in self.history.items()}
+        return {name: one for name, one in found.items() if one is not None}
 
     @classmethod
     def of_args(cls, args: Any) -> EpisodeOptions:
@@ -59,7 +86,8 @@ class EpisodeOptions:
     def of(self, environment: str | None) -> EpisodeOptions:
         """The options as one of several environments has them, with its own limits."""
         own: dict[str, Any] = dict((self.environment_limits or {}).get(environment or "", {}))
-        return replace(self, environment_limits=None, **own)
+        history = self.history.get(environment or "") if isinstance(self.history, Mapping) else self.history
+        return replace(self, environment_limits=None, history=history, **own)
 
     def make_pool(self, factory: EnvironmentFactory | Mapping[str, EnvironmentFactory]) -> EnvironmentPool:
         """Make the environment pool of one factory, or of several by name.
@@ -111,8 +139,8 @@ def build_engine(
         append_final_observation: See :class:`~agile_trainers.rollout.engine.RolloutEngine`.
 
     Raises:
-        ValueError: If the model is not text only, its template rewrites earlier turns, ``max_model_length`` exceeds what it
-            can read, or limits are for an environment that is not there.
+        ValueError: If the model is not text only, its template rewrites earlier turns and that is refused,
+            ``max_model_length`` exceeds what it can read, or limits are for an environment that is not there.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(
@@ -131,7 +159,15 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         chat_template_kwargs=options.chat_template_kwargs,
         training_chat_template=options.training_chat_template,
+        on_rewrite=options.on_rewrite,
     )
+    if chat.rewrite is not None:
+        logger.warning(
+            "The chat template rewrites earlier turns. Episodes are trained as they are served: a turn whose beginning is "
+            "rewritten begins a path of its own, whose tokens are computed again:\n%s\ntraining_chat_template=True keeps "
+            "earlier turns, if the model is served so too; on_rewrite='refuse' makes this an error.",
+            chat.rewrite,
+        )
     return RolloutEngine(
         pool,
         chat,
@@ -139,6 +175,7 @@ def build_engine(
         environment_limits={
             name: _limits(options.of(name), longest or _UNLIMITED) for name in pool.factories if name is not None
         },
+        histories=options.histories(pool.factories),
         system_prompt=options.system_prompt,
         append_final_observation=append_final_observation,
     )

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
+
+
+class Fork(StrEnum):
+    """Reasons of the rollout loop to begin a new path."""
+
+    CONTEXT = "context rewritten"
+    TEMPLATE = "template rewrites earlier turns"
 
 
 @dataclass
@@ -30,6 +38,8 @@ class Call:
     """The messages that the prompt was rendered from."""
     fork: str | None = None
     """Reason for a prompt that does not extend the call before, in a few words."""
+    question: bool = False
+    """True if the environment does not get the answer; see :class:`~agile_trainers.types.Turn`."""
 
 
 def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int] = (), **options: Any) -> Trajectory:
@@ -71,6 +81,7 @@ def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int
                 rewarded=call.rewarded,
                 messages=call.messages,
                 fork=call.fork,
+                question=call.question,
             )
         )
         whole.append([*call.prompt_ids, *call.answer_ids, *(last if k == len(calls) - 1 else ())])

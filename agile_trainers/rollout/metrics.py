@@ -8,6 +8,7 @@ from hashlib import blake2b
 from statistics import fmean, stdev
 from typing import Any
 
+from agile_trainers.rollout.forest import Fork
 from agile_trainers.types import StopReason, Trajectory
 
 _SHOWN = 200
@@ -25,6 +26,9 @@ def episode_metrics(trajectory: Trajectory) -> dict[str, Any]:
         "tokens": trajectory.num_tokens,
         "answers_cut": sum(turn.finish_reason == "length" for turn in trajectory.turns),
         "observations_cut": trajectory.observations_cut,
+        "rewrites": {str(kind): sum(turn.fork == kind for turn in trajectory.turns) for kind in Fork},
+        "questions": sum(turn.question for turn in trajectory.turns),
+        "read_again": trajectory.read_again,
         "clipped": trajectory.clipped,
         "stop_reason": trajectory.stop_reason.value,
         "environment": trajectory.environment_name,
@@ -103,7 +107,10 @@ def summarize(rows: Sequence[dict[str, Any]], known: Collection[str | None] = ()
         an environment reports it; ``success/unreported`` is then the share of these episodes that do not, if there are any,
         which count as unsuccessful), ``turns/mean|max``, ``tokens_per_turn``, ``answers_cut`` (share of answers that ended
         at a token limit), ``observations_cut`` (number per episode) and ``stop/<reason>`` (share of all episodes) for
-        every stop reason. Keys whose population is empty are left out.
+        every stop reason. Where contexts are rewritten also ``rewrites/context`` and ``rewrites/template`` (share of turns
+        that begin a new path), ``rewrites/questions`` (share of turns that the environment does not get) and
+        ``tokens_read_again`` (number per episode, if the generator counts them). Keys whose population is empty are left
+        out.
     """
     metrics: dict[str, float] = {}
     rows = with_success(rows, known)
@@ -125,7 +132,18 @@ def summarize(rows: Sequence[dict[str, Any]], known: Collection[str | None] = ()
     if answers:
         metrics["tokens_per_turn"] = sum(row["action_tokens"] for row in rows) / answers
         metrics["answers_cut"] = sum(row["answers_cut"] for row in rows) / answers
+        metrics |= _rewrites(rows, answers)
     metrics["observations_cut"] = sum(row["observations_cut"] for row in rows) / len(rows)
     for reason in StopReason:
         metrics[f"stop/{reason.value}"] = sum(row["stop_reason"] == reason.value for row in rows) / len(rows)
     return metrics
+
+
+def _rewrites(rows: Sequence[dict[str, Any]], answers: int) -> dict[str, float]:
+    counts = {f"rewrites/{kind.name.lower()}": sum(row["rewrites"][kind] for row in rows) for kind in Fork}
+    counts["rewrites/questions"] = sum(row["questions"] for row in rows)
+    read = [row["read_again"] for row in rows if row["read_again"] is not None]
+    if not any(counts.values()) and not any(read):
+        return {}
+    again = {"tokens_read_again": fmean(read)} if read else {}
+    return {name: count / answers for name, count in counts.items()} | again

@@ -39,6 +39,7 @@ class RecordingEnvironment:
         self.reset = _tapped(environment.reset, self._on_reset)
         self.step = _tapped(environment.step, self._on_step)
         self.end = getattr(environment, "end", None)
+        self.context = getattr(environment, "context", None)
         self.close = getattr(environment, "close", lambda: None)
         self._hear = hear
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -29,6 +29,7 @@ from agile_trainers.envs.base import (
     EnvironmentFactory,
     ResetResult,
     StepResult,
+    bound_context,
     bound_end,
     bound_reset,
     bound_step,
@@ -36,6 +37,7 @@ from agile_trainers.envs.base import (
 from agile_trainers.envs.checker import describe_error
 from agile_trainers.envs.isolation.levels import describe_status
 from agile_trainers.rollout.keeper import keep
+from agile_trainers.types import Message
 
 _STARTS, _PAUSE = 50, 0.1
 """Attempts to start a process, and the seconds between them, in which a killed server comes to its end."""
@@ -105,6 +107,7 @@ class ProcessEnvironment:
                 ) from error
         theirs.close()
         _exit_before(self._process, self._connection)
+        self._rewrites = True
         self._calls = 0
         """Number of the last call, which its answer repeats."""
 
@@ -119,6 +122,16 @@ class ProcessEnvironment:
     async def end(self, reason: str) -> float | None:
         """Tell the environment in the process that a limit ends the episode; None if it does not define ``end``."""
         return cast("float | None", await self._call("end", reason))
+
+    @property
+    def context(self) -> Callable[[list[Message]], Awaitable[Any]] | None:
+        """Asks the environment for its context; None once it is known that it does not define ``context``."""
+        return self._context if self._rewrites else None
+
+    async def _context(self, messages: list[Message]) -> Any:
+        context = await self._call("context", messages)
+        self._rewrites = context is not NotImplemented
+        return context
 
     async def close(self) -> None:
         """Close the environment, then end its process and all that were started by it."""
@@ -187,7 +200,12 @@ async def _readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-_BOUND: dict[str, Callable[..., Callable[[], Any]]] = {"reset": bound_reset, "step": bound_step, "end": bound_end}
+_BOUND: dict[str, Callable[..., Callable[[], Any]]] = {
+    "reset": bound_reset,
+    "step": bound_step,
+    "end": bound_end,
+    "context": bound_context,
+}
 
 
 def _module(factory: Any) -> list[str]:

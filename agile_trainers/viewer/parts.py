@@ -25,6 +25,7 @@ STOP_REASONS = {
     StopReason.TRUNCATED: "The environment ended the episode by a limit of its own.",
     StopReason.MAX_TURNS: "The episode used all of max_turns.",
     StopReason.CONTEXT_FULL: "The conversation left no room for another answer within max_model_length.",
+    StopReason.REWRITE_FULL: "The rewritten context left no room for an answer within max_model_length.",
     StopReason.ENVIRONMENT_ERROR: "The environment raised or broke the protocol; the episode is not trained on.",
     StopReason.ENVIRONMENT_TIMEOUT: "The environment did not answer in time; the episode is not trained on.",
 }

@@ -47,9 +47,9 @@ def test_an_episode_of_several_paths_comes_back(tmp_path: Path) -> None:
         {"of": None, "shared": 0, "ids": [7, 20]}, {"of": None, "shared": 0, "ids": [5, 14, 15, 16]},
     ]  # fmt: skip
     assert [[turn[name] for name in ADDED] for turn in found["turns"]] == [
-        [0, 2, None, 0, None, None], [1, 2, None, 1, "asked again", None],
-        [2, 1, None, 1, "helper", [{"role": "user", "content": "aid"}]], [1, 6, 1, 3, None, None],
-        [3, 2, None, 4, "summary", [{"role": "user", "content": "go"}]],
+        [0, 2, None, 0, None, None, None], [1, 2, None, 1, "asked again", None, None],
+        [2, 1, None, 1, "helper", [{"role": "user", "content": "aid"}], None], [1, 6, 1, 3, None, None, None],
+        [3, 2, None, 4, "summary", [{"role": "user", "content": "go"}], None],
     ]  # fmt: skip
     assert found["completion_ids"] == [10, 11, 10, 12, 13, 20, 14, 15, 16] and found["prompt_ids"] == [1, 2]
     assert found["turn_ids"] == [0, 0, 1, 1, 1, 2, 3, 4, 4] and len(found["sampling_logprobs"]) == 9
@@ -66,7 +66,7 @@ def test_an_ordinary_episode_has_none_of_it(tmp_path: Path) -> None:
     plain = Trajectory([1], [2, 3], [-1.0, 0.0], [Turn(0, 1, "a", "stop")], StopReason.TERMINATED)
     (found,) = read_records(written(tmp_path / "train-000000-rank0.parquet", plain))
     assert found["paths"] is None and found["num_tokens"] == 2
-    assert [found["turns"][0][name] for name in ADDED] == [None] * 6
+    assert [found["turns"][0][name] for name in ADDED] == [None] * 7
 
 
 @pytest.mark.parametrize("seed", range(20))

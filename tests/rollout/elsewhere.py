@@ -78,6 +78,13 @@ class AsyncScored(Scored):
         return super().end(reason)
 
 
+class Forgetful(Elsewhere):
+    """Shows the first message and the last one only."""
+
+    def context(self, messages: Any) -> Any:
+        return [*messages.prompt, *messages[-1:]] if len(messages) > 1 else messages
+
+
 class Leaving(Elsewhere):
     """Starts processes of every kind, which go on for ever, and tells their ids; else as above."""
 

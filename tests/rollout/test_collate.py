@@ -99,7 +99,7 @@ def test_state_positions_point_at_the_token_before_each_turn() -> None:
 @pytest.mark.parametrize("stop", list(StopReason))
 def test_flags_of_every_stop_reason(stop: StopReason) -> None:
     batch = collate([trajectory([1], [2], [(0, 1)], stop, [0.0])], pad_token_id=PAD, end_token_id=END)
-    cut = {StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL}
+    cut = {StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL, StopReason.REWRITE_FULL}
     failed = {StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_TIMEOUT}
     assert (batch.truncated.item(), batch.failed.item()) == (stop in cut, stop in failed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.metrics import episode_metrics, summarize, with_success
 from agile_trainers.types import StopReason, Trajectory, Turn
 
@@ -29,6 +30,9 @@ def test_a_row_by_hand() -> None:
         "tokens": 3 + 8,
         "answers_cut": 1,
         "observations_cut": 0,
+        "rewrites": dict.fromkeys(Fork, 0),
+        "questions": 0,
+        "read_again": None,
         "clipped": True,
         "stop_reason": "max_turns",
         "environment": None,
@@ -62,6 +66,7 @@ def test_a_summary_by_hand() -> None:
         "stop/truncated": 0.0,
         "stop/max_turns": 0.25,
         "stop/context_full": 0.0,
+        "stop/rewrite_full": 0.0,
         "stop/environment_error": 0.25,
         "stop/environment_timeout": 0.0,
     }

@@ -255,7 +255,7 @@ def test_an_answer_that_comes_while_others_are_awaited_does_not_stand_for_theirs
     wait_for(lambda: not pool._answers.empty())
     assert pool.outcomes(block=False) == []
     second.set()
-    assert pool.outcomes(block=True) == [Outcome(0, ("second", {}))]
+    assert pool.outcomes(block=True) == [Outcome(0, "reset", ("second", {}))]
 
 
 def test_hung_coroutines_are_cancelled_and_cost_only_their_own_episodes(clock: Any) -> None:

@@ -268,7 +268,7 @@ def test_the_training_template_is_saved_with_the_run(embedded_model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text()
     with pytest.raises(ValueError, match="training_chat_template"):
-        args = MultiTurnGRPOConfig(**settings(tmp_path))
+        args = MultiTurnGRPOConfig(**settings(tmp_path, on_rewrite="refuse"))
         MultiTurnGRPOTrainer(str(embedded_model), args=args, processing_class=tokenizer, environment=Chatter)
     args = MultiTurnGRPOConfig(**settings(tmp_path, training_chat_template=True))
     trainer = MultiTurnGRPOTrainer(str(embedded_model), args=args, processing_class=tokenizer, environment=Chatter)

@@ -35,7 +35,8 @@ SUPERVISED: dict[str, type] = {"sft": SFTConfig, "dpo": DPOConfig}
 """Stages of TRL's trainers."""
 EPISODES = (
     "max_turns", "max_new_tokens", "min_new_tokens", "max_model_length", "max_observation_length", "stop_strings",
-    "system_prompt", "training_chat_template", "chat_template_kwargs", "temperature", "top_p", "top_k", "min_p",
+    "system_prompt", "training_chat_template", "on_rewrite", "history", "chat_template_kwargs", "temperature",
+    "top_p", "top_k", "min_p",
     "num_eval_episodes", "eval_greedy", "environment_limits",
 )  # fmt: skip
 """Options that an evaluation takes from the last multi-turn stage, unless ``evaluation`` sets them."""

@@ -143,6 +143,8 @@ def _add_fields(group: Any, kind: type) -> None:
             add(action="store_true", help=about)
         elif one.name in _JSON:
             add(type=json_object, metavar="JSON", help=about)
+        elif one.name == "history":
+            add(type=lambda text: json_object(text) if text.startswith("{") else text, metavar="NAME", help=about)
         elif one.name == "stop_strings":
             add(nargs="+", metavar="TEXT", help=about)
         else:
@@ -287,7 +289,8 @@ def _played_with(options: argparse.Namespace, environment: str) -> dict[str, Any
     limits = {name: getattr(options, name) for name in LIMITS} | (options.environment_limits or {}).get(environment, {})
     names = [one.name for one in fields(SamplingSettings) if one.name not in ("do_sample", "stop_strings")]
     sampling = {name: getattr(options, name) for name in names}
-    text = {"system_prompt": options.system_prompt, "stop_strings": list(options.stop_strings)}
+    text = {name: getattr(options, name) for name in ("system_prompt", "history")}
+    text["stop_strings"] = list(options.stop_strings)
     stated = {**limits, **({} if options.greedy else sampling), **public_options(text)}
     return {
         "limits": {name: value for name, value in stated.items() if value not in (None, [])},

@@ -18,11 +18,19 @@ from transformers import PreTrainedTokenizerBase
 
 from agile_trainers.adapters.templates import check_template
 from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
-from agile_trainers.rollout.chat.template_check import Render, Rewrite, answers_as_sampled, find_rewrite, sampled_call
+from agile_trainers.rollout.chat.template_check import (
+    ANSWER,
+    Render,
+    Rewrite,
+    answers_as_sampled,
+    find_rewrite,
+    sampled_call,
+)
 from agile_trainers.rollout.chat.template_repair import training_templates, trl_name
 from agile_trainers.types import Message
 
 _ANSWER = "agileAnswer"
+_EXACT: dict[str, Any] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 _PARTING = "\n"
 """Text between messages, and around an observation, of a model without a chat template. Roles are not written."""
 _VARIABLES: tuple[dict[str, Any], ...] = (
@@ -67,13 +75,18 @@ class ChatRenderer:
         chat_template_kwargs: Variables of the template, ``{"enable_thinking": False}`` for example.
         training_chat_template: If the template rewrites earlier turns, use a training version of it: TRL's if that
             keeps them, otherwise this library's.
+        on_rewrite: What to do with another template that rewrites earlier turns: ``"refuse"`` it, or ``"fork"``: render the
+            conversation again where it does, see :meth:`goes_on`.
 
     Attributes:
         chat_template: The template in use (a training version if requested and needed), None for plain text.
         eos_token_ids: Every id that ends an answer, sorted: the given ones and the template's end-of-turn token.
+        longest_token: Characters of the longest token.
+        rewrite: How the template rewrites earlier turns, if that is not refused; None if it keeps them.
 
     Raises:
-        ValueError: If the template rewrites earlier turns or cannot render a conversation, or if the arguments conflict.
+        ValueError: If the template rewrites earlier turns and that is refused, or cannot render a conversation, or if the
+            arguments conflict.
     """
 
     def __init__(
@@ -84,8 +97,14 @@ class ChatRenderer:
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         training_chat_template: bool = False,
+        on_rewrite: str = "refuse",
     ) -> None:
         self._tokenizer = tokenizer
+        self._forks = on_rewrite == "fork"
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        self.rewrite: Rewrite | None = None
+        self._rewriting: set[tuple[str, ...]] = set()
+        """Roles, of a prompt or of an observation, around which the template rewrites earlier turns."""
         # Games repeat the same few observations.
         self._said = lru_cache(maxsize=1024)(self._say)
         self._kwargs = dict(chat_template_kwargs or {})
@@ -116,11 +135,13 @@ class ChatRenderer:
         if end_of_turn is not None:
             self.eos_token_ids = sorted({*self.eos_token_ids, end_of_turn})
 
-    def first(self, observation: str | list[Message]) -> list[int]:
+    def first(self, observation: str | list[Message], *, sampled: bool = False) -> list[int]:
         """Render the start of a conversation.
 
         Args:
             observation: The prompt's messages; text is one user message.
+            sampled: True if messages of the assistant are answers of the model: special tokens that these spell out become
+                ordinary text too, except those of the template's own form of an answer.
 
         Returns:
             The prompt's ids, generation prompt included. Plain text starts with BOS if the tokenizer adds one.
@@ -134,9 +155,36 @@ class ChatRenderer:
         if self.chat_template is None:
             return self._bos() + self._plain_ids(messages)
         own = self._own_specials(self.chat_template, messages)
-        ids = self._escaper.encode(self._render(self._escaper.hide(messages)))
+        hidden = self._escaper.hide(messages, self._silent if sampled else ())
+        ids = self._escaper.encode(self._render(hidden))
         # Assistant messages of the environment may contain special tokens, of thinking for example.
         return ids if any(message["role"] == "assistant" for message in messages) else self._escaper.check(ids, own)
+
+    def goes_on(
+        self, messages: list[Message], prompt: Sequence[str], action_ids: Sequence[int], observation: list[Message]
+    ) -> bool:
+        """Return whether the template writes a longer conversation as it was read and sampled, and then the observation.
+
+        It compares texts, and only where the template is known to rewrite earlier turns: it drops the thinking of an earlier
+        answer, for example, or another white space. :meth:`first` then renders the longer conversation anew.
+
+        Args:
+            messages: What the answer was sampled after.
+            prompt: Roles of the conversation's first messages.
+            action_ids: The answer.
+            observation: The messages after it.
+        """
+        if self.chat_template is None:
+            return True
+        roles = tuple(message["role"] for message in observation)
+        end = self._frame(observation).end_of_turn
+        if self.rewrite is None and tuple(prompt) not in self._rewriting and roles not in self._rewriting:
+            return True
+        after = self._after_answer(observation)
+        ids = _without_end(action_ids, [] if end is None else [end])
+        answer = cast(str, self._tokenizer.decode(ids, **_EXACT))
+        stored: Message = {"role": "assistant", "content": self.decode(action_ids)}
+        return self._render([*messages, stored, *observation]) == self._render(messages) + answer + after
 
     def frame(self, observation: str | list[Message], last_action_id: int) -> list[int]:
         """Render the frame between an answer and the next one.
@@ -179,11 +227,8 @@ class ChatRenderer:
         The text has no end-of-turn token and no special tokens, except those of an answer in the template's own form: the
         channels of gpt-oss, the thinking of Gemma 4, the marks around a tool call.
         """
-        ids = list(action_ids)
-        if ids and ids[-1] in self.eos_token_ids:
-            ids.pop()
-        shown = [i for i in ids if i not in self._silent]
-        return cast(str, self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        shown = [i for i in _without_end(action_ids, self.eos_token_ids) if i not in self._silent]
+        return cast(str, self._tokenizer.decode(shown, **_EXACT))
 
     def _choose_template(self, template: str, training_chat_template: bool) -> str:
         """Return ``template``, or a training version of it if one is needed and requested."""
@@ -192,7 +237,21 @@ class ChatRenderer:
             return template
         if training_chat_template and (repaired := self._training_template(template, self._kwargs)):
             return repaired
+        if self._forks and self._takes_answers(template):
+            self.rewrite = rewrite
+            return template
         raise ValueError(self._refusal(rewrite, template, self._ways_out(template)))
+
+    def _takes_answers(self, template: str) -> bool:
+        """Return whether a template takes answers as they are sampled, and keeps them: gpt-oss rejects channels."""
+        render, prompt = self._renderer(template, self._kwargs), _as_messages("prompt")
+        thinking = self._kwargs.get("enable_thinking") is not False
+        try:
+            answers = answers_as_sampled(render, prompt, self._escaper.texts, thinking=thinking)
+            stored: list[Message] = [{"role": "assistant", "content": sampled.text} for sampled in answers]
+            return all(ANSWER in render([*prompt, answer, *prompt]) for answer in stored)
+        except ValueError:
+            return False
 
     def _find_rewrite(
         self,
@@ -260,11 +319,13 @@ class ChatRenderer:
         if roles not in self._prompts:
             # A prompt of one user message was checked when the template was chosen.
             if roles != ("user",) and (rewrite := self._find_rewrite(template, self._kwargs, prompt=messages)):
+                self._rewriting.add(roles)
                 fix = (
                     f"It does so after a prompt of the roles {list(roles)}. Make the prompt one message of role 'user' "
                     "(a system prompt can be its first paragraph), or edit the template."
                 )
-                raise ValueError(self._refusal(rewrite, template, fix))
+                if not self._forks:
+                    raise ValueError(self._refusal(rewrite, template, fix))
             probes = [{**message, "content": "agileProbe"} for message in messages]
             self._prompts[roles] = self._escaper.count(self._render(probes))
         return self._prompts[roles]
@@ -300,11 +361,13 @@ class ChatRenderer:
         if roles == ("user",):
             return
         if rewrite := self._find_rewrite(self.chat_template, self._kwargs, observation=messages):
+            self._rewriting.add(roles)
             fix = (
                 f"It does so with an observation of the roles {list(roles)}. Let the environment return text, which "
                 "becomes a message of role 'user' (result_role='user' of a ToolEnvironment), or edit the template."
             )
-            raise ValueError(self._refusal(rewrite, self.chat_template, fix))
+            if not self._forks:
+                raise ValueError(self._refusal(rewrite, self.chat_template, fix))
 
     def _after_answer(self, messages: list[Message]) -> str:
         """Render the text after an answer that these messages follow; tool messages follow an answer with a tool call."""
@@ -338,6 +401,10 @@ class ChatRenderer:
         """Return the BOS token if the tokenizer puts one in front of plain text."""
         added = self._tokenizer.encode("")[:1]
         return added if added == [self._tokenizer.bos_token_id] else []
+
+
+def _without_end(action_ids: Sequence[int], ends: Sequence[int]) -> list[int]:
+    return list(action_ids[:-1] if action_ids and action_ids[-1] in ends else action_ids)
 
 
 def _name(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -43,12 +43,17 @@ class SpecialTokenEscaper:
         self._spelled: dict[int, list[int]] = {}
         self._tokenizer = tokenizer
 
-    def hide(self, messages: list[Message]) -> list[Message]:
-        """Replace special tokens in messages by marks. Assistant messages, which are turns anyway, stay unchanged."""
+    def hide(self, messages: list[Message], of_answers: Collection[int] = ()) -> list[Message]:
+        """Replace special tokens in messages by marks.
+
+        Args:
+            messages: The messages.
+            of_answers: Those that are replaced in messages of the assistant; the others stay there.
+        """
         return [
-            message
-            if message["role"] == "assistant"
-            else {key: self._hide(value) if isinstance(value, str) else value for key, value in message.items()}
+            {key: self._hide(value, chosen) if isinstance(value, str) else value for key, value in message.items()}
+            if (chosen := of_answers if message["role"] == "assistant" else self.ids)
+            else message
             for message in messages
         ]
 
@@ -78,8 +83,12 @@ class SpecialTokenEscaper:
         """Count the occurrences of each special token in a text, by id."""
         return Counter(self._ids_by_text[found] for found in self._pattern.findall(text))
 
-    def _hide(self, text: str) -> str:
-        return self._pattern.sub(lambda found: f"{self._mark}{self._index[found[0]]}n", text)
+    def _hide(self, text: str, chosen: Collection[int]) -> str:
+        def marked(found: re.Match[str]) -> str:
+            hidden = self._ids_by_text[found[0]] in chosen
+            return f"{self._mark}{self._index[found[0]]}n" if hidden else found[0]
+
+        return self._pattern.sub(marked, text)
 
     def _spell(self, index: int) -> list[int]:
         if index not in self._spelled:

@@ -105,9 +105,22 @@ def find_rewrite(
 
 
 def sampled_call(render: Render, prompt: list[Message], ends: Sequence[str]) -> str | None:
-    """Return a tool call as the template writes it in an answer; None if the template does not support calls."""
-    calls = list(_calls(render, prompt, ends, thinking=True))
-    return calls[-1].text.strip() if calls else None
+    """Return a tool call as the template writes it in an answer; None if the template does not support calls.
+
+    It is one that a result leaves as it is, if there is one: Qwen3's template writes an empty thought before it, and drops
+    that later.
+    """
+    calls = [call.text.strip() for call in _calls(render, prompt, ends, thinking=True)][::-1]
+
+    def stays(call: str) -> bool:
+        try:
+            return call in render(
+                [*prompt, {"role": "assistant", "content": call}, {"role": "tool", "content": "seen"}]
+            )
+        except ValueError:
+            return False
+
+    return next(filter(stays, calls), calls[0] if calls else None)
 
 
 def answers_as_sampled(

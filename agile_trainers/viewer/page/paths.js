@@ -54,6 +54,7 @@ function originOf(episode, k) {
   const alone = turn.seen ? `shares its first ${count(turn.seen)} tokens with earlier turns` : "a prompt of its own";
   return [
     turn.fork ? asText(turn.fork) : null,
+    turn.question ? "not for the environment" : null,
     typeof turn.parent === "number" ? `goes on from turn ${turn.parent + 1}` : k && !same.length ? alone : null,
     same.length ? `the same prompt as ${list(same)}` : null,
     atOnce.length ? `at once with ${list(atOnce)}` : null,

@@ -1,0 +1,208 @@
+"""Rewrites what the model sees of its conversation: the context before each answer, and ready ways to shorten it.
+
+A *history* is a function from a context to the messages that the next answer is sampled after. What it returns is the
+context from then on: the answer and the environment's observation are appended to it, and the function is called again. If
+it only appends to what the model saw, the conversation goes on; otherwise a new one begins.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from agile_trainers.types import Message
+
+_INSTRUCTION = (
+    "Your context is nearly full. Sum up, for yourself, everything that you need in order to go on: it replaces all that is "
+    "above, except the first message."
+)
+
+
+class Context(list[Message]):
+    """The messages before an answer, as a function that rewrites them gets them.
+
+    Args:
+        messages: What the model saw last, its answer to that, and what the environment observed since. They are copies.
+        prompt: The messages that the episode began with.
+        tokens: Number of tokens that the model reads if they stay as they are.
+        max_tokens: The run's ``max_model_length``.
+    """
+
+    def __init__(
+        self, messages: Iterable[Message] = (), prompt: Iterable[Message] = (), tokens: int = 0, max_tokens: int = 0
+    ) -> None:
+        super().__init__(dict(message) for message in messages)
+        self.prompt = [dict(message) for message in prompt]
+        self.tokens = tokens
+        self.max_tokens = max_tokens
+
+
+class Question(list[Message]):
+    """Messages whose answer is for the function that asked, not for the environment: ask for a summary, for example.
+
+    The answer is a turn that is trained like any other. The function is called again with the answer as the last message.
+    """
+
+
+History = Callable[[Context], list[Message]]
+"""Returns the messages to sample the next answer after; a :class:`Question` asks for a text of the model first."""
+
+
+def full(messages: Context) -> list[Message]:
+    """Return the messages as they are."""
+    return messages
+
+
+@dataclass(frozen=True)
+class LastExchanges:
+    """Keeps the prompt and the last answers with their observations (a sliding window).
+
+    Args:
+        number: Answers that are kept, at least 1.
+    """
+
+    number: int
+
+    def __call__(self, messages: Context) -> list[Message]:
+        answers = _answers(messages)
+        if len(answers) <= self.number:
+            return messages
+        return [*messages[: answers[0]], *messages[answers[-self.number] :]]
+
+
+@dataclass(frozen=True)
+class LastObservations:
+    """Keeps the text of the last observations, and all answers; older observations are replaced by a note.
+
+    Args:
+        number: Observations that are kept, at least 1.
+        note: What older ones are replaced by.
+    """
+
+    number: int
+    note: str = "(dropped)"
+
+    def __call__(self, messages: Context) -> list[Message]:
+        answers = _answers(messages)
+        old = set(range(answers[0], answers[-self.number])) - set(answers) if len(answers) > self.number else ()
+        return [
+            {**message, "content": self.note} if place in old else message for place, message in enumerate(messages)
+        ]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Asks the model to sum up once the context has too many tokens, and goes on with prompt, summary and last observation.
+
+    Args:
+        tokens: Tokens above which it asks.
+        instruction: What asks for the summary.
+        heading: What the summary follows.
+    """
+
+    tokens: int
+    instruction: str = _INSTRUCTION
+    heading: str = "Your summary of what happened so far:"
+
+    def __call__(self, messages: Context) -> list[Message]:
+        if messages[-1]["role"] == "assistant":
+            *before, summary = messages
+            observed = before[_answers(before)[-1] + 1 :]
+            text = "\n\n".join(message["content"] for message in observed).removesuffix(self.instruction).strip()
+            *first, last = messages.prompt
+            whole = [last["content"], f"{self.heading}\n{summary['content']}", text]
+            return [*first, {**last, "content": "\n\n".join(whole)}]
+        # Without an answer there is nothing to sum up.
+        if messages.tokens <= self.tokens or not _answers(messages):
+            return messages
+        last = messages[-1]
+        if last["role"] != "user":
+            return Question([*messages, {"role": "user", "content": self.instruction}])
+        # Many templates reject two user messages in a row.
+        return Question([*messages[:-1], {**last, "content": f"{last['content']}\n\n{self.instruction}"}])
+
+
+_READY: dict[str, Callable[[int], History]] = {
+    "last": LastExchanges,
+    "observations": LastObservations,
+    "summary": Summary,
+}
+
+
+def as_history(value: Any, name: str = "history") -> History | None:
+    """Return the function that an option names.
+
+    Args:
+        value: None, a function, ``"full"``, ``"last:N"`` (exchanges), ``"observations:N"``, ``"summary:N"`` (tokens), or the
+            place of a function as ``"module.path:name"``.
+        name: Of the option, for the errors.
+
+    Returns:
+        The function; None for None.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    if value is None or callable(value):
+        return value
+    kind, _, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if value == "full":
+        return full
+    if kind in _READY:
+        if not (rest.isdecimal() and int(rest) >= 1):
+            raise ValueError(f"{name}={value!r}: expected a whole number of at least 1 after {kind + ':'!r}.")
+        return _READY[kind](int(rest))
+    if not rest:
+        ready = ", ".join(repr(f"{one}:N") for one in _READY)
+        raise ValueError(
+            f"{name}={value!r} is unknown. Use 'full', {ready}, 'module.path:function', or pass a function."
+        )
+    try:
+        found: Any = pkgutil.resolve_name(value)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r} names no function: {error}.") from error
+    if not callable(found):
+        raise ValueError(f"{name}={value!r} is {found!r}; expected a function from messages to messages.")
+    made: History = found
+    return made
+
+
+def name_of_history(value: Any) -> Any:
+    """Return the name under which :func:`as_history` finds a function, which can be saved; anything else as it is.
+
+    Raises:
+        ValueError: If it has no such name, like a lambda.
+    """
+    if not callable(value):
+        return value
+    ready = next((kind for kind, made in _READY.items() if type(value) is made), None)
+    if ready is not None:
+        number = next(iter(vars(value).values()))
+        if value == _READY[ready](number):
+            return f"{ready}:{number}"
+    name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    try:
+        if as_history(name) is value:
+            return name
+    except ValueError:
+        pass
+    raise ValueError(
+        f"history={value!r} cannot be named in a checkpoint. Define it at the top level of a module with `def`, or give the "
+        "object a name there and pass 'module.path:name'."
+    )
+
+
+def is_ready_history(value: Any) -> bool:
+    """Return whether an option names functions of this library only, which may be followed from somebody else's file."""
+    if isinstance(value, dict):
+        return all(map(is_ready_history, value.values()))
+    return value in (None, "full") or (isinstance(value, str) and value.partition(":")[0] in _READY)
+
+
+def _answers(messages: list[Message]) -> list[int]:
+    """Return the places of the answers after the prompt."""
+    prompt = getattr(messages, "prompt", [])
+    start = len(prompt) if prompt and messages[: len(prompt)] == prompt else 0
+    return [place for place in range(start, len(messages)) if messages[place]["role"] == "assistant"]
