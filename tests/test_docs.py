@@ -97,6 +97,7 @@ def folder(tmp_path: Path, embedded_model: Path, monkeypatch: pytest.MonkeyPatch
     DatasetDict({split: Dataset.from_list(GSM8K) for split in ("train", "test")}).save_to_disk(tmp_path / "gsm8k")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("agile_trainers.trainers.registry._registered", {})
     return tmp_path
 
 
