@@ -9,6 +9,7 @@ import pytest
 import torch
 from generated import EOS, PAD, letters, qwen2
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from programs import play_program
 
 from agile_trainers.rollout.generators import (
     GenerationOutput,
@@ -59,6 +60,18 @@ def run(generator: Generator, request: GenerationRequest) -> GenerationOutput:
         for output in generator.step():
             return output
     raise AssertionError
+
+
+def answers_of_a_program(generator: Generator, reference: TransformersGenerator) -> None:
+    """Compare greedy answers to turns, forks and requests at once with those of a generator that reads everything anew."""
+    asked = play_program(generator, seed=5, requests=40)
+    assert len(asked) > 20
+    for _, request, output in asked:
+        expected = run(reference, request)
+        reference.release(request.episode)
+        assert (output.token_ids, output.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert output.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert output.read is not None and 0 < output.read <= len(request.token_ids)
 
 
 GREEDILY = {

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
 import torch
-from engines import GREEDILY, GREEDY, agree, make, on_transformers, policy, run, serve
+from engines import GREEDILY, GREEDY, agree, answers_of_a_program, make, on_transformers, policy, run, serve
 from generated import EOS, SETTINGS, letters, observation, play, processed, uniforms
 from peft import PeftModel, get_peft_model_state_dict
 
@@ -186,6 +186,23 @@ def test_a_turn_reads_what_is_cached_of_the_turns_before(engine: VllmEngine, mod
     engine.submit([*prompt, *answer, 5, 6], params)
     (output,) = engine.engine.step()
     assert output.num_cached_tokens == 96  # whole blocks of 32
+
+
+def test_forks_and_requests_at_once_are_answered_as_by_transformers(engine: VllmEngine, model: PeftModel) -> None:
+    answers_of_a_program(make(engine), on_transformers(model, GREEDY))
+
+
+def test_a_fork_reads_what_follows_the_blocks_that_it_shares(engine: VllmEngine, model: PeftModel) -> None:
+    generator, prompt = make(engine, eos=[]), [3 + (3 * i) % 31 for i in range(100)]
+    assert run(generator, GenerationRequest(0, prompt, 2, uniforms(0))).read == 100
+    fork = GenerationRequest(0, [*prompt[:70], 5, 6], 2, uniforms(0), call=1, extends=False)
+    assert run(generator, fork).read == 72 - 64
+    generator.submit(replace(fork, call=2))
+    generator.submit(replace(fork, call=3))
+    with pytest.raises(ValueError, match="pending request with call=3"):
+        generator.submit(replace(fork, call=3))
+    generator.release(0)
+    assert generator.pending == 0
 
 
 def test_weights_that_are_no_numbers_are_an_error(engine: VllmEngine, model: PeftModel) -> None:

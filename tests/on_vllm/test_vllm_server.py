@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 
 import requests
 import torch
-from engines import GREEDILY, GREEDY, agree, on_transformers, policy, run, serve
+from engines import GREEDILY, GREEDY, agree, answers_of_a_program, on_transformers, policy, run, serve
 from engines import make as make_colocated
 from games import make_trainer, relative_error
 from generated import EOS, SETTINGS, VOCAB, letters, play, qwen2, uniforms
@@ -41,7 +41,7 @@ def letters_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]
     # Without these a Qwen2 tokenizer adds one of its own, outside the vocabulary.
     tokenizer.unk_token, tokenizer.eos_token = tokenizer.pad_token, tokenizer.convert_ids_to_tokens(EOS[0])
     tokenizer.save_pretrained(folder)
-    with serving(folder, 256) as served:
+    with serving(folder, 256, more=["--enable-prompt-tokens-details"]) as served:
         yield served
 
 
@@ -107,6 +107,17 @@ def test_requests_enter_and_leave_when_they_like(server: VllmServer, model: Peft
     assert generator.pending == 0
 
 
+def test_forks_and_requests_at_once_are_answered_as_by_transformers(server: VllmServer, model: PeftModel) -> None:
+    answers_of_a_program(make(server), on_transformers(model, GREEDY))
+
+
+def test_a_fork_reads_what_follows_the_blocks_that_it_shares(server: VllmServer, model: PeftModel) -> None:
+    generator, prompt = make(server, eos=[]), [3 + (3 * i) % 31 for i in range(100)]
+    assert run(generator, GenerationRequest(0, prompt, 2, uniforms(0))).read == 100
+    fork = GenerationRequest(0, [*prompt[:70], 5, 6], 2, uniforms(0), call=1, extends=False)
+    assert run(generator, fork).read == 72 - 64
+
+
 def test_a_new_adapter_takes_the_place_of_the_last(server: VllmServer, model: PeftModel) -> None:
     request = GenerationRequest(0, [2 + i % 30 for i in range(150)], 8, uniforms(0))
     before = run(make(server, eos=[]), request)
@@ -155,6 +166,12 @@ def test_an_adapter_that_the_server_cannot_see(server: VllmServer, model: PeftMo
 def embedded_served(embedded_model: Path) -> Iterator[Served]:
     with serving(embedded_model, 4096) as served:
         yield served
+
+
+def test_a_server_that_does_not_report_its_cache(embedded_served: Served) -> None:
+    server = VllmServer(embedded_served.url, timeout=0, max_batch_size=1, vocab_size=VOCAB)
+    generator = ServerGenerator(server, eos_token_ids=[], settings=GREEDY)
+    assert run(generator, GenerationRequest(0, [5, 6], 2, uniforms(0))).read is None
 
 
 def options(served: Served) -> dict[str, Any]:

@@ -6,12 +6,17 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -22,6 +27,7 @@ from agile_trainers.rollout.generators import (
     GenerationRequest,
     Generator,
     SamplingSettings,
+    TransformersGenerator,
 )
 
 VOCAB, PAD = 40, 0
@@ -139,3 +145,51 @@ SETTINGS = {
         temperature=1.8, top_k=12, top_p=0.9, min_p=0.02, repetition_penalty=1.3, min_new_tokens=2, stop_strings=("q",)
     ),
 }
+
+
+GREEDY = SamplingSettings(do_sample=False)
+
+
+def gemma3() -> Gemma3ForCausalLM:
+    torch.manual_seed(0)
+    layers = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=8, layer_types=layers)).eval()
+
+
+def mamba() -> MambaForCausalLM:
+    """No keys and values at all."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    return MambaForCausalLM(MambaConfig(**shape, initializer_range=0.4)).eval()
+
+
+def make(model: torch.nn.Module, settings: SamplingSettings = GREEDY, **options: object) -> TransformersGenerator:
+    options = {"eos_token_ids": EOS, "pad_token_id": PAD, **options}
+    return TransformersGenerator(model, settings=settings, **options)
+
+
+def assert_same(outputs: list[GenerationOutput], expected: list[GenerationOutput], tolerance: float = 2e-5) -> None:
+    for output, reference in zip(outputs, expected, strict=True):
+        assert output.token_ids == reference.token_ids
+        assert output.finish_reason == reference.finish_reason
+        assert output.logprobs == pytest.approx(reference.logprobs, abs=tolerance)
+
+
+class Log:
+    """Shape and number of real tokens of every forward pass."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.read = 0
+        self.handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()
+
+    def _hook(self, _: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        shape = kwargs["input_ids"].shape
+        self.shapes.append(tuple(shape))
+        self.read += int(kwargs["attention_mask"][:, -shape[1] :].sum())

@@ -10,19 +10,33 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate import Accelerator
-from generated import EOS, LETTERS, PAD, SETTINGS, SHAPE, VOCAB, letters, observation, play, processed, qwen2, uniforms
+from generated import (
+    EOS,
+    GREEDY,
+    LETTERS,
+    SETTINGS,
+    SHAPE,
+    VOCAB,
+    Log,
+    assert_same,
+    gemma3,
+    letters,
+    make,
+    mamba,
+    observation,
+    play,
+    processed,
+    qwen2,
+    uniforms,
+)
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MiniMaxConfig,
     MiniMaxForCausalLM,
     MistralConfig,
@@ -45,8 +59,6 @@ from agile_trainers.rollout.generators import (
 )
 from agile_trainers.rollout.generators.base import LogitsError
 from agile_trainers.rollout.generators.transformers import generator as generator_module
-
-GREEDY = SamplingSettings(do_sample=False)
 
 
 def lora() -> torch.nn.Module:
@@ -71,12 +83,6 @@ def mistral() -> MistralForCausalLM:
     return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)).eval()
 
 
-def gemma3() -> Gemma3ForCausalLM:
-    torch.manual_seed(0)
-    layers = ["sliding_attention", "full_attention"]
-    return Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=8, layer_types=layers)).eval()
-
-
 def lfm2() -> Lfm2ForCausalLM:
     torch.manual_seed(0)
     shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
@@ -98,13 +104,6 @@ def gpt_neo() -> GPTNeoForCausalLM:
     return GPTNeoForCausalLM(GPTNeoConfig(**shape, **layers, initializer_range=0.4)).eval()
 
 
-def mamba() -> MambaForCausalLM:
-    """No keys and values at all."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
-    return MambaForCausalLM(MambaConfig(**shape, initializer_range=0.4)).eval()
-
-
 def minimax() -> MiniMaxForCausalLM:
     """Its linear attention decodes otherwise than it reads."""
     torch.manual_seed(0)
@@ -121,11 +120,6 @@ EVERY_TOKEN = {"mamba": mamba, "minimax": minimax}
 @pytest.fixture(scope="module")
 def model() -> Qwen2ForCausalLM:
     return qwen2()
-
-
-def make(model: torch.nn.Module, settings: SamplingSettings = GREEDY, **options: object) -> TransformersGenerator:
-    options = {"eos_token_ids": EOS, "pad_token_id": PAD, **options}
-    return TransformersGenerator(model, settings=settings, **options)
 
 
 @torch.no_grad()
@@ -155,13 +149,6 @@ def reread(
         ids += tokens
         outputs.append(GenerationOutput(episode, tokens, logprobs, "stop" if stop else "length"))
     return outputs
-
-
-def assert_same(outputs: list[GenerationOutput], expected: list[GenerationOutput], tolerance: float = 2e-5) -> None:
-    for output, reference in zip(outputs, expected, strict=True):
-        assert output.token_ids == reference.token_ids
-        assert output.finish_reason == reference.finish_reason
-        assert output.logprobs == pytest.approx(reference.logprobs, abs=tolerance)
 
 
 # ------------------------------------------------------------------------------------------ the same as re-reading
@@ -294,26 +281,6 @@ def test_greedy_does_not_look_at_the_temperature() -> None:
 
 
 # ------------------------------------------------------------------------------------- who decodes, what is kept
-
-
-class Log:
-    """Shape and number of real tokens of every forward pass."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-        self.read = 0
-        self.handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
-
-    def __enter__(self) -> Log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.handle.remove()
-
-    def _hook(self, _: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]) -> None:
-        shape = kwargs["input_ids"].shape
-        self.shapes.append(tuple(shape))
-        self.read += int(kwargs["attention_mask"][:, -shape[1] :].sum())
 
 
 def test_every_token_is_read_once(model: Qwen2ForCausalLM) -> None:
@@ -566,19 +533,6 @@ def test_scripted_latency_orders_the_answers() -> None:
 def test_scripted_mistakes_are_refused(script: Callable[..., object], latency: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ScriptedGenerator(script, latency).submit(request(0))
-
-
-# ------------------------------------------------------------------------- requests that extend nothing, several at once
-
-
-def anew(model: torch.nn.Module, request: GenerationRequest, settings: SamplingSettings = GREEDY) -> GenerationOutput:
-    """The same request by a generator that has read nothing."""
-    generator = make(model, settings)
-    generator.submit(request)
-    outputs = []
-    while generator.pending:
-        outputs += generator.step()
-    return outputs[0]
 
 
 @pytest.mark.parametrize("kind", ["transformers", "scripted"])

@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
-from agile_trainers.rollout.generators.checks import check_request, check_room, check_token_ids, tokens_of_a_step
+from agile_trainers.rollout.generators.checks import Conversations, check_room, check_token_ids, tokens_of_a_step
 from agile_trainers.rollout.generators.transformers.decoding import NO_TOKEN, left_pad, stop_criteria
 
 TEMPERATURES = 0.01, 2.0
@@ -209,6 +209,7 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: FinishReason | None = None
+    read: int | None = None
 
 
 class VllmGenerator:
@@ -245,27 +246,27 @@ class VllmGenerator:
         self._settings = settings
         self._params = _sampling_params(settings, eos_token_ids)
         self._stop = stop_criteria(settings, tokenizer)
-        self._known: dict[int, list[int]] = {}
+        self._conversations = Conversations()
         self._under_way: dict[str, _Answer] = {}
-        self._keys: dict[int, str] = {}
+        self._keys: dict[tuple[int, int], str] = {}
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request.
 
         Raises:
-            ValueError: If the episode has a pending request, the prompt is empty, ``max_new_tokens`` is below 1, the ids
-                do not start with those already read and sampled, or the answer might exceed the engine's
-                ``max_model_length``.
+            ValueError: If the episode has a pending request of the same ``call``, the prompt is empty, ``max_new_tokens`` is
+                below 1, the ids do not start with those of the last request and its answer although ``extends`` is true, or
+                the answer might exceed the engine's ``max_model_length``.
         """
-        episode, ids = request.episode, list(request.token_ids)
-        check_request(request, self._known.get(episode, []), episode in self._keys)
+        self._conversations.check(request, self._keys)
         check_room(request, self._engine.max_model_length)
         params = copy.copy(self._params)  # vLLM makes a deep copy
         params.max_tokens = request.max_new_tokens
         if self._settings.do_sample:
             params.seed = seed_of(request)
-        key = self._engine.submit(ids, params, self._adapter_of(episode))
-        self._known[episode], self._keys[episode], self._under_way[key] = ids, key, _Answer(request)
+        key = self._engine.submit(list(request.token_ids), params, self._adapter_of(request.episode))
+        self._keys[request.episode, request.call], self._under_way[key] = key, _Answer(request)
+        self._conversations.submitted(request)
 
     def step(self) -> list[GenerationOutput]:
         """Sample one token of every running request and return the finished answers. Empty when idle.
@@ -286,16 +287,17 @@ class VllmGenerator:
         return len(self._under_way)
 
     def release(self, episode: int) -> None:
-        """Forget an episode and its pending request, if any."""
-        self._known.pop(episode, None)
-        key = self._keys.pop(episode, None)
-        if key is not None:
+        """Forget an episode and its pending requests, if any."""
+        self._conversations.release(episode)
+        keys = [self._keys.pop(call) for call in [call for call in self._keys if call[0] == episode]]
+        for key in keys:
             del self._under_way[key]
-            self._engine.engine.abort_request([key])
+        if keys:
+            self._engine.engine.abort_request(keys)
 
     def close(self) -> None:
         """Abort every request, so that the engine is idle for the next rollout, also after an exception."""
-        for episode in list(self._keys):
+        for episode, _ in list(self._keys):
             self.release(episode)
 
     def _extend(self, output: RequestOutput) -> _Answer:
@@ -309,6 +311,8 @@ class VllmGenerator:
         answer.token_ids += ids
         answer.logprobs += logprobs
         answer.reason = _FINISHED[completion.finish_reason] if output.finished else None
+        if output.num_cached_tokens is not None:
+            answer.read = len(answer.request.token_ids) - output.num_cached_tokens
         return answer
 
     def _stop_at_strings(self, answers: list[_Answer]) -> None:
@@ -322,13 +326,13 @@ class VllmGenerator:
                 answer.reason = "stop"
 
     def _finish(self, answer: _Answer, reason: FinishReason) -> GenerationOutput:
-        episode = answer.request.episode
-        key = self._keys.pop(episode)
+        request = answer.request
+        key = self._keys.pop((request.episode, request.call))
         del self._under_way[key]
         if self._stop is not None:
             self._engine.engine.abort_request([key])  # vLLM does not get the stop strings
-        self._known[episode] += answer.token_ids
-        return GenerationOutput(episode, answer.token_ids, answer.logprobs, reason)
+        self._conversations.answered(request, answer.token_ids)
+        return GenerationOutput(request.episode, answer.token_ids, answer.logprobs, reason, request.call, answer.read)
 
 
 def check_settings(settings: SamplingSettings) -> None:

@@ -6,6 +6,7 @@ import math
 import queue
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
-from agile_trainers.rollout.generators.checks import check_request, check_room, check_token_ids
+from agile_trainers.rollout.generators.checks import Conversations, check_room, check_token_ids
 from agile_trainers.rollout.generators.transformers.decoding import stop_criteria
 from agile_trainers.rollout.generators.vllm.engine import (
     AdapterHost,
@@ -74,6 +75,8 @@ class VllmServer(AdapterHost[str]):
         self.client = VLLMClient(base_url=url, connection_timeout=timeout)
         for prefix in ("http://", "https://"):
             self.client.session.mount(prefix, _PatientAdapter(max_retries=RETRIES, pool_maxsize=max_batch_size))
+        self.client.session.hooks["response"].append(self._note_usage)
+        self._usage = threading.local()
         self.url, self.max_batch_size, self.vocab_size = self.client.base_url, max_batch_size, vocab_size
         self.info: dict[str, Any] = self.client.get_server_info()
         """Configuration of the server, vLLM's ``VllmConfig``."""
@@ -107,16 +110,25 @@ class VllmServer(AdapterHost[str]):
 
     def generate(
         self, token_ids: list[int], fields: dict[str, Any], adapter: str | None = None
-    ) -> tuple[list[int], list[float]]:
+    ) -> tuple[list[int], list[float], int | None]:
         """Request an answer, of an adapter or of the one that :meth:`load_adapter` set; wait for ids and log-probabilities.
 
-        Thread-safe.
+        Thread-safe. The third value is the number of ids that the server took from its prefix cache, if it reports it
+        (``--enable-prompt-tokens-details``).
         """
         name = adapter or self.adapter
         fields = fields if name is None else {"model": name, **fields}
+        self._usage.cached = None
         answer = self.client.generate([token_ids], generation_kwargs=fields)
         logprobs = (position[0] for position in answer["logprobs"][0])
-        return answer["completion_ids"][0], [math.nan if logprob is None else logprob for logprob in logprobs]
+        values = [math.nan if logprob is None else logprob for logprob in logprobs]
+        return answer["completion_ids"][0], values, self._usage.cached
+
+    def _note_usage(self, response: Response, **_: Any) -> None:
+        """Keep what TRL's client drops of an answer, for the thread that waits for it."""
+        if response.ok and b'"cached_tokens"' in response.content:
+            details = (response.json().get("usage") or {}).get("prompt_tokens_details") or {}
+            self._usage.cached = details.get("cached_tokens")
 
     def _lora(self, action: str, body: dict[str, str]) -> None:
         response = self.client.session.post(f"{self.url}/v1/{action}_lora_adapter", json=body)
@@ -168,8 +180,8 @@ class ServerGenerator:
         self._stop = stop_criteria(settings, tokenizer)
         if self._stop is not None:
             self._fields |= {"stop": list(settings.stop_strings), "skip_special_tokens": False}
-        self._known: dict[int, list[int]] = {}
-        self._under_way: dict[int, GenerationRequest] = {}
+        self._conversations = Conversations()
+        self._under_way: dict[tuple[int, int], GenerationRequest] = {}
         # The only attribute that other threads use.
         self._answers: queue.SimpleQueue[tuple[GenerationRequest, Any]] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(server.max_batch_size, thread_name_prefix="vllm-request")
@@ -178,17 +190,17 @@ class ServerGenerator:
         """Queue a request.
 
         Raises:
-            ValueError: If the episode has a pending request, the prompt is empty, ``max_new_tokens`` is below 1, the ids
-                do not start with those already read and sampled, or the answer might exceed the server's
-                ``max_model_length``.
+            ValueError: If the episode has a pending request of the same ``call``, the prompt is empty, ``max_new_tokens`` is
+                below 1, the ids do not start with those of the last request and its answer although ``extends`` is true, or
+                the answer might exceed the server's ``max_model_length``.
         """
-        episode = request.episode
-        check_request(request, self._known.get(episode, []), episode in self._under_way)
+        self._conversations.check(request, self._under_way)
         check_room(request, self._server.max_model_length)
         fields = self._fields | {"max_tokens": request.max_new_tokens}
         if self._settings.do_sample:
             fields["seed"] = seed_of(request)
-        self._known[episode], self._under_way[episode] = list(request.token_ids), request
+        self._conversations.submitted(request)
+        self._under_way[request.episode, request.call] = request
         self._threads.submit(self._ask, request, fields)
 
     def step(self) -> list[GenerationOutput]:
@@ -204,7 +216,7 @@ class ServerGenerator:
                 request, answer = self._answers.get(timeout=0 if outputs else PATIENCE)
             except queue.Empty:
                 break
-            if self._under_way.get(request.episode) is not request:
+            if self._under_way.get((request.episode, request.call)) is not request:
                 continue  # released in the meantime
             if isinstance(answer, BaseException):
                 raise answer
@@ -217,13 +229,14 @@ class ServerGenerator:
         return len(self._under_way)
 
     def release(self, episode: int) -> None:
-        """Forget an episode. A pending answer is discarded when it arrives."""
-        self._known.pop(episode, None)
-        self._under_way.pop(episode, None)
+        """Forget an episode. Pending answers are discarded when they arrive."""
+        self._conversations.release(episode)
+        for key in [key for key in self._under_way if key[0] == episode]:
+            del self._under_way[key]
 
     def close(self) -> None:
         """Cancel requests that have not started and wait for the others, so that the adapter can be replaced."""
-        self._known.clear()
+        self._conversations = Conversations()
         self._under_way.clear()
         self._threads.shutdown(cancel_futures=True)
 
@@ -235,12 +248,15 @@ class ServerGenerator:
             answer = error
         self._answers.put((request, answer))
 
-    def _finish(self, request: GenerationRequest, token_ids: list[int], logprobs: list[float]) -> GenerationOutput:
-        episode = request.episode
-        check_logprobs(episode, logprobs)
-        del self._under_way[episode]
-        self._known[episode] += token_ids
-        return GenerationOutput(episode, token_ids, logprobs, self._reason(token_ids, request.max_new_tokens))
+    def _finish(
+        self, request: GenerationRequest, token_ids: list[int], logprobs: list[float], cached: int | None
+    ) -> GenerationOutput:
+        check_logprobs(request.episode, logprobs)
+        del self._under_way[request.episode, request.call]
+        self._conversations.answered(request, token_ids)
+        reason = self._reason(token_ids, request.max_new_tokens)
+        read = None if cached is None else len(request.token_ids) - cached
+        return GenerationOutput(request.episode, token_ids, logprobs, reason, request.call, read)
 
     def _reason(self, token_ids: list[int], max_new_tokens: int) -> FinishReason:
         """Infer the finish reason of an answer, which TRL's client does not report."""
