@@ -76,6 +76,7 @@ WATCH = "tests/trainers/test_watch.py"
 RECORDS = "tests/records/test_records.py"
 EPISODE_RECORDS = "tests/trainers/test_episode_records.py"
 DECODING = "tests/rollout/test_decoding.py"
+LINEAGES = "tests/rollout/test_lineages.py"
 TEMPLATES = "tests/rollout/test_chat_templates.py tests/rollout/test_chat.py"
 
 TASKS = "tests/trainers/test_task_sampling.py"
@@ -925,14 +926,70 @@ MUTATIONS = [
         f"{DECODING} -k no_copy",
     ),
     Mutation(
-        "more episodes keep a cache than are decoded at once", "rollout/generators/transformers/generator.py",
-        "self._max_batch_size - max(len(active), len(cached))", "self._max_batch_size - len(active)",
+        "more lineages keep a cache than are decoded at once", "rollout/generators/transformers/generator.py",
+        "max(len(active), len(cached) - len(gone))", "len(active)",
         "tests/rollout/test_generators.py -k max_batch_size",
     ),
     Mutation(
-        "an episode that lost its cache is not read again", "rollout/generators/transformers/generator.py",
-        "kv, episode.kv, episode.cached = episode.kv, None, 0", "kv, episode.kv = episode.kv, None",
+        "a lineage that makes room keeps its cache", "rollout/generators/transformers/generator.py",
+        "self._lineages[lineage.episode].remove(lineage)", "pass",
         "tests/rollout/test_generators.py -k take_the_room",
+    ),
+    Mutation(
+        "a cropped row keeps its last tokens", "rollout/generators/transformers/kv_cache.py",
+        "dropped = mask.sum(dim=1) - counts", "dropped = 0 * counts",
+        f"{LINEAGES} -k cropped",
+    ),
+    Mutation(
+        "a lineage that is decoded is cropped", "rollout/generators/transformers/generator.py",
+        "elif not source.busy and (2 * shared", "elif (2 * shared",
+        f"{LINEAGES} -k decoded",
+    ),
+    Mutation(
+        "a request whose ids are all cached reads none", "rollout/generators/transformers/generator.py",
+        "kept.cached, len(ids) - 1)", "kept.cached, len(ids))",
+        f"{LINEAGES} -k cropped",
+    ),
+    Mutation(
+        "ids count as cached whose keys were dropped", "rollout/generators/transformers/generator.py",
+        "min(shared_prefix(kept.ids, ids), kept.cached, len(ids) - 1)", "min(shared_prefix(kept.ids, ids), len(ids) - 1)",
+        f"{LINEAGES} -k cropped",
+    ),
+    Mutation(
+        "a copy takes what its request does not share", "rollout/generators/transformers/generator.py",
+        "source.kv, source.row, shared[source]))", "source.kv, source.row, source.cached))",
+        f"{LINEAGES} -k copied",
+    ),
+    Mutation(
+        "lineages of an episode are kept without end", "rollout/generators/transformers/generator.py",
+        "self._forget(idle[: -KEPT if self._keeps_cache else None])", "self._forget([])",
+        f"{LINEAGES} -k least_recently",
+    ),
+    Mutation(
+        "copies are more than the rows that are set", "rollout/generators/transformers/generator.py",
+        "len(self._with_cache()) < self._max_batch_size", "len(self._with_cache()) <= self._max_batch_size",
+        f"{LINEAGES} -k random_programs",
+    ),
+    Mutation(
+        "requests wait for lineages that nobody asks for", "rollout/generators/transformers/generator.py",
+        "gone = [*stepping, *spare][-missing:]", "gone = stepping[-missing:]",
+        f"{LINEAGES} -k spare",
+    ),
+    Mutation(
+        "rows that are decoded move out of their batch", "rollout/generators/transformers/generator.py",
+        "if self._batch is not None and any(answer.lineage.kv is kv",
+        "if self._batch is None and any(answer.lineage.kv is kv",
+        f"{LINEAGES} -k random_programs",
+    ),
+    Mutation(
+        "an answer is taken for that of a later request", "rollout/generators/checks.py",
+        "if last is request:", "if last:",
+        "tests/rollout/test_generators.py -k told_apart",
+    ),
+    Mutation(
+        "ids that are cached count as read", "rollout/generators/transformers/generator.py",
+        "read=len(lineage.ids) - lineage.cached)", "read=len(lineage.ids))",
+        f"{LINEAGES} -k model_too",
     ),
     Mutation(
         "uniforms are copied from pageable memory", "rollout/generators/transformers/generator.py",
