@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests/trainers")]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests/trainers"), str(ROOT / "tests/rollout")]
 from case_log import CaseLog  # noqa: E402
 
 BROKEN = "CUDA error"

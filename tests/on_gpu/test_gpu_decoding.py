@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from programs import noise_of, play_program
 from shapes import SHAPES, make_model
 
 from agile_trainers.rollout.generators import (
@@ -61,6 +63,24 @@ def test_rows_that_decode_together_say_what_each_says_alone(machine, figures):
             assert ours.token_ids == theirs.token_ids
             gap = max(gap, max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)))
     figures["largest gap of log-probabilities"] = gap
+    assert gap < 1e-3
+
+
+def test_forks_and_requests_at_once_are_answered_as_if_all_was_read(machine, figures):
+    model, settings = _model(machine, torch.float32), SamplingSettings()
+    generator, anew = (
+        TransformersGenerator(model, eos_token_ids=[1], pad_token_id=0, settings=settings) for _ in range(2)
+    )
+    gap, read, asked = 0.0, 0, play_program(generator, seed=1, requests=machine.pick(200, 30))
+    for number, request, output in asked:
+        anew.submit(replace(request, uniforms=noise_of(number)))
+        (expected,) = (answer for _ in output.token_ids for answer in anew.step())
+        anew.release(request.episode)
+        assert output.token_ids == expected.token_ids
+        gap = max(gap, max(abs(a - b) for a, b in zip(output.logprobs, expected.logprobs, strict=True)))
+        read += output.read
+    figures["largest gap of log-probabilities"] = gap
+    figures["share of the tokens that was read"] = read / sum(len(request.token_ids) for _, request, _ in asked)
     assert gap < 1e-3
 
 

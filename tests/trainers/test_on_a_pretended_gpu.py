@@ -64,6 +64,33 @@ def test_waits_of_a_token_do_not_depend_on_the_rows(gpu, embedded_model, rows):
         generator.step()
 
 
+def test_a_fork_copies_and_crops_what_is_on_the_gpu(gpu, embedded_model):
+    model = AutoModelForCausalLM.from_pretrained(embedded_model).to("cuda").eval()
+    generator = TransformersGenerator(
+        model, eos_token_ids=[], pad_token_id=0, settings=SamplingSettings(do_sample=False)
+    )
+    prompt = list(range(300, 330))
+    requests = [
+        GenerationRequest(0, prompt, 4, list),
+        GenerationRequest(0, [*prompt[:25], 400, 401], 4, list, extends=False),  # cropped
+        GenerationRequest(0, [*prompt[:9], 402], 4, list, call=1, extends=False),  # copied from one that is decoded
+        GenerationRequest(1, [*prompt[:9], 402], 4, list),
+    ]
+    outputs = []
+    for request in requests:
+        generator.submit(request)
+        outputs += generator.step()
+        if request is requests[0]:
+            outputs += [output for _ in range(3) for output in generator.step()]
+    while generator.pending:
+        outputs += generator.step()
+    read = {(output.episode, output.call): output.read for output in outputs}
+    answers = {(output.episode, output.call): output.token_ids for output in outputs}
+    assert read == {(0, 0): 2, (0, 1): 1, (1, 0): 10} and outputs[0].read == 30
+    assert answers[0, 1] == answers[1, 0]
+    assert all(on_gpu(layer.keys) for kept in generator._with_cache() for layer in kept.kv.layers)
+
+
 MAKERS = {"grpo": make_trainer, "ppo": make_ppo}
 STEPS: dict[str, tuple[str, dict[str, Any], int]] = {
     "padded": ("grpo", {"sequence_packing": "none"}, 88),

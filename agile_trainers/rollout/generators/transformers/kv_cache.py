@@ -79,13 +79,13 @@ def pack(sources: Sequence[tuple[KVBatch, list[int]]], counts: Sequence[int], ro
     """
     first = sources[0][0]
     device, width = first.mask.device, max(counts)
-    mask = torch.arange(width, device=device) >= width - torch.tensor(counts, device=device)[:, None]
-    picks, taken = [], 0
+    tokens = torch.tensor(counts, device=device)
+    mask = torch.arange(width, device=device) >= width - tokens[:, None]
+    picks, picked = [], 0
     for kv, rows in sources:
         index = torch.tensor(rows, device=device)
-        first_counts = torch.tensor(counts[taken : taken + len(rows)], device=device)
-        picks.append((index, _first_columns(kv.mask[index], first_counts, width)))
-        taken += len(rows)
+        picks.append((index, _first_columns(kv.mask[index], tokens[picked : picked + len(rows)], width)))
+        picked += len(rows)
 
     def packed(layer: int, name: str) -> torch.Tensor:
         buffers = [getattr(kv.layers[layer], name) for kv, _ in sources]
