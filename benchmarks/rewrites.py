@@ -45,7 +45,7 @@ SIDES = ("everything again", "ours")
 
 @dataclass
 class Episode:
-    """An episode, and what its model has read."""
+    """One episode, and the ids that its model has read."""
 
     noise: random.Random
     ids: list[int]
@@ -59,10 +59,10 @@ class Episode:
 
 @dataclass
 class Rollout:
-    """What a rollout took."""
+    """Costs of a rollout."""
 
     seconds: float
-    """Of the CPU."""
+    """CPU seconds."""
     tokens: int
     read: int
     again: int
