@@ -25,7 +25,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from update_vs_trl import PAGE, with_tables
 
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
-from agile_trainers.rollout.generators.transformers.decoding import shared_prefix
+from agile_trainers.types import common_prefix
 
 RESULTS = Path(__file__).resolve().parent / "results" / "rewrites.json"
 EPISODES, TURNS, EVERY, NEW = 16, 8, 4, 32
@@ -115,7 +115,7 @@ def play(model: Qwen2ForCausalLM, side: str, prompt: int, turns: int = TURNS) ->
 
 def note(episode: Episode, read: int, answer: list[int]) -> None:
     """Count what was read for a request and its answer, and what of it the model had read before."""
-    known = max((shared_prefix(seen, episode.ids) for seen in episode.seen), default=0)
+    known = max((common_prefix(seen, episode.ids) for seen in episode.seen), default=0)
     episode.read += read
     episode.again += read - (len(episode.ids) - known)
     episode.seen.append([*episode.ids, *answer[:-1]])  # the last id of an answer is not read for it

@@ -952,7 +952,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ids count as cached whose keys were dropped", "rollout/generators/transformers/generator.py",
-        "min(shared_prefix(kept.ids, ids), kept.cached, len(ids) - 1)", "min(shared_prefix(kept.ids, ids), len(ids) - 1)",
+        "min(common_prefix(kept.ids, ids), kept.cached, len(ids) - 1)", "min(common_prefix(kept.ids, ids), len(ids) - 1)",
         f"{LINEAGES} -k cropped",
     ),
     Mutation(
@@ -972,7 +972,7 @@ MUTATIONS = [
     ),
     Mutation(
         "requests wait for lineages that nobody asks for", "rollout/generators/transformers/generator.py",
-        "gone = [*stepping, *spare][-missing:]", "gone = stepping[-missing:]",
+        "gone = [*stepping, *reversed(spare)][-missing:]", "gone = stepping[-missing:]",
         f"{LINEAGES} -k spare",
     ),
     Mutation(

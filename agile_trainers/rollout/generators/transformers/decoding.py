@@ -125,14 +125,6 @@ def placed(values: Sequence[float], dtype: torch.dtype, device: torch.device) ->
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def shared_prefix(first: list[int], second: list[int]) -> int:
-    """Return the number of ids that two lists begin with in common."""
-    length = min(len(first), len(second))
-    if first[:length] == second[:length]:
-        return length
-    return next(i for i, (a, b) in enumerate(zip(first, second)) if a != b)
-
-
 def left_pad(sequences: Sequence[list[int]], fills: Sequence[int]) -> torch.Tensor:
     """Pad each sequence on the left with its own fill to (R, longest) int64."""
     width = max(map(len, sequences))

@@ -36,11 +36,11 @@ from agile_trainers.rollout.generators.transformers.decoding import (
     decoding_batch,
     left_pad,
     placed,
-    shared_prefix,
     stop_criteria,
 )
 from agile_trainers.rollout.generators.transformers.kv_cache import GrowingLayer, KVBatch, pack
 from agile_trainers.rollout.generators.transformers.sampling import Sampler
+from agile_trainers.types import common_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class TransformersGenerator:
         lineages = self._lineages.setdefault(request.episode, [])
         ids = list(request.token_ids)
         # The last id is always read, for its logits.
-        shared = {kept: min(shared_prefix(kept.ids, ids), kept.cached, len(ids) - 1) for kept in lineages}
+        shared = {kept: min(common_prefix(kept.ids, ids), kept.cached, len(ids) - 1) for kept in lineages}
         # Of those that share the same, one that can be taken, and the last used one.
         source = max(lineages, key=lambda kept: (shared[kept], not kept.busy, lineages.index(kept)), default=None)
         if source is None or not shared[source]:
@@ -235,7 +235,7 @@ class TransformersGenerator:
         # If nothing else goes on, episodes whose environment steps make room too, and are read again.
         stepping = [] if active or known else [lineage for lineage in idle if lineage not in spare]
         missing = len(cached) + min(len(new), self._max_batch_size) - self._max_batch_size
-        gone = [*stepping, *spare][-missing:] if missing > 0 else []
+        gone = [*stepping, *reversed(spare)][-missing:] if missing > 0 else []
         self._forget(gone)
         return known + new[: self._max_batch_size - max(len(active), len(cached) - len(gone))]
 
