@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
+import forks
 from hub_server import Hub
-from launching import run as run_to_end
 
 SCRIPT = Path(__file__).with_name("hub_push.py")
 
@@ -20,9 +19,5 @@ def environment(hub: Hub, home: Path) -> dict[str, str]:
 
 
 def run(hub: Hub, command: str, model: Path, folder: Path, script: Path = SCRIPT) -> None:
-    done = run_to_end(
-        [sys.executable, str(script), command, str(model), str(folder)],
-        env=environment(hub, folder / f"home-{command}"),
-        timeout=600,
-    )
+    done = forks.run([script, command, model, folder], env=environment(hub, folder / f"home-{command}"))
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,14 +1,13 @@
-"""Checkpoints of two processes, started by ``accelerate launch``: killed, resumed, interrupted, killed while saving."""
+"""Checkpoints of two processes: killed, resumed, interrupted, killed while saving."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from checkpointed_runs import assert_same
-from launching import run
+from forks import run_ranks
 from safetensors.torch import load_file
 
 from agile_trainers.checkpoints.integrity import newest_complete
@@ -19,12 +18,8 @@ SCRIPT = Path(__file__).with_name("checkpoint_two_processes.py")
 @pytest.fixture(scope="module")
 def output(embedded_model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    done = run(
-        [*command, "--main_process_port", "0", str(SCRIPT), str(embedded_model), str(folder)],
-        timeout=600,
-    )
-    assert done.returncode != 0 and (folder / "died").is_dir(), done.stderr[-4000:]
+    ranks = run_ranks(2, [SCRIPT, embedded_model, folder])
+    assert ranks[1].returncode != 0 and (folder / "died").is_dir(), ranks[0].stderr[-4000:] + ranks[1].stderr[-4000:]
     return folder
 
 

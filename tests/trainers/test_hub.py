@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from copy import copy
 
+import forks
 import pytest
 import torch
 import yaml
@@ -14,7 +14,6 @@ from games import make_trainer
 from hub_push import TOKEN
 from hub_runs import SCRIPT, environment, run
 from hub_server import running_hub
-from launching import run as run_to_end
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoTokenizer
 
@@ -106,8 +105,8 @@ def test_a_hub_that_fails_in_six_ways(embedded_model, tmp_path):
     """What can arrive arrives, in order; the rest is said at once and at the end. No checkpoint is lost."""
     with running_hub() as hub:
         hub.fail = {message: list(faults) for message, faults in FAULTS.items()}
-        command = [sys.executable, str(SCRIPT.with_name("hub_faults.py")), str(embedded_model), str(tmp_path)]
-        done = run_to_end(command, env=environment(hub, tmp_path / "home"), timeout=600)
+        script = SCRIPT.with_name("hub_faults.py")
+        done = forks.run([script, embedded_model, tmp_path], env=environment(hub, tmp_path / "home"))
         assert done.returncode == 0, done.stderr[-4000:]
         commits = hub.repositories["tester/run"]
     messages = [commit["message"] for commit in commits[1:]]
@@ -141,10 +140,11 @@ def test_a_wrong_token_or_name_shows_at_construction(embedded_model, tmp_path, t
         "make_trainer(sys.argv[1], sys.argv[2], push_to_hub=True, hub_token=sys.argv[3], hub_model_id=sys.argv[4])"
     )
     with running_hub() as hub:
-        done = run_to_end(
-            [sys.executable, "-c", program, str(embedded_model), str(tmp_path), token, name],
-            env=environment(hub, tmp_path / "home"), timeout=600, cwd=SCRIPT.parent,
-        )  # fmt: skip
+        done = forks.run(
+            ["-c", program, embedded_model, tmp_path, token, name],
+            env=environment(hub, tmp_path / "home"),
+            cwd=SCRIPT.parent,
+        )
     assert done.returncode == 1
     assert f"ValueError: Cannot push to hub_model_id={name!r}" in done.stderr and "hub_token" in done.stderr
     assert token not in done.stderr

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from games import make_trainer
 from hub_runs import environment
 from hub_server import Hub, running_hub
-from launching import run as run_to_end
 from planted import SECRETS, Keeper, found_in
 from transformers import AutoTokenizer
 
@@ -26,10 +25,7 @@ TEXT = {
 
 def pushes(hub: Hub, model: Path, folder: Path, parts: str) -> str:
     script = Path(__file__).with_name("hub_secrets.py")
-    done = run_to_end(
-        [sys.executable, str(script), str(model), str(folder)],
-        env={**environment(hub, folder / "home"), "PARTS": parts}, timeout=900,
-    )  # fmt: skip
+    done = forks.run([script, model, folder], env={**environment(hub, folder / "home"), "PARTS": parts}, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stderr + done.stdout
 

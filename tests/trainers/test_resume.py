@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,24 +189,28 @@ def test_checkpoints_rotate_by_step_not_by_time(embedded_model, tmp_path):
 # -------------------------------------------------------------------------------------------------------------------- lock
 
 
-def _hold(folder: Path, held: Any, end: Any) -> None:
-    with locked(folder):
-        held.set()
-        end.wait()
+HOLD = """
+import sys
+from pathlib import Path
+from agile_trainers.checkpoints.output_lock import locked
+
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
 
 def test_two_runs_in_one_folder(embedded_model, tmp_path):
     """The second one is refused, and told of the first; a killed one blocks nobody."""
-    context = multiprocessing.get_context("spawn")
-    held, end = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(tmp_path, held, end))
-    process.start()
-    held.wait()
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
     trainer = make("grpo", embedded_model, tmp_path, max_steps=1)
     with pytest.raises(OutputDirInUseError, match=f"{process.pid}.*output_dir"):
         trainer.train()
     process.kill()
-    process.join()
+    process.communicate()
     trainer.train()
     assert trainer.state.global_step == 1
 

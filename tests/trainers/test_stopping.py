@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpointed_runs import assert_same, make, weights
+from forks import run
 from transformers import TrainerCallback
 
 from agile_trainers.checkpoints import stopping
@@ -43,14 +41,15 @@ def test_sigterm_saves_and_exits_with_143(embedded_model, tmp_path, warned):
 
 
 LONELY = """
-import os, signal, sys
+import os, signal, sys, threading
 from agile_trainers.checkpoints import stopping
 
 stopping.GRACE_SECONDS = 0.1
 read, write = os.pipe()  # nothing is ever written: what waits for it waits like a collective whose peer is gone
 with stopping._end_if_a_peer_is_gone():
     signal.signal(signal.SIGTERM, lambda *_: None)
-    print("waiting", flush=True)
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGTERM]).start()
+    threading.Timer(float(sys.argv[1]), os._exit, [7]).start()
     while True:
         os.read(read, 1)
 """
@@ -63,19 +62,9 @@ def test_under_torchrun_a_rank_ends_although_its_peer_never_answers(launched):
     environment = {
         name: value for name, value in os.environ.items() if name not in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE")
     }
-    process = subprocess.Popen(
-        [sys.executable, "-c", LONELY], stdout=subprocess.PIPE, text=True, env={**environment, **own},
-        cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
-    process.send_signal(signal.SIGTERM)
-    if launched:
-        assert process.wait(60) == stopping.TERMINATED == 143
-    else:
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1)
-        process.kill()
-        process.wait()
+    done = run(["-c", LONELY, "60" if launched else "1"], env={**environment, **own})
+    assert done.returncode == (stopping.TERMINATED if launched else 7), done.stderr
+    assert stopping.TERMINATED == 143
 
 
 # ------------------------------------------------------------------------------------------------------ max_wall_seconds

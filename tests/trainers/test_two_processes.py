@@ -1,4 +1,4 @@
-"""Real gloo DDP, started by torchrun: two processes play the episodes of one and compute its gradient."""
+"""Real gloo DDP, as torchrun starts it: two processes play the episodes of one and compute its gradient."""
 
 from __future__ import annotations
 
