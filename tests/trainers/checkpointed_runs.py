@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from games import Chatter, Uneven, make_trainer
+from games import Chatter, Long, Uneven, make_trainer
 from ppo_games import make_ppo
 from transformers import TrainerCallback
 
@@ -50,6 +50,11 @@ CASES: dict[str, dict[str, Any]] = {
         "num_generations": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3,
         "environment": Uneven, "train_dataset": Dataset.from_dict({"number": list(range(6))}), "task_column": "number",
         "task_sampling": "adaptive", "resample_zero_advantage_groups": 1,
+    },
+    # Contexts are rewritten, with questions; a batch has episodes of one path and of several.
+    "rewritten": {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 3,
+        "environment": Long, "history": "games:takes_notes", "max_turns": 6, "optim": "adamw_torch", "learning_rate": 1e-2,
     },
     "whole-model": {
         "lora": False, "per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 3, "beta": 0.1,

@@ -15,6 +15,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from agile_trainers.envs.context import Context, Question
 from agile_trainers.train_batch import TrainBatch
 from agile_trainers.trainers import (
     MultiTurnGRPOConfig,
@@ -24,6 +25,7 @@ from agile_trainers.trainers import (
     find_algorithm,
 )
 from agile_trainers.trainers.trainer import MultiTurnTrainer
+from agile_trainers.types import Message
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
 ALGORITHMS: dict[str, tuple[type[MultiTurnTrainer], Any]] = {
@@ -41,6 +43,15 @@ class OneTurn(Chatter):
         return observation
 
 
+class Long(Chatter):
+    """The same for four turns."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        observation = super().reset(seed, options)
+        self.length = 4
+        return observation
+
+
 class Uneven(Chatter):
     """Pays nothing where the row's number, or the seed, is even: such a group has no signal."""
 
@@ -51,6 +62,16 @@ class Uneven(Chatter):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         observation, reward, *rest = super().step(action)
         return observation, reward * self.pays, *rest
+
+
+def takes_notes(messages: Context) -> list[Message]:
+    """Asks for a note after every second observation, and goes on with the prompt, the note and the observation."""
+    if messages[-1]["role"] == "assistant":
+        *_, observation, _, note = messages
+        return [*messages.prompt, {"role": "assistant", "content": note["content"]}, observation]
+    if sum(message["role"] == "assistant" for message in messages) == 2:
+        return Question([*messages, {"role": "user", "content": "note"}])
+    return messages
 
 
 def settings(output_dir: Path | str, **changes: Any) -> dict[str, Any]:

@@ -11,7 +11,8 @@ LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns
           "zero_advantage_groups", "turns_without_comparison", "num_tokens", "kl", "success",
           "reward_std", "frac_reward_zero_std", "completions/min_length", "completions/clipped_ratio", "judge/turns",
           "rewards/judge/mean", "rewards/judge/std", "stop/environment_error", "prompt_information", "advantage/zero",
-          "return/answers_cut", "episodes_played"]  # fmt: skip
+          "return/answers_cut", "episodes_played", "rewrites/context", "rewrites/questions", "tokens_read_again",
+]  # fmt: skip
 
 
 CASES = {
@@ -35,6 +36,14 @@ CASES = {
         "environment": {"chatter": "games:Chatter", "one": "games:OneTurn"},
         "max_turns": 4,
         "environment_limits": {"one": {"max_new_tokens": 3}},
+        "num_generations": 2,
+        "max_steps": 2,
+    },
+    # One of them rewrites its context, with questions; the other does not.
+    "rewritten": {
+        "environment": {"long": "games:Long", "one": "games:OneTurn"},
+        "history": {"long": "games:takes_notes", "one": "full"},
+        "max_turns": 6,
         "num_generations": 2,
         "max_steps": 2,
     },
@@ -88,6 +97,7 @@ def test_two_processes_are_one(runs, case):
         torch.testing.assert_close(two["adapter"][name], value, rtol=1e-5, atol=1e-7)
     apart = [name for name in one["logged"] if name.startswith(("environments/", "tasks/", "resampling/"))]
     assert bool(apart) == ("environment" in CASES[case])
+    assert ("rewrites/questions" in one["logged"]) == (case == "rewritten")
     for name in LOGGED + apart:
         if name in one["logged"]:
             assert two["logged"][name] == pytest.approx(one["logged"][name], abs=1e-5), name
