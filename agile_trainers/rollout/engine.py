@@ -131,7 +131,8 @@ class _Episode:
 
     def begin(self, ids: list[int]) -> None:
         """Begin a new conversation."""
-        self.shared = max((common_prefix(path, ids) for path in self.paths), default=0)
+        # The last token of either was not read, or is read once more for what follows it.
+        self.shared = max((min(common_prefix(one, ids), len(one) - 1, len(ids) - 1) for one in self.paths), default=0)
         self.paths.append(ids)
 
     def finished(self) -> Trajectory:

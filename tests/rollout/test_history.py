@@ -289,3 +289,21 @@ def test_a_function_without_a_name_is_refused() -> None:
 def test_ready_names() -> None:
     assert all(map(is_ready_history, (None, "full", "last:2", {"a": "summary:9"})))
     assert not any(map(is_ready_history, ("os:system", {"a": "full", "b": "os:system"}, ["full"], "lastly:2")))
+
+
+def test_tokens_that_are_read_again_are_counted() -> None:
+    """A scripted player reads every prompt whole. What contexts share was read before, but for its last token."""
+
+    answers = ("a ]", "b ]", "c ]", "a ]")
+    (plain,) = make_engine(histories={None: full}).run(specs(GAME), Player(answers))
+    prompts = [len(plain.prompt_of(k)) for k in range(4)]
+    # Each prompt after the first begins with the one before it and its answer, whose last token is new.
+    assert plain.read_again == sum(length + 1 for length in prompts[:3])
+    (window,) = make_engine(histories={None: LastExchanges(1)}).run(specs(GAME), Player(answers))
+    second, third, fourth = (CHAT.first([user("go"), assistant(said), user(seen)]) for said, seen in (
+        ("a", "up"), ("b", "down"), ("c", "a")
+    ))  # fmt: skip
+    shared = next(place for place, (one, other) in enumerate(zip(second, third, strict=True)) if one != other)
+    assert window.read_again == len(CHAT.first("go")) + 1 + 2 * shared and fourth[:shared] == second[:shared]
+    plain.read_again = None
+    assert "tokens_read_again" not in summarize([episode_metrics(plain)])
