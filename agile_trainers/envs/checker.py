@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Real
@@ -114,7 +115,7 @@ def validate_context(result: Any, source: str) -> list[Message]:
         raise EnvironmentProtocolError(
             f"{source} returned {_describe(result)}; expected the list of chat messages that the model answers next."
         )
-    messages = as_messages(_validate_observation(result, source))
+    messages = deepcopy(as_messages(_validate_observation(result, source)))  # the function may keep what it returned
     if messages[-1]["role"] == "assistant":
         raise EnvironmentProtocolError(
             f"{source} returned messages that end with role 'assistant'; the last one must be what the model answers."
@@ -302,6 +303,7 @@ def check_environment(
     actions: Actions = ("0",),
     options: dict[str, Any] | None = None,
     timeout: float | None = None,
+    with_context: bool = True,
 ) -> CheckReport:
     """Play an environment and report problems for training.
 
@@ -317,13 +319,15 @@ def check_environment(
         actions: The answers.
         options: The dataset row passed to ``reset``.
         timeout: Seconds per call; a longer call is an error and ends the check. None waits forever.
+        with_context: False if a history replaces the environment's own ``context``, which is then not checked.
 
     Returns:
         The findings. The environment's exceptions are findings too; see :meth:`CheckReport.raise_for_errors`.
     """
     report, watch = CheckReport(getattr(factory, "__name__", "the environment")), _Watch()
     seeds = range(seed, seed + episodes)
-    _wait_for(_check(factory, seeds, max_turns, actions, options, report, watch), report, watch, timeout)
+    checked = _check(factory, seeds, max_turns, actions, options, report, watch, with_context)
+    _wait_for(checked, report, watch, timeout)
     return report
 
 
@@ -335,6 +339,7 @@ async def _check(
     options: dict[str, Any] | None,
     report: CheckReport,
     watch: _Watch,
+    with_context: bool,
 ) -> None:
     instances: list[Environment] = []
     random_state = _random_state()
@@ -343,7 +348,7 @@ async def _check(
             watch.begin("the factory")
             instances.append(factory())
             report.environment = type(instances[-1]).__name__
-            check_methods(instances[-1], with_rows=options is not None)
+            check_methods(instances[-1], with_rows=options is not None, with_context=with_context)
         for seed in seeds:
             first, second = [await _play(instance, seed, max_turns, actions, options, watch) for instance in instances]
             _compare(first, second, seed, report)
@@ -368,12 +373,13 @@ async def _check(
             report.warn(f"close() raised {describe_error(error)}")
 
 
-def check_methods(environment: Any, *, with_rows: bool = False) -> None:
+def check_methods(environment: Any, *, with_rows: bool = False, with_context: bool = True) -> None:
     """Check that ``reset`` and ``step`` exist, and that these, ``end`` and ``context`` have the protocol's signatures.
 
     Args:
         environment: The instance.
         with_rows: True if dataset rows are passed to ``reset``, which must then take ``options``.
+        with_context: False if ``context`` is not asked, since the run has a history.
 
     Raises:
         EnvironmentProtocolError: If a method is missing or its signature does not fit.
@@ -394,9 +400,15 @@ def check_methods(environment: Any, *, with_rows: bool = False) -> None:
         if not callable(environment.end):
             raise EnvironmentProtocolError(f"{name}.end is {_describe(environment.end)}; expected a method.{hint}")
         _check_call(environment, "end", "end(reason)", hint, "max_turns")
-    if callable(getattr(environment, "context", None)):
-        hint = " It rewrites what the model sees; give another method another name."
-        _check_call(environment, "context", "context(messages)", hint, [])
+    if with_context:
+        hint = " It rewrites what the model sees; give another method another name, or pass history='full'."
+        try:
+            rewrites = callable(getattr(environment, "context", None))
+        except BaseException as error:
+            pass_on_interrupt(error)
+            raise EnvironmentProtocolError(f"{name}.context raised {describe_error(error)}.{hint}") from error
+        if rewrites:
+            _check_call(environment, "context", "context(messages)", hint, [])
 
 
 def _as_of_trl(environment: Any) -> str:

@@ -7,8 +7,10 @@ it only appends to what the model saw, the conversation goes on; otherwise a new
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ class Context(list[Message]):
 
     Args:
         messages: What the model saw last, its answer to that, and what the environment observed since. They are copies.
-        prompt: The messages that the episode began with.
+        prompt: The messages that the environment began the episode with, with the run's system prompt.
         tokens: Number of tokens that the model reads if they stay as they are.
         max_tokens: The run's ``max_model_length``.
     """
@@ -33,8 +35,8 @@ class Context(list[Message]):
     def __init__(
         self, messages: Iterable[Message] = (), prompt: Iterable[Message] = (), tokens: int = 0, max_tokens: int = 0
     ) -> None:
-        super().__init__(dict(message) for message in messages)
-        self.prompt = [dict(message) for message in prompt]
+        super().__init__(deepcopy(list(messages)))
+        self.prompt = deepcopy(list(prompt))
         self.tokens = tokens
         self.max_tokens = max_tokens
 
@@ -145,8 +147,10 @@ def as_history(value: Any, name: str = "history") -> History | None:
     Raises:
         ValueError: For anything else.
     """
-    if value is None or callable(value):
+    if value is None:
         return value
+    if callable(value):
+        return _checked(value, f"{name}={value!r}")
     kind, _, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
     if value == "full":
         return full
@@ -165,8 +169,32 @@ def as_history(value: Any, name: str = "history") -> History | None:
         raise ValueError(f"{name}={value!r} names no function: {error}.") from error
     if not callable(found):
         raise ValueError(f"{name}={value!r} is {found!r}; expected a function from messages to messages.")
-    made: History = found
-    return made
+    return _checked(found, f"{name}={value!r}")
+
+
+def _checked(found: Callable[..., Any], given: str) -> History:
+    """Return a function if it can be called with messages."""
+    if isinstance(found, type):
+        raise ValueError(
+            f"{given} is a class; expected a function from messages to messages, such as an instance of it."
+        )
+    for kind, test in (
+        ("an async function", inspect.iscoroutinefunction),
+        ("a generator", inspect.isgeneratorfunction),
+    ):
+        if test(found) or test(type(found).__call__):
+            raise ValueError(f"{given} is {kind}; expected a plain function that returns a list of messages.")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # some built-in functions have none
+        return found
+    try:
+        signature.bind([])
+    except TypeError as error:
+        raise ValueError(
+            f"{given} cannot be called as function(messages): {error}. Its signature is {signature}."
+        ) from error
+    return found
 
 
 def name_of_history(value: Any) -> Any:
@@ -177,6 +205,7 @@ def name_of_history(value: Any) -> Any:
     """
     if not callable(value):
         return value
+    as_history(value)
     ready = next((kind for kind, made in _READY.items() if type(value) is made), None)
     if ready is not None:
         number = next(iter(vars(value).values()))

@@ -17,7 +17,7 @@ from agile_trainers.envs.registry import environment_factories
 from agile_trainers.evaluation.loading import load_model, tokenizer_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.evaluation.served import ServedModel
-from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine, end_token_ids
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
@@ -109,8 +109,7 @@ def evaluate_policy(
     try:
         with preserved_random_state():
             for spec in {spec.environment: spec for spec in reversed(specs)}.values():
-                start = probe_environment(engine.pool, spec.seed, spec.options, spec.environment)
-                check_first_prompt(engine, start, spec.environment)
+                _check_start(engine, spec)
             results = play_evaluation(
                 engine,
                 _generator(policy, tokenizer, engine, settings, generation_chunk_size),
@@ -122,6 +121,12 @@ def evaluate_policy(
             return replace(results, greedy=not settings.do_sample)
     finally:
         engine.pool.close()
+
+
+def _check_start(engine: RolloutEngine, spec: EpisodeSpec) -> None:
+    name = spec.environment
+    start = probe_environment(engine.pool, spec.seed, spec.options, name, with_context=name not in engine.histories)
+    check_first_prompt(engine, start, name)
 
 
 def _loaded(

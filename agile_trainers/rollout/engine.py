@@ -40,7 +40,7 @@ class Chat(Protocol):
     longest_token: int
     """Characters of the longest token."""
 
-    def first(self, observation: Observation, *, sampled: bool = False) -> list[int]: ...
+    def first(self, observation: Observation) -> list[int]: ...
 
     def goes_on(
         self, messages: list[Message], prompt: Sequence[str], action_ids: Sequence[int], observation: list[Message]
@@ -83,11 +83,17 @@ class _Episode:
     spec: EpisodeSpec
     limits: Limits
     noise: np.random.Generator
+    first: list[Message] = field(default_factory=list)
+    """Messages that the environment began with."""
     prompt: list[Message] = field(default_factory=list)
     context: list[Message] = field(default_factory=list)
     """Messages that the model saw last, its answer, and the observation since."""
+    answered: int = 0
+    """Number of these up to the answer."""
     paths: list[list[int]] = field(default_factory=list)
     """Token ids: the conversations begun so far. The last one goes on."""
+    begun: list[Message] = field(default_factory=list)
+    """The messages that the last one began with."""
     turns: list[Turn] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
     asked: Turn | None = None
@@ -127,12 +133,14 @@ class _Episode:
         self.turns.append(turn)
         self.logprobs.append(output.logprobs)
         self.context = [*self.context, {"role": "assistant", "content": text}]
+        self.answered = len(self.context)
         self.asked = None
 
-    def begin(self, ids: list[int]) -> None:
+    def begin(self, messages: list[Message], ids: list[int]) -> None:
         """Begin a new conversation."""
         # The last token of either was not read, or is read once more for what follows it.
         self.shared = max((min(common_prefix(one, ids), len(one) - 1, len(ids) - 1) for one in self.paths), default=0)
+        self.begun = messages
         self.paths.append(ids)
 
     def finished(self) -> Trajectory:
@@ -308,7 +316,7 @@ class RolloutEngine:
     def _on_outcome(self, outcome: Outcome, episode: _Episode) -> None:
         """Process the outcome of an environment's call."""
         if outcome.error is not None:
-            _fail(episode, outcome.error)
+            _fail(episode, outcome.error, "context()" if outcome.method == "context" else None)
             return
         with _costs(episode):
             match outcome.method:
@@ -338,7 +346,7 @@ class RolloutEngine:
         observation, episode.reset_info = validate_reset(outcome.value)
         observation, cut = self.cut(observation, episode.spec.environment)
         episode.observations_cut += cut
-        episode.context = self.render(observation)
+        episode.first = episode.context = self.render(observation)
         self._propose(outcome.episode, episode)
 
     def _observe(self, outcome: Outcome, episode: _Episode) -> None:
@@ -375,11 +383,15 @@ class RolloutEngine:
             self._show(episode, episode.context, frame=frame)
             return
         tokens = len(episode.paths[-1]) + len(frame) if episode.paths else len(self.chat.first(episode.context))
-        context = Context(episode.context, episode.prompt or episode.context, tokens, episode.limits.max_model_length)
+        context = Context(episode.context, episode.first, tokens, episode.limits.max_model_length)
         if history is None:
             self.pool.context(index, context)
-        else:
-            self._show(episode, history(context), _name_of(history))
+            return
+        messages, name = None, _name_of(history)
+        with _costs(episode, name):
+            messages = history(context)
+        if episode.stop_reason is None:
+            self._show(episode, messages, name)
 
     def _show(
         self, episode: _Episode, messages: Any, source: str | None = None, frame: Sequence[int] | None = None
@@ -395,26 +407,35 @@ class RolloutEngine:
         question = isinstance(messages, Question)
         if source is not None:
             messages = validate_context(messages, source)
-            if sum(len(one["content"]) for one in messages) > episode.limits.max_model_length * self.chat.longest_token:
+            # Every message has a token of its own.
+            if (
+                sum(len(one["content"]) + 1 for one in messages)
+                > episode.limits.max_model_length * self.chat.longest_token
+            ):
                 episode.stop_reason = StopReason.REWRITE_FULL  # whatever its tokens are: megabytes take long to encode
                 return
         known = episode.context
         unchanged, episode.context = messages == known, messages
         if not episode.turns:
             episode.prompt = messages
-            episode.begin(self.chat.first(messages))
+            episode.begin(messages, self.chat.first(messages))
             if not episode.paths[-1]:
                 raise EnvironmentProtocolError(
                     f"{source or 'reset()'} returned {messages!r}, which tokenizes to nothing."
                 )
+            if source is not None and episode.room < 1:
+                episode.stop_reason = StopReason.REWRITE_FULL
             episode.ask(question=question)
             return
-        said = _after_answer(messages, known)
+        end = episode.answered
+        said = messages[end:] if messages[:end] == known[:end] else []
+        if not unchanged and any(one["role"] == "assistant" for one in said):
+            said = []
         last = episode.turns[-1]
         path = episode.paths[-1]
         fork = None if said else Fork.CONTEXT
         if said:
-            roles = [message["role"] for message in episode.prompt]
+            roles = [message["role"] for message in episode.begun]
             before = messages[: len(messages) - len(said) - 1]
             if not self.chat.goes_on(before, roles, path[last.place :], said):
                 fork = Fork.TEMPLATE
@@ -426,7 +447,7 @@ class RolloutEngine:
             if room >= 1 or (self.append_final_observation and room == 0):
                 path += frame
         else:
-            episode.begin(self.chat.first(messages, sampled=True))
+            episode.begin(messages, self.chat.first(messages))
             if episode.room < 1:
                 episode.stop_reason = StopReason.REWRITE_FULL if fork is Fork.CONTEXT else StopReason.CONTEXT_FULL
         episode.ask(None if unchanged and fork is None else messages, fork, question)
@@ -461,31 +482,19 @@ class RolloutEngine:
 
 
 @contextmanager
-def _costs(episode: _Episode) -> Iterator[None]:
+def _costs(episode: _Episode, source: str | None = None) -> Iterator[None]:
     """End the episode at an error, which its environment or history caused."""
     try:
         yield
     except BaseException as error:
         pass_on_interrupt(error)
-        _fail(episode, error)
+        _fail(episode, error, source)
 
 
-def _fail(episode: _Episode, error: BaseException) -> None:
+def _fail(episode: _Episode, error: BaseException, source: str | None = None) -> None:
     timeout = isinstance(error, EnvironmentTimeoutError)
     episode.stop_reason = StopReason.ENVIRONMENT_TIMEOUT if timeout else StopReason.ENVIRONMENT_ERROR
-    episode.error = describe_error(error)
-
-
-def _after_answer(messages: list[Message], known: list[Message]) -> list[Message]:
-    """Return the messages that follow the last answer; [] if the conversation up to it is another one.
-
-    Args:
-        messages: What the model is to see.
-        known: What it saw, its answer, and perhaps more.
-    """
-    end = max(place for place, message in enumerate(known) if message["role"] == "assistant") + 1
-    said = messages[end:]
-    return said if messages[:end] == known[:end] and all(one["role"] != "assistant" for one in said) else []
+    episode.error = describe_error(error) if source is None else f"{source} raised {describe_error(error)}"
 
 
 def _name_of(history: History) -> str:

@@ -8,15 +8,17 @@ from typing import Any
 
 from transformers.utils import logging
 
-from agile_trainers.envs.base import ResetResult
+from agile_trainers.envs.base import ResetResult, as_messages
 from agile_trainers.envs.checker import (
     EnvironmentProtocolError,
     check_methods,
     describe_error,
+    validate_context,
     validate_end,
     validate_reset,
     validate_step,
 )
+from agile_trainers.envs.context import Context
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool, InlineTimeoutError
@@ -24,6 +26,9 @@ from agile_trainers.rollout.process_environment import ProcessEnvironment
 from agile_trainers.types import StopReason
 
 logger = logging.get_logger(__name__)
+
+LONGEST = 1 << 20
+"""``max_tokens`` of the context that an environment is tried with."""
 
 
 def probe_environment(
@@ -33,6 +38,7 @@ def probe_environment(
     environment: str | None = None,
     *,
     with_rows: bool = False,
+    with_context: bool = True,
 ) -> ResetResult:
     """Reset, step and end once, in the pool and from the state of the first episode; the instance is kept for it.
 
@@ -42,6 +48,7 @@ def probe_environment(
         row: The first dataset row, or None without rows.
         environment: Which of several; None where there is one.
         with_rows: Whether there are rows to evaluate on, if there are none to train on.
+        with_context: Whether its own ``context`` is asked, as no history replaces it.
 
     Returns:
         The first observation and its info.
@@ -56,11 +63,16 @@ def probe_environment(
             name = type(instance).__name__
         if environment is not None:
             name = f"{environment} ({name})"
-        check_methods(instance, with_rows=with_rows or row is not None)
+        check_methods(instance, with_rows=with_rows or row is not None, with_context=with_context)
         pool.release(0, reusable=True)
         method = f"reset(options={row!r})"
         pool.reset(0, seed, deepcopy(row), environment)
         start = validate_reset(_outcome(pool))
+        if with_context and pool.rewrites(0):
+            method, messages = "context()", as_messages(start[0])
+            pool.context(0, Context(messages, messages, tokens=1, max_tokens=LONGEST))
+            if (shown := _outcome(pool)) is not NotImplemented:
+                validate_context(shown, method)
         method = "step()"
         pool.step(0, "0")
         _, _, terminated, truncated, _ = validate_step(_outcome(pool))

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from agile_trainers.envs.base import EnvironmentFactory
-from agile_trainers.envs.context import History, as_history
+from agile_trainers.envs.context import History, Summary, as_history
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -168,14 +168,23 @@ def build_engine(
             "earlier turns, if the model is served so too; on_rewrite='refuse' makes this an error.",
             chat.rewrite,
         )
+    whole = _limits(options, longest or _UNLIMITED)
+    limits = {name: _limits(options.of(name), longest or _UNLIMITED) for name in pool.factories if name is not None}
+    histories = options.histories(pool.factories)
+    for name, history in histories.items():
+        room = limits.get(name or "", whole).max_model_length
+        if isinstance(history, Summary) and history.tokens >= room:
+            raise ValueError(
+                f"history='summary:{history.tokens}' never asks for a summary: a conversation ends at "
+                f"max_model_length={room} tokens. Choose fewer, so that an observation, the instruction and the summary "
+                "still fit."
+            )
     return RolloutEngine(
         pool,
         chat,
-        _limits(options, longest or _UNLIMITED),
-        environment_limits={
-            name: _limits(options.of(name), longest or _UNLIMITED) for name in pool.factories if name is not None
-        },
-        histories=options.histories(pool.factories),
+        whole,
+        environment_limits=limits,
+        histories=histories,
         system_prompt=options.system_prompt,
         append_final_observation=append_final_observation,
     )

@@ -39,9 +39,13 @@ class RecordingEnvironment:
         self.reset = _tapped(environment.reset, self._on_reset)
         self.step = _tapped(environment.step, self._on_step)
         self.end = getattr(environment, "end", None)
-        self.context = getattr(environment, "context", None)
         self.close = getattr(environment, "close", lambda: None)
         self._hear = hear
+
+    @property
+    def context(self) -> Callable[[list[Message]], Any] | None:
+        """The environment's own, if it defines one; read only where it is asked for."""
+        return getattr(self.environment, "context", None)
 
     def _on_reset(self, result: Any, **_: Any) -> None:
         observation, _ = validate_reset(result)

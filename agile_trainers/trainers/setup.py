@@ -111,10 +111,17 @@ def prepare_run(
     columns = with_column(mixture, played_columns(train_dataset, eval_rows, evaluates=args.eval_strategy != "no"))
     functions, classes, args.reward_weights = add_return_reward(args, reward_funcs, reward_processing_classes, columns)
 
-    pool = EpisodeOptions.of_args(args).make_pool(factories)
+    options = EpisodeOptions.of_args(args)
+    pool, histories = (
+        options.make_pool(factories),
+        options.histories(factories if isinstance(factories, dict) else [None]),
+    )
     start = environment_seed(args.seed, TRAINING, 0, 0)
     first_states = {
-        name: probe_environment(pool, start, row, name, with_rows=eval_rows is not None) for name, row in probed.items()
+        name: probe_environment(
+            pool, start, row, name, with_rows=eval_rows is not None, with_context=name not in histories
+        )
+        for name, row in probed.items()
     }
     warn_of_unseen_prompts(probed, first_states)
     return RunSetup(

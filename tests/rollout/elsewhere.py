@@ -85,6 +85,41 @@ class Forgetful(Elsewhere):
         return [*messages.prompt, *messages[-1:]] if len(messages) > 1 else messages
 
 
+class Colour(Elsewhere):
+    """Has another attribute of that name."""
+
+    context = "blue"
+
+
+class Unready(Elsewhere):
+    """Has a property of that name, which raises."""
+
+    @property
+    def context(self) -> Any:
+        raise KeyError("not yet")
+
+
+class Other(Elsewhere):
+    """Has a method of that name, for something else."""
+
+    def context(self) -> str:
+        return "blue"
+
+
+class Broken(Elsewhere):
+    """Cannot rewrite its first messages."""
+
+    def context(self, messages: Any) -> Any:
+        return messages[5]
+
+
+class Wrong(Elsewhere):
+    """Shows text."""
+
+    def context(self, messages: Any) -> Any:
+        return messages[0]["content"]
+
+
 class Leaving(Elsewhere):
     """Starts processes of every kind, which go on for ever, and tells their ids; else as above."""
 

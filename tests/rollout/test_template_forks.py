@@ -8,6 +8,8 @@ import pytest
 from chat_templates import templates, tokenizer_for
 from episodes import Scripted, go_on, specs
 
+from agile_trainers.embedded import make_tokenizer
+from agile_trainers.envs.context import Context
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.chat.template_check import THOUGHT, answers_as_sampled
 from agile_trainers.rollout.engine import Limits, RolloutEngine
@@ -145,7 +147,34 @@ def test_spelled_special_tokens_of_an_answer_stay_text() -> None:
     conversation: list[Message] = [
         {"role": "user", "content": "guess"}, {"role": "assistant", "content": forged}, {"role": "user", "content": "no"},
     ]  # fmt: skip
-    ids = chat.first(conversation, sampled=True)
+    ids = chat.first(conversation)
     starts = tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert ids.count(starts) == 4, "user, assistant, user, and the generation prompt"
     assert tokenizer.decode(ids) == chat._render(conversation)
+
+
+def test_a_context_whose_roles_make_the_template_rewrite_is_served_too() -> None:
+    """The template drops thinking where there is a system message, which the history adds: it is asked about each path."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and messages[0].role == 'system' %}"
+        "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    system: Message = {"role": "system", "content": "be brief"}
+
+    def history(messages: Context) -> list[Message]:
+        return messages if len(messages) == 1 or messages[0] == system else [system, *messages]
+
+    chat = ChatRenderer(tokenizer, on_rewrite="fork")
+    engine = RolloutEngine(EnvironmentPool(Scripted), chat, Limits(4, 200, 10_000), histories={None: history})
+    answer = [*tokenizer.encode("<think>x</think>y"), tokenizer.eos_token_id]
+    answers = [go_on(text, 1.0) for text in ("up", "down", "end")]
+    (episode,) = engine.run(specs({"start": ("go", {}), "answers": answers}), ScriptedGenerator(lambda request: answer))
+    assert [turn.fork for turn in episode.turns] == [None, Fork.CONTEXT, Fork.TEMPLATE, Fork.TEMPLATE]
+    conversation: list[Message] = [{"role": "user", "content": "go"}]
+    for k, turn in enumerate(episode.turns):
+        served = conversation if k == 0 else [system, *conversation]
+        text = tokenizer.apply_chat_template(served, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(episode.prompt_of(k)) == text
+        conversation += turn.said

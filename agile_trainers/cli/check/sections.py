@@ -195,8 +195,9 @@ def check_protocol(report: Report, run: Run) -> bool:
     report.section("Protocol")
     options = run.rows[0] if run.rows else None
     found = check_environment(
-        run.factory, seed=run.args.seed, episodes=2, max_turns=3, options=options, timeout=run.time_limit
-    )
+        run.factory, seed=run.args.seed, episodes=2, max_turns=3, options=options, timeout=run.time_limit,
+        with_context=run.args.history is None,
+    )  # fmt: skip
     for finding in found.findings:
         text = f"{found.environment}: {finding.message}"
         if finding.name:
@@ -215,8 +216,9 @@ def check_conversation(report: Report, run: Run) -> bool:
         engine = run.engine(run.factory)
         needs_anchor = getattr(run.args, "advantage_granularity", None) == "anchor"
         start = probe_environment(
-            engine.pool, environment_seed(run.args.seed, TRAINING, 0, 0), run.rows[0] if run.rows else None
-        )
+            engine.pool, environment_seed(run.args.seed, TRAINING, 0, 0), run.rows[0] if run.rows else None,
+            with_context=None not in engine.histories,
+        )  # fmt: skip
         check_first_prompt(engine, start, needs_anchor=needs_anchor)
         engine.pool.close()
     except ValueError as error:

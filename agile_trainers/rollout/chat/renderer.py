@@ -9,7 +9,7 @@ the answer's end-of-turn marker, the observation, and the next generation prompt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -119,7 +119,7 @@ class ChatRenderer:
                     f"{_name(tokenizer)} has none. Leave them unset."
                 )
             self._escaper = SpecialTokenEscaper(tokenizer, self.eos_token_ids)
-            self._silent = self._escaper.flagged
+            self._silent, self._foreign = self._escaper.flagged, self._escaper.ids
             return
         self._escaper = SpecialTokenEscaper(tokenizer, self.eos_token_ids)
         template = tokenizer.get_chat_template(chat_template)
@@ -128,20 +128,20 @@ class ChatRenderer:
         self.chat_template = self._choose_template(template, training_chat_template)
         self._render = self._renderer(self.chat_template, self._kwargs)
         self._call = sampled_call(self._render, _as_messages("prompt"), self._escaper.texts)
-        self._silent = self._escaper.flagged - self._marks()
+        marks = self._marks()
+        self._silent, self._foreign = self._escaper.flagged - marks, self._escaper.ids - marks
         self._frames: dict[tuple[str, ...], _TurnDelimiters] = {}
         self._prompts: dict[tuple[str, ...], Counter[int]] = {}
         end_of_turn = self._frame(_as_messages("")).end_of_turn
         if end_of_turn is not None:
             self.eos_token_ids = sorted({*self.eos_token_ids, end_of_turn})
 
-    def first(self, observation: str | list[Message], *, sampled: bool = False) -> list[int]:
+    def first(self, observation: str | list[Message]) -> list[int]:
         """Render the start of a conversation.
 
         Args:
-            observation: The prompt's messages; text is one user message.
-            sampled: True if messages of the assistant are answers of the model: special tokens that these spell out become
-                ordinary text too, except those of the template's own form of an answer.
+            observation: The prompt's messages; text is one user message. Messages of the assistant may have the special
+                tokens of the template's own form of an answer, such as thinking; others become ordinary text.
 
         Returns:
             The prompt's ids, generation prompt included. Plain text starts with BOS if the tokenizer adds one.
@@ -153,11 +153,11 @@ class ChatRenderer:
         if messages[-1]["role"] == "assistant":
             raise ValueError("The prompt ends with an assistant message; its last message must have another role.")
         if self.chat_template is None:
-            return self._bos() + self._plain_ids(messages)
+            return self._bos() + self._plain_ids(messages, of_answers=self._foreign)
         own = self._own_specials(self.chat_template, messages)
-        hidden = self._escaper.hide(messages, self._silent if sampled else ())
+        hidden = self._escaper.hide(messages, self._foreign)
         ids = self._escaper.encode(self._render(hidden))
-        # Assistant messages of the environment may contain special tokens, of thinking for example.
+        # Messages of the assistant may contain special tokens, of thinking for example.
         return ids if any(message["role"] == "assistant" for message in messages) else self._escaper.check(ids, own)
 
     def goes_on(
@@ -393,8 +393,8 @@ class ChatRenderer:
 
         return render_parts if _wants_parts(render) else render
 
-    def _plain_ids(self, messages: list[Message], around: str = "") -> list[int]:
-        contents = (message["content"] for message in self._escaper.hide(messages))
+    def _plain_ids(self, messages: list[Message], around: str = "", of_answers: Collection[int] = ()) -> list[int]:
+        contents = (message["content"] for message in self._escaper.hide(messages, of_answers))
         return self._escaper.encode(around + _PARTING.join(contents) + around)
 
     def _bos(self) -> list[int]:
