@@ -11,8 +11,10 @@ from typing import Any
 
 import trl
 from chat_templates import OTHERS, templates, tokenizer_for
+from served import Play
 
 from agile_trainers.rollout.chat.renderer import ChatRenderer
+from agile_trainers.rollout.chat.template_check import ANSWER, THOUGHT
 from agile_trainers.types import Message
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "chat_templates.md"
@@ -45,6 +47,9 @@ class Verdict:
     """Why a system message is refused, per option; empty if it is not."""
     tools: tuple[str, ...]
     """Why observations of the role ``tool`` are refused, per option; empty if they are not."""
+    served: tuple[int, float] | None
+    """Turns of four that begin a new path where the conversation is trained as it is served, and the tokens of the episode
+    over those with an option that keeps the thoughts. None if that is refused."""
 
     @property
     def options(self) -> list[Options]:
@@ -68,7 +73,19 @@ def survey(name: str) -> Verdict:
         refusal,
         tuple(_tried(partial(frames.first, _SYSTEM)) for _, frames in accepted),
         tuple(_tried(partial(frames.frame, _RESULT, -1)) for _, frames in accepted),
+        _served(name, [options for options, _ in accepted]),
     )
+
+
+def _served(name: str, accepted: list[Options]) -> tuple[int, float] | None:
+    try:
+        ChatRenderer(tokenizer_for(name), on_rewrite="fork")
+    except ValueError:
+        return None
+    said = {THOUGHT: "higher lower guess " * 30, ANSWER: "guess " * 10}
+    keeping = next((one for one in accepted if one.get("chat_template_kwargs") != {"enable_thinking": False}), {})
+    ours, theirs = (Play(name, "user", True, said, **options).episode for options in ({}, keeping))
+    return sum(turn.fork is not None for turn in ours.turns), ours.num_tokens / theirs.num_tokens
 
 
 def options_of(template: str) -> Iterator[Options]:
@@ -124,15 +141,25 @@ def page(verdicts: list[Verdict]) -> str:
         '- *tool*: whether observations may have the role `tool` (`result_role="tool"`), after calls as the template writes',
         "  them. Results that come as the role `user` (the default) always work.",
         "",
-        "A conversation that is *rewritten* is refused when it occurs, with an error that shows the turn.",
+        "## As it is served",
         "",
-        "| template | accepted | system | tool |",
-        "|---|---|---|---|",
+        "Without an option, a conversation is trained as a server of the model renders it: a turn whose beginning the",
+        'template rewrites begins a [new path](paths.md). `on_rewrite="refuse"` refuses such templates, and conversations',
+        "that are *rewritten*, with an error that shows the turn. The column *served* is of an episode of four turns with a",
+        "thought of 90 words, an answer of 10 and observations of 20: the turns that begin a new path, and the tokens that",
+        "are computed, over those with a template that keeps the thoughts. A served turn reads the answers before it once",
+        "more, without their thoughts, and its context is shorter. Templates that do not look for a thought in the content",
+        "(Qwen3.8's, Muse Glimmer's) keep it there; a client that sends answers back without it is a",
+        "[history](history.md) that removes it.",
+        "",
+        "| template | accepted | system | tool | served |",
+        "|---|---|---|---|---|",
     ]
     for verdict in verdicts:
         ways = ["as it is"] if {} in verdict.options else [_written(options) for options in _shortest(verdict.options)]
         lines.append(
-            f"| {verdict.name} | {'; '.join(ways) or 'no'} | {_said(verdict.system)} | {_said(verdict.tools)} |"
+            f"| {verdict.name} | {'; '.join(ways) or 'no'} | {_said(verdict.system)} | {_said(verdict.tools)} | "
+            f"{_cost(verdict.served)} |"
         )
     lines += ["", "## Turns that are rewritten", "", "Without an option:", ""]
     lines += _shown({verdict.name: verdict.refusal for verdict in verdicts})
@@ -141,6 +168,13 @@ def page(verdicts: list[Verdict]) -> str:
     lines += ["After results of the role `tool`, with every option:", ""]
     lines += _shown({verdict.name: verdict.tools[0] for verdict in verdicts if all(verdict.tools)})
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _cost(served: tuple[int, float] | None) -> str:
+    if served is None:
+        return "refused"
+    forks, share = served
+    return f"{forks} paths more, {share:.2f} times the tokens" if forks else "as it is"
 
 
 def _shown(refusals: dict[str, str]) -> list[str]:

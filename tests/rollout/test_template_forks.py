@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from chat_templates import templates, tokenizer_for
-from episodes import Scripted, go_on, specs
+from served import Play
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.context import Context
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.chat.template_check import THOUGHT, answers_as_sampled
-from agile_trainers.rollout.engine import Limits, RolloutEngine
-from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.chat.template_check import THOUGHT
 from agile_trainers.rollout.forest import Fork
-from agile_trainers.rollout.generators.base import GenerationRequest
-from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.types import Message
 
 
@@ -41,42 +35,6 @@ def forks(name: str) -> bool:
 
 
 SERVED = [name for name in REWRITING if forks(name)]
-
-
-class Play:
-    """Four turns of answers as the template lets them be sampled, and what a server would read at each."""
-
-    def __init__(self, name: str, role: str, thinking: bool, **options: Any) -> None:
-        self.tokenizer = tokenizer_for(name)
-        self.chat = ChatRenderer(self.tokenizer, on_rewrite="fork", **options)
-        self.requests: list[GenerationRequest] = []
-        prompt: list[Message] = [{"role": "user", "content": "guess"}]
-        kinds = list(answers_as_sampled(self.chat._render, prompt, self.chat._escaper.texts, thinking=thinking))
-        thoughtful = [kind for kind in kinds if THOUGHT in kind.text]
-        self.answer = (thoughtful or kinds)[-1] if thinking else kinds[-1]
-        ended = self.tokenizer.encode(self.answer.text, add_special_tokens=False)
-        end = self.tokenizer.encode(self.answer.end, add_special_tokens=False) if self.answer.end else []
-        ids = [*ended, *(end or self.chat.eos_token_ids[:1])]
-        observations = ["higher, b", "lower:\nlook", "done", "word"]
-        answers = [go_on([{"role": role, "content": text}] if role != "user" else text, 1.0) for text in observations]
-        engine = RolloutEngine(EnvironmentPool(Scripted), self.chat, Limits(4, 200, 10_000))
-
-        def script(request: GenerationRequest) -> list[int]:
-            self.requests.append(request)
-            return list(ids)
-
-        (self.episode,) = engine.run(specs({"start": ("guess", {}), "answers": answers}), ScriptedGenerator(script))
-        assert self.episode.error is None
-        self.served: list[list[int]] = []
-        for k in range(len(self.requests)):
-            conversation = list(prompt)
-            for turn in self.episode.turns[:k]:
-                conversation += [{"role": "assistant", "content": turn.text}, *turn.said[1:]]
-            self.served.append(self.rendered(conversation))
-
-    def rendered(self, conversation: list[Message]) -> list[int]:
-        text = self.chat._render(conversation)  # `apply_chat_template` with the options of this renderer
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("thinking", [True, False], ids=["thinking", "plain"])
