@@ -1093,6 +1093,66 @@ MUTATIONS = [
         "tests/rollout/test_misbehaving.py -k inline",
     ),
     Mutation(
+        "a fork is asked for as if it went on", "rollout/engine.py",
+        "extends=episode.asked.fork is None", "extends=True", "tests/rollout/test_history.py",
+    ),
+    Mutation(
+        "the context's limit is that of all paths", "rollout/engine.py",
+        "return self.limits.max_model_length - len(self.paths[-1])",
+        "return self.limits.max_model_length - sum(map(len, self.paths))", "tests/rollout/test_history.py",
+    ),
+    Mutation(
+        "the environment gets the answer to a question", "rollout/engine.py",
+        "        if not question:\n", "        if True:\n", "tests/rollout/test_history.py",
+    ),
+    Mutation(
+        "a context with an edited answer goes on by ids", "rollout/engine.py",
+        "return said if messages[:end] == known[:end] and", "return said if", "tests/rollout/test_history.py",
+    ),
+    Mutation(
+        "a template's rewrites are not looked for", "rollout/engine.py",
+        "if not self.chat.goes_on(", "if False and not self.chat.goes_on(", "tests/rollout/test_template_forks.py",
+    ),
+    Mutation(
+        "a rewritten context that does not fit is called full", "rollout/engine.py",
+        "episode.stop_reason = StopReason.REWRITE_FULL if fork is Fork.CONTEXT else StopReason.CONTEXT_FULL",
+        "episode.stop_reason = StopReason.CONTEXT_FULL", "tests/rollout/test_history.py",
+    ),
+    Mutation(
+        "a turn does not say what it was shown", "rollout/engine.py",
+        "episode.ask(None if unchanged and fork is None else messages, fork, question)",
+        "episode.ask(None, fork, question)", "tests/rollout/test_history.py",
+    ),
+    Mutation(
+        "an answer that is rendered again may end a turn", "rollout/chat/renderer.py",
+        "self._escaper.hide(messages, self._silent if sampled else ())", "self._escaper.hide(messages)",
+        "tests/rollout/test_template_forks.py",
+    ),
+    Mutation(
+        "a function may change the episode's messages", "envs/context.py",
+        "super().__init__(dict(message) for message in messages)", "super().__init__(messages)",
+        "tests/rollout/test_history.py",
+    ),
+    Mutation(
+        "a summary replaces the observation", "envs/context.py",
+        'whole = [last["content"], f"{self.heading}\\n{summary[\'content\']}", text]',
+        'whole = [last["content"], f"{self.heading}\\n{summary[\'content\']}"]', "tests/rollout/test_history.py",
+    ),
+    Mutation(
+        "an environment's own context is not asked for", "rollout/engine.py",
+        "history is full or (history is None and not self.pool.rewrites(index))", "history is full or history is None",
+        "tests/rollout/test_history.py",
+    ),
+    Mutation(
+        "questions keep episodes comparable by turn", "rollout/engine.py",
+        '"linear": not any(turn.question for turn in self.turns),', '"linear": True,', "tests/rollout/test_history.py",
+    ),
+    Mutation(
+        "success is read from a question", "types.py",
+        "for turn in reversed(self.turns) if not turn.question", "for turn in reversed(self.turns)",
+        "tests/rollout/test_history.py",
+    ),
+    Mutation(
         "a row shared by environments", "rollout/engine.py",
         "deepcopy(episode.spec.options)", "episode.spec.options", "tests/rollout/test_engine.py",
     ),
