@@ -11,8 +11,6 @@ from generated import EOS, PAD, letters, qwen2
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from programs import play_program
 
-from agile_trainers.envs.context import as_history
-from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.generators import (
     GenerationOutput,
     GenerationRequest,
@@ -21,7 +19,6 @@ from agile_trainers.rollout.generators import (
 )
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
-from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 GREEDY = SamplingSettings(do_sample=False)
 
@@ -75,20 +72,6 @@ def answers_of_a_program(generator: Generator, reference: TransformersGenerator)
         assert (output.token_ids, output.finish_reason) == (expected.token_ids, expected.finish_reason)
         assert output.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert output.read is not None and 0 < output.read <= len(request.token_ids)
-
-
-def rewritten_episodes(trainer: MultiTurnTrainer) -> list[list[list[int]]]:
-    """Play greedily with contexts that are rewritten; return the paths of each episode, several in each."""
-    specs = [EpisodeSpec(seed=seed, stream=(seed,)) for seed in range(3, 35, 4)]  # of four turns
-    episodes = []
-    for history in ("last:1", "observations:1", "summary:60"):
-        trainer.engine.histories = {None: as_history(history)}
-        with trainer.sampler.generator(do_sample=False) as generator:
-            played = trainer.engine.run(specs, generator)
-        assert all(len(episode.paths or []) > 1 for episode in played)
-        assert any(turn.question for episode in played for turn in episode.turns) == history.startswith("summary")
-        episodes += [episode.paths for episode in played]
-    return episodes
 
 
 GREEDILY = {

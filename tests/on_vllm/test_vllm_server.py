@@ -22,7 +22,6 @@ from engines import (
     answers_of_a_program,
     on_transformers,
     policy,
-    rewritten_episodes,
     run,
     serve,
 )
@@ -205,16 +204,6 @@ def test_training(embedded_model: Path, embedded_served: Served, tmp_path: Path,
     adapter = sum(weight.nbytes for weight in get_peft_model_state_dict(trainer.model).values())
     assert set(logs(trainer, "vllm/sync_bytes")) == {adapter}
     assert "eval_return" in trainer.evaluate()
-
-
-def test_greedy_episodes_with_rewritten_contexts_are_the_transformers_generators(
-    embedded_model: Path, embedded_served: Served, tmp_path: Path
-) -> None:
-    ours, theirs = (
-        rewritten_episodes(make_trainer(embedded_model, tmp_path / name, max_turns=6, **chosen))
-        for name, chosen in (("vllm", options(embedded_served)), ("transformers", {"stop_strings": None}))
-    )
-    assert ours == theirs
 
 
 def test_two_processes_are_one(embedded_model: Path, embedded_served: Served, tmp_path: Path) -> None:

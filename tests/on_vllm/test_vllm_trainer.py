@@ -12,7 +12,6 @@ from recorded import recorded
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
 import torch
-from engines import rewritten_episodes
 from games import Chatter, draw_batch, loss_and_gradients, make_trainer, relative_error, settings
 from hub_push import IDS
 from hub_runs import run
@@ -215,16 +214,6 @@ def test_greedy_evaluation_is_the_transformers_generators(embedded_model: Path, 
         episodes[name] = recorded(tmp_path / name, "eval")
     for ours, theirs in zip(episodes["vllm"], episodes["transformers"], strict=True):
         assert ours["turns"] == theirs["turns"]
-
-
-def test_greedy_episodes_with_rewritten_contexts_are_the_transformers_generators(
-    embedded_model: Path, tmp_path: Path
-) -> None:
-    ours, theirs = (
-        rewritten_episodes(make_trainer(embedded_model, tmp_path / name, max_turns=6, **options))
-        for name, options in (("vllm", VLLM), ("transformers", {"stop_strings": None}))
-    )
-    assert ours == theirs
 
 
 def test_the_saved_policy_is_served_as_it_is(embedded_model: Path, tmp_path: Path) -> None:
