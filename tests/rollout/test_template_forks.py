@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 from chat_templates import templates, tokenizer_for
+from episodes import Scripted, go_on, specs
 from served import Play
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.context import Context
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.chat.template_check import THOUGHT
+from agile_trainers.rollout.engine import Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.forest import Fork
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.types import Message
 
 
