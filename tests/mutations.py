@@ -1107,7 +1107,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a context with an edited answer goes on by ids", "rollout/engine.py",
-        "return said if messages[:end] == known[:end] and", "return said if", "tests/rollout/test_history.py",
+        "said = messages[end:] if messages[:end] == known[:end] else []", "said = messages[end:]",
+        "tests/rollout/test_history.py",
     ),
     Mutation(
         "a template's rewrites are not looked for", "rollout/engine.py",
@@ -1125,12 +1126,12 @@ MUTATIONS = [
     ),
     Mutation(
         "an answer that is rendered again may end a turn", "rollout/chat/renderer.py",
-        "self._escaper.hide(messages, self._silent if sampled else ())", "self._escaper.hide(messages)",
+        "hidden = self._escaper.hide(messages, self._foreign)", "hidden = self._escaper.hide(messages)",
         "tests/rollout/test_template_forks.py",
     ),
     Mutation(
         "a function may change the episode's messages", "envs/context.py",
-        "super().__init__(dict(message) for message in messages)", "super().__init__(messages)",
+        "super().__init__(deepcopy(list(messages)))", "super().__init__(messages)",
         "tests/rollout/test_history.py",
     ),
     Mutation(
