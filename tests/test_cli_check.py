@@ -493,3 +493,44 @@ def test_a_player_in_the_seat_is_tokenized_and_cut_as_a_model_is(embedded_model:
     assert heard[:3] == [(None, "Question 3?", None), ("yes", "Another?", 1.0), (cut, "Another?", -0.5)]
     assert [message["content"] for message in seen[1]] == ["Question 3?", "yes", "Another?"]
     assert [message["content"] for message in seen[2]] == ["Question 4?"], "the next episode starts anew"
+
+
+class LastPage(TwoTurns):
+    """Four turns, of which the model sees the task and the last page; or, by chance, a window of its own."""
+
+    def step(self, action: str) -> Any:
+        self.turn += 1
+        return f"Page {self.turn}.", float(action == "yes"), self.turn == 4, False, {"success": action == "yes"}
+
+    def context(self, messages: Any) -> list[Message]:
+        return [*messages.prompt, *messages[-1:]] if len(messages) > 1 else messages
+
+
+def test_what_rewritten_contexts_cost_is_said(embedded_model: Path) -> None:
+    options = ("--episodes", "8", "--max_new_tokens", "8", "--player", "expert")
+    code, report = run("LastPage", *options)
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
+    chat, answer = ChatRenderer(tokenizer), len(tokenizer.encode("yes")) + 1
+    first = chat.first("Question 1?")
+    pages = [
+        chat.first([{"role": "user", "content": text} for text in ("Question 1?", f"Page {n}.")]) for n in (1, 2, 3)
+    ]
+    tree = {tuple(ids[: n + 1]) for ids in (first, *pages) for n in range(len(ids))}
+    computed = len(tree) + 4 * answer
+    grown = len(first) + 4 * answer + sum(len(chat.frame(f"Page {n}.", tokenizer.eos_token_id)) for n in (1, 2, 3))
+    expected = (
+        f"of the turns 75% because of the history. An episode has {computed} tokens to compute, {computed / grown:.2f} "
+        f"times the {grown} of a conversation that only grows"
+    )
+    assert code == 0 and expected in report, report
+    assert "[rewritten_every_turn] 100% of the turns after the first" in report
+    code, report = run("LastPage", *options, "--history", "full")
+    assert code == 0 and "rewrites  " not in report and "rewritten_every_turn" not in report
+
+
+def test_each_of_several_environments_is_checked_with_its_own_history() -> None:
+    several = json.dumps({name: f"{__name__}:{name}" for name in ("TwoTurns", "LastPage")})
+    options = ("--episodes", "4", "--player", "expert", "--max_new_tokens", "8")
+    for history, rewritten in (('{"LastPage": "full"}', 0), ('{"TwoTurns": "full"}', 1), ("last:9", 0)):
+        code, report = run(several, *options, "--history", history)
+        assert code == 0 and report.count("because of the history") == rewritten, report

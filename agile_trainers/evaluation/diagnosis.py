@@ -50,6 +50,8 @@ REPEATED = 10
 PINNED = 1.0
 """Smallest ``beta`` that can hold the policy at its reference. Normalized advantages A allow a divergence of about
 Var(A) / (2 beta^2) nats."""
+EVERY = 0.9
+"""Share of the turns that could begin a new path from which a history rewrites at every turn."""
 NEAR = 0.01
 """Divergence from the reference, in nats a token, up to which a policy plays as its reference."""
 
@@ -127,6 +129,8 @@ class History:
         """Append a value of each metric; values that are not a number, and metrics that nothing reads, are left out."""
         if "success" in metrics:
             metrics = {"success/unreported": 0.0, **metrics}  # logged only where there are such episodes
+        if "turns/mean" in metrics:
+            metrics = {"rewrites/context": 0.0, "rewrites/questions": 0.0, **metrics}  # only where there are such turns
         for name in METRICS & metrics.keys():
             value = metrics[name]
             if isnan(value):
@@ -297,12 +301,32 @@ def _context_full(history: History, options: Any) -> Evidence | None:
     return Evidence(f"{share:.0%} of the episodes ended because the conversation filled {named}.", share)
 
 
+def _rewrite_full(history: History, options: Any) -> Evidence | None:
+    share = history.mean("stop/rewrite_full")
+    if share is None or share < 0.1:
+        return None
+    return Evidence(f"{share:.0%} of the episodes ended because a rewritten context left no room for an answer.", share)
+
+
+def _rewritten_every_turn(history: History, options: Any) -> Evidence | None:
+    turns, forks, asked = (history.mean(name) for name in ("turns/mean", "rewrites/context", "rewrites/questions"))
+    if turns is None or forks is None or asked is None:
+        return None
+    later = turns * (1 - asked) - 1  # the answer to a question does not begin a path, nor does the first turn
+    if later < 2 or turns * forks < EVERY * later:
+        return None
+    return Evidence(
+        f"{min(turns * forks / later, 1):.0%} of the turns after the first begin a new path, in episodes of {turns:.3g} "
+        "turns: the context is rewritten every time, and what follows the first difference is read and trained on again."
+    )
+
+
 def _episodes_cut(history: History, options: Any) -> Evidence | None:
-    own, turns, full = (history.mean(f"stop/{name}") for name in ("truncated", "max_turns", "context_full"))
+    own, turns, full, rewritten = (history.mean(f"stop/{name}") for name in _LIMITS)
     if own is None or turns is None or full is None:
         return None
     masked = options.mask_truncated_completions
-    cut = turns + full + (own if masked else 0.0)
+    cut = turns + full + (rewritten or 0.0) + (own if masked else 0.0)
     success, spreads = history.mean("success"), history.last("return/std", BATCHES)
     # A run whose episodes earn on the way may be meant to be cut; before training, nothing tells.
     unknown = success is None and (not history.patience or not any(spreads))
@@ -507,6 +531,7 @@ class Symptom:
 
 _EPISODES = ("success", "advantage/zero", "return/mean", "return/std", "return/min", "return/max")
 _MISSING = ("stop/environment_error", "stop/environment_timeout", "success/unreported", "rewards/nan")
+_LIMITS = ("truncated", "max_turns", "context_full", "rewrite_full")
 _COURSE = ("success", "reward", "reward_std")
 _CAUSES = ("reward_misses_success", "entropy_runaway", "worse_than_start")
 """Findings that explain a task without success."""
@@ -589,7 +614,17 @@ SYMPTOMS: tuple[Symptom, ...] = (
         ("max_model_length", "max_new_tokens", "max_turns", "max_observation_length"),
     ),
     Symptom(
-        "episodes_cut", ("stop/truncated", "stop/max_turns", "stop/context_full", "success", "return/std"), _episodes_cut,
+        "rewrite_full", ("stop/rewrite_full",), _rewrite_full,
+        "Let history return less (a lower N, a shorter instruction), or raise max_model_length.",
+        ("history", "max_model_length"),
+    ),
+    Symptom(
+        "rewritten_every_turn", ("rewrites/context", "rewrites/questions", "turns/mean"), _rewritten_every_turn,
+        "Choose a history that rewrites seldom and much, such as summary:N. Leave it if each context is short by design.",
+        ("history",),
+    ),
+    Symptom(
+        "episodes_cut", (*(f"stop/{name}" for name in _LIMITS), "success", "return/std"), _episodes_cut,
         "Raise max_turns or max_model_length, end episodes sooner, or set mask_truncated_completions=False.",
         ("max_turns", "max_model_length", "mask_truncated_completions"),
     ),

@@ -96,6 +96,23 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         ["cut_answers"], always({"answers_cut": 1.0, "return/answers_cut": 0.4}), Options(max_new_tokens=16),
     ),
     "the context is full": (["context_full"], always({"stop/context_full": 0.15}), Options()),
+    "rewritten contexts are too long": (["rewrite_full"], always({"stop/rewrite_full": 0.15}), Options()),
+    "rewritten contexts are always too long": (
+        ["rewrite_full", "episodes_cut"], always({"stop/rewrite_full": 1.0, "success": 0.0}), Options(),
+    ),
+    "a window that moves with every turn": (
+        ["rewritten_every_turn"], always({"rewrites/context": 0.87, "rewrites/questions": 0.0}), Options(),
+    ),
+    "a question and a rewrite for every answer": (
+        ["rewritten_every_turn"], always({"turns/mean": 8.0, "rewrites/context": 0.4, "rewrites/questions": 0.5}), Options(),
+    ),
+    "a window as long as most episodes": ([], always({"rewrites/context": 0.4, "rewrites/questions": 0.0}), Options()),
+    "episodes of two turns, the second rewritten": (
+        [], always({"turns/mean": 2.0, "rewrites/context": 0.5, "rewrites/questions": 0.0}), Options(),
+    ),
+    "a template that rewrites at every turn, and no history": (
+        [], always({"rewrites/template": 0.9, "rewrites/context": 0.0, "rewrites/questions": 0.0}), Options(),
+    ),
     "everything is cut and masked": (
         ["episodes_cut"], always({"stop/max_turns": 1.0}), Options(mask_truncated_completions=True),
     ),
@@ -244,6 +261,8 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
         ("entropy_collapse", {"entropy": 0.0051}, {}),
         ("cut_answers", {"answers_cut": 0.24}, {}),
         ("context_full", {"stop/context_full": 0.09}, {}),
+        ("rewrite_full", {"stop/rewrite_full": 0.09}, {}),
+        ("rewritten_every_turn", {"rewrites/context": 0.72}, {}),  # 8 of 8.9 later turns
         ("episodes_cut", {"stop/max_turns": 0.99}, {"mask_truncated_completions": True}),
         ("ratio_clipped", {"clip_ratio/region_mean": 0.29}, {}),
         ("ratio_clipped", {"clip_ratio/region_mean": 0.49}, {"importance_sampling_level": "sequence"}),

@@ -30,9 +30,10 @@ from agile_trainers.envs.players import Player, known_players
 from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.evaluation.diagnosis import Finding, findings_before
 from agile_trainers.monitor.reporting import training_summary
-from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.engine import Chat, EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
+from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.metrics import episode_metrics, summarize
 from agile_trainers.rollout.players import play_in_seat
 from agile_trainers.rollout.seeds import TRAINING, environment_seed, evaluation_specs
@@ -180,6 +181,7 @@ def check_run(report: Report, run: Run) -> None:
         report.problem(f"The {run.player} cannot play: {error}")
         return
     check_play(report, run, played)
+    report_rewrites(report, run, played)
     check_determinism(report, run, played)
     scores = {run.player: played, **{name: player_plays(run, name) for name in players if name != run.player}}
     check_scores(report, run, scores)
@@ -225,7 +227,13 @@ def check_conversation(report: Report, run: Run) -> bool:
         report.problem(str(error))
         return False
     form = "plain text (the tokenizer has no template)" if engine.chat.chat_template is None else "the template"
-    report.line(f"Conversations are written by {form}; a longer one begins with the tokens of the shorter one.")
+    if engine.chat.rewrite is None:
+        report.line(f"Conversations are written by {form}; a longer one begins with the tokens of the shorter one.")
+    else:
+        report.line(
+            f"Conversations are written by {form}, which rewrites earlier turns: where it does, a new path begins. With "
+            "training_chat_template=True it keeps them, if the model is served so too."
+        )
     ends = ", ".join(repr(run.tokenizer.decode([token])) for token in engine.chat.eos_token_ids) or "nothing"
     report.line(f"An answer is ended by {ends}.")
     return True
@@ -305,6 +313,37 @@ def check_play(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
         )
     if summary["observations_cut"]:
         report.warning(f"observations were cut at max_observation_length={args.max_observation_length} characters.")
+
+
+def report_rewrites(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
+    """Report which turns begin new paths, why, and what these cost beside conversations that only grow."""
+    turns = [turn for episode in played for turn in episode.turns]
+    counts = {"because of the history": Fork.CONTEXT, "because of the template": Fork.TEMPLATE}
+    shares = {why: sum(turn.fork == fork for turn in turns) for why, fork in counts.items()}
+    shares["answer a question of the history"] = sum(turn.question for turn in turns)
+    if not any(shares.values()):
+        return
+    chat = run.engine(run.factory).chat
+    computed = fmean(episode.num_tokens for episode in played)
+    plain = fmean(_tokens_of_one_path(episode, chat) for episode in played)
+    begun = ", ".join(f"{count / len(turns):.0%} {why}" for why, count in shares.items() if count)
+    report.line(
+        f"of the turns {begun}. An episode has {computed:.0f} tokens to compute, {computed / plain:.2f} times the "
+        f"{plain:.0f} of a conversation that only grows",
+        "rewrites",
+    )
+
+
+def _tokens_of_one_path(episode: Trajectory, chat: Chat) -> int:
+    """Return the tokens of an episode if nothing had been rewritten, nor asked: first prompt, answers and observations."""
+    total = len(episode.prompt_ids)
+    answered = [k for k, turn in enumerate(episode.turns) if not turn.question]
+    for k in answered:
+        action, observation = episode.action_of(k), episode.turns[k].observation
+        total += len(action)
+        if k != answered[-1] and observation is not None:
+            total += len(chat.frame(observation, action[-1]))
+    return total
 
 
 def _longest(episode: Trajectory) -> int:
