@@ -39,6 +39,8 @@ class Chat(Protocol):
     """The template in use; None for plain text."""
     longest_token: int
     """Characters of the longest token."""
+    rewrite: Any
+    """How the template rewrites earlier turns; None if it keeps them."""
 
     def first(self, observation: Observation) -> list[int]: ...
 
