@@ -40,7 +40,7 @@ class Chat(Protocol):
     longest_token: int
     """Characters of the longest token."""
     rewrite: Any
-    """How the template rewrites earlier turns; None if it keeps them."""
+    """A turn that the template rewrites later; None if it keeps them."""
 
     def first(self, observation: Observation) -> list[int]: ...
 
