@@ -1577,6 +1577,11 @@ MUTATIONS = [
         "            connection.close()", "            pass", "tests/rollout/test_left_processes.py -k exit_with_it",
     ),
     Mutation(
+        "tokens that were added do not end an answer", "rollout/generators/transformers/decoding.py",
+        "_stop_criteria(tokenizer, len(tokenizer), settings", "_stop_criteria(tokenizer, 0, settings",
+        "tests/rollout/test_decoding.py -k stop_strings",
+    ),
+    Mutation(
         "a killed trainer leaves the socket of its processes", "rollout/server_socket.py",
         "os.rmdir(", "str(", "tests/rollout/test_left_processes.py -k kill",
     ),

@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
 from agile_trainers.rollout.generators.transformers.attention import IMPLEMENTATION, attend
+from agile_trainers.rollout.generators.transformers.decoding import stop_criteria
 from agile_trainers.rollout.generators.transformers.memory import bytes_per_row, fitting_rows
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
@@ -43,6 +44,18 @@ def decoding(lengths: Sequence[int], tokens: int, settings: SamplingSettings | N
         generator.submit(GenerationRequest(row, ids, tokens, uniforms(row)))
     generator.step()
     return generator
+
+
+def test_stop_strings_are_matched_with_a_vocabulary_once() -> None:
+    """A fast tokenizer's vocabulary has another order each time; tokens that were added are matched too."""
+    tokenizer, settings = letters(), SamplingSettings(stop_strings=("b",))
+    first = stop_criteria(settings, tokenizer)
+    assert first is not None and first is stop_criteria(settings, tokenizer)
+    assert first is not stop_criteria(SamplingSettings(stop_strings=("a",)), tokenizer)
+    assert first is not stop_criteria(settings, letters())
+    assert tokenizer.add_tokens(["?b"]) == 1
+    later = stop_criteria(settings, tokenizer)
+    assert later is not None and later(torch.tensor([[len(tokenizer) - 1]]), None).all()
 
 
 # ------------------------------------------------------------------------------------------------------- attention
