@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import importlib
+import importlib.metadata
 import json
 import os
 import runpy
@@ -117,6 +117,7 @@ def run_ranks(processes: int, arguments: Sequence[object], *, timeout: float = 6
 
 def _serve(libraries: Sequence[str]) -> None:
     """Answer each line of the input. In a fork, run its program and return."""
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in conftest.py
     for name in libraries:
         importlib.import_module(name)
     gc.collect()

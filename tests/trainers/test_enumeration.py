@@ -14,6 +14,7 @@ log-probabilities from the table instead of a network.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -40,12 +41,27 @@ from agile_trainers.trainers import MultiTurnREINFORCEConfig, MultiTurnREINFORCE
 
 
 def expectation(trainer, table: Table, group: int) -> torch.Tensor:
-    """Of the gradient over every group of ``group`` independent episodes."""
+    """Of the gradient over every group of ``group`` independent episodes; in one order each, if there are many."""
     probability, total = table.probability().detach(), 0.0
-    for members in itertools.product(range(8), repeat=group):
-        members = list(members)
-        total = total + probability[members].prod() * estimate(trainer, table, EPISODES[members])
+    for members, orders in groups_of(group):
+        total = total + orders * probability[members].prod() * estimate(trainer, table, EPISODES[members])
     return total
+
+
+def groups_of(size: int) -> Iterator[tuple[list[int], int]]:
+    """The members of each group, and in how many orders it is drawn; pairs in each order."""
+    if size == 2:
+        yield from ((list(pair), 1) for pair in itertools.product(range(8), repeat=2))
+        return
+    for members in itertools.combinations_with_replacement(range(8), size):
+        yield list(members), len(set(itertools.permutations(members)))
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=["token", "turn-mean", "turn-sum"])
+def test_the_order_of_a_group_changes_nothing(embedded_model, tmp_path, table, level):
+    trainer = grpo(embedded_model, tmp_path, 3, scale_rewards="group", **level)
+    first, *others = (estimate(trainer, table, EPISODES[list(one)]) for one in itertools.permutations((1, 4, 6)))
+    assert first.norm() > 0.1 and all(relative_error(other, first) < 1e-5 for other in others)
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=["token", "turn-mean", "turn-sum"])
@@ -95,8 +111,8 @@ def _brute_force(table: Table, group: int, advantages) -> torch.Tensor:
 
     score = [[score_of(i, k) for k in (0, 1)] for i in range(8)]
     total = torch.zeros_like(score[0][0])
-    for members in itertools.product(range(8), repeat=group):
-        weight = 1.0
+    for members, orders in groups_of(group):
+        weight = float(orders)
         for i in members:
             weight *= probability[i]
         for i, row in zip(members, advantages([turn_rewards(EPISODES)[i].tolist() for i in members])):

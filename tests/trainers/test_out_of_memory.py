@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import run_ranks
 from games import make_trainer
-from launching import run
 from ppo_games import make_ppo
 
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
@@ -242,11 +241,11 @@ def test_what_an_attempt_did_is_undone():
 
 def test_one_of_two_processes(embedded_model, tmp_path):
     """That rank plays again without gathering again, and all have its rows then; in an update, where they wait, all end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = run([*command, str(SCRIPT), str(embedded_model), str(tmp_path)], timeout=300)
-    assert done.returncode != 0
+    done = run_ranks(2, [SCRIPT, embedded_model, tmp_path])
+    assert all(rank.returncode for rank in done)
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [one["rows"] for one in ranks] == [2, 2] and [one["gathered"] for one in ranks] == [1, 1]
     assert ranks[0]["weights"] == ranks[1]["weights"] and all(one["steps"] == 1 for one in ranks)
-    assert done.stderr.count("Forward passes are not made smaller by themselves with several processes.") == 1
+    said = "".join(rank.stderr for rank in done)
+    assert said.count("Forward passes are not made smaller by themselves with several processes.") == 1
     assert not list(tmp_path.glob("survivor-*"))
