@@ -2,6 +2,7 @@
 
 TASKS = {
     "calculator": "agile_environments.calculator:Calculator",
+    "courier": "agile_environments.courier:Courier",
     "countdown": "agile_environments.countdown:Countdown",
     "grid_navigation": "agile_environments.grid_navigation:GridNavigation",
     "guess_number": "agile_environments.guess_number:GuessNumber",

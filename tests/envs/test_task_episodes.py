@@ -15,6 +15,7 @@ PLAYERS = ("random_player", "random_legal_player", "careless_player", "expert_pl
 EPISODES = {
     "calculator": "e7f0d8045d093764",
     "countdown": "80a4283cead7f703",
+    "courier": "920b21eb14a88fc1",
     "grid_navigation": "4bad66af99a3e3c2",
     "guess_number": "50286eadb21dec04",
     "mastermind": "ae83ecd5c6627cdc",
@@ -52,7 +53,7 @@ def test_episodes_are_unchanged(task: str) -> None:
     assert digest(task) == EPISODES[task]
 
 
-@pytest.mark.parametrize("task", ["grid_navigation", "guess_number", "mastermind", "wordle"])
+@pytest.mark.parametrize("task", ["courier", "grid_navigation", "guess_number", "mastermind", "wordle"])
 def test_games_declare_the_range_of_their_returns(task: str) -> None:
     """Both ends are reached: by nonsense at every turn, and by a win without it."""
     module = importlib.import_module(f"agile_environments.{task}")
