@@ -332,7 +332,7 @@ def report_rewrites(report: Report, run: Run, played: Sequence[Trajectory]) -> N
         f"{plain:.0f} of a conversation that only grows",
         "rewrites",
     )
-    if run.args.max_tokens_per_micro_batch is None and computed > 2 * max(map(_longest, played)):
+    if run.args.max_tokens_per_micro_batch is None and computed > 1.5 * max(map(_longest, played)):
         report.warning(
             "an update reads all paths of an episode at once, which the memory below does not count: set "
             "max_tokens_per_micro_batch, which divides them."
