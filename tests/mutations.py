@@ -1140,6 +1140,15 @@ MUTATIONS = [
         'whole = [last["content"], f"{self.heading}\\n{summary[\'content\']}"]', "tests/rollout/test_history.py",
     ),
     Mutation(
+        "old tool results stay", "envs/tools/environment.py",
+        "if keep_results is not None:", "if keep_results is None:", "tests/envs/test_tools.py",
+    ),
+    Mutation(
+        "old results of TRL's tools stay", "envs/libraries/trl_tools.py",
+        "self.context = dropping_results(keep_results)", "self.context_ = dropping_results(keep_results)",
+        "tests/envs/test_trl_tools.py",
+    ),
+    Mutation(
         "an environment's own context is not asked for", "rollout/engine.py",
         "history is full or (history is None and not self.pool.rewrites(index))", "history is full or history is None",
         "tests/rollout/test_history.py",

@@ -17,7 +17,11 @@ from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_er
 from agile_trainers.envs.tools.environment import ToolEnvironment
 from agile_trainers.envs.tools.toolbox import Toolbox, describe_tools
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.types import Message
+from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.generators.base import GenerationRequest
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.types import Message, Trajectory
 
 TOKENIZER = make_tokenizer()
 ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(1, 30)]
@@ -103,6 +107,47 @@ def test_results_as_tool_messages() -> None:
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2"},
     ]
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_old_results_are_dropped_from_what_the_model_sees(role: str) -> None:
+    """Through the engine: of three answers with calls, the results of the last alone are seen; all answers stay."""
+    said = [hermes("add", a=1, b=1), hermes("add", a=2, b=2) + hermes("add", a=3, b=3), hermes("add", a=4, b=4), "7"]
+
+    def answer(request: GenerationRequest) -> list[int]:
+        return [*TOKENIZER.encode(answers.pop(0), add_special_tokens=False), TOKENIZER.eos_token_id]
+
+    def results(*texts: str) -> list[Message]:
+        if role == "tool":
+            return [{"role": "tool", "content": text} for text in texts]
+        return [{"role": "user", "content": "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)}]
+
+    def played(**options: Any) -> Trajectory:
+        answers[:] = said
+        pool = EnvironmentPool(lambda: environment(announce="no", result_role=role, **options))
+        engine = RolloutEngine(pool, ChatRenderer(TOKENIZER), Limits(8, 400, 4000))
+        (episode,) = engine.run(
+            [EpisodeSpec(0, (0,), {"question": "What is 3 + 4?", "answer": "7"})], ScriptedGenerator(answer)
+        )
+        return episode
+
+    answers: list[str] = []
+    episode = played(keep_results=1)
+    assert episode.success and episode.turns[-1].info["calls"] == 4
+    assert [turn.messages is not None for turn in episode.turns] == [False, False, True, True]
+    asked = [{"role": "user", "content": "What is 3 + 4?"}]
+    one, two, three = ({"role": "assistant", "content": text} for text in said[:3])
+    dropped = results("(dropped)")
+    assert episode.turns[2].messages == [*asked, one, *dropped, two, *results("4", "6")]
+    old = dropped * (2 if role == "tool" else 1)  # one for each message
+    assert episode.turns[3].messages == [*asked, one, *dropped, two, *old, three, *results("8")]
+    assert played(keep_results=3).paths is None and played().paths is None
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
+def test_a_number_of_results_to_keep_is_positive(number: Any) -> None:
+    with pytest.raises(ValueError, match=rf"keep_results must be a whole number of at least 1.*{number!r}"):
+        environment(keep_results=number)
 
 
 def test_only_so_many_calls_of_one_answer_are_run() -> None:

@@ -11,6 +11,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from agile_trainers.envs import check_environment, make_environment_factory, play
+from agile_trainers.envs.context import Context
 from agile_trainers.envs.libraries.trl_tools import AsyncTRLEnvironment, TRLEnvironment, trl_environment
 from agile_trainers.types import Message
 
@@ -121,6 +122,22 @@ def test_calls_that_fail_are_answered(answer: str, expected: str) -> None:
     observation, reward, terminated, truncated, info = environment.step(answer)
     assert observation.startswith("<tool_response>\nError: ") and expected in observation
     assert (reward, terminated, truncated, info["failed_calls"], environment.object.value) == (0.0, False, False, 1, 0)
+
+
+def test_old_results_are_dropped_from_what_the_model_sees_but_not_from_what_is_rewarded() -> None:
+    environment = made(Counter, keep_results=1, announce="no")
+    messages, _ = environment.reset(seed=3, options={"target": 5})
+    prompt = [*messages]
+    for amount in (2, 3):
+        messages += [{"role": "assistant", "content": call("add", amount=amount)}]
+        messages += [{"role": "user", "content": environment.step(messages[-1]["content"])[0]}]
+    dropped = {"role": "user", "content": "<tool_response>\n(dropped)\n</tool_response>"}
+    assert environment.context(Context(messages, prompt)) == [*messages[:2], dropped, *messages[3:]]
+    assert [m["content"] for m in environment.completion if m["role"] == "tool"] == ["2", "5"]
+    assert not hasattr(made(Counter), "context")
+    with pytest.raises(ValueError, match=r"keep_results must be a whole number of at least 1.*0"):
+        made(Counter, keep_results=0)
+    assert not check_environment(trl_environment(Counter, keep_results=1), actions=[call("show")]).findings
 
 
 def test_the_schemas_are_those_trl_renders() -> None:

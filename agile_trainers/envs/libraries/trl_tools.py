@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 from agile_trainers.envs.base import EnvironmentFactory, ResetResult, StepResult
 from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, parse_tool_calls
-from agile_trainers.envs.tools.toolbox import CallFormat, Toolbox, as_observation, count_failed, describe_tools
+from agile_trainers.envs.tools.toolbox import (
+    CallFormat,
+    Toolbox,
+    as_observation,
+    count_failed,
+    describe_tools,
+    dropping_results,
+)
 from agile_trainers.types import Message
 
 _OWN_METHODS = ("reset", "get_reward")
@@ -84,6 +91,8 @@ class TRLEnvironment:
         reward_weights: A weight for each of them. Default: 1. The weight of ``get_reward`` is always 1.
         call_format: The format of calls in the instructions to the model.
         announce: ``"system"``: list the tools in a system message. ``"no"``: do not list them (the chat template does).
+        keep_results: Number of answers with calls whose results the model keeps seeing; ``(dropped)`` takes the place of
+            older ones. Reward functions get all results. Default: all.
 
     Raises:
         ValueError: If the object has no ``reset`` or no tool, a tool has no docstring or type hints, or ``reward_weights``
@@ -99,6 +108,7 @@ class TRLEnvironment:
         reward_weights: Sequence[float] | None = None,
         call_format: CallFormat = "hermes",
         announce: Literal["system", "no"] = "system",
+        keep_results: int | None = None,
     ):
         self.object = factory()
         self.name = "trl" if factory is _NoObject else f"trl:{type(self.object).__name__}"
@@ -117,6 +127,8 @@ class TRLEnvironment:
             raise ValueError(f"{len(self.reward_funcs)} reward_funcs need as many weights, got {self.reward_weights}.")
         if announce not in ("system", "no"):
             raise ValueError(f"announce must be 'system' or 'no', got {announce!r}.")
+        if keep_results is not None:
+            self.context = dropping_results(keep_results)
         self._toolbox = Toolbox(list(self.tools.values()))
         self.schemas = self._toolbox.schemas
         self._announcement = describe_tools(self.schemas, call_format) if announce == "system" else ""

@@ -18,6 +18,7 @@ from agile_trainers.envs.tools.toolbox import (
     as_observation,
     count_failed,
     describe_tools,
+    dropping_results,
 )
 from agile_trainers.types import Message
 
@@ -48,6 +49,8 @@ class ToolEnvironment(ReasoningEnvironment):
             messages of that role, for templates that support it.
         invalid_reward: Reward of an answer with an invalid call. Default 0.
         max_turns: Answers per episode.
+        keep_results: Number of answers with calls whose results the model keeps seeing; ``(dropped)`` takes the place of
+            older ones. It makes the environment define ``context`` (:mod:`agile_trainers.envs.context`). Default: all.
         options: Further arguments of ``ReasoningEnvironment``: ``reward_fn``, ``template``, ``split``, ...
 
     Raises:
@@ -66,6 +69,7 @@ class ToolEnvironment(ReasoningEnvironment):
         result_role: Literal["user", "tool"] = "user",
         invalid_reward: float = 0.0,
         max_turns: int = 8,
+        keep_results: int | None = None,
         **options: Any,
     ):
         for name, value, choices in (
@@ -84,6 +88,8 @@ class ToolEnvironment(ReasoningEnvironment):
                 require(f"The tool {name}")
         self.call_format, self.announce, self.result_role = call_format, announce, result_role
         self.invalid_reward, self.max_turns = invalid_reward, max_turns
+        if keep_results is not None:
+            self.context = dropping_results(keep_results, tagged=result_role == "user")
         super().__init__(data, **options)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from transformers.utils import get_json_schema
 
+from agile_trainers.envs.context import History, LastObservations
 from agile_trainers.envs.isolation.levels import IsolationError
 from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_error
 from agile_trainers.imports import pass_on_interrupt
@@ -20,7 +21,7 @@ CALL_EXAMPLES = {
     "llama3": '{"name": "<tool>", "parameters": {"<argument>": <value>}}',
 }
 """Example of a call in each format."""
-_FAILED = "Error: "
+_FAILED, _DROPPED = "Error: ", "(dropped)"
 
 
 class Toolbox:
@@ -90,6 +91,23 @@ def as_observation(results: Sequence[str]) -> str:
     """Join results to one text, each in ``<tool_response>`` tags, which are escaped inside a result."""
     shown = (result.replace("tool_response>", "tool_response >") for result in results)
     return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in shown)
+
+
+def dropping_results(keep_results: int, *, tagged: bool = True) -> History:
+    """Return the method ``context`` of an environment that shows the results of the last answers with calls only.
+
+    Args:
+        keep_results: Number of answers whose results stay; ``(dropped)`` takes the place of older ones.
+        tagged: Whether results are in the tags of :func:`as_observation`.
+
+    Raises:
+        ValueError: If the number is not a positive integer.
+    """
+    if isinstance(keep_results, bool) or not isinstance(keep_results, int) or keep_results < 1:
+        raise ValueError(
+            f"keep_results must be a whole number of at least 1, or None to keep all; got {keep_results!r}."
+        )
+    return LastObservations(keep_results, as_observation([_DROPPED]) if tagged else _DROPPED)
 
 
 def describe_tools(schemas: Sequence[dict[str, Any]], call_format: CallFormat = "hermes") -> str:
