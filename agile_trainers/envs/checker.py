@@ -9,7 +9,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Real
@@ -30,6 +29,7 @@ from agile_trainers.envs.base import (
     reads_rows,
 )
 from agile_trainers.imports import pass_on_interrupt
+from agile_trainers.records.plain import from_json, to_json
 from agile_trainers.types import Message
 
 LONG_OBSERVATION = 100_000
@@ -115,7 +115,15 @@ def validate_context(result: Any, source: str) -> list[Message]:
         raise EnvironmentProtocolError(
             f"{source} returned {_describe(result)}; expected the list of chat messages that the model answers next."
         )
-    messages = deepcopy(as_messages(_validate_observation(result, source)))  # the function may keep what it returned
+    try:
+        messages = as_messages(_validate_observation(result, source))
+    except EnvironmentProtocolError:
+        raise
+    except BaseException as error:
+        pass_on_interrupt(error)
+        raise EnvironmentProtocolError(
+            f"{source} returned messages that cannot be read: {describe_error(error)}"
+        ) from error
     if messages[-1]["role"] == "assistant":
         raise EnvironmentProtocolError(
             f"{source} returned messages that end with role 'assistant'; the last one must be what the model answers."
@@ -167,8 +175,17 @@ def _validate_observation(observation: Any, method: str) -> Observation:
                 f"{method} returned message {index} as {_describe(message)}; expected a dict such as "
                 '{"role": "user", "content": "..."}.'
             )
-        messages.append({key: plain_text(value) if isinstance(value, str) else value for key, value in message.items()})
+        messages.append(_plain_message(message))
     return messages
+
+
+def _plain_message(message: Message) -> Message:
+    """Copy a message as data that can be written, sent to other processes and compared."""
+    texts = {key: plain_text(value) for key, value in message.items() if type(key) is str and isinstance(value, str)}
+    if len(texts) == len(message):
+        return texts
+    others = {key: value for key, value in message.items() if type(key) is not str or not isinstance(value, str)}
+    return {**texts, **from_json(to_json(others))}
 
 
 def _validate_info(info: Any, method: str) -> dict[str, Any]:

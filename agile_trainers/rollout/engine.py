@@ -406,7 +406,7 @@ class RolloutEngine:
             source: What rewrote it; None if nothing did.
             frame: What the conversation goes on with, if that is known.
         """
-        question = isinstance(messages, Question)
+        question = issubclass(type(messages), Question)  # whatever it says of its class
         if source is not None:
             messages = validate_context(messages, source)
             # Every message has a token of its own.

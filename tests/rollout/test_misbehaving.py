@@ -138,6 +138,9 @@ def test_neighbours_notice_nothing(
     assert failed.keys() == {name for name in names if not kinds[name].sound}
     assert all(isinstance(error, str) and 0 < len(error) <= 2100 for error in failed.values())
 
+    ours = {name for name in failed if name.startswith("context") or name.startswith("first context")}
+    assert [name for name in ours if "context" not in str(failed[name])] == [], "the error names the function"
+
     said = [turn.observation for episode in played.values() for turn in episode.turns]
     assert "from the child" not in said, "of a process that the environment forked"
 
