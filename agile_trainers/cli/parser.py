@@ -45,9 +45,10 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return names.get(kind, "VALUE")
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, "", [], argparse.SUPPRESS) or "efault:" in (action.help or ""):
-            return action.help
-        return super()._get_help_string(action)
+        explained = action.default in (None, "", [], argparse.SUPPRESS) or "efault:" in (action.help or "")
+        text = action.help if explained else super()._get_help_string(action)
+        # What a page of the documentation links to, a terminal cannot open.
+        return text and re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", re.sub(r" \(\[[^]]+\]\([^)]+\)\)", "", text))
 
 
 class Parser(TrlParser):

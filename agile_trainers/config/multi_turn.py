@@ -115,8 +115,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     on_rewrite: str = option(
         EpisodeOptions.on_rewrite,
-        "Treatment of a chat template that rewrites earlier turns: `fork` trains on conversations as they are served, "
-        "and begins a new path where the template rewrites one ([chat templates](chat_templates.md)); `refuse` is an error.",
+        "Treatment of a chat template that rewrites earlier turns: `fork` trains on conversations as they are served "
+        "and begins a new path there ([chat templates](chat_templates.md)); `refuse` is an error.",
     )
     history: dict[str, str] | str | None = option(
         None,
@@ -162,7 +162,7 @@ class MultiTurnConfig(GRPOConfig):
     environment_weights: dict[str, float] | str | None = option(
         None,
         'Relative frequency of each of several environments, by name: {"guess": 2, "sums": 1}. For runs without a data set; '
-        "whole groups are drawn. An environment of weight 0 is only evaluated. Default: all equally often.",
+        "whole groups are drawn. An environment of weight 0 is only evaluated. Default: all alike.",
     )
     task_sampling: str = option(
         "uniform",
@@ -173,7 +173,7 @@ class MultiTurnConfig(GRPOConfig):
     task_column: str | None = option(
         None,
         "Column of `train_dataset` that names the task of a row, such as its difficulty. Its values are logged with their "
-        "share of the groups; with `adaptive` sampling, rows of one value are one task. Default: every row is a task.",
+        "share of the groups; with `adaptive` sampling, rows of one value are one task. Default: each row is one.",
     )
     task_seeds: int | None = option(
         None,
