@@ -105,16 +105,20 @@ def test_an_environment_of_the_script_itself_is_sent_without_running_the_script_
 
 
 SCRIPT = """
-import sys
+import asyncio, sys
 sys.path.insert(0, "")
 from elsewhere import Elsewhere
-from episodes import Player, make_engine, specs
+from agile_trainers.rollout.process_environment import ProcessEnvironment
 print("main", flush=True)
 class Mine(Elsewhere):
     pass
-engine = make_engine(Mine, processes=1, timeout=60.0)
-print(engine.run(specs({}), Player())[0].rewards, flush=True)
-engine.pool.close()
+async def play():
+    environment = ProcessEnvironment(Mine)
+    await environment.reset()
+    rewards = [(await environment.step("go"))[1] for _ in range(2)]
+    await environment.close()
+    return rewards
+print(asyncio.run(play()), flush=True)
 """
 
 
