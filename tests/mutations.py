@@ -1158,6 +1158,69 @@ MUTATIONS = [
         '"linear": not any(turn.question for turn in self.turns),', '"linear": True,', "tests/rollout/test_history.py",
     ),
     Mutation(
+        "a path is asked about by the roles of the first prompt", "rollout/engine.py",
+        "for message in episode.begun]", "for message in episode.prompt]",
+        "tests/rollout/test_template_forks.py -k roles_make",
+    ),
+    Mutation(
+        "a question stays in the prompt that a function gets", "rollout/engine.py",
+        "Context(episode.context, episode.first, tokens", "Context(episode.context, episode.prompt or episode.first, tokens",
+        "tests/rollout/test_history.py -k at_the_first_prompt",
+    ),
+    Mutation(
+        "an observation of the model's role is taken for its answer", "rollout/engine.py",
+        "if not unchanged and any(", "if any(", "tests/rollout/test_history.py -k role_of_the_model",
+    ),
+    Mutation(
+        "a function that failed has no name", "rollout/engine.py",
+        "with _costs(episode, name):", "with _costs(episode):", "tests/rollout/test_history.py -k hostile",
+    ),
+    Mutation(
+        "messages without text are no work", "rollout/engine.py",
+        'sum(len(one["content"]) + 1 for one in messages)', 'sum(len(one["content"]) for one in messages)',
+        "tests/rollout/test_history.py -k many_empty",
+    ),
+    Mutation(
+        "a prompt with examples may forge turns without a template", "rollout/chat/renderer.py",
+        "self._plain_ids(messages, of_answers=self._foreign)", "self._plain_ids(messages)",
+        "tests/rollout/test_history.py -k forges_no_turn",
+    ),
+    Mutation(
+        "what a message holds is the environment's own", "envs/checker.py",
+        "    if len(texts) == len(message):\n", "    return dict(message)\n    if len(texts) == len(message):\n",
+        "tests/rollout/test_history.py -k nested_values",
+    ),
+    Mutation(
+        "a function is believed to take messages", "envs/context.py",
+        "        signature.bind([])\n", "        pass\n", "tests/rollout/test_history.py -k cannot_rewrite",
+    ),
+    Mutation(
+        "a summary is asked for beyond the context", "rollout/episode_options.py",
+        "history.tokens >= room", "history.tokens >= 2 * room", "tests/rollout/test_history.py -k never_asked",
+    ),
+    Mutation(
+        "a context is first asked for in the run", "rollout/environment_probe.py",
+        "if with_context and pool.rewrites(0):", "if False:", "tests/rollout/test_history.py -k known_before_a_run",
+    ),
+    Mutation(
+        "a history asks the environment's own context too", "rollout/environment_probe.py",
+        "if with_context and pool.rewrites(0):", "if pool.rewrites(0):",
+        "tests/rollout/test_history.py -k known_before_a_run",
+    ),
+    Mutation(
+        "questions count as turns that rewrite nothing", "evaluation/diagnosis.py",
+        "later = turns * (1 - asked) - 1", "later = turns - 1", DIAGNOSIS,
+    ),
+    Mutation(
+        "two turns are every turn", "evaluation/diagnosis.py", "if later < 2 or", "if later <= 0 or", DIAGNOSIS,
+    ),
+    Mutation(
+        "what rewritten contexts cost counts shared tokens twice", "cli/check/sections.py",
+        "computed = fmean(episode.num_tokens for episode in played)",
+        "computed = fmean(sum(map(len, episode.paths or [[]])) for episode in played)",
+        "tests/test_cli_check.py -k what_rewritten_contexts_cost",
+    ),
+    Mutation(
         "success is read from a question", "types.py",
         "for turn in reversed(self.turns) if not turn.question", "for turn in reversed(self.turns)",
         "tests/rollout/test_history.py",

@@ -537,3 +537,11 @@ def test_each_of_several_environments_is_checked_with_its_own_history() -> None:
     for history, rewritten in (('{"LastPage": "full"}', 0), ('{"TwoTurns": "full"}', 1), ("last:9", 0)):
         code, report = run(several, *options, "--history", history)
         assert code == 0 and report.count("because of the history") == rewritten, report
+
+
+def test_a_history_of_no_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    several = json.dumps({name: f"{__name__}:{name}" for name in ("TwoTurns", "LastPage")})
+    for environment, history in ((several, '{"Other": "full"}'), ("TwoTurns", '{"TwoTurns": "full"}')):
+        with pytest.raises(SystemExit):
+            run(environment, "--history", history)
+        assert "none of the environments" in capsys.readouterr().err

@@ -596,7 +596,7 @@ def check_limits(args: Any) -> None:
 
 
 def check_environment_names(args: Any, names: Sequence[str] | None) -> None:
-    """Check the names in ``environment_limits`` and ``environment_weights`` against the environments of the run.
+    """Check the names in options that have a value for each environment against the environments of the run.
 
     Args:
         args: A ``MultiTurnConfig``.
@@ -605,6 +605,7 @@ def check_environment_names(args: Any, names: Sequence[str] | None) -> None:
     Raises:
         ValueError: For an unknown or missing name, and for a limit that would have no effect.
     """
+    EpisodeOptions.of_args(args).histories(names or (None,))
     limits, weights = args.environment_limits, args.environment_weights
     for option, given in {"environment_limits": limits, "environment_weights": weights}.items():
         if given is None:

@@ -158,15 +158,15 @@ def as_history(value: Any, name: str = "history") -> History | None:
         if not (rest.isdecimal() and int(rest) >= 1):
             raise ValueError(f"{name}={value!r}: expected a whole number of at least 1 after {kind + ':'!r}.")
         return _READY[kind](int(rest))
+    ready = ", ".join(repr(f"{one}:N") for one in _READY)
     if not rest:
-        ready = ", ".join(repr(f"{one}:N") for one in _READY)
         raise ValueError(
             f"{name}={value!r} is unknown. Use 'full', {ready}, 'module.path:function', or pass a function."
         )
     try:
         found: Any = pkgutil.resolve_name(value)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name}={value!r} names no function: {error}.") from error
+        raise ValueError(f"{name}={value!r} names no function: {error}. Ready ones are 'full', {ready}.") from error
     if not callable(found):
         raise ValueError(f"{name}={value!r} is {found!r}; expected a function from messages to messages.")
     return _checked(found, f"{name}={value!r}")
