@@ -14,6 +14,7 @@ from agile_environments import TASKS
 from agile_trainers.cli import environments as envs
 from agile_trainers.cli import play
 from agile_trainers.envs import list_environments
+from agile_trainers.envs.context import Question
 from agile_trainers.envs.libraries import LIBRARIES
 
 
@@ -50,6 +51,30 @@ class Toy:
 
     def step(self, text: str) -> Any:
         return "Done.", float("4" in text), True, False, {}
+
+
+class Forgets(Toy):
+    """Asks for a note after every step, and shows that alone."""
+
+    def step(self, text: str) -> Any:
+        return "And now?", 0.0, text == "end", False, {}
+
+    def context(self, messages: Any) -> Any:
+        return asks_for_a_note(messages)
+
+
+def asks_for_a_note(messages: Any) -> Any:
+    if messages[-1]["role"] == "assistant":
+        return [*messages.prompt[:-1], {"role": "user", "content": f"Your note: {messages[-1]['content']}"}]
+    return messages if len(messages) == 1 else Question([*messages, {"role": "user", "content": "Write a note."}])
+
+
+@pytest.mark.parametrize("options", [("Forgets",), ("Forgets", "--history", f"{__name__}:asks_for_a_note")])
+def test_a_person_hears_the_questions_of_a_history(options: tuple[str, ...]) -> None:
+    code, screen = played("--environment", f"{__name__}:{options[0]}", *options[1:], answers=("on", "a note", "end"))
+    assert code == 0 and screen.count("user: Write a note.") == 1
+    assert screen.index("environment: And now?") < screen.index("user: Write a note.")
+    assert "Over: terminated after 3 turns" in screen
 
 
 def test_an_environment_without_options_is_played() -> None:

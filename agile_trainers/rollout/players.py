@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation, as_messages
-from agile_trainers.envs.checker import validate_reset, validate_step
+from agile_trainers.envs.checker import validate_context, validate_reset, validate_step
+from agile_trainers.envs.context import Context, History, Question, full
 from agile_trainers.envs.players import Player
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.generators.base import GenerationRequest
@@ -20,7 +21,8 @@ from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.types import Message, Trajectory
 
 Hear = Callable[[str | None, Observation, float | None], None]
-"""Callback with an exchange: action (None at the start), observation, and reward (None at the start)."""
+"""Callback with an exchange: action (None at the start), observation, and reward (None at the start). A question of the
+history comes as the message that asks it, with None for action and reward."""
 
 
 class RecordingEnvironment:
@@ -45,7 +47,12 @@ class RecordingEnvironment:
     @property
     def context(self) -> Callable[[list[Message]], Any] | None:
         """The environment's own, if it defines one; read only where it is asked for."""
-        return getattr(self.environment, "context", None)
+        own = getattr(self.environment, "context", None)
+        return _tapped(own, self._on_context) if callable(own) else None
+
+    def _on_context(self, result: Any, messages: list[Message]) -> None:
+        if isinstance(result, Question):
+            self._hear(None, validate_context(result, "context()")[-1:], None)
 
     def _on_reset(self, result: Any, **_: Any) -> None:
         observation, _ = validate_reset(result)
@@ -89,6 +96,7 @@ def play_in_seat(
         return seats[-1]
 
     engine = make_engine(seated)
+    engine.histories = {name: _asking(history, hear) for name, history in engine.histories.items()}
     ends = engine.chat.eos_token_ids
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else next(iter(ends), None)
 
@@ -103,6 +111,21 @@ def play_in_seat(
         return [trajectory for spec in specs for trajectory in engine.run([spec], generator)]
     finally:
         engine.pool.close()
+
+
+def _asking(history: History, hear: Hear) -> History:
+    """Wrap a history so that the player hears its questions, which the environment does not ask."""
+    if history is full:
+        return history
+
+    def asked(messages: Context) -> list[Message]:
+        shown = history(messages)
+        if isinstance(shown, Question) and shown:
+            hear(None, list(shown[-1:]), None)
+        return shown
+
+    asked.__name__ = getattr(history, "__name__", None) or repr(history)
+    return asked
 
 
 def _tapped(method: Callable[..., Any], tap: Callable[..., None]) -> Callable[..., Any]:
