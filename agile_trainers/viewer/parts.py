@@ -225,7 +225,11 @@ SECTION_PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {"outline": outline,
 def detail(record: dict[str, Any]) -> dict[str, Any]:
     """Return everything that the page shows of an episode."""
     turns = [
-        {**{name: turn.get(name) for name in _TURN}, "advantage": turn_advantage(record, turn)}
+        {
+            **{name: turn.get(name) for name in _TURN},
+            "advantage": turn_advantage(record, turn),
+            **{name: turn[name] for name in ("question", "messages") if turn.get(name)},
+        }
         for turn in record["turns"]
     ]
     shown = {name: record.get(name) for name in (*_TOKENS, "row", "error", "prompt", "reset_info", "prompt_ids")}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_records import forest_run
+from made_records import forest_run, play, trained, write_vocabulary
 from written_page import shoot, texts
 
 from agile_trainers.records.reader import open_records
+from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.viewer.html import write_page
 
 pytestmark = pytest.mark.browser
@@ -96,3 +98,20 @@ def test_pictures_of_a_tree(page_file: Path, visit: Visit, width: int, scheme: s
     page.wait_for_selector("#turn-2 .own .t")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     shoot(page, f"paths_{scheme}_{width}")
+
+
+def test_a_question_on_an_ordinary_path_is_told_apart_with_what_was_asked(tmp_path: Path, visit: Visit) -> None:
+    """The environment did not get the answer, and what the model was asked is in no observation."""
+    asked = [{"role": "user", "content": "Guess a number."}, {"role": "user", "content": "Write a note first."}]
+    game = play(["a note", "7"], [None, "correct"], [0.0, 1.0], success=True)
+    game.turns[0].question, game.turns[0].messages, game.linear = True, asked, False
+    writer = RecordWriter(tmp_path, {"run": "20260101-000000-f0f1", "algorithm": "grpo", "environment": "guess"})
+    write_vocabulary(writer.folder)
+    writer.write_train(0, [trained(episode_row(game, phase="train", advantages=[0.5, 0.5]), random.Random(0))])
+    page = visit(write_page(open_records(writer.folder), tmp_path / "view.html").path, "#episode/0/0")
+    assert texts(page, ".turn > .note") == ["not for the environment"]
+    fold = page.locator("#turn-0 > details").first
+    assert fold.locator("summary").inner_text() == "2 messages of the prompt"
+    fold.locator("summary").click()
+    page.wait_for_selector("text=Write a note first.")
+    shoot(page, "question")

@@ -198,8 +198,8 @@ function turnBlock(episode, turn, k, draw) {
   return h(drawn ? "div.turn" : "div.turn.later", { id: `turn-${k}`, role: "group", "--hue": `var(--turn-${k % 6})`, "aria-label": `Turn ${k + 1}` },
     h("h2", {}, h("span.number", {}, String(k + 1)), h("span.who", {}, "model"), cut,
       h("span.numbers", {}, facts.map(([name, text]) => h("span", {}, `${name} `, h("b", {}, text))))),
-    hasPaths(episode) ? h("p.note", {}, originOf(episode, k).join(" · ")) : null,
-    typeof turn.path === "number" ? wholePrompt(episode, turn, k) : null,
+    hasPaths(episode) ? h("p.note", {}, originOf(episode, k).join(" · ")) : turn.question ? h("p.note", {}, ASKED) : null,
+    typeof turn.path === "number" || turn.messages ? wholePrompt(episode, turn, k) : null,
     unknown || !has ? longText(asText(turn.text), `turn ${k + 1}`) : null,
     tokens,
     answered === null || answered === undefined ? null

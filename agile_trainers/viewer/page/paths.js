@@ -42,6 +42,8 @@ function columnsOf(turns) {
 
 const list = (turns) => `${turns.length > 1 ? "turns" : "turn"} ${turns.slice(0, 6).map((k) => k + 1).join(", ")}${turns.length > 6 ? ` and ${turns.length - 6} more` : ""}`;
 
+const ASKED = "not for the environment";
+
 /** What tells a turn of several paths from one that goes on from the turn before it, as short texts; the first is the program's. */
 function originOf(episode, k) {
   const { turns } = episode;
@@ -54,7 +56,7 @@ function originOf(episode, k) {
   const alone = turn.seen ? `shares its first ${count(turn.seen)} tokens with earlier turns` : "a prompt of its own";
   return [
     turn.fork ? asText(turn.fork) : null,
-    turn.question ? "not for the environment" : null,
+    turn.question ? ASKED : null,
     typeof turn.parent === "number" ? `goes on from turn ${turn.parent + 1}` : k && !same.length ? alone : null,
     same.length ? `the same prompt as ${list(same)}` : null,
     atOnce.length ? `at once with ${list(atOnce)}` : null,
