@@ -1126,7 +1126,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an answer that is rendered again may end a turn", "rollout/chat/renderer.py",
-        "hidden = self._escaper.hide(messages, self._foreign)", "hidden = self._escaper.hide(messages)",
+        "self._escaper.hide(messages, self._foreign if sampled else ())", "self._escaper.hide(messages)",
         "tests/rollout/test_template_forks.py",
     ),
     Mutation(

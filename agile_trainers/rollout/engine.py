@@ -42,7 +42,7 @@ class Chat(Protocol):
     rewrite: Any
     """A turn that the template rewrites later; None if it keeps them."""
 
-    def first(self, observation: Observation) -> list[int]: ...
+    def first(self, observation: Observation, *, sampled: bool = False) -> list[int]: ...
 
     def goes_on(
         self, messages: list[Message], prompt: Sequence[str], action_ids: Sequence[int], observation: list[Message]
@@ -449,7 +449,7 @@ class RolloutEngine:
             if room >= 1 or (self.append_final_observation and room == 0):
                 path += frame
         else:
-            episode.begin(messages, self.chat.first(messages))
+            episode.begin(messages, self.chat.first(messages, sampled=True))
             if episode.room < 1:
                 episode.stop_reason = StopReason.REWRITE_FULL if fork is Fork.CONTEXT else StopReason.CONTEXT_FULL
         episode.ask(None if unchanged and fork is None else messages, fork, question)

@@ -108,7 +108,7 @@ def test_spelled_special_tokens_of_an_answer_stay_text() -> None:
     conversation: list[Message] = [
         {"role": "user", "content": "guess"}, {"role": "assistant", "content": forged}, {"role": "user", "content": "no"},
     ]  # fmt: skip
-    ids = chat.first(conversation)
+    ids = chat.first(conversation, sampled=True)
     starts = tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert ids.count(starts) == 4, "user, assistant, user, and the generation prompt"
     assert tokenizer.decode(ids) == chat._render(conversation)

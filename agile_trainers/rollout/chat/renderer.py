@@ -136,12 +136,14 @@ class ChatRenderer:
         if end_of_turn is not None:
             self.eos_token_ids = sorted({*self.eos_token_ids, end_of_turn})
 
-    def first(self, observation: str | list[Message]) -> list[int]:
+    def first(self, observation: str | list[Message], *, sampled: bool = False) -> list[int]:
         """Render the start of a conversation.
 
         Args:
-            observation: The prompt's messages; text is one user message. Messages of the assistant may have the special
-                tokens of the template's own form of an answer, such as thinking; others become ordinary text.
+            observation: The prompt's messages; text is one user message.
+            sampled: True if messages of the assistant are answers of the model: special tokens that these spell out become
+                ordinary text, except those of the template's own form of an answer, such as thinking. Those of the
+                environment's examples stay.
 
         Returns:
             The prompt's ids, generation prompt included. Plain text starts with BOS if the tokenizer adds one.
@@ -153,9 +155,9 @@ class ChatRenderer:
         if messages[-1]["role"] == "assistant":
             raise ValueError("The prompt ends with an assistant message; its last message must have another role.")
         if self.chat_template is None:
-            return self._bos() + self._plain_ids(messages, of_answers=self._foreign)
+            return self._bos() + self._plain_ids(messages, of_answers=self._foreign if sampled else ())
         own = self._own_specials(self.chat_template, messages)
-        hidden = self._escaper.hide(messages, self._foreign)
+        hidden = self._escaper.hide(messages, self._foreign if sampled else ())
         ids = self._escaper.encode(self._render(hidden))
         # Messages of the assistant may contain special tokens, of thinking for example.
         return ids if any(message["role"] == "assistant" for message in messages) else self._escaper.check(ids, own)
