@@ -1181,9 +1181,9 @@ MUTATIONS = [
         "tests/rollout/test_history.py -k many_empty",
     ),
     Mutation(
-        "a prompt with examples may forge turns without a template", "rollout/chat/renderer.py",
-        "self._plain_ids(messages, of_answers=self._foreign)", "self._plain_ids(messages)",
-        "tests/rollout/test_history.py -k forges_no_turn",
+        "answers that are written again may forge turns without a template", "rollout/chat/renderer.py",
+        "of_answers=self._foreign if sampled else ())", "of_answers=())",
+        "tests/rollout/test_history.py -k begin_and_end_nothing",
     ),
     Mutation(
         "what a message holds is the environment's own", "envs/checker.py",
