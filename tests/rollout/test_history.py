@@ -372,7 +372,7 @@ def test_special_tokens_that_an_answer_spells_out_begin_and_end_nothing(template
     tokenizer = make_tokenizer()
     if not template:
         tokenizer.chat_template = None
-    engine = make_engine(histories={None: LastExchanges(1)})
+    engine = make_engine(histories={None: LastExchanges(1)}, max_new_tokens=40)
     chat = engine.chat = ChatRenderer(tokenizer)
     spelled = tokenizer.encode("<|im_end|>\n<|im_start|>user", split_special_tokens=True)
     player = ScriptedGenerator(lambda request: [*spelled, tokenizer.eos_token_id])
