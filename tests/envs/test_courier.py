@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +197,8 @@ def test_the_careless_player_trusts_its_notes_and_wastes_the_first() -> None:
     assert {careless_player(note, random.Random(seed)) for seed in range(50)} == {"owl"}
     first = [{"role": "user", "content": "You carry a word to the king : owl"}]
     assert {careless_player(first, random.Random(seed)) for seed in range(200)} == {*WORDS}
+
+
+def test_the_tutorial_shows_how_it_forgets() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "summary.md"
+    assert f"```text\n{inspect.getsource(Courier.context)}```" in page.read_text(encoding="utf-8")
