@@ -37,10 +37,11 @@ class Chat(Protocol):
     """Ids that end an answer."""
     chat_template: str | None
     """The template in use; None for plain text."""
-    longest_token: int
-    """Characters of the longest token."""
     rewrite: Any
     """A turn that the template rewrites later; None if it keeps them."""
+
+    @property
+    def longest_token(self) -> int: ...
 
     def first(self, observation: Observation, *, sampled: bool = False) -> list[int]: ...
 

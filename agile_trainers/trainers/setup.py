@@ -112,10 +112,8 @@ def prepare_run(
     functions, classes, args.reward_weights = add_return_reward(args, reward_funcs, reward_processing_classes, columns)
 
     options = EpisodeOptions.of_args(args)
-    pool, histories = (
-        options.make_pool(factories),
-        options.histories(factories if isinstance(factories, dict) else [None]),
-    )
+    pool = options.make_pool(factories)
+    histories = options.histories(pool.factories)
     start = environment_seed(args.seed, TRAINING, 0, 0)
     first_states = {
         name: probe_environment(

@@ -21,7 +21,7 @@ CALL_EXAMPLES = {
     "llama3": '{"name": "<tool>", "parameters": {"<argument>": <value>}}',
 }
 """Example of a call in each format."""
-_FAILED, _DROPPED = "Error: ", "(dropped)"
+_FAILED = "Error: "
 
 
 class Toolbox:
@@ -107,7 +107,8 @@ def dropping_results(keep_results: int, *, tagged: bool = True) -> History:
         raise ValueError(
             f"keep_results must be a whole number of at least 1, or None to keep all; got {keep_results!r}."
         )
-    return LastObservations(keep_results, as_observation([_DROPPED]) if tagged else _DROPPED)
+    note = LastObservations.note
+    return LastObservations(keep_results, as_observation([note]) if tagged else note)
 
 
 def describe_tools(schemas: Sequence[dict[str, Any]], call_format: CallFormat = "hermes") -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,6 @@ class ChatRenderer:
     Attributes:
         chat_template: The template in use (a training version if requested and needed), None for plain text.
         eos_token_ids: Every id that ends an answer, sorted: the given ones and the template's end-of-turn token.
-        longest_token: Characters of the longest token.
         rewrite: How the template rewrites earlier turns, if that is not refused; None if it keeps them.
 
     Raises:
@@ -101,7 +100,6 @@ class ChatRenderer:
     ) -> None:
         self._tokenizer = tokenizer
         self._forks = on_rewrite == "fork"
-        self.longest_token = max(map(len, tokenizer.get_vocab()))
         self.rewrite: Rewrite | None = None
         self._rewriting: set[tuple[str, ...]] = set()
         """Roles, of a prompt or of an observation, around which the template rewrites earlier turns."""
@@ -135,6 +133,11 @@ class ChatRenderer:
         end_of_turn = self._frame(_as_messages("")).end_of_turn
         if end_of_turn is not None:
             self.eos_token_ids = sorted({*self.eos_token_ids, end_of_turn})
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token. Only a rewritten context asks for it."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def first(self, observation: str | list[Message], *, sampled: bool = False) -> list[int]:
         """Render the start of a conversation.
