@@ -63,9 +63,15 @@ class LastExchanges:
 
     Args:
         number: Answers that are kept, at least 1.
+
+    Raises:
+        ValueError: If it is less.
     """
 
     number: int
+
+    def __post_init__(self) -> None:
+        _check_count(self.number, "number of answers")
 
     def __call__(self, messages: Context) -> list[Message]:
         answers = _answers(messages)
@@ -81,10 +87,16 @@ class LastObservations:
     Args:
         number: Observations that are kept, at least 1.
         note: What older ones are replaced by.
+
+    Raises:
+        ValueError: If the number is less than 1.
     """
 
     number: int
     note: str = "(dropped)"
+
+    def __post_init__(self) -> None:
+        _check_count(self.number, "number of observations")
 
     def __call__(self, messages: Context) -> list[Message]:
         answers = _answers(messages)
@@ -102,11 +114,17 @@ class Summary:
         tokens: Tokens above which it asks.
         instruction: What asks for the summary.
         heading: What the summary follows.
+
+    Raises:
+        ValueError: If the tokens are fewer than 1.
     """
 
     tokens: int
     instruction: str = _INSTRUCTION
     heading: str = "Your summary of what happened so far:"
+
+    def __post_init__(self) -> None:
+        _check_count(self.tokens, "number of tokens")
 
     def __call__(self, messages: Context) -> list[Message]:
         if messages[-1]["role"] == "assistant":
@@ -228,6 +246,11 @@ def is_ready_history(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(is_ready_history, value.values()))
     return value in (None, "full") or (isinstance(value, str) and value.partition(":")[0] in _READY)
+
+
+def _check_count(value: int, name: str) -> None:
+    if value < 1:
+        raise ValueError(f"The {name} is {value}, expected at least 1. For the whole conversation pass history='full'.")
 
 
 def _answers(messages: list[Message]) -> list[int]:

@@ -285,6 +285,14 @@ def test_names_of_no_function(value: Any, message: str) -> None:
         as_history(value)
 
 
+@pytest.mark.parametrize("made", [LastExchanges, LastObservations, Summary])
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_ready_function_keeps_at_least_one(made: Callable[[int], Any], number: int) -> None:
+    """The last 0 of a list would be all of it."""
+    with pytest.raises(ValueError, match=rf"is {number}, expected at least 1"):
+        made(number)
+
+
 def test_a_function_without_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match="top level of a module"):
         name_of_history(lambda messages: messages)
