@@ -1,0 +1,219 @@
+"""Agents: programs that own their loop, which are trained through an endpoint instead of being stepped."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from agile_trainers.envs.checker import EnvironmentProtocolError
+
+NOT_ENFORCED = ("tool_choice", "response_format")
+"""Settings of a request that an agent can declare as not enforced."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The endpoint of one episode, as an agent gets it."""
+
+    base_url: str
+    """Of OpenAI's clients; it ends with ``/v1``."""
+    api_key: str = field(repr=False)
+    """Valid for this episode alone."""
+    name: str = "policy"
+    """Answers of ``policy`` are trained, those of ``policy-frozen`` are not; both have the same weights."""
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """The same endpoint for Anthropic's clients, which add ``/v1`` themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    def reward(self, value: float, call: str | None = None) -> None:
+        """Reward one call, or without ``call`` the last one, in addition to the reward that the agent returns.
+
+        Args:
+            value: A finite number.
+            call: The answer's id, ``response.id``.
+
+        Raises:
+            ValueError: If the value is not a finite number, or no answer of the episode has this id.
+        """
+        request = urllib.request.Request(
+            f"{self.base_url}/reward",
+            json.dumps({"value": value, "call": call}).encode(),
+            {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request):
+                pass
+        except urllib.error.HTTPError as error:
+            raise ValueError(json.load(error)["error"]["message"]) from None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an agent is to do in one episode."""
+
+    row: dict[str, Any] | None
+    """The dataset row; None in a run without rows."""
+    seed: int
+    """The environment's seed; the members of a group share it."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an agent returned."""
+
+    reward: float
+    info: dict[str, Any]
+    """With ``success``, if the agent reports it."""
+
+
+Solve = Callable[[Model, Task], Any]
+
+
+class Agent:
+    """An environment of episodes that a program of yours drives.
+
+    ``solve(model, task)`` runs one episode. It gets the address of an endpoint that speaks the dialects of OpenAI's and
+    Anthropic's clients, lets its agent work with that, and returns the episode's reward, or a dictionary with ``reward``
+    and optionally ``success`` and ``info``. A plain function runs in a thread of its own, a coroutine function in an event
+    loop that it shares with the other episodes and must not block.
+
+    Args:
+        solve: The function, with two parameters.
+        not_enforced: Settings that requests may have although they are not enforced: ``"tool_choice"`` (other than auto
+            and none) and ``"response_format"`` (other than text). The run decides the distribution, so that requests with
+            others are refused.
+        models: Further model names to the endpoints that answer them, untrained: ``{"judge": Endpoint(...)}``.
+
+    Raises:
+        ValueError: If ``solve`` cannot be called with two arguments, or ``not_enforced`` has an unknown setting.
+    """
+
+    def __init__(
+        self,
+        solve: Solve,
+        *,
+        not_enforced: Collection[str] = (),
+        models: Mapping[str, Endpoint] | None = None,
+    ) -> None:
+        if not callable(solve):
+            raise ValueError(f"An agent is a function of (model, task), got {solve!r}.")
+        try:
+            inspect.signature(solve).bind("model", "task")
+        except TypeError as error:
+            raise ValueError(f"An agent is called as solve(model, task), but {solve!r} cannot be: {error}.") from None
+        except ValueError:  # a builtin without a signature
+            pass
+        if isinstance(not_enforced, str) or (unknown := sorted(set(not_enforced) - set(NOT_ENFORCED))):
+            raise ValueError(
+                f"not_enforced={not_enforced!r} has {unknown if not isinstance(not_enforced, str) else 'a text'}; expected "
+                f"a collection of {', '.join(NOT_ENFORCED)}."
+            )
+        self.solve = solve
+        self.not_enforced = frozenset(not_enforced)
+        self.models = dict(models or {})
+        self.__name__ = getattr(solve, "__name__", type(solve).__name__)
+
+    def __call__(self) -> AgentEnvironment:
+        """Make the environment of one episode."""
+        return AgentEnvironment(self.solve)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Another endpoint, whose answers are not trained."""
+
+    base_url: str
+    """Of OpenAI's clients, ending with ``/v1``."""
+    api_key: str = field(default="", repr=False)
+    model: str | None = None
+    """Name of the model there. None: the name that the agent uses."""
+
+
+class AgentEnvironment:
+    """Plays one episode at a time of an agent."""
+
+    def __init__(self, solve: Solve) -> None:
+        self._solve = solve
+
+    async def play(self, model: Model, task: Task) -> Any:
+        """Run the agent, in a thread if it is a plain function."""
+        solve: Any = self._solve
+        waits = any(map(inspect.iscoroutinefunction, (solve, type(solve).__call__)))
+        result = solve(model, task) if waits else await _in_thread(partial(solve, model, task))
+        return await result if inspect.isawaitable(result) else result
+
+
+def is_agent(factory: Any) -> bool:
+    """Return whether an environment's factory is an agent's."""
+    return agent_of(factory) is not None
+
+
+def agent_of(factory: Any) -> Agent | None:
+    """Return the agent behind a factory, None if it is another environment's."""
+    while isinstance(factory, partial):
+        factory = factory.func
+    return factory if isinstance(factory, Agent) else None
+
+
+def validate_result(value: Any) -> Result:
+    """Check what an agent returned.
+
+    Raises:
+        EnvironmentProtocolError: If it is neither a finite number nor a dictionary with a finite ``reward``.
+    """
+    expected = "expected the reward, a finite number, or a dictionary with `reward` and optionally `success` and `info`"
+    fields: Mapping[str, Any] = value if isinstance(value, Mapping) else {"reward": value}
+    unknown = sorted(str(name) for name in fields if name not in ("reward", "success", "info"))
+    if unknown:
+        raise EnvironmentProtocolError(f"the agent returned the unknown key(s) {', '.join(unknown)}; {expected}.")
+    reward, info, success = fields.get("reward"), fields.get("info"), fields.get("success")
+    if isinstance(reward, bool):
+        reward = float(reward)
+    try:
+        number = math.nan if reward is None or isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvironmentProtocolError(
+            f"the agent returned {value!r:.200}; {expected}. An episode without is a failed one."
+        )
+    if info is not None and not isinstance(info, Mapping):
+        raise EnvironmentProtocolError(f"the agent returned info={info!r:.200}; expected a dictionary.")
+    return Result(number, {**(info or {}), **({} if success is None else {"success": bool(success)})})
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Run a function in a daemon thread of its own, which a run need not wait for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def report(value: Any, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result((value, error))
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except BaseException as raised:  # raised again where it is awaited
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody waits for it
+            loop.call_soon_threadsafe(report, value, error)
+
+    threading.Thread(target=run, daemon=True, name="agent").start()
+    value, error = await done
+    if error is not None:
+        raise error
+    return value

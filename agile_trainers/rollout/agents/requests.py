@@ -1,0 +1,158 @@
+"""A client's request and its answer, in the form that all dialects share."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from agile_trainers.types import Message
+
+POLICY = "policy"
+"""Name of the model that is trained."""
+FROZEN = "policy-frozen"
+"""Name of the same weights for answers that are not trained, such as a judge's."""
+
+
+class Refusal(Exception):
+    """A request that is not answered. No client should send it again as it is.
+
+    Args:
+        message: What was wrong, what was expected, and how to fix it.
+        status: The HTTP status.
+        code: A word for programs, such as ``"context_length_exceeded"``.
+    """
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.code = code
+
+
+@dataclass
+class ChatRequest:
+    """What a client asks for, whatever its dialect.
+
+    ``messages`` have the form of Chat Completions with three differences: ``content`` is always text (parts are joined, null
+    is empty), the arguments of a tool call are a parsed JSON object where they are one (else the text as sent), and the role
+    ``developer`` is ``system``. Keys: ``role``, ``content``, and if given ``name``, ``tool_calls`` (of an assistant),
+    ``tool_call_id`` (of a tool's result). A tool call is ``{"id", "type": "function", "function": {"name", "arguments"}}``.
+    """
+
+    model: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """``{"type": "function", "function": {"name", "description", "parameters"}}`` each, as chat templates take them."""
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    stream: bool = False
+    stream_usage: bool = False
+    """Whether a stream ends with the usage (``stream_options.include_usage``)."""
+    calls_tools: bool = True
+    """False with ``tool_choice="none"``: calls in the answer stay text."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Settings that the run decides, as sent: ``temperature``, ``top_p``, ``top_k``, ``seed``, penalties, ``logit_bias``,
+    reasoning effort."""
+    constraints: dict[str, Any] = field(default_factory=dict)
+    """Settings that ask for another distribution, as sent: ``tool_choice`` other than auto and none, ``response_format``
+    other than text, and their like in other dialects."""
+    previous: str | None = None
+    """Id of the answer that the messages follow, without the conversation before it (``previous_response_id``)."""
+    body: bytes = b""
+    """The body as received, to know a repeated request by; the server sets it."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a request's headers say of it."""
+
+    key: str | None = None
+    """``Idempotency-Key``."""
+    retries: int = 0
+    """``x-stainless-retry-count``: how often the client has sent it before."""
+    occurrence: str | None = None
+    """``x-occurrence``: tells equal requests apart that are in flight together."""
+    client: str = ""
+    """``User-Agent``."""
+
+
+@dataclass(frozen=True)
+class CalledTool:
+    """A tool call in an answer."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A token of an answer."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One sampled answer as the client gets it."""
+
+    text: str
+    """Empty if there are only tool calls."""
+    tool_calls: tuple[CalledTool, ...] = ()
+    finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
+    tokens: tuple[SampledToken, ...] = ()
+    """With their log-probs, if these were asked for."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request."""
+
+    id: str
+    """Letters and digits; dialects put their prefix before it."""
+    model: str
+    created: int
+    """Seconds since the epoch."""
+    choices: tuple[Choice, ...]
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that the server is holding open."""
+
+    request: ChatRequest
+    marks: Marks = Marks()
+    answer: Future[Answer] = field(default_factory=Future)
+    """Set from another thread to the answer or a :class:`Refusal`."""
+
+
+class Exchange(Protocol):
+    """What a server hands requests to. Its methods return at once and may be called from any thread."""
+
+    def ask(self, key: str, ticket: Ticket) -> None:
+        """Take a request of the episode with this key; a refusal arrives in ``ticket.answer`` too."""
+
+    def delivered(self, key: str, ticket: Ticket) -> None:
+        """Note that the client got the whole answer."""
+
+    def abandoned(self, key: str, ticket: Ticket) -> None:
+        """Note that the client hung up before it got the whole answer."""
+
+    def reward(self, key: str, value: Any, call: str | None) -> None:
+        """Take a reward of one call, by the answer's id as the client saw it, with its dialect's prefix.
+
+        Raises:
+            Refusal: If the episode is over or unknown, or the value is not a finite number.
+        """
