@@ -1625,7 +1625,41 @@ MUTATIONS = [
     ),
     Mutation(
         "orphans of an environment outlive it", "rollout/keeper.py",
-        "_prctl(_PR_SET_CHILD_SUBREAPER, 1)", "pass", "tests/rollout/test_left_processes.py -k raise",
+        "adopt_descendants()\n", "pass\n", "tests/rollout/test_left_processes.py -k raise",
+    ),
+    Mutation(
+        "orphans of an agent's program outlive it", "envs/isolation/process_tree.py",
+        "    adopt_descendants()\n", "    pass\n", "tests/envs/test_agent_command.py -k what_a_program_leaves",
+    ),
+    Mutation(
+        "a killed trainer leaves its agents' programs", "envs/isolation/process_tree.py",
+        "self.asked or os.getppid() != self._parent", "False", "tests/envs/test_agent_command.py -k killed_training",
+    ),
+    Mutation(
+        "a program that kills its keeper leaves processes", "envs/agent_command.py",
+        "if not self._ending:", "if False:", "tests/envs/test_agent_command.py -k kills_what_keeps_it",
+    ),
+    Mutation(
+        "an agent's program gets every variable", "envs/agent_command.py",
+        'if name in _PASSED_ON or name.startswith("LC_")', "if name",
+        "tests/envs/test_agent_command.py -k what_a_program_gets",
+    ),
+    Mutation(
+        "a key that is split between two writes is kept", "envs/isolation/process_tree.py",
+        "sure = len(held) - (self._longest - 1)", "sure = len(held)",
+        "tests/envs/test_agent_command.py -k no_part_of_a_secret",
+    ),
+    Mutation(
+        "the folder of a running episode is removed", "envs/isolation/process_tree.py",
+        "fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "tests/envs/test_agent_command.py -k nobody_holds",
+    ),
+    Mutation(
+        "what a link in a folder points to gets other rights", "envs/isolation/process_tree.py",
+        "if not os.path.islink(path):", "if True:", "tests/envs/test_agent_command.py -k nobody_holds",
+    ),
+    Mutation(
+        "a cancelled episode leaves its program", "envs/agent_command.py",
+        "            keeper.end()\n", "            pass\n", "tests/envs/test_agent_command.py -k cancelled",
     ),
     Mutation(
         "a signal to the group ends the keeper alone", "rollout/keeper.py",

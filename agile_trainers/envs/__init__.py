@@ -1,5 +1,6 @@
 """Environments: protocol, ids, checker, and adapters to libraries, which are imported when an id names them."""
 
+from agile_trainers.envs.agent import Agent
 from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation, ResetResult, StepResult, read_options
 from agile_trainers.envs.checker import (
     CheckFinding,
@@ -15,6 +16,7 @@ from agile_trainers.envs.questions.rows import load_rows
 from agile_trainers.envs.registry import list_environments, make_environment_factory, register_environment
 
 __all__ = [
+    "Agent",
     "CheckFinding",
     "CheckReport",
     "Environment",

@@ -9,13 +9,17 @@ import math
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from agile_trainers.envs.checker import EnvironmentProtocolError
+
+if TYPE_CHECKING:
+    from agile_trainers.envs.agent_command import Finished
 
 NOT_ENFORCED = ("tool_choice", "response_format")
 """Settings of a request that an agent can declare as not enforced."""
@@ -125,6 +129,53 @@ class Agent:
         self.models = dict(models or {})
         self.__name__ = getattr(solve, "__name__", type(solve).__name__)
 
+    @classmethod
+    def command(
+        cls,
+        command: Sequence[str],
+        *,
+        score: Callable[[Task, Finished], Any],
+        env: Collection[str] = (),
+        stdin: str = "",
+        prepare: Callable[[Task, Path], Any] | None = None,
+        timeout: float | None = None,
+        max_output: int = 20_000,
+        not_enforced: Collection[str] = (),
+        models: Mapping[str, Endpoint] | None = None,
+    ) -> Agent:
+        """Make an agent of a program, which runs once an episode in a new, empty folder.
+
+        The program finds the endpoint in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``, and in
+        ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and ``ANTHROPIC_MODEL``. It gets ``PATH``, the language and the
+        certificates of this process, ``AGILE_SEED``, and a ``HOME`` and ``TMPDIR`` of its own; no other variable. When it
+        ends, or the episode does, every process that it has started is killed, and its folders are removed.
+
+        Args:
+            command: The program and its arguments. ``{question}`` stands for the column ``question`` of the row, and
+                ``{row}`` (JSON), ``{seed}``, ``{base_url}`` and ``{model}`` for what they say; ``{{question}}`` is the text
+                itself. No column is passed on that is not named, as the row may hold the answer.
+            score: Called as ``score(task, finished)`` after the end, whatever it was, with a :class:`Finished`. Returns what
+                an agent returns.
+            env: Further variables: ``"HF_TOKEN"`` passes on this process's, ``"TASK={row}"`` sets one.
+            stdin: Standard input, with placeholders. Default: empty.
+            prepare: Called as ``prepare(task, folder)`` before the start, to put files into the working folder.
+            timeout: Seconds until the program gets SIGTERM, and two seconds later SIGKILL, and is scored with
+                ``finished.timed_out``. None: none. ``environment_timeout``, in contrast, ends the episode as failed.
+            max_output: Bytes that are kept of standard output, and of standard error: the first and the last half. They are
+                in the episode's info, with ``exit_code``, and the key is replaced in them.
+            not_enforced: As of :class:`Agent`.
+            models: As of :class:`Agent`.
+
+        Raises:
+            ValueError: If the program is not found, a variable of ``env`` is not set, or an argument is out of range.
+        """
+        from agile_trainers.envs.agent_command import CommandAgent
+
+        solve = CommandAgent(
+            command, score, env=env, stdin=stdin, prepare=prepare, timeout=timeout, max_output=max_output
+        )
+        return cls(solve, not_enforced=not_enforced, models=models)
+
     def __call__(self) -> AgentEnvironment:
         """Make the environment of one episode."""
         return AgentEnvironment(self.solve)
@@ -151,7 +202,7 @@ class AgentEnvironment:
         """Run the agent, in a thread if it is a plain function."""
         solve: Any = self._solve
         waits = any(map(inspect.iscoroutinefunction, (solve, type(solve).__call__)))
-        result = solve(model, task) if waits else await _in_thread(partial(solve, model, task))
+        result = solve(model, task) if waits else await in_thread(partial(solve, model, task))
         return await result if inspect.isawaitable(result) else result
 
 
@@ -194,7 +245,7 @@ def validate_result(value: Any) -> Result:
     return Result(number, {**(info or {}), **({} if success is None else {"success": bool(success)})})
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
+async def in_thread(function: Callable[[], Any]) -> Any:
     """Run a function in a daemon thread of its own, which a run need not wait for."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
-import psutil
+from agile_trainers.envs.isolation.process_tree import adopt_descendants, die_with_parent, kill_descendants, reap
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_ENDING_SECONDS = 60.0
-"""Seconds after which killed processes that the kernel does not end are left to it."""
-_PAUSE = 0.005
 _EXITING_SECONDS = 2.0
 """Seconds that a process whose trainer has ended has to exit by itself."""
 
@@ -34,13 +28,13 @@ def keep(connection: Connection) -> None:
         connection: The child's connection to the training process, which the keeper closes.
     """
     own = os.getpid()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_descendants()
     signal.signal(signal.SIGCHLD, lambda *_: None)  # some systems drop the signal otherwise
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # no signal to the group ends the keeper
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() != own:
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -49,9 +43,9 @@ def keep(connection: Connection) -> None:
     try:
         connection.close()
         threading.Thread(target=_wait_for_trainer, daemon=True).start()
-        while (code := _reap(child)) is None and signal.sigwait({signal.SIGCHLD, signal.SIGTERM}) != signal.SIGTERM:
+        while (code := reap(child)) is None and signal.sigwait({signal.SIGCHLD, signal.SIGTERM}) != signal.SIGTERM:
             pass
-        _kill_descendants()
+        kill_descendants()
     finally:
         _exit_like(-signal.SIGKILL if code is None else code)
 
@@ -67,40 +61,9 @@ def _exit_like(code: int) -> None:
     os._exit(code)
 
 
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
 def _wait_for_trainer() -> None:
     trainer = multiprocessing.parent_process()
     assert trainer is not None
     wait([trainer.sentinel])
     time.sleep(_EXITING_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _reap(child: int) -> int | None:
-    """Collect the processes that have ended. Return the exit code of ``child``; None if it runs."""
-    code = None
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                code = os.waitstatus_to_exitcode(ended[1])
-    return code
-
-
-def _kill_descendants() -> None:
-    """Kill all processes below this one, and those that they start meanwhile."""
-    deadline = time.monotonic() + _ENDING_SECONDS
-    refused: set[psutil.Process] = set()
-    while (below := set(psutil.Process().children(recursive=True)) - refused) and time.monotonic() < deadline:
-        for process in below:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
-            except psutil.AccessDenied:  # another user's
-                refused.add(process)
-        _reap(0)
-        time.sleep(_PAUSE)

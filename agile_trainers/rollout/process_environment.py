@@ -87,7 +87,7 @@ class ProcessEnvironment:
         sent = pickled(factory)
         context = multiprocessing.get_context("forkserver")
         # Imported once, before the first fork, instead of in every process.
-        context.set_forkserver_preload([_SERVER_SOCKET, __name__, *_module(factory)])
+        context.set_forkserver_preload([_SERVER_SOCKET, "psutil", __name__, *_module(factory)])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(sent, theirs), daemon=True)
         with _without_main_module():

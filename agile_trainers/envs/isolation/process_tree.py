@@ -1,0 +1,324 @@
+"""Runs a program and ends everything that it has started; also a script that keeps one program.
+
+The script imports the standard library and psutil. It reads a specification from its standard input and makes a folder,
+whose name it reports as a line of JSON. After a byte it runs the program there. It reports the program's end, another line,
+once every process below it is dead. When its input is closed, on SIGTERM, or when its parent has ended, it kills what still
+runs, removes the folder and exits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import psutil
+
+PREFIX = "agile-agent-"
+"""How the names of programs' folders begin."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ENDING_SECONDS = 60.0
+"""Seconds after which killed processes that the kernel does not end are left to it."""
+_PAUSE = 0.005
+_GRACE_SECONDS = 2.0
+"""Seconds from SIGTERM to SIGKILL at a program's time limit."""
+_PARENT_SECONDS = 2.0
+"""Seconds between two looks at whether the parent lives."""
+_ABANDONED_SECONDS = 60.0
+"""Age from which a folder that nobody holds is removed."""
+_PART = 1 << 16
+_WORK = "work"
+"""Name of the working folder."""
+
+
+def adopt_descendants() -> None:
+    """Make processes that leave their parent or session stay below this one (Linux)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when the thread that started it ends (Linux)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def reap(child: int) -> int | None:
+    """Collect the processes that have ended. Return the exit code of ``child``; None if it runs."""
+    code = None
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                code = os.waitstatus_to_exitcode(ended[1])
+    return code
+
+
+def kill_descendants(child: int = 0) -> int | None:
+    """Kill all processes below this one, and those that they start meanwhile.
+
+    Returns:
+        The exit code of ``child`` if it ended meanwhile, else None.
+    """
+    import psutil
+
+    deadline, code = time.monotonic() + _ENDING_SECONDS, None
+    refused: set[psutil.Process] = set()
+    while (below := set(psutil.Process().children(recursive=True)) - refused) and time.monotonic() < deadline:
+        for process in below:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+            except psutil.AccessDenied:  # another user's
+                refused.add(process)
+        ended = reap(child)
+        code = ended if code is None else code
+        time.sleep(_PAUSE)
+    return code
+
+
+class Excerpt:
+    """The beginning and the end of a stream, without secrets.
+
+    Args:
+        limit: Bytes that are kept.
+        secrets: Texts that are replaced by ``[secret]`` wherever they stand as they are, also across two parts.
+    """
+
+    def __init__(self, limit: int, secrets: list[str] | None = None) -> None:
+        self._secrets = [secret.encode() for secret in secrets or [] if secret]
+        self._longest = max(map(len, self._secrets), default=1)
+        self._room = limit - limit // 2
+        self._most = limit // 2
+        self._head, self._tail, self._held = b"", b"", b""
+        self._left_out = 0
+
+    def add(self, part: bytes) -> None:
+        """Take the next part of the stream."""
+        held = self._held + part
+        for secret in self._secrets:
+            held = held.replace(secret, b"[secret]")
+        sure = len(held) - (self._longest - 1)  # a secret may have begun in the rest
+        if sure > 0:
+            self._keep(held[:sure])
+            held = held[sure:]
+        self._held = held
+
+    def text(self) -> str:
+        """End the stream, and return what is kept of it."""
+        self._keep(self._held)
+        self._held = b""
+        between = f"\n[... {self._left_out} bytes left out ...]\n".encode() if self._left_out else b""
+        return (self._head + between + self._tail).decode("utf-8", "replace")
+
+    def _keep(self, part: bytes) -> None:
+        self._head, part = self._head + part[: self._room - len(self._head)], part[self._room - len(self._head) :]
+        tail = self._tail + part
+        left = max(len(tail) - self._most, 0)
+        self._tail, self._left_out = tail[left:], self._left_out + left
+
+
+def keep_program(spec: dict[str, Any], control: IO[bytes], report: IO[bytes]) -> None:
+    """Run a program in a folder of its own, and end all that it has started; see the module's docstring.
+
+    Args:
+        spec: ``command``, ``env``, ``folders`` (variable to the name of a further folder), ``stdin``, ``timeout``
+            (seconds, or None), ``limit`` (bytes of each output), ``secrets``, ``parent`` (a process id), ``place`` (where
+            folders are made).
+        control: Closed by whoever no longer needs the folder.
+        report: Gets the folder's name, then the end: ``status``, ``timed_out``, ``stdout``, ``stderr``, or ``error``.
+    """
+    adopt_descendants()
+    _remove_abandoned(spec["place"])
+    with _Wakes(control, spec["parent"]) as wakes:
+        folder = tempfile.mkdtemp(prefix=PREFIX, dir=spec["place"])
+        held = os.open(folder, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            for name in (_WORK, *spec["folders"].values()):
+                os.mkdir(os.path.join(folder, name))
+            _say(report, {"folder": os.path.join(folder, _WORK)})
+            if wakes.prepared() and (ended := _run(spec, folder, wakes)) is not None:
+                _say(report, ended)
+                while not wakes.asked:
+                    wakes.wait()
+        finally:
+            kill_descendants()
+            _remove(folder)
+            os.close(held)
+
+
+class _Wakes:
+    """Waits for the control, signals, the death of the parent, and the outputs of a program."""
+
+    def __init__(self, control: IO[bytes], parent: int) -> None:
+        self.asked = False
+        """Whether the program is to end now."""
+        self._is_prepared = False
+        self._control, self._parent = control, parent
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> _Wakes:
+        self._woken, wake = os.pipe()
+        for descriptor in (self._woken, wake):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._ask)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._control, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+
+    def _ask(self, *signal_and_frame: object) -> None:
+        self.asked = True
+
+    def prepared(self) -> bool:
+        """Wait until a byte says that the folder is prepared. False if it is given up instead."""
+        while not self.asked and not self._is_prepared:
+            self.wait()
+        return not self.asked
+
+    def watch(self, stream: IO[bytes], excerpt: Excerpt) -> None:
+        """Read a stream into an excerpt while waiting."""
+        os.set_blocking(stream.fileno(), False)
+        self._selector.register(stream, selectors.EVENT_READ, excerpt)
+
+    def wait(self, seconds: float = _PARENT_SECONDS) -> None:
+        """Wait until something happens, at most some seconds."""
+        for key, _ in self._selector.select(max(0.0, min(seconds, _PARENT_SECONDS))):
+            stream: Any = key.fileobj
+            if key.data is not None:
+                self._read(stream, key.data)
+            elif stream is self._control:
+                if os.read(stream.fileno(), 1):
+                    self._is_prepared = True
+                else:
+                    self.asked = True
+                    self._selector.unregister(stream)
+            else:
+                with suppress(BlockingIOError):
+                    os.read(self._woken, _PART)
+        self.asked = self.asked or os.getppid() != self._parent
+
+    def drain(self) -> None:
+        """Read what is left in the streams, whose writers are dead."""
+        for key in [key for key in self._selector.get_map().values() if key.data is not None]:
+            while self._read(key.fileobj, key.data):
+                pass
+
+    def _read(self, stream: Any, excerpt: Excerpt) -> bool:
+        try:
+            part = os.read(stream.fileno(), _PART)
+        except BlockingIOError:
+            return False
+        excerpt.add(part)
+        if not part:
+            self._selector.unregister(stream)
+        return bool(part)
+
+
+def _run(spec: dict[str, Any], folder: str, wakes: _Wakes) -> dict[str, Any] | None:
+    """Run the program to its end. Return the report, None if nobody waits for it."""
+    environment = {**spec["env"], **{name: os.path.join(folder, one) for name, one in spec["folders"].items()}}
+    with tempfile.TemporaryFile(dir=folder) as given:
+        given.write(spec["stdin"].encode("utf-8", "replace"))
+        given.seek(0)
+        try:
+            program = subprocess.Popen(
+                spec["command"], stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+                cwd=os.path.join(folder, _WORK), start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
+        except OSError as error:
+            return {"error": str(error)}
+    assert program.stdout is not None and program.stderr is not None
+    outputs = [Excerpt(spec["limit"], spec["secrets"]) for _ in range(2)]
+    for stream, excerpt in zip((program.stdout, program.stderr), outputs):
+        wakes.watch(stream, excerpt)
+    deadline = time.monotonic() + spec["timeout"] if spec["timeout"] is not None else float("inf")
+    code, timed_out = None, False
+    while (code := reap(program.pid)) is None and not wakes.asked:
+        wakes.wait(deadline - time.monotonic())
+        if time.monotonic() < deadline:
+            continue
+        if timed_out:
+            break
+        timed_out, deadline = True, time.monotonic() + _GRACE_SECONDS
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGTERM)
+    killed = kill_descendants(program.pid)
+    if wakes.asked:
+        return None
+    wakes.drain()
+    status = code if code is not None else killed if killed is not None else -signal.SIGKILL
+    program.returncode = status  # collected above, so that Popen does not look for it
+    stdout, stderr = (excerpt.text() for excerpt in outputs)
+    return {"status": status, "timed_out": timed_out, "stdout": stdout, "stderr": stderr}
+
+
+def _say(report: IO[bytes], message: dict[str, Any]) -> None:
+    with suppress(BrokenPipeError):
+        report.write(json.dumps(message).encode() + b"\n")
+        report.flush()
+
+
+def _remove_abandoned(place: str) -> None:
+    """Remove the folders of keepers that were killed; a keeper holds a lock on its folder."""
+    for folder in Path(place).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if folder.is_symlink() or time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS:
+                continue
+            held = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(str(folder))
+            finally:
+                os.close(held)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder, also where the program has taken rights from parts of it."""
+    with suppress(OSError):
+        os.chmod(folder, 0o700)
+    for above, below, _ in os.walk(folder):
+        for path in (os.path.join(above, name) for name in below):
+            with suppress(OSError):
+                if not os.path.islink(path):  # what it points to is not ours
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    """Read a specification from the standard input, its length in eight bytes before it, and keep its program."""
+    control, report = os.fdopen(0, "rb", buffering=0), os.fdopen(1, "wb")
+    size, given = int.from_bytes(control.read(8), "big"), b""
+    while len(given) < size:
+        part = control.read(size - len(given))
+        if not part:
+            return
+        given += part
+    spec = json.loads(given)
+    sys.path += spec["path"]
+    keep_program(spec, control, report)
+
+
+if __name__ == "__main__":
+    main()
