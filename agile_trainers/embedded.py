@@ -19,15 +19,20 @@ HEAD_DIM = 32
 """The smallest head dimension that vLLM serves on CPU."""
 
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\nTools' }}{% for tool in tools %}"
+    "{{ '\n' + tool['function'] | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% generation %}{{ message['content'] }}{% for call in message.get('tool_calls') or () %}"
+    "{{ '<tool_call>\n' + {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson"
+    " + '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML. The generation markers enclose what a rollout samples: the answer and its end-of-turn token."""
+"""ChatML with tools. The generation markers enclose what a rollout samples: the answer and its end-of-turn token."""
 
 SAMPLE_TEXTS = (
     "Guess the number between 1 and 12. You have 4 guesses. Answer with one number.",

@@ -1227,7 +1227,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row shared by environments", "rollout/engine.py",
-        "deepcopy(episode.spec.options)", "episode.spec.options", "tests/rollout/test_engine.py",
+        "deepcopy(spec.options), spec.environment", "spec.options, spec.environment", "tests/rollout/test_engine.py",
     ),
     Mutation(
         "a reward that float32 cannot hold", "envs/checker.py",

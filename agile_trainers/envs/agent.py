@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import threading
 import urllib.error
 import urllib.request
@@ -15,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from agile_trainers.envs.checker import EnvironmentProtocolError
 
 if TYPE_CHECKING:
     from agile_trainers.envs.agent_command import Finished
@@ -30,7 +27,7 @@ class Model:
     """The endpoint of one episode, as an agent gets it."""
 
     base_url: str
-    """Of OpenAI's clients; it ends with ``/v1``."""
+    """The base URL of OpenAI's clients; it ends with ``/v1``."""
     api_key: str = field(repr=False)
     """Valid for this episode alone."""
     name: str = "policy"
@@ -65,21 +62,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Task:
-    """What an agent is to do in one episode."""
+    """The task of one episode."""
 
     row: dict[str, Any] | None
     """The dataset row; None in a run without rows."""
     seed: int
     """The environment's seed; the members of a group share it."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What an agent returned."""
-
-    reward: float
-    info: dict[str, Any]
-    """With ``success``, if the agent reports it."""
 
 
 Solve = Callable[[Model, Task], Any]
@@ -186,7 +174,7 @@ class Endpoint:
     """Another endpoint, whose answers are not trained."""
 
     base_url: str
-    """Of OpenAI's clients, ending with ``/v1``."""
+    """The base URL of OpenAI's clients, ending with ``/v1``."""
     api_key: str = field(default="", repr=False)
     model: str | None = None
     """Name of the model there. None: the name that the agent uses."""
@@ -206,6 +194,11 @@ class AgentEnvironment:
         return await result if inspect.isawaitable(result) else result
 
 
+def bound_play(environment: Any, model: Model, task: Task) -> Callable[[], Any]:
+    """Bind ``play`` to its arguments."""
+    return partial(environment.play, model, task)
+
+
 def is_agent(factory: Any) -> bool:
     """Return whether an environment's factory is an agent's."""
     return agent_of(factory) is not None
@@ -216,33 +209,6 @@ def agent_of(factory: Any) -> Agent | None:
     while isinstance(factory, partial):
         factory = factory.func
     return factory if isinstance(factory, Agent) else None
-
-
-def validate_result(value: Any) -> Result:
-    """Check what an agent returned.
-
-    Raises:
-        EnvironmentProtocolError: If it is neither a finite number nor a dictionary with a finite ``reward``.
-    """
-    expected = "expected the reward, a finite number, or a dictionary with `reward` and optionally `success` and `info`"
-    fields: Mapping[str, Any] = value if isinstance(value, Mapping) else {"reward": value}
-    unknown = sorted(str(name) for name in fields if name not in ("reward", "success", "info"))
-    if unknown:
-        raise EnvironmentProtocolError(f"the agent returned the unknown key(s) {', '.join(unknown)}; {expected}.")
-    reward, info, success = fields.get("reward"), fields.get("info"), fields.get("success")
-    if isinstance(reward, bool):
-        reward = float(reward)
-    try:
-        number = math.nan if reward is None or isinstance(reward, str) else float(reward)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise EnvironmentProtocolError(
-            f"the agent returned {value!r:.200}; {expected}. An episode without is a failed one."
-        )
-    if info is not None and not isinstance(info, Mapping):
-        raise EnvironmentProtocolError(f"the agent returned info={info!r:.200}; expected a dictionary.")
-    return Result(number, {**(info or {}), **({} if success is None else {"success": bool(success)})})
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:

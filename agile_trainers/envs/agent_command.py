@@ -20,7 +20,8 @@ from typing import Any
 
 import psutil
 
-from agile_trainers.envs.agent import Model, Task, in_thread, validate_result
+from agile_trainers.envs.agent import Model, Task, in_thread
+from agile_trainers.envs.checker import validate_result
 from agile_trainers.envs.isolation import process_tree
 
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
@@ -47,7 +48,7 @@ class Finished:
     folder: Path
     """Its working folder, which is removed after scoring. No process of the program runs any more."""
     timed_out: bool = False
-    """Whether it was ended at ``timeout``."""
+    """True if it was ended at ``timeout``."""
 
 
 Score = Callable[[Task, Finished], Any]
@@ -117,13 +118,13 @@ class CommandAgent:
             if "error" in ended:
                 raise RuntimeError(f"{self.__name__} did not start: {ended['error']}")
             finished = Finished(ended["status"], ended["stdout"], ended["stderr"], folder, ended["timed_out"])
-            scored = validate_result(await _called(self.score, task, finished))
+            reward, info = validate_result(await _called(self.score, task, finished))
         finally:
             keeper.end()
             await asyncio.shield(in_thread(keeper.ended))
         kept = {"exit_code": finished.exit_code, "stdout": finished.stdout, "stderr": finished.stderr}
         limit = {"timed_out": True} if finished.timed_out else {}
-        return {"reward": scored.reward, "info": {**kept, **limit, **scored.info}}
+        return {"reward": reward, "info": {**kept, **limit, **info}}
 
     def _spec(self, model: Model, task: Task) -> dict[str, Any]:
         row = json.dumps(task.row, ensure_ascii=False, default=str)

@@ -131,6 +131,30 @@ def validate_context(result: Any, source: str) -> list[Message]:
     return messages
 
 
+def validate_result(result: Any) -> tuple[float, dict[str, Any]]:
+    """Check what an agent returned at the end of its episode.
+
+    Returns:
+        The reward, and the info with ``success`` if the agent reports it, as plain data.
+
+    Raises:
+        EnvironmentProtocolError: If it is neither a reward as :func:`validate_step` takes it nor a dictionary with one.
+    """
+    if not issubclass(type(result), dict):
+        return _validate_reward(result, "the agent"), {}
+    fields = _stored(result)
+    unknown = sorted(str(name) for name in fields if name not in ("reward", "success", "info"))
+    if unknown or "reward" not in fields:
+        wrong = f"the unknown key {unknown[0]!r}" if unknown else "no reward"
+        raise EnvironmentProtocolError(
+            f"the agent returned a dictionary with {wrong}; expected `reward`, and optionally `success` and `info`."
+        )
+    info = _validate_info({} if fields.get("info") is None else fields["info"], "the agent")
+    if fields.get("success") is not None:
+        info = _validate_info({**info, "success": fields["success"]}, "the agent")
+    return _validate_reward(fields["reward"], "the agent"), info
+
+
 def _validate_reward(reward: Any, method: str) -> float:
     if isinstance(reward, bool) or not isinstance(reward, Real):
         hint = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from agile_trainers.envs.checker import (
 )
 from agile_trainers.envs.context import Context, History, Question, full
 from agile_trainers.imports import pass_on_interrupt
+from agile_trainers.rollout.agents.rollout import AgentRollout
 from agile_trainers.rollout.cutting import cut_observation
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
 from agile_trainers.rollout.forest import Call, Fork, forest
@@ -52,6 +53,10 @@ class Chat(Protocol):
     def frame(self, observation: Observation, last_action_id: int) -> list[int]: ...
 
     def decode(self, action_ids: list[int]) -> str: ...
+
+    def with_tools(self, tools: list[dict[str, Any]]) -> Chat: ...
+
+    def spliced(self, messages: list[Message], answers: Mapping[int, Sequence[int]]) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -251,54 +256,77 @@ class RolloutEngine:
             ValueError: If ``environment_timeout`` is set for an environment that is stepped inline.
             RuntimeError: If the generator never answers a request.
         """
-        episodes = [_Episode(spec, self.limits_of(spec.environment), _noise(spec.stream)) for spec in specs]
         try:
-            return self._play(episodes, generator, on_finish)
+            return self._play(specs, generator, on_finish)
         except BaseException:
             # Nothing of an interrupted rollout may reach the next one.
             self.pool.abandon()
             raise
 
     def _play(
-        self, episodes: list[_Episode], generator: Generator, on_finish: Callable[[Trajectory], None] | None
+        self, specs: Sequence[EpisodeSpec], generator: Generator, on_finish: Callable[[Trajectory], None] | None
     ) -> list[Trajectory]:
         for trajectory in (played() for played in self._played):
             if trajectory is not None:
                 trajectory.environment = None  # it is played again
-        for index, episode in enumerate(episodes):
-            # A copy, since an environment may modify its row.
-            self.pool.reset(index, episode.spec.seed, deepcopy(episode.spec.options), episode.spec.environment)
         finished: dict[int, Trajectory] = {}
 
+        def finish(index: int, trajectory: Trajectory) -> None:
+            generator.release(index)
+            finished[index] = trajectory
+            if not trajectory.stop_reason.failed:
+                trajectory.environment = self.pool.environment(index)
+            self.pool.release(index, reusable=not trajectory.stop_reason.failed)
+            if on_finish is not None:
+                on_finish(trajectory)
+
         def proceed(index: int) -> None:
-            episode = episodes[index]
+            episode = stepped[index]
             if episode.asked is not None and episode.stop_reason is None:
                 self._ask(index, episode, generator)
-            if episode.stop_reason is None or self._ends(index, episode):
-                return
-            generator.release(index)
-            finished[index] = episode.finished()
-            if not episode.stop_reason.failed:
-                finished[index].environment = self.pool.environment(index)
-            self.pool.release(index, reusable=not episode.stop_reason.failed)
-            if on_finish is not None:
-                on_finish(finished[index])
+            if episode.stop_reason is not None and not self._ends(index, episode):
+                finish(index, episode.finished())
 
-        while len(finished) < len(episodes):
-            idle = generator.pending == 0
-            outcomes = self.pool.outcomes(block=idle)
-            if idle and not outcomes:
-                raise RuntimeError(
-                    f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
-                )
-            for outcome in outcomes:
-                self._on_outcome(outcome, episodes[outcome.episode])
-                proceed(outcome.episode)
-            for output in generator.step():
-                self._on_action(output, episodes[output.episode])
-                proceed(output.episode)
+        def proceed_agent(outcome: Outcome) -> None:
+            assert agents is not None
+            for request in agents.on_outcome(outcome):
+                generator.submit(request)
+            episode = agents.episodes[outcome.episode]
+            if outcome.method == "play":
+                finish(outcome.episode, episode.finished())
+
+        stepped: dict[int, _Episode] = {}
+        served = any(self.pool.agent(spec.environment) for spec in specs)
+        with AgentRollout(self.pool, self.chat) if served else nullcontext() as agents:
+            for index, spec in enumerate(specs):
+                limits = self.limits_of(spec.environment)
+                if agents is not None and self.pool.agent(spec.environment):
+                    agents.start(index, spec, limits)
+                    continue
+                stepped[index] = _Episode(spec, limits, _noise(spec.stream))
+                # A copy, since an environment may modify its row.
+                self.pool.reset(index, spec.seed, deepcopy(spec.options), spec.environment)
+            while len(finished) < len(specs):
+                idle = generator.pending == 0
+                outcomes = self.pool.outcomes(block=idle)
+                if idle and not outcomes:
+                    raise RuntimeError(
+                        f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
+                    )
+                for outcome in outcomes:
+                    if outcome.episode in stepped:
+                        self._on_outcome(outcome, stepped[outcome.episode])
+                        proceed(outcome.episode)
+                    else:
+                        proceed_agent(outcome)
+                for output in generator.step():
+                    if output.episode in stepped:
+                        self._on_action(output, stepped[output.episode])
+                        proceed(output.episode)
+                    elif agents is not None:
+                        agents.episodes[output.episode].answered(output)
         self._played = [ref(trajectory) for trajectory in finished.values()]
-        return [finished[index] for index in range(len(episodes))]
+        return [finished[index] for index in range(len(specs))]
 
     def limits_of(self, environment: str | None) -> Limits:
         """Return the limits of an environment's episodes."""

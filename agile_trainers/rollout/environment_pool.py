@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from agile_trainers.envs.agent import Agent, Model, Task, agent_of, bound_play
 from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_context, bound_end, bound_reset, bound_step
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.process_environment import ProcessEnvironment, pickled
@@ -130,7 +131,7 @@ class EnvironmentPool:
         """Resets that wait until another episode ends."""
         self._running: dict[int, _Call] = {}
         # The only attribute that other threads use; the caller's thread owns all others.
-        self._answers: queue.SimpleQueue[tuple[_Call, Outcome]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[_Call | None, Outcome]] = queue.SimpleQueue()
         self._loop: _Loop | None = None
         self._threads = _Threads()
 
@@ -143,6 +144,23 @@ class EnvironmentPool:
     def step(self, episode: int, action: str) -> None:
         """Send an action; :meth:`outcomes` returns the outcome."""
         self._call(episode, "step", bound_step, action)
+
+    def agent(self, name: str | None = None) -> Agent | None:
+        """Return the agent that plays the episodes of an environment; None if its instances are stepped."""
+        return agent_of(self._made[name])
+
+    def play(self, episode: int, model: Model, task: Task, name: str | None = None) -> None:
+        """Let an agent play a whole episode once ``max_environments`` allows it; see :meth:`outcomes`.
+
+        ``timeout`` counts for the whole episode.
+        """
+        self._names[episode] = name
+        self._queued.append(partial(self._call, episode, "play", bound_play, model, task))
+        self._start_queued()
+
+    def post(self, outcome: Outcome) -> None:
+        """Let :meth:`outcomes` return what happened to an episode outside the pool. May be called from any thread."""
+        self._answers.put((None, outcome))
 
     def return_range(self, name: str | None = None) -> tuple[float, float] | None:
         """Return the lowest and highest return that an environment declares as ``return_range``; None if it does not.
@@ -209,7 +227,9 @@ class EnvironmentPool:
                 if not block or taken:
                     break
                 continue
-            if self._running.get(call.episode) is call:
+            if call is None:
+                taken.append(outcome)
+            elif self._running.get(call.episode) is call:
                 self._end(call)
                 taken.append(outcome)
             else:

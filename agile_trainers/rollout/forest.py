@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
 
 class Fork(StrEnum):
-    """Reasons of the rollout loop to begin a new path."""
+    """Reasons to begin a new path."""
 
     CONTEXT = "context rewritten"
     TEMPLATE = "template rewrites earlier turns"
+    AGAIN = "asked again"
+    """An agent asked for another answer to the same prompt."""
+    BRANCH = "another continuation"
+    """An agent went on from an earlier answer in a second way."""
+    NEW = "new conversation"
+    """An agent began another conversation."""
 
 
 @dataclass
@@ -97,6 +104,29 @@ def forest(calls: Sequence[Call], stop_reason: StopReason, *, last: Sequence[int
         paths=paths,
         **options,
     )
+
+
+def conversation(calls: Sequence[Call], stop_reason: StopReason, **options: Any) -> Trajectory:
+    """Make an ordinary episode of calls whose prompts extend each other.
+
+    Args:
+        calls: At least one. Each prompt begins with the prompt and answer of the call before.
+        stop_reason: Why the episode ended.
+        **options: Further fields of the :class:`~agile_trainers.types.Trajectory`.
+
+    Raises:
+        ValueError: As :func:`forest`, or if a prompt does not extend the call before.
+    """
+    whole = forest(calls, stop_reason, **options)
+    assert whole.paths is not None
+    if len(whole.paths) > 1 or any(one.place + one.end - one.start > two.place for one, two in pairwise(whole.turns)):
+        raise ValueError("The calls do not extend each other; make the episode with forest().")
+    path, start = whole.paths[0], whole.turns[0].place
+    logprobs = [0.0] * (len(path) - start)
+    for turn, call in zip(whole.turns, calls, strict=True):
+        turn.start, turn.end, turn.place = turn.place - start, turn.place - start + len(call.answer_ids), 0
+        logprobs[turn.start : turn.end] = call.logprobs
+    return replace(whole, completion_ids=path[start:], sampling_logprobs=logprobs, paths=None)
 
 
 def _paths(whole: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:

@@ -24,6 +24,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import cloudpickle
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
+from agile_trainers.envs.agent import Model, Task, bound_play
 from agile_trainers.envs.base import (
     Environment,
     EnvironmentFactory,
@@ -119,6 +120,10 @@ class ProcessEnvironment:
         """Step the environment in the process."""
         return await self._call("step", action)
 
+    async def play(self, model: Model, task: Task) -> Any:
+        """Let an agent play an episode in the process."""
+        return await self._call("play", model, task)
+
     async def end(self, reason: str) -> float | None:
         """Tell the environment in the process that a limit ends the episode; None if it does not define ``end``."""
         return cast("float | None", await self._call("end", reason))
@@ -203,6 +208,7 @@ async def _readable(descriptor: int) -> None:
 _BOUND: dict[str, Callable[..., Callable[[], Any]]] = {
     "reset": bound_reset,
     "step": bound_step,
+    "play": bound_play,
     "end": bound_end,
     "context": bound_context,
 }

@@ -183,7 +183,7 @@ def test_what_scoring_returns() -> None:
     assert played("sh", "-c", "exit 3", score=later, row={"n": 4})["reward"] == 7.0
     with pytest.raises(ZeroDivisionError):
         played("true", score=lambda task, finished: 1 / 0)
-    with pytest.raises(Exception, match="the agent returned None"):
+    with pytest.raises(Exception, match="the agent returned reward=None"):
         played("true", score=lambda task, finished: None)
 
 

@@ -33,7 +33,7 @@ class Refusal(Exception):
 
 @dataclass
 class ChatRequest:
-    """What a client asks for, whatever its dialect.
+    """A request, whatever its dialect.
 
     ``messages`` have the form of Chat Completions with three differences: ``content`` is always text (parts are joined, null
     is empty), the arguments of a tool call are a parsed JSON object where they are one (else the text as sent), and the role
@@ -51,7 +51,7 @@ class ChatRequest:
     logprobs: bool = False
     stream: bool = False
     stream_usage: bool = False
-    """Whether a stream ends with the usage (``stream_options.include_usage``)."""
+    """True if a stream ends with the usage (``stream_options.include_usage``)."""
     calls_tools: bool = True
     """False with ``tool_choice="none"``: calls in the answer stay text."""
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a request's headers say of it."""
+    """The headers of a request that count."""
 
     key: str | None = None
     """``Idempotency-Key``."""
@@ -107,11 +107,11 @@ class Choice:
     """One sampled answer as the client gets it."""
 
     text: str
-    """Empty if there are only tool calls."""
+    """The content; empty if there are only tool calls."""
     tool_calls: tuple[CalledTool, ...] = ()
     finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
     tokens: tuple[SampledToken, ...] = ()
-    """With their log-probs, if these were asked for."""
+    """The sampled tokens, if log-probs were asked for."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Ticket:
 
 
 class Exchange(Protocol):
-    """What a server hands requests to. Its methods return at once and may be called from any thread."""
+    """The receiver of a server's requests. Its methods return at once and may be called from any thread."""
 
     def ask(self, key: str, ticket: Ticket) -> None:
         """Take a request of the episode with this key; a refusal arrives in ``ticket.answer`` too."""

@@ -8,8 +8,12 @@ the answer's end-of-turn marker, the observation, and the next generation prompt
 
 from __future__ import annotations
 
+import json
+import re
+import secrets
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, cast
@@ -40,6 +44,8 @@ _VARIABLES: tuple[dict[str, Any], ...] = (
     {"enable_thinking": False},
 )
 """Template variables that make some templates keep earlier turns."""
+_TOOL_SETS = 64
+"""Renderers kept, one for each set of tools."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class ChatRenderer:
         """Roles, of a prompt or of an observation, around which the template rewrites earlier turns."""
         # Games repeat the same few observations.
         self._said = lru_cache(maxsize=1024)(self._say)
+        self._by_tools: dict[str, ChatRenderer] = {}
         self._kwargs = dict(chat_template_kwargs or {})
         if eos_token_ids is None:
             eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -164,6 +171,102 @@ class ChatRenderer:
         ids = self._escaper.encode(self._render(hidden))
         # Messages of the assistant may contain special tokens, of thinking for example.
         return ids if any(message["role"] == "assistant" for message in messages) else self._escaper.check(ids, own)
+
+    def with_tools(self, tools: list[dict[str, Any]]) -> ChatRenderer:
+        """Return the renderer of conversations that begin with these tools.
+
+        Args:
+            tools: As chat templates take them: ``{"type": "function", "function": {"name", "description", "parameters"}}``.
+
+        Raises:
+            ValueError: If there is no template, it does not write the tools, or it rejects them or rewrites earlier turns.
+        """
+        if not tools:
+            return self
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._by_tools:
+            if len(self._by_tools) >= _TOOL_SETS:
+                self._by_tools.pop(next(iter(self._by_tools)))
+            self._by_tools[key] = self._made_with(tools)
+        return self._by_tools[key]
+
+    def _made_with(self, tools: list[dict[str, Any]]) -> ChatRenderer:
+        if self.chat_template is None:
+            raise ValueError(
+                f"The tokenizer of {_name(self._tokenizer)} has no chat template, which would write the tools."
+            )
+        other = copy(self)
+        other._kwargs = {**self._kwargs, "tools": self._escaper.hide_in(tools)}
+        other._render = other._renderer(self.chat_template, other._kwargs)
+        other._said = lru_cache(maxsize=1024)(other._say)
+        other._rewriting, other._frames, other._prompts = set(), {}, {}
+        written = other._render(_as_messages("prompt"))
+        missing = [name for tool in tools if (name := tool["function"]["name"]) not in written]
+        if missing:
+            raise ValueError(
+                f"The chat template of {_name(self._tokenizer)} does not write the tool {missing[0]!r} into the prompt. Use "
+                "one that writes `tools`, or describe them in the system prompt and send none."
+            )
+        other.rewrite = other._find_rewrite(self.chat_template, other._kwargs)
+        if other.rewrite is not None and not self._forks:
+            raise ValueError(self._refusal(other.rewrite, self.chat_template, "It does so with tools."))
+        return other
+
+    def spliced(self, messages: list[Message], answers: Mapping[int, Sequence[int]]) -> list[int]:
+        """Render a conversation in which sampled answers keep their ids.
+
+        Where the template is known to rewrite earlier turns, and writes another text for an answer than was sampled, the
+        conversation is encoded as :meth:`first` does.
+
+        Args:
+            messages: The conversation. The content of a sampled answer is its :meth:`decode`.
+            answers: The sampled ids by the index of their message.
+
+        Raises:
+            ValueError: As :meth:`first`.
+        """
+        if not answers:
+            return self.first(messages, sampled=True)
+        if messages[-1]["role"] == "assistant":
+            return self.first(messages)  # which says what is wrong
+        mark = f"agileSampled{secrets.token_hex(16)}n"
+        hidden = self._escaper.hide(messages, self._foreign)
+        marked = [{**one, "content": f"{mark}{k}n"} if k in answers else one for k, one in enumerate(hidden)]
+        if self.chat_template is None:
+            whole, ids = _PARTING.join(one["content"] for one in marked) + _PARTING, self._bos()
+            # Nothing parts a prompt from its answer.
+            whole = re.sub(f"{_PARTING}({mark}[0-9]+n)", r"\1", whole, count=1)
+        else:
+            self._own_specials(self.chat_template, messages)
+            whole, ids = self._render(marked), []
+        pieces = re.split(f"{mark}([0-9]+)n", whole)
+        places = list(map(int, pieces[1::2]))
+        if places != sorted(answers) or not self._writes(messages, answers, pieces):
+            return self.first(messages, sampled=True)
+        ids += self._escaper.encode(pieces[0])
+        for place, piece in zip(places, pieces[2::2], strict=True):
+            ids += answers[place]
+            ids += self._after(ids[-1], self._escaper.encode(piece))
+        return ids
+
+    def _after(self, last_action_id: int, ids: list[int]) -> list[int]:
+        """Cut the end-of-turn token, and what is before it, from the text after an answer that ends with it."""
+        ends = self._escaper.ids.union(self.eos_token_ids)
+        place = next((place for place, one in enumerate(ids) if one in ends), None)
+        if place is None or ids[place] != last_action_id or self.chat_template is None:
+            return ids
+        return ids[place + 1 :]
+
+    def _writes(self, messages: list[Message], answers: Mapping[int, Sequence[int]], pieces: list[str]) -> bool:
+        """Return whether the template writes answers as they were sampled; ``pieces`` are the texts around them."""
+        if self.rewrite is None and tuple(message["role"] for message in messages) not in self._rewriting:
+            return True
+        sampled = {
+            place: cast(str, self._tokenizer.decode(_without_end(ids, self.eos_token_ids), **_EXACT))
+            for place, ids in answers.items()
+        }
+        text = "".join(sampled[int(piece)] if number % 2 else piece for number, piece in enumerate(pieces))
+        return text == self._render(self._escaper.hide(messages, self._foreign))
 
     def goes_on(
         self, messages: list[Message], prompt: Sequence[str], action_ids: Sequence[int], observation: list[Message]

@@ -6,6 +6,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -51,11 +52,24 @@ class SpecialTokenEscaper:
             of_answers: Those that are replaced in messages of the assistant; the others stay there.
         """
         return [
-            {key: self._hide(value, chosen) if isinstance(value, str) else value for key, value in message.items()}
+            self.hide_in(message, chosen)
             if (chosen := of_answers if message["role"] == "assistant" else self.ids)
             else message
             for message in messages
         ]
+
+    def hide_in(self, value: Any, chosen: Collection[int] | None = None) -> Any:
+        """Replace special tokens by marks in all texts of nested lists and dictionaries.
+
+        Args:
+            value: Text, or what holds texts.
+            chosen: The tokens. Default: all.
+        """
+        if isinstance(value, str):
+            return self._hide(value, self.ids if chosen is None else chosen)
+        if isinstance(value, dict):
+            return {self.hide_in(key, chosen): self.hide_in(one, chosen) for key, one in value.items()}
+        return [self.hide_in(one, chosen) for one in value] if isinstance(value, list) else value
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text that was rendered from hidden messages.

@@ -1,0 +1,593 @@
+"""The calls of one agent's episode: every sampled answer is trained once, with the ids that were sampled."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers.utils import logging
+
+from agile_trainers.envs.agent import Agent
+from agile_trainers.envs.checker import (
+    LARGEST_REWARD,
+    EnvironmentProtocolError,
+    describe_error,
+    plain_text,
+    validate_context,
+    validate_result,
+)
+from agile_trainers.rollout.agents.replies import cut_at_stop, length_to_stop, tool_calls
+from agile_trainers.rollout.agents.requests import (
+    FROZEN,
+    POLICY,
+    Answer,
+    CalledTool,
+    ChatRequest,
+    Choice,
+    Refusal,
+    SampledToken,
+    Ticket,
+)
+from agile_trainers.rollout.environment_pool import EnvironmentTimeoutError
+from agile_trainers.rollout.forest import Call, Fork, conversation, forest
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
+from agile_trainers.types import Message, StopReason, Trajectory, common_prefix
+
+if TYPE_CHECKING:
+    from agile_trainers.rollout.engine import Chat, EpisodeSpec, Limits
+
+logger = logging.get_logger(__name__)
+
+MAX_TURNS, CONTEXT_FULL = "max_turns_reached", "context_length_exceeded"
+"""Codes of refusals that a limit of the run causes."""
+_LIMITS = {MAX_TURNS: StopReason.MAX_TURNS, CONTEXT_FULL: StopReason.CONTEXT_FULL}
+_SHOWN = 40
+"""Characters around a difference that a record shows."""
+
+
+@dataclass(eq=False)
+class _Sample:
+    """One sampled answer."""
+
+    asked: _Asked
+    prompt_ids: list[int]
+    occurrence: tuple[int, ...]
+    """Tells it from the other answers to the same prompt."""
+    shown: list[Message]
+    """The messages that the prompt was rendered from."""
+    begun: list[str]
+    """Roles of the first messages of its conversation."""
+    after: _Sample | None = None
+    """The one that it goes on from."""
+    fork: Fork | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    """The sampled text."""
+    choice: Choice | None = None
+    """The answer as the client gets it; None until it is sampled."""
+    finish_reason: str = "stop"
+    reward: float = 0.0
+    read: int | None = None
+
+    @property
+    def order(self) -> tuple[list[int], tuple[int, ...]]:
+        """Orders answers by what was sampled, whenever that was; an answer comes after those that its prompt contains."""
+        return self.prompt_ids, self.occurrence
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request with all that asked for its answer, the first time and again."""
+
+    request: ChatRequest
+    digest: bytes
+    number: int
+    """Requests before it."""
+    context: tuple[str, ...]
+    """A key of each message as sent."""
+    tools: str
+    waiting: list[Ticket]
+    samples: list[_Sample] = field(default_factory=list)
+    answer: Answer | None = None
+    delivered: bool = False
+    abandoned: bool = False
+
+    @property
+    def trained(self) -> bool:
+        return self.request.model == POLICY
+
+
+class AgentEpisode:
+    """The calls of one episode.
+
+    Requests come in any order and several at once. What is sampled depends on (the episode's stream, the prompt's ids, how
+    often it was asked for) alone.
+
+    Args:
+        index: The episode's key among the generator's requests.
+        spec: The episode.
+        limits: Its limits.
+        chat: Renders prompts.
+        agent: The agent, for what it declares.
+    """
+
+    def __init__(self, index: int, spec: EpisodeSpec, limits: Limits, chat: Chat, agent: Agent) -> None:
+        self.index, self.spec, self.limits, self.chat, self.agent = index, spec, limits, chat, agent
+        self.stop_reason: StopReason | None = None
+        self.asked: dict[str, _Asked] = {}
+        """Requests by the answer's id. Other threads read them."""
+        self._by_key: dict[str, _Asked] = {}
+        self._by_digest: defaultdict[bytes, list[_Asked]] = defaultdict(list)
+        self._by_answer: defaultdict[str, list[_Sample]] = defaultdict(list)
+        self._samples: list[_Sample] = []
+        """Those asked for, in order; the index is the generator's ``call``."""
+        self._pending: set[int] = set()
+        self._occurrences: Counter[tuple[bytes, bool, tuple[int, ...]]] = Counter()
+        self._rewards: list[tuple[_Sample, int]] = []
+        """Answers that were rewarded, and the number of answers asked for before that."""
+        self._refused: Counter[str] = Counter()
+        self._error: str | None = None
+        self._end_reward: float | None = None
+        self._result_info: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------------------------------------- what comes in
+
+    def ask(self, ticket: Ticket) -> list[GenerationRequest]:
+        """Take a request. Return what is to be sampled for it: nothing if it repeats one, or is refused."""
+        try:
+            return self._ask(ticket)
+        except Refusal as refusal:
+            self._refused[refusal.code] += 1
+            refuse(ticket, refusal)
+            return []
+
+    def answered(self, output: GenerationOutput) -> None:
+        """Take a sampled answer, and send it when its request has all of them."""
+        if output.call not in self._pending:
+            return
+        self._pending.remove(output.call)
+        sample = self._samples[output.call]
+        self._keep(sample, output)
+        asked = sample.asked
+        if all(one.choice is not None for one in asked.samples):
+            request = asked.request
+            choices = tuple(one.choice for one in asked.samples if one.choice is not None)
+            asked.answer = Answer(
+                id=self._id(asked),
+                model=request.model,
+                created=int(time.time()),
+                choices=choices,
+                prompt_tokens=len(sample.prompt_ids),
+                completion_tokens=sum(len(one.ids) for one in asked.samples),
+            )
+            for ticket in asked.waiting:
+                _send(ticket, asked.answer)
+
+    def delivered(self, ticket: Ticket) -> None:
+        """Note that a client got its answer."""
+        for asked in self.asked.values():
+            if ticket in asked.waiting:
+                asked.delivered = True
+                asked.waiting.remove(ticket)
+
+    def abandoned(self, ticket: Ticket) -> None:
+        """Note that a client hung up: its answer waits for the next equal request."""
+        for asked in self.asked.values():
+            if ticket in asked.waiting:
+                asked.waiting.remove(ticket)
+                asked.abandoned = not asked.delivered and not asked.waiting
+                for sample in asked.samples:
+                    sample.info["hung_up"] = True
+
+    def reward(self, value: float, call: str | None) -> None:
+        """Reward one call; :meth:`sample_of` has found it."""
+        sample = self.sample_of(call)
+        sample.reward += value
+        self._rewards.append((sample, len(self._samples)))
+
+    def sample_of(self, call: str | None) -> _Sample:
+        """Return the answer that an id names.
+
+        Args:
+            call: The id with its dialect's prefix, of several choices with ``:index`` after it; None for the last one.
+
+        Raises:
+            Refusal: If there is none, or there are several.
+        """
+        if call is None:
+            answered = [one for one in list(self._samples) if one.choice is not None and one.asked.trained]
+            if not answered:
+                raise Refusal("A call is rewarded after its answer, and this episode has none yet.", 404)
+            return answered[-1]
+        name, _, place = call.partition(":")
+        asked = self.asked.get(name.replace("-", "_").rpartition("_")[2])
+        samples = [] if asked is None else asked.samples
+        if not samples or (place and (not place.isdigit() or int(place) >= len(samples))):
+            raise Refusal(f"No answer of this episode has the id {call!r:.100}; expected `response.id`.", 404)
+        if asked is not None and not asked.trained:
+            raise Refusal(
+                f"The answer {call!r:.100} is of {FROZEN!r}, which is not trained; expected one of {POLICY!r}."
+            )
+        if len(samples) > 1 and not place:
+            raise Refusal(f"The answer {call!r:.100} has {len(samples)} choices. Reward one as '{call:.100}:0'.")
+        return samples[int(place or 0)]
+
+    def end(self, value: Any, error: BaseException | None) -> None:
+        """Take what the agent returned, or its exception, and refuse the requests that are still open."""
+        limit = next((reason for code, reason in _LIMITS.items() if self._refused[code]), None)
+        try:
+            if error is not None:
+                raise error
+            reward, self._result_info = validate_result(value)
+            samples = self._trained()
+            if not samples:
+                raise EnvironmentProtocolError(
+                    "the agent asked for no answer of the policy. Let its client use model.base_url, model.api_key and "
+                    "model.name."
+                )
+            if abs(reward + sum(one.reward for one in samples)) > LARGEST_REWARD:
+                raise EnvironmentProtocolError(f"the rewards of the episode exceed {LARGEST_REWARD:.3g} (float32).")
+            samples[-1].reward += reward
+            self._end_reward = None if limit is None else reward
+            self.stop_reason = limit or StopReason.TERMINATED
+        except EnvironmentTimeoutError as late:
+            self.stop_reason, self._error = StopReason.ENVIRONMENT_TIMEOUT, describe_error(late)
+        except BaseException as raised:  # the pool has passed on an interrupt of the user
+            self.stop_reason, self._error = StopReason.ENVIRONMENT_ERROR, describe_error(raised)
+        if self._error is not None and self._refused:
+            counts = ", ".join(f"{code}: {count}" for code, count in self._refused.items())
+            self._error += f" (requests that were refused: {counts})"
+        for asked in self.asked.values():
+            for ticket in asked.waiting:
+                refuse(ticket, over())
+
+    # ------------------------------------------------------------------------------------------------- what comes out
+
+    def finished(self) -> Trajectory:
+        """Return the episode."""
+        assert self.stop_reason is not None
+        samples = self._trained()
+        fields: dict[str, Any] = {
+            "prompt": samples[0].shown if samples else [],
+            "seed": self.spec.seed,
+            "environment_name": self.spec.environment,
+            "error": self._error,
+            "end_reward": self._end_reward,
+            "options": self.spec.options,
+            "read_again": self._read_again(),
+        }
+        if not samples:
+            return Trajectory([], [], [], [], self.stop_reason, **fields)
+        calls = [
+            Call(
+                sample.prompt_ids,
+                sample.ids,
+                sample.logprobs,
+                sample.text,
+                sample.finish_reason,
+                sample.reward,
+                info={"call": sample.info},
+                messages=sample.shown,
+                fork=None if sample.fork is None else str(sample.fork),
+            )
+            for sample in samples
+        ]
+        calls[-1].info = {**self._result_info, **calls[-1].info}
+        for place, (before, sample) in enumerate(pairwise(samples)):
+            if sample.after is before:
+                calls[place].observation = sample.shown[len(before.shown) + 1 :]
+                calls[place + 1].messages = None
+        calls[0].messages = None
+        if all(sample.after is before for before, sample in pairwise(samples)):
+            self._leave_rewards_out(samples, calls)
+            return conversation(calls, self.stop_reason, **fields)
+        for call in calls:
+            call.rewarded = 0  # which reward came before which of several calls at once may depend on their answers
+        return forest(calls, self.stop_reason, linear=False, **fields)
+
+    def _leave_rewards_out(self, samples: list[_Sample], calls: list[Call]) -> None:
+        """Let an answer's return begin with the first reward that was given after it was asked for."""
+        numbers = {id(sample): place for place, sample in enumerate(samples)}
+        late = [(numbers[id(sample)], before) for sample, before in self._rewards if id(sample) in numbers]
+        for place, (sample, call) in enumerate(zip(samples, calls, strict=True)):
+            asked = sample.info["number"]
+            first = min([place, *(one for one, before in late if before > asked)])
+            call.rewarded = None if first == place else first
+
+    def _trained(self) -> list[_Sample]:
+        """Return the trained answers in an order that does not depend on time."""
+        return sorted((one for one in self._samples if one.choice and one.asked.trained), key=lambda one: one.order)
+
+    def _read_again(self) -> int | None:
+        again, before = 0, list[list[int]]()
+        for sample in self._samples:
+            if sample.choice is None:
+                continue
+            if sample.read is None:
+                return None
+            ids = sample.prompt_ids
+            # The last token of either was not read, or is read once more for what follows it.
+            shared = max((min(common_prefix(one, ids), len(one) - 1, len(ids) - 1) for one in before), default=0)
+            again += max(0, sample.read - (len(ids) - shared))
+            before.append([*ids, *sample.ids])
+        return again
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    def _ask(self, ticket: Ticket) -> list[GenerationRequest]:
+        request, digest = ticket.request, sha256(ticket.request.body).digest()
+        if (earlier := self._repeated(ticket, digest)) is not None:
+            for sample in earlier.samples:
+                sample.info["repeated"] = sample.info.get("repeated", 0) + 1
+            earlier.waiting.append(ticket)
+            if earlier.answer is not None:
+                _send(ticket, earlier.answer)
+            return []
+        self._check(request)
+        messages = self._messages(request)
+        asked = _Asked(request, digest, len(self.asked), tuple(map(_key, messages)), _text(request.tools), [ticket])
+        try:
+            first = self._rendered(asked, messages)
+        except Refusal:
+            raise
+        except ValueError as error:
+            raise Refusal(f"The messages cannot be written as a prompt: {plain_text(str(error))}") from error
+        room = self.limits.max_model_length - len(first.prompt_ids)
+        if room < 1:
+            raise Refusal(
+                f"The prompt has {len(first.prompt_ids)} tokens, and max_model_length={self.limits.max_model_length} leaves "
+                "no room for an answer. Shorten the conversation, or raise max_model_length.",
+                code=CONTEXT_FULL,
+            )
+        label = () if ticket.marks.occurrence is None else tuple(_words(ticket.marks.occurrence.encode()))
+        prompt = _digest_of(first.prompt_ids)
+        requests = []
+        for _ in range(request.n):
+            count = self._occurrences[prompt, asked.trained, label]
+            self._occurrences[prompt, asked.trained, label] += 1
+            sample = _Sample(
+                asked,
+                first.prompt_ids,
+                (*label, count),
+                first.shown,
+                first.begun,
+                first.after,
+                first.fork,
+                dict(first.info),
+            )
+            sample.fork = self._fork(sample)
+            asked.samples.append(sample)
+            requests.append(self._submitted(sample, prompt, room))
+        self.asked[self._id(asked)] = asked
+        self._by_digest[digest].append(asked)
+        if ticket.marks.key is not None:
+            self._by_key[ticket.marks.key] = asked
+        return requests
+
+    def _repeated(self, ticket: Ticket, digest: bytes) -> _Asked | None:
+        """Return the request that this one repeats: by its key, or an equal one if the client says or hung up."""
+        marks = ticket.marks
+        if marks.key is not None and (known := self._by_key.get(marks.key)) is not None:
+            if known.digest != digest:
+                raise Refusal("The Idempotency-Key was used for another request. Give every request a key of its own.")
+            return known
+        equal = self._by_digest.get(digest, [])
+        if marks.retries > 0:
+            undelivered = [one for one in equal if not one.delivered]
+            return undelivered[0] if undelivered else equal[-1] if equal else None
+        return next((one for one in equal if one.abandoned and not one.delivered and not one.waiting), None)
+
+    def _check(self, request: ChatRequest) -> None:
+        """Refuse a request that this run does not answer."""
+        if request.model not in (POLICY, FROZEN):
+            known = ", ".join(map(repr, (POLICY, FROZEN, *self.agent.models)))
+            raise Refusal(
+                f"There is no model {request.model!r:.100}; expected one of {known}. Use model.name, or map the name to "
+                "another endpoint with Agent(..., models=...).",
+                404,
+                "model_not_found",
+            )
+        if unenforced := sorted(set(request.constraints) - self.agent.not_enforced):
+            name = unenforced[0]
+            raise Refusal(
+                f"{name}={_text(request.constraints[name]):.200} asks for another distribution than the trained one. Leave "
+                f"it out, or declare Agent(..., not_enforced=[{name!r}]) if the agent can do without its being enforced."
+            )
+        if request.n < 1 or (request.max_tokens is not None and request.max_tokens < 1):
+            raise Refusal(f"n={request.n} and max_tokens={request.max_tokens}: both must be at least 1.")
+        used = sum(one.asked.trained for one in self._samples)
+        if request.model == POLICY and used + request.n > self.limits.max_turns:
+            raise Refusal(
+                f"The episode has used {used} of its max_turns={self.limits.max_turns} calls, and {request.n} more are "
+                "asked for. Let the agent end here, or raise max_turns.",
+                code=MAX_TURNS,
+            )
+
+    def _messages(self, request: ChatRequest) -> list[Message]:
+        """Return the whole conversation that a request asks to be answered, as plain data."""
+        before: list[Message] = []
+        if request.previous is not None:
+            asked = self.asked.get(request.previous.replace("-", "_").rpartition("_")[2])
+            if asked is None or asked.answer is None:
+                raise Refusal(f"No answer of this episode has the id {request.previous!r:.100}.", 404)
+            before = [*asked.request.messages, _as_message(asked.answer.choices[0])]
+        try:
+            messages = validate_context([*before, *request.messages], "the request")
+        except EnvironmentProtocolError as error:
+            raise Refusal(str(error)) from error
+        request.messages = messages
+        return messages
+
+    def _rendered(self, asked: _Asked, messages: list[Message]) -> _Sample:
+        """Return a sample of a request with its prompt: an echo of an earlier answer keeps the ids that were sampled."""
+        chat = self.chat.with_tools(asked.request.tools)
+        shown, answers, exact = list(messages), dict[int, list[int]](), None
+        for place, key in enumerate(asked.context):
+            if messages[place]["role"] != "assistant" or not (found := self._by_answer.get(key)):
+                continue
+            same = [
+                one for one in found if one.asked.context == asked.context[:place] and one.asked.tools == asked.tools
+            ]
+            chosen = min(same or found, key=lambda one: (one.order, one.ids))
+            shown[place], answers[place] = {"role": "assistant", "content": chosen.text}, chosen.ids
+            exact = (place, chosen) if same else None
+        said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        roles = [message["role"] for message in messages]
+        if exact is None or exact[0] != said[-1]:
+            fork = Fork.CONTEXT if said else Fork.NEW
+            return _Sample(asked, chat.spliced(shown, answers), (), shown, roles, None, fork)
+        place, before = exact
+        if chat.goes_on(shown[:place], before.begun, before.ids, messages[place + 1 :]):
+            ids = [*before.prompt_ids, *before.ids, *chat.frame(messages[place + 1 :], before.ids[-1])]
+            return _Sample(asked, ids, (), shown, before.begun, before)
+        return _Sample(asked, chat.spliced(shown, answers), (), shown, roles, None, Fork.TEMPLATE)
+
+    def _fork(self, sample: _Sample) -> Fork | None:
+        """Return why a path begins with an answer, and note where its prompt parts from the earlier ones."""
+        earlier = self._samples
+        if not earlier:
+            return None
+        if any(one.prompt_ids == sample.prompt_ids for one in earlier):
+            return Fork.AGAIN
+        if sample.after is not None:
+            return Fork.BRANCH if any(one.after is sample.after for one in earlier) else None
+        nearest = max(earlier, key=lambda one: common_prefix([*one.prompt_ids, *one.ids], sample.prompt_ids))
+        whole = [*nearest.prompt_ids, *nearest.ids]
+        place = common_prefix(whole, sample.prompt_ids)
+        was, now = (self.chat.decode(ids[place : place + _SHOWN]) for ids in (whole, sample.prompt_ids))
+        sample.info["parts"] = {"token": place, "was": was[:_SHOWN], "now": now[:_SHOWN]}
+        return sample.fork
+
+    def _submitted(self, sample: _Sample, prompt: bytes, room: int) -> GenerationRequest:
+        asked, limit = sample.asked, min(self.limits.max_new_tokens, room)
+        number = len(self._samples)
+        self._samples.append(sample)
+        self._pending.add(number)
+        ticket = asked.waiting[0]
+        sample.info |= {"number": number, "request": asked.number}
+        if ticket.marks.client:
+            sample.info["client"] = ticket.marks.client[:200]
+        if asked.request.sampling:
+            sample.info["asked"] = asked.request.sampling
+            _warn_of(asked.request.sampling)
+        noise = noise_of(self.spec.stream, prompt, sample.occurrence, trained=asked.trained)
+        return GenerationRequest(
+            episode=self.index,
+            token_ids=list(sample.prompt_ids),
+            max_new_tokens=min(limit, asked.request.max_tokens or limit),
+            uniforms=lambda n: noise.random(n).tolist(),
+            call=number,
+            extends=False,
+        )
+
+    def _keep(self, sample: _Sample, output: GenerationOutput) -> None:
+        """Keep what was sampled, up to a stop string, and make of it what the client gets."""
+        request = sample.asked.request
+        length = length_to_stop(output.token_ids, request.stop, self.chat.decode)
+        sample.ids, sample.logprobs = output.token_ids[:length], output.logprobs[:length]
+        sample.finish_reason = output.finish_reason if length is None else "stop"
+        sample.read, sample.text = output.read, self.chat.decode(sample.ids)
+        text = cut_at_stop(sample.text, request.stop)
+        calls: tuple[CalledTool, ...] = ()
+        if request.tools and request.calls_tools:
+            identity = _digest_of(sample.prompt_ids) + _text(sample.occurrence).encode()
+            text, calls = tool_calls(text, identity)
+        tokens = zip(sample.ids, sample.logprobs, strict=True) if request.logprobs else ()
+        sample.choice = Choice(
+            text,
+            calls,
+            "length" if sample.finish_reason == "length" else "tool_calls" if calls else "stop",
+            tuple(SampledToken(self.chat.decode([token]), logprob) for token, logprob in tokens),
+        )
+        self._by_answer[_key(_as_message(sample.choice))].append(sample)
+
+    def _id(self, asked: _Asked) -> str:
+        """Make an answer's id, which repeats with the run."""
+        return sha256(_text([*map(int, self.spec.stream), asked.number]).encode()).hexdigest()[:24]
+
+
+def over() -> Refusal:
+    """The refusal of a request after the end of its episode."""
+    return Refusal("The episode is over: its agent has returned, or a limit ended it.", code="episode_over")
+
+
+def refuse(ticket: Ticket, refusal: Refusal) -> None:
+    """Answer a request with a refusal, unless it has an answer."""
+    with suppress(InvalidStateError):
+        ticket.answer.set_exception(refusal)
+
+
+def noise_of(
+    stream: tuple[int, ...], prompt: bytes, occurrence: Sequence[int], *, trained: bool = True
+) -> np.random.Generator:
+    """Return the sampling noise of one answer, whatever else is sampled at the time.
+
+    Args:
+        stream: The episode's.
+        prompt: Digest of the prompt's ids.
+        occurrence: Which of the answers to this prompt.
+        trained: Whether the answer is trained.
+    """
+    entropy = [*stream, *_words(prompt), int(trained), *occurrence]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+
+
+def _send(ticket: Ticket, answer: Answer) -> None:
+    with suppress(InvalidStateError):
+        ticket.answer.set_result(answer)
+
+
+def _as_message(choice: Choice) -> Message:
+    """Return the message that a client has of an answer."""
+    message: Message = {"role": "assistant", "content": choice.text}
+    if choice.tool_calls:
+        message["tool_calls"] = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in choice.tool_calls
+        ]
+    return message
+
+
+def _key(message: Message) -> str:
+    """Return what is compared of a message: of a tool call its function, since clients give it ids of their own."""
+    if message["role"] != "assistant":
+        return _text(message)
+    calls = [one.get("function") for one in message.get("tool_calls") or ()]
+    return _text([message["role"], message["content"], calls])
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _digest_of(ids: Sequence[int]) -> bytes:
+    return sha256(np.asarray(ids, dtype=np.int64).tobytes()).digest()
+
+
+def _words(digest: bytes) -> list[int]:
+    return [int(word) for word in np.frombuffer(digest.ljust(-(-len(digest) // 4) * 4, b"\0"), dtype=np.uint32)]
+
+
+_warned: set[str] = set()
+
+
+def _warn_of(sampling: dict[str, Any]) -> None:
+    """Say once for each setting that the run decides it."""
+    if new := sorted(set(sampling) - _warned):
+        _warned.update(new)
+        logger.warning(
+            "The agent asks for %s, but the run decides the distribution, so that what is trained is what was sampled. The "
+            "request's values are recorded. Set them in the trainer's configuration.",
+            ", ".join(f"{name}={sampling[name]!r:.50}" for name in new),
+        )

@@ -1,0 +1,72 @@
+"""Makes of a sampled answer what the client gets: its text up to a stop string, and the tool calls in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+
+from agile_trainers.envs.tools.calls import ToolCall, parse_tool_calls
+from agile_trainers.rollout.agents.requests import CalledTool
+
+_HERMES = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_ID_LENGTH = 9
+"""Characters of a tool call's id: the template of Mistral takes no other length."""
+
+
+def length_to_stop(ids: Sequence[int], stop: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:
+    """Return the number of tokens up to the one that completes a stop string; None if there is none.
+
+    Args:
+        ids: The sampled tokens.
+        stop: The stop strings.
+        decode: Decodes tokens.
+    """
+
+    def stops(length: int) -> bool:
+        text = decode(list(ids[:length]))
+        return any(one in text for one in stop)
+
+    if not stop or not stops(len(ids)):
+        return None
+    low, high = 1, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stops(middle) else (middle + 1, high)
+    return low
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first stop string in it."""
+    return text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]
+
+
+def tool_calls(text: str, identity: bytes) -> tuple[str, tuple[CalledTool, ...]]:
+    """Part the tool calls of an answer from its other text.
+
+    An answer with a call that broke off or is malformed is text as a whole: its author sees what the model wrote.
+
+    Args:
+        text: The answer.
+        identity: What the ids of the calls are made from, so that they repeat with the tokens.
+
+    Returns:
+        The other text and the calls.
+    """
+    found = parse_tool_calls(text)
+    calls = [call for call in found if isinstance(call, ToolCall)]
+    if not calls or len(calls) < len(found):
+        return text, ()
+    rest = _HERMES.sub("", text) if "<tool_call>" in text else ""
+    return rest, tuple(
+        CalledTool(_call_id(identity, place), call.name, call.arguments) for place, call in enumerate(calls)
+    )
+
+
+def _call_id(identity: bytes, place: int) -> str:
+    number, letters = int.from_bytes(sha256(identity + bytes([place % 256, place // 256])).digest()), ""
+    for _ in range(_ID_LENGTH):
+        number, digit = divmod(number, len(_DIGITS))
+        letters += _DIGITS[digit]
+    return letters

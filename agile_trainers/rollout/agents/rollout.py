@@ -1,0 +1,152 @@
+"""The agents' episodes of one rollout, and the server that their clients talk to."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from copy import deepcopy
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from agile_trainers.envs.agent import Endpoint, Model, Task
+from agile_trainers.envs.checker import LARGEST_REWARD
+from agile_trainers.rollout.agents.episode import AgentEpisode, over, refuse
+from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket
+from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
+from agile_trainers.rollout.generators.base import GenerationRequest
+
+if TYPE_CHECKING:
+    from agile_trainers.rollout.engine import Chat, EpisodeSpec, Limits
+
+
+class AgentRollout:
+    """Plays the agents' episodes of one rollout; a context manager, outside of which nothing listens.
+
+    The server's thread posts requests to the environment pool, whose outcomes the rollout loop takes.
+
+    Args:
+        pool: Runs the agents.
+        chat: Renders prompts.
+    """
+
+    def __init__(self, pool: EnvironmentPool, chat: Chat) -> None:
+        self.episodes: dict[int, AgentEpisode] = {}
+        self._pool, self._chat = pool, chat
+        from agile_trainers.rollout.agents.server import AgentServer  # aiohttp, which stepped environments do not need
+
+        self._exchange = _Exchange(pool.post)
+        self._server = AgentServer(self._exchange)
+
+    def __enter__(self) -> AgentRollout:
+        self._server.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exchange.close()
+        self._refuse_posted()
+        self._server.__exit__(kind, error, trace)
+        self._refuse_posted()
+
+    def start(self, index: int, spec: EpisodeSpec, limits: Limits) -> None:
+        """Let the agent of an episode begin."""
+        agent = self._pool.agent(spec.environment)
+        assert agent is not None
+        self.episodes[index] = episode = AgentEpisode(index, spec, limits, self._chat, agent)
+        model = Model(self._server.base_url, self._exchange.admit(episode), POLICY)
+        self._pool.play(index, model, Task(deepcopy(spec.options), spec.seed), spec.environment)
+
+    def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
+        """Take what the server or the pool has for an episode. Return what is to be sampled."""
+        episode, value = self.episodes[outcome.episode], outcome.value
+        if episode.stop_reason is not None:
+            if outcome.method == "call":
+                refuse(value, over())
+            return []
+        match outcome.method:
+            case "call":
+                return episode.ask(value)
+            case "delivered":
+                episode.delivered(value)
+            case "abandoned":
+                episode.abandoned(value)
+            case "reward":
+                episode.reward(*value)
+            case "play":
+                self._exchange.dismiss(episode)
+                episode.end(value, outcome.error)
+        return []
+
+    def _refuse_posted(self) -> None:
+        """Refuse requests that came too late to be taken, so that the next rollout does not find them."""
+        for outcome in self._pool.outcomes(block=False):
+            if outcome.method == "call":
+                refuse(outcome.value, over())
+
+
+class _Exchange:
+    """Finds the episode of a key, for the server's thread."""
+
+    def __init__(self, post: Callable[[Outcome], None]) -> None:
+        self._post = post
+        self._episodes: dict[str, AgentEpisode] = {}
+        self._keys: dict[AgentEpisode, str] = {}
+        self._ended: set[str] = set()
+        self._closed = False
+
+    def admit(self, episode: AgentEpisode) -> str:
+        """Make an episode's key."""
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        self._episodes[key], self._keys[episode] = episode, key
+        return key
+
+    def dismiss(self, episode: AgentEpisode) -> None:
+        """Take no more requests of an episode."""
+        self._ended.add(self._keys[episode])
+
+    def close(self) -> None:
+        """Take no more requests."""
+        self._closed = True
+
+    def ask(self, key: str, ticket: Ticket) -> None:
+        """Take a request of the episode with this key."""
+        try:
+            self._post(Outcome(self._find(key).index, "call", ticket))
+        except Refusal as refusal:
+            refuse(ticket, refusal)
+
+    def delivered(self, key: str, ticket: Ticket) -> None:
+        """Note that the client got the whole answer."""
+        self._note(key, "delivered", ticket)
+
+    def abandoned(self, key: str, ticket: Ticket) -> None:
+        """Note that the client hung up before it got the whole answer."""
+        self._note(key, "abandoned", ticket)
+
+    def reward(self, key: str, value: Any, call: str | None) -> None:
+        """Take a reward of one call."""
+        episode = self._find(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_REWARD:
+            raise Refusal(f"The reward is {value!r:.100}; expected a finite number.")
+        if call is not None and not isinstance(call, str):
+            raise Refusal(
+                f"The call is {call!r:.100}; expected the answer's id, `response.id`, or none for the last answer."
+            )
+        episode.sample_of(call)
+        self._post(Outcome(episode.index, "reward", (float(value), call)))
+
+    def forward(self, key: str, model: str) -> Endpoint | None:
+        """Return the endpoint that answers for a model's name; None if this run does."""
+        return self._find(key).agent.models.get(model)
+
+    def _note(self, key: str, what: str, ticket: Ticket) -> None:
+        if not self._closed and key in self._episodes and key not in self._ended:
+            self._post(Outcome(self._episodes[key].index, what, ticket))
+
+    def _find(self, key: str) -> AgentEpisode:
+        if key not in self._episodes:
+            raise Refusal("The key is of no episode of this rollout; expected model.api_key.", 401, "invalid_api_key")
+        if self._closed or key in self._ended:
+            raise over()
+        return self._episodes[key]
