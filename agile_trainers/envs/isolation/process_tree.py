@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import psutil
 
 PREFIX = "agile-agent-"
-"""How the names of programs' folders begin."""
+"""The beginning of the names of programs' folders."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDING_SECONDS = 60.0
 """Seconds after which killed processes that the kernel does not end are left to it."""
@@ -168,7 +168,7 @@ class _Wakes:
 
     def __init__(self, control: IO[bytes], parent: int) -> None:
         self.asked = False
-        """Whether the program is to end now."""
+        """True if the program is to end now."""
         self._is_prepared = False
         self._control, self._parent = control, parent
         self._selector = selectors.DefaultSelector()

@@ -131,7 +131,7 @@ class AgentEpisode:
         self._by_digest: defaultdict[bytes, list[_Asked]] = defaultdict(list)
         self._by_answer: defaultdict[str, list[_Sample]] = defaultdict(list)
         self._samples: list[_Sample] = []
-        """Those asked for, in order; the index is the generator's ``call``."""
+        """The samples that were asked for, in order; the index is the generator's ``call``."""
         self._pending: set[int] = set()
         self._occurrences: Counter[tuple[bytes, bool, tuple[int, ...]]] = Counter()
         self._rewards: list[tuple[_Sample, int]] = []
@@ -498,7 +498,7 @@ class AgentEpisode:
         sample.ids, sample.logprobs = output.token_ids[:length], output.logprobs[:length]
         sample.finish_reason = output.finish_reason if length is None else "stop"
         sample.read, sample.text = output.read, self.chat.decode(sample.ids)
-        text = cut_at_stop(sample.text, request.stop)
+        text, stop = cut_at_stop(sample.text, request.stop)
         calls: tuple[CalledTool, ...] = ()
         if request.tools and request.calls_tools:
             identity = _digest_of(sample.prompt_ids) + _text(sample.occurrence).encode()
@@ -509,6 +509,7 @@ class AgentEpisode:
             calls,
             "length" if sample.finish_reason == "length" else "tool_calls" if calls else "stop",
             tuple(SampledToken(self.chat.decode([token]), logprob) for token, logprob in tokens),
+            stop,
         )
         self._by_answer[_key(_as_message(sample.choice))].append(sample)
 

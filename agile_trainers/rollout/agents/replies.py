@@ -37,9 +37,11 @@ def length_to_stop(ids: Sequence[int], stop: Sequence[str], decode: Callable[[li
     return low
 
 
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return the text before the first stop string in it."""
-    return text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]
+def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text before the first stop string in it, and that."""
+    places = {one: text.find(one) for one in stop if one in text}
+    first = min(places, key=places.__getitem__) if places else None
+    return (text, None) if first is None else (text[: places[first]], first)
 
 
 def tool_calls(text: str, identity: bytes) -> tuple[str, tuple[CalledTool, ...]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from agile_trainers.envs.agent import Endpoint
 from agile_trainers.types import Message
 
 POLICY = "policy"
@@ -112,6 +114,8 @@ class Choice:
     finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
     tokens: tuple[SampledToken, ...] = ()
     """The sampled tokens, if log-probs were asked for."""
+    stop: str | None = None
+    """The string of the request's ``stop`` that ended it."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,13 @@ class Ticket:
 
 class Exchange(Protocol):
     """The receiver of a server's requests. Its methods return at once and may be called from any thread."""
+
+    def models(self, key: str) -> Mapping[str, Endpoint]:
+        """Further names of models that the agent of the episode with this key may use, to the endpoints that answer them.
+
+        Raises:
+            Refusal: If there is no episode with this key.
+        """
 
     def ask(self, key: str, ticket: Ticket) -> None:
         """Take a request of the episode with this key; a refusal arrives in ``ticket.answer`` too."""

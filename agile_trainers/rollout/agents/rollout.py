@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -136,9 +136,9 @@ class _Exchange:
         episode.sample_of(call)
         self._post(Outcome(episode.index, "reward", (float(value), call)))
 
-    def forward(self, key: str, model: str) -> Endpoint | None:
-        """Return the endpoint that answers for a model's name; None if this run does."""
-        return self._find(key).agent.models.get(model)
+    def models(self, key: str) -> Mapping[str, Endpoint]:
+        """Return the endpoints that answer for other models' names."""
+        return self._find(key).agent.models
 
     def _note(self, key: str, what: str, ticket: Ticket) -> None:
         if not self._closed and key in self._episodes and key not in self._ended:
