@@ -136,6 +136,13 @@ def test_vllm_is_imported_by_two_files() -> None:
     }  # fmt: skip
 
 
+def test_aiohttp_is_imported_by_one_file() -> None:
+    users = [path for path in FILES if any(name.split(".")[0] == "aiohttp" for name in imported(path))]
+    assert [str(path.relative_to(PACKAGE)) for path in users] == ["rollout/agents/server.py"]
+    for path in (PACKAGE / "rollout/agents/dialects").glob("*.py"):
+        assert not {name.split(".")[0] for name in imported(path)} & {"asyncio", "socket", "threading", "os", "time"}
+
+
 def test_every_rule_names_a_test_that_exists_or_is_taste() -> None:
     rules = (ROOT / "AGENTS.md").read_text(encoding="utf-8").split("## Rules")[1].split("\n## ")[0]
     bullets = re.split(r"^- ", rules, flags=re.M)[1:]

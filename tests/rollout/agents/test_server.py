@@ -1,0 +1,395 @@
+"""The endpoint of agents over real connections: requests, refusals, hang-ups, closing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+import struct
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from answering import KEY, Answering, said
+
+from agile_trainers.envs.agent import Endpoint, Model
+from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Marks, Refusal
+from agile_trainers.rollout.agents.server import AgentServer
+
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+PATHS = {
+    "/chat/completions": CHAT,
+    "/responses": {"model": "policy", "input": "hi"},
+    "/messages": CHAT,
+}
+
+
+def _last_word(request: ChatRequest) -> Answer:
+    return said(f"you said {request.messages[-1]['content']}")
+
+
+@pytest.fixture
+def answering() -> Iterator[Answering]:
+    with Answering(_last_word) as exchange:
+        yield exchange
+
+
+@pytest.fixture
+def server(answering: Answering) -> Iterator[AgentServer]:
+    with AgentServer(answering, max_body=2**20) as server:
+        yield server
+
+
+def _connect(server: AgentServer) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(urlsplit(server.base_url).netloc, timeout=60)
+
+
+def _ask(
+    server: AgentServer, path: str, body: Any = None, *, method: str = "POST", key: str | None = KEY, **headers: str
+) -> tuple[int, http.client.HTTPMessage, str]:
+    connection = _connect(server)
+    sent = {} if key is None else {"Authorization": f"Bearer {key}"}
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+    data = body if isinstance(body, (bytes, type(None))) else json.dumps(body)
+    connection.request(method, f"/v1{path}", data, sent)
+    response = connection.getresponse()
+    answer = response.status, response.headers, response.read().decode()
+    connection.close()
+    return answer
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_request_is_answered_whole_and_as_a_stream(server: AgentServer, answering: Answering, path: str) -> None:
+    status, headers, text = _ask(server, path, PATHS[path])
+    assert status == 200 and headers["Content-Type"].startswith("application/json") and "you said hi" in text
+    status, headers, text = _ask(server, path, {**PATHS[path], "stream": True})
+    assert status == 200 and headers["Content-Type"].startswith("text/event-stream")
+    events = text.split("\n\n")
+    assert events[-1] == "" and all("data: " in event for event in events[:-1])
+    answering.wait_for(ends=2)
+    assert answering.ends == [("delivered", ticket) for ticket in answering.asked]
+    assert answering.asked[0].request.body == json.dumps(PATHS[path]).encode()
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1", "/v1/v1"])
+def test_a_base_url_with_v1_twice_works(server: AgentServer, prefix: str) -> None:
+    assert _ask(server, f"{prefix}/messages", CHAT)[0] == 200
+    assert _ask(server, f"{prefix}/models/", method="GET")[0] == 200
+
+
+def test_the_key_comes_in_either_header_and_anthropics_is_asked_first(server: AgentServer) -> None:
+    assert _ask(server, "/messages", CHAT, key=None, x_api_key=KEY)[0] == 200
+    assert _ask(server, "/messages", CHAT, key="a token of the user", x_api_key=KEY)[0] == 200
+    assert _ask(server, "/chat/completions", CHAT, key=None, Authorization=f"bearer {KEY}")[0] == 200
+
+
+def test_marks_are_read_from_the_headers(server: AgentServer, answering: Answering) -> None:
+    marks = {"Idempotency_Key": "k", "x_stainless_retry_count": "2", "x_occurrence": "left", "User_Agent": "me/1"}
+    _ask(server, "/chat/completions", CHAT, **marks)
+    _ask(server, "/chat/completions", CHAT, x_stainless_retry_count="-1")
+    assert [ticket.marks for ticket in answering.asked] == [Marks("k", 2, "left", "me/1"), Marks()]
+
+
+def test_models_are_listed(server: AgentServer) -> None:
+    models = json.loads(_ask(server, "/models", method="GET")[2])
+    assert [model["id"] for model in models["data"]] == ["policy", "policy-frozen"]
+
+
+def test_a_call_is_rewarded(server: AgentServer, answering: Answering) -> None:
+    model = Model(server.base_url, KEY)
+    model.reward(0.5, call="chatcmpl-a1")
+    model.reward(1)
+    assert answering.rewards == [(0.5, "chatcmpl-a1"), (1, None)]
+    with pytest.raises(ValueError, match="expected a finite number"):
+        model.reward("much")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="NaN"):
+        model.reward(float("nan"))
+    with pytest.raises(ValueError, match="no episode with this key"):
+        Model(server.base_url, "another").reward(1.0)
+
+
+def test_several_hundred_requests_are_open_at_once() -> None:
+    count = 300
+    everybody = threading.Barrier(count)
+
+    def reply(request: ChatRequest) -> None:
+        return None
+
+    with Answering(reply) as answering, AgentServer(answering) as server:
+
+        def one(number: int) -> str:
+            everybody.wait()
+            return _ask(server, "/chat/completions", {**CHAT, "messages": [{"role": "user", "content": str(number)}]})[
+                2
+            ]
+
+        with ThreadPoolExecutor(count) as pool:
+            texts = pool.map(one, range(count))
+            answering.wait_for(asked=count)
+            for ticket in reversed(answering.asked):  # each gets its own, in any order
+                ticket.answer.set_result(_last_word(ticket.request))
+        for number, text in enumerate(texts):
+            assert json.loads(text)["choices"][0]["message"]["content"] == f"you said {number}"
+        answering.wait_for(ends=count)
+        assert {end for end, _ in answering.ends} == {"delivered"}
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def _refused(answer: tuple[int, http.client.HTTPMessage, str], path: str = "/chat/completions") -> tuple[int, str]:
+    status, headers, text = answer
+    assert headers["x-should-retry"] == "false" and KEY not in text
+    body = json.loads(text)
+    assert (body["type"] == "error") if path == "/messages" else ("code" in body["error"])
+    return status, body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_refusals_come_in_the_dialect_and_are_not_sent_again(server: AgentServer, path: str) -> None:
+    body = PATHS[path]
+    assert _refused(_ask(server, path, b"{"), path)[0] == 400
+    assert _refused(_ask(server, path, b"[" * 100_000), path)[0] == 400
+    assert _refused(_ask(server, path, ["hi"]), path) == (400, '`body` is ["hi"]; expected an object.')
+    assert _refused(_ask(server, path, {**body, "temperature": "hot"}), path)[1].startswith("`temperature` is 'hot'")
+    assert _refused(_ask(server, path, body, key="wrong"), path) == (401, "There is no episode with this key.")
+    assert _refused(_ask(server, path, body, key=None), path)[0] == 401
+    status, message = _refused(_ask(server, path, method="GET"), path)
+    assert status == 404 and f"POST /v1{path}" in message
+    assert _ask(server, path, body)[0] == 200
+
+
+def test_an_unknown_path_is_named(server: AgentServer) -> None:
+    status, message = _refused(_ask(server, "/embeddings", CHAT))
+    assert status == 404 and "POST /v1/embeddings" in message and "POST /v1/chat/completions" in message
+
+
+def test_the_exchanges_refusal_is_the_answer() -> None:
+    def reply(request: ChatRequest) -> Answer:
+        raise Refusal("The context is full.", code="context_length_exceeded")
+
+    with Answering(reply) as answering, AgentServer(answering) as server:
+        status, headers, text = _ask(server, "/chat/completions", {**CHAT, "stream": True})
+        assert (status, headers["x-should-retry"]) == (400, "false")
+        assert json.loads(text)["error"]["code"] == "context_length_exceeded"
+    assert answering.ends == []
+
+
+@pytest.mark.parametrize("where", ["ask", "answer", "write"])
+def test_an_error_of_ours_is_logged_and_answered(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Answering):
+        def ask(self, key: str, ticket: Any) -> None:
+            if where == "ask":
+                raise KeyError("lost")
+            super().ask(key, ticket)
+
+    def reply(request: ChatRequest) -> Answer:
+        if where == "answer":
+            raise KeyError("lost")
+        return said("x", ("f", {"number": float("nan")}))  # cannot be written
+
+    with Failing(reply) as answering, AgentServer(answering) as server:
+        status, message = _refused(_ask(server, "/messages", CHAT), "/messages")
+    assert status == 500 and "failed" in message
+    [record] = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "POST /v1/messages" in record.getMessage() and record.exc_info
+    assert [end for end, _ in answering.ends] == ["abandoned"]
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["announced", "chunked"])
+@pytest.mark.parametrize("key", [KEY, "wrong"])
+def test_a_body_of_50_mb_is_refused_and_not_held(server: AgentServer, chunked: bool, key: str) -> None:
+    block = b" " * 2**16
+    connection = _connect(server)
+    connection.putrequest("POST", "/v1/messages")
+    connection.putheader("x-api-key", key)
+    connection.putheader(*(("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(50 * 2**20))))
+    connection.endheaders()
+    tracemalloc.start()
+    try:
+        for _ in range(50 * 2**20 // len(block)):
+            connection.send(b"%x\r\n%s\r\n" % (len(block), block) if chunked else block)
+        connection.send(b"0\r\n\r\n" if chunked else b"")
+        response = connection.getresponse()
+        status, message = _refused((response.status, response.headers, response.read().decode()), "/messages")
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        connection.close()
+    assert (status, "1048576 bytes" in message) == ((413, True) if key == KEY else (401, False))
+    assert most < 10 * 2**20
+    assert _ask(server, "/chat/completions", CHAT)[0] == 200
+
+
+def test_the_key_is_not_logged(server: AgentServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    _ask(server, "/chat/completions", CHAT)
+    _ask(server, "/chat/completions", b"{")
+    for request in (
+        f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization Bearer {KEY}\r\n\r\n",
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \x01{KEY}\r\n\r\n",
+        f"nonsense {KEY}\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", urlsplit(server.base_url).port or 0), 60) as connection:
+            connection.sendall(request.encode())
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):
+                pass
+    assert _ask(server, "/chat/completions", CHAT)[0] == 200
+    assert KEY not in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------------------ hang-ups
+
+
+def _raw(server: AgentServer, body: Any) -> socket.socket:
+    """A connection that has sent a request."""
+    connection = socket.create_connection(("127.0.0.1", urlsplit(server.base_url).port or 0), 60)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+def test_a_client_that_hangs_up_leaves_the_answer_for_later(reset: bool) -> None:
+    with Answering(lambda request: None) as answering, AgentServer(answering) as server:
+        connection = _raw(server, CHAT)
+        answering.wait_for(asked=1)
+        if reset:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        answering.wait_for(ends=1)
+        [ticket] = answering.asked
+        assert answering.ends == [("abandoned", ticket)]
+        assert not ticket.answer.done() and ticket.answer.set_running_or_notify_cancel()
+        ticket.answer.set_result(said("kept"))
+        assert len(answering.ends) == 1
+
+
+def test_a_client_that_hangs_up_without_reading_did_not_get_the_answer() -> None:
+    """Its system says so by a reset, whether the answer waits in its buffer or is larger than all buffers."""
+    for size in (10, 50_000_000):
+        with Answering(lambda request, size=size: said("x" * size)) as answering, AgentServer(answering) as server:
+            connection = _raw(server, CHAT)
+            if size > 1000:
+                assert connection.recv(100)
+            else:
+                answering.wait_for(asked=1)
+                connection.shutdown(socket.SHUT_RD)
+            connection.close()
+            answering.wait_for(ends=1)
+            if size > 1000:
+                assert [end for end, _ in answering.ends] == ["abandoned"]
+
+
+def test_a_client_that_reads_all_and_hangs_up_at_once_got_the_answer(server: AgentServer, answering: Answering) -> None:
+    for _ in range(100):
+        connection = _raw(server, CHAT)
+        received = b""
+        while not received.endswith(b"}"):
+            received += connection.recv(100_000)
+        connection.close()
+    answering.wait_for(ends=100)
+    assert {end for end, _ in answering.ends} == {"delivered"}
+
+
+def test_a_request_that_breaks_off_is_not_asked(server: AgentServer, answering: Answering) -> None:
+    with socket.create_connection(("127.0.0.1", urlsplit(server.base_url).port or 0), 60) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\nContent-Length: 500\r\n\r\n"
+        connection.sendall(head.encode() + b'{"model"')
+    assert _ask(server, "/chat/completions", CHAT)[0] == 200
+    assert len(answering.asked) == 1
+
+
+def test_leaving_closes_everything() -> None:
+    before = set(threading.enumerate())
+    with Answering(lambda request: None) as answering:
+        with AgentServer(answering) as server:
+            port = urlsplit(server.base_url).port or 0
+            waiting = [_raw(server, CHAT) for _ in range(50)]
+            idle = socket.create_connection(("127.0.0.1", port), 60)
+            answering.wait_for(asked=50)
+            begun = time.monotonic()
+        assert time.monotonic() - begun < 30  # aiohttp would give open requests a minute
+        assert not any(thread.name == "agent-server" for thread in threading.enumerate())
+        for connection in (*waiting, idle):
+            with connection:
+                assert connection.recv(100) == b""
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 60)
+        assert sorted(end for end, _ in answering.ends) == ["abandoned"] * 50
+        for ticket in answering.asked:  # answers that come later trouble nobody
+            ticket.answer.set_result(said("late"))
+    assert set(threading.enumerate()) <= before
+
+
+def test_leaving_by_an_error_closes_everything(answering: Answering) -> None:
+    with pytest.raises(KeyError), AgentServer(answering) as server:
+        raise KeyError
+    with pytest.raises(ConnectionRefusedError):
+        _ask(server, "/models", method="GET")
+
+
+# ----------------------------------------------------------------------------------------------------- other endpoints
+
+
+def test_other_models_are_asked_at_their_endpoint_with_its_key() -> None:
+    keys: list[str] = []
+
+    class Judge(Answering):
+        def models(self, key: str) -> dict[str, Endpoint]:
+            keys.append(key)
+            return {}
+
+        def ask(self, key: str, ticket: Any) -> None:
+            super().ask(KEY, ticket)
+
+    with Judge(_last_word) as judge, AgentServer(judge) as far:
+        models = {
+            "judge": Endpoint(far.base_url, "the-judges-key", "judge-7b"),
+            "same": Endpoint(far.base_url + "/", "k2"),
+        }
+        with Answering(_last_word, models) as answering, AgentServer(answering) as near:
+            for path, body in PATHS.items():
+                status, headers, text = _ask(near, path, {**body, "model": "judge"})
+                assert (status, headers["Content-Type"].split(";")[0]) == (
+                    200,
+                    "application/json",
+                ) and "said hi" in text
+                text = _ask(near, path, {**body, "model": "same", "stream": True})[2]
+                assert "said hi" in text and text.endswith("\n\n")
+            refused = _ask(near, "/messages", {"model": "judge", "messages": []})
+            assert refused[0] == 400 and "`messages` is empty" in refused[2]
+            listed = json.loads(_ask(near, "/models", method="GET")[2])["data"]
+    assert answering.asked == [] and [model["id"] for model in listed][2:] == ["judge", "same"]
+    assert [ticket.request.model for ticket in judge.asked] == ["judge-7b", "same"] * 3
+    assert keys == ["the-judges-key", "k2"] * 3 + ["the-judges-key"]
+
+
+def test_an_endpoint_that_fails_or_breaks_off_is_not_taken_for_an_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as broken:
+        models = {
+            "closed": Endpoint("http://127.0.0.1:9/v1", "secret"),
+            "broken": Endpoint(f"http://127.0.0.1:{broken.getsockname()[1]}/v1", "secret"),
+        }
+        with Answering(_last_word, models) as answering, AgentServer(answering) as server:
+            status, message = _refused(_ask(server, "/chat/completions", {**CHAT, "model": "closed"}))
+            assert status == 502 and "127.0.0.1:9" in message and "secret" not in message
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(_ask, server, "/chat/completions", {**CHAT, "model": "broken"})
+                connection, _ = broken.accept()
+                with connection:
+                    connection.recv(2**16)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+                with pytest.raises(http.client.IncompleteRead):
+                    asked.result()
