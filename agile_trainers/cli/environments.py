@@ -38,7 +38,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         return 0 if found else 1
     console.print(_tasks(ids), _libraries(ids))
     console.print(
-        "\nmodule.path:Name is any class or function of your own. agile-trainers envs TEXT lists the ids that contain TEXT, "
+        "\nmodule.path:Name is any class or function of your own, agent:module.path:function an agent. agile-trainers envs "
+        "TEXT lists the ids that contain TEXT, "
         "agile-trainers play --environment ID plays one.",
         markup=False,
         highlight=False,

@@ -40,7 +40,7 @@ class MultiTurnScriptArguments(GRPOScriptArguments):
 
     environment: dict[str, Any] | str | None = option(
         None,
-        "Environment id (`gem:game:GuessTheNumber-v0-easy`, `agile:guess_number`), or `module.path:Name` of a class or "
+        "Environment id (`agile:guess_number`, `agent:module.path:function`), or `module.path:Name` of a class or "
         "factory; or several by name (a mapping in YAML, JSON on the command line). Default: train on the data set "
         "alone, as `trl grpo` does.",
     )

@@ -99,14 +99,9 @@ class Agent:
         not_enforced: Collection[str] = (),
         models: Mapping[str, Endpoint] | None = None,
     ) -> None:
-        if not callable(solve):
-            raise ValueError(f"An agent is a function of (model, task), got {solve!r}.")
-        try:
-            inspect.signature(solve).bind("model", "task")
-        except TypeError as error:
-            raise ValueError(f"An agent is called as solve(model, task), but {solve!r} cannot be: {error}.") from None
-        except ValueError:  # a builtin without a signature
-            pass
+        _check_call(solve)
+        if inspect.isgeneratorfunction(solve) or inspect.isasyncgenfunction(solve):
+            raise ValueError(f"An agent returns its reward, but {solve!r} yields. Return it.")
         if isinstance(not_enforced, str) or (unknown := sorted(set(not_enforced) - set(NOT_ENFORCED))):
             raise ValueError(
                 f"not_enforced={not_enforced!r} has {unknown if not isinstance(not_enforced, str) else 'a text'}; expected "
@@ -164,6 +159,19 @@ class Agent:
         )
         return cls(solve, not_enforced=not_enforced, models=models)
 
+    def with_arguments(self, **arguments: Any) -> Agent:
+        """Return the same agent with keyword arguments for ``solve``.
+
+        Raises:
+            ValueError: If ``solve`` does not take them.
+        """
+        if not arguments:
+            return self
+        _check_call(self.solve, arguments)
+        solve = partial(self.solve, **arguments)
+        solve.__name__ = self.__name__  # type: ignore[attr-defined]
+        return type(self)(solve, not_enforced=self.not_enforced, models=self.models)
+
     def __call__(self) -> AgentEnvironment:
         """Make the environment of one episode."""
         return AgentEnvironment(self.solve)
@@ -209,6 +217,20 @@ def agent_of(factory: Any) -> Agent | None:
     while isinstance(factory, partial):
         factory = factory.func
     return factory if isinstance(factory, Agent) else None
+
+
+def _check_call(solve: Any, arguments: Mapping[str, Any] | None = None) -> None:
+    if not callable(solve):
+        raise ValueError(f"An agent is a function of (model, task), got {solve!r}.")
+    try:
+        inspect.signature(solve).bind("model", "task", **(arguments or {}))
+    except TypeError as error:
+        named = "".join(f", {name}=..." for name in arguments or {})
+        raise ValueError(
+            f"An agent is called as solve(model, task{named}), but {solve!r} cannot be: {error}."
+        ) from None
+    except ValueError:  # a builtin without a signature
+        pass
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:

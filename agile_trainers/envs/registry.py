@@ -8,6 +8,9 @@ An id is one of:
   modules of those names in ``libraries``, for example ``textarena:GuessTheNumber-v0``;
 - ``agile:<name>``: a ready task of ``agile_environments``, or a probe, ``agile:probe/<name>``;
 - a name given to :func:`register_environment`;
+- ``agent:module.path:function``: an agent, which is a function of ``(model, task)``, an
+  :class:`~agile_trainers.envs.agent.Agent`, or a function that makes one of these; arguments are the function's keyword
+  arguments;
 - ``module.path:Name``: any importable class or function that makes an environment.
 """
 
@@ -20,8 +23,10 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
+from agile_trainers.envs.agent import Agent
+from agile_trainers.envs.agent_command import CommandAgent
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.imports import NotThereError, load_named, nearest
@@ -49,7 +54,10 @@ def register_environment(name: str, factory: Callable[..., Any]) -> None:
 
 
 def list_environments() -> list[str]:
-    """List the ids of all registered environments, tasks, probes and installed libraries' environments."""
+    """List the ids of all registered environments, tasks, probes and installed libraries' environments.
+
+    Agents and classes of your own (``agent:module.path:function``, ``module.path:Name``) are not listed.
+    """
     theirs = [f"{prefix}:{name}" for prefix, it in LIBRARIES.items() if it.is_installed for name in it.listed()]
     return sorted([*_registered, *(f"agile:{name}" for name in _tasks()), *theirs])
 
@@ -158,11 +166,16 @@ def describe_environment(environment: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     if isinstance(environment, str):
         return _identified(environment, arguments)
-    while isinstance(environment, functools.partial):
+    while isinstance(environment, functools.partial | Agent):
         if isinstance(environment, IdentifiedFactory):
             return _identified(environment.id, environment.arguments | arguments)
+        if isinstance(environment, Agent):
+            environment = environment.solve
+            continue
         arguments = {**{str(i): value for i, value in enumerate(environment.args)}, **environment.keywords, **arguments}
         environment = environment.func
+    if isinstance(environment, CommandAgent):
+        return {"environment": environment.__name__, "environment_arguments": {"command": environment.command}}
     if inspect.isfunction(environment):
         cells = [cell.cell_contents for cell in environment.__closure__ or ()]
         seen = [environment.__code__.co_consts, environment.__code__.co_names, cells, environment.__defaults__]
@@ -209,6 +222,10 @@ def _find(environment: str, kwargs: dict[str, Any]) -> EnvironmentFactory:
         if name not in _tasks():
             raise _unknown(environment)
         return _bind(_load(_tasks()[name]), kwargs, environment)
+    if source == "agent":
+        if ":" not in name:
+            raise ValueError(f"{environment!r} names no agent; expected agent:module.path:function.")
+        return cast(EnvironmentFactory, _agent(_load(name, environment), kwargs, environment))
     if environment in _registered:
         return _bind(_registered[environment], kwargs, environment)
     if source and name:
@@ -224,14 +241,52 @@ def _tasks() -> dict[str, str]:
     return {**TASKS, **probes}
 
 
-def _load(path: str) -> Any:
+def _load(path: str, environment: str | None = None) -> Any:
     try:
         return load_named(path)
     except NotThereError as error:
-        raise _unknown(path, str(error)) from error
+        raise _unknown(environment or path, str(error)) from error
+
+
+def _agent(found: Any, kwargs: dict[str, Any], name: str) -> Agent:
+    """Make an agent of one, of a function that is one, or of a class or function that makes one of these."""
+    if isinstance(found, Agent):
+        return found.with_arguments(**kwargs)
+    expected = (
+        "an agent is a function of (model, task), an Agent, or a class or function that makes one of these. Environment "
+        "arguments are its keyword arguments"
+    )
+    if not callable(found):
+        raise ValueError(f"{name} is a {type(found).__name__}; {expected}.")
+    if not inspect.isclass(found) and _takes(found, ("model", "task"), kwargs):
+        return Agent(found).with_arguments(**kwargs)
+    if not _takes(found, (), kwargs):
+        raise ValueError(
+            f"{name} is called neither with (model, task) nor alone, given {_named(kwargs)}: its signature is "
+            f"{inspect.signature(found)}; {expected}."
+        )
+    made = found(**kwargs)
+    if isinstance(made, Agent):
+        return made
+    if not callable(made) or not _takes(made, ("model", "task"), {}):
+        raise ValueError(f"{name} made a {type(made).__name__} from {_named(kwargs)}; {expected}.")
+    return Agent(made)
+
+
+def _takes(function: Callable[..., Any], positional: tuple[str, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function can be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*positional, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # some callables written in C have no signature
+        pass
+    return True
 
 
 def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
+    if isinstance(make, Agent):
+        return cast(EnvironmentFactory, make.with_arguments(**kwargs))
     if not inspect.isclass(make) and hasattr(make, "reset") and hasattr(make, "step"):
         raise ValueError(
             f"{name} is an environment instance; many episodes run at the same time, each on a separate instance. "
@@ -256,9 +311,11 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
         try:
             signature.bind(**kwargs)
         except TypeError as error:
+            agent = " Pass an agent's function as Agent(function), or by the id agent:module.path:function."
             raise ValueError(
                 f"{name} cannot be made from {_named(kwargs)}: {error}. Its signature is {signature}. Pass its arguments as "
                 "environment arguments, or pass a function without arguments that makes an instance."
+                f"{agent if _takes(make, ('model', 'task'), kwargs) else ''}"
             ) from error
     return functools.partial(make, **kwargs) if kwargs else make
 
@@ -266,6 +323,8 @@ def _bind(make: Any, kwargs: dict[str, Any], name: str) -> EnvironmentFactory:
 def _ids_near(environment: str) -> list[str]:
     """List the ids of the library that an id names, or nearly names; all if it names none, which imports every library."""
     source, colon, _ = environment.partition(":")
+    if source == "agent":
+        return []
     known = [*LIBRARIES, "agile"]
     named = source if source in known else next(iter(difflib.get_close_matches(source, known, 1)), None)
     if named in LIBRARIES:
@@ -279,14 +338,15 @@ def _unknown(environment: str, reason: str | None = None) -> ValueError:
     ids = _ids_near(environment)
     near = nearest(environment, ids, cutoff=0.7) or nearest(environment, ids, count=1, cutoff=0.4) or "."
     because = f" ({reason})" if reason else ""
-    module, _, attribute = environment.partition(":")
+    prefix = "agent:" if environment.startswith("agent:") else ""
+    module, _, attribute = environment.removeprefix(prefix).partition(":")
     if module.endswith(".py") and attribute:
         path = ".".join(part for part in module.removesuffix(".py").split("/") if part not in ("", "."))
         because += (
-            f". A file is named as a module, without .py: '{path}:{attribute}', from the folder that it is in, or with "
-            "that folder in PYTHONPATH"
+            f". A file is named as a module, without .py: '{prefix}{path}:{attribute}', from the folder that it is in, "
+            "or with that folder in PYTHONPATH"
         )
     return ValueError(
-        f"Unknown environment {environment!r}{because}{near} An environment is an id, 'module.path:Name' or a factory; "
-        "`agile-trainers envs` lists the ids."
+        f"Unknown environment {environment!r}{because}{near} An environment is an id, 'module.path:Name', "
+        "'agent:module.path:function' or a factory; `agile-trainers envs` lists the ids."
     )

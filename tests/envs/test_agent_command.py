@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from agile_trainers.envs.agent_command import Finished
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.envs.isolation.process_tree import Excerpt
 
-MODEL = Model("http://127.0.0.1:9/v1", "sk-key-of-one-episode")
+MODEL = Model("http://127.0.0.1:9/v1", f"sk-{uuid.uuid4()}")  # by which this run's processes are found
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +34,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     yield place
-    assert list(place.glob(f"{process_tree.PREFIX}*")) == []
-    assert not marked()
+    left = marked()
+    for process in left:
+        process.kill()
+    assert not left and list(place.glob(f"{process_tree.PREFIX}*")) == []
 
 
 def marked() -> list[psutil.Process]:
@@ -241,7 +244,9 @@ def test_a_program_at_its_time_limit() -> None:
 
 
 def test_a_program_that_closes_its_outputs_and_lives_on() -> None:
-    ran = played("sh", "-c", "exec >&- 2>&-; sleep 0.2; : > done", score=lambda _, it: (it.folder / "done").exists())
+    ran = played(
+        "sh", "-c", "exec >&- 2>&-; sleep 0.2; : > done", score=lambda _, it: float((it.folder / "done").exists())
+    )
     assert ran["reward"] == 1.0
 
 

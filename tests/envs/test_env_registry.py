@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import agents_by_name
 import pytest
 
 from agile_environments import TASKS
 from agile_environments.guess_number import GuessNumber
 from agile_trainers.envs import list_environments, make_environment_factory, register_environment, registry
+from agile_trainers.envs.agent import Agent, Model, Task, agent_of, is_agent
 from agile_trainers.envs.libraries import gem
 from agile_trainers.envs.probes import PROBES, TwoInputs
+from agile_trainers.envs.registry import describe_environment
 
 
 class NeedsSize:
@@ -147,3 +151,96 @@ def test_registered_names() -> None:
 def test_importing_the_package_does_not_import_the_libraries() -> None:
     program = "import agile_trainers.envs, sys; sys.exit('gem' in sys.modules or 'agile_environments' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def play(environment: Any, **arguments: Any) -> Any:
+    """What the agent of an id returns for the seed 7."""
+    factory = make_environment_factory(environment, **arguments)
+    assert is_agent(factory)
+    result = asyncio.run(factory().play(Model("http://127.0.0.1:9/v1", "key"), Task({"question": "why"}, 7)))  # type: ignore[attr-defined]
+    return result["info"]["stdout"] if isinstance(result, dict) else result
+
+
+def test_ids_of_agents() -> None:
+    """A function, an agent, or what makes one; arguments are keyword arguments."""
+    assert play("agent:agents_by_name:solve") == 7
+    assert play("agent:agents_by_name:solve", bonus=0.25) == 7.25
+    assert play("agent:agents_by_name:plain") == 7
+    assert play("agent:agents_by_name:wrapped", bonus=1) == 8
+    assert play("agents_by_name:wrapped", bonus=1) == 8
+    assert play("agent:agents_by_name:make", bonus=2) == 9
+    assert play("agent:agents_by_name:make_function") == 7
+    assert play("agent:agents_by_name:Solver") == 7.5
+    assert play("agent:agents_by_name:Solver", bonus=1.5) == 8.5
+    assert play("agent:agents_by_name:command") == play("agents_by_name:command") == "why\n"
+    assert play(agents_by_name.wrapped, bonus=1) == 8
+
+
+def test_an_agents_options_come_through_ids_and_arguments() -> None:
+    for factory in (
+        make_environment_factory("agents_by_name:wrapped", bonus=1),
+        make_environment_factory("agent:agents_by_name:make", bonus=1),
+        make_environment_factory(agents_by_name.wrapped),
+    ):
+        found = agent_of(factory)
+        assert found is not None and found.not_enforced == {"response_format"} and found.__name__ == "solve"
+    assert agent_of(make_environment_factory("agile:guess_number")) is None
+
+
+def test_agents_are_registered_and_mixed(clean_registry: None) -> None:
+    register_environment("mine", agents_by_name.wrapped)
+    assert play("mine", bonus=1) == 8
+    both = registry.environment_factories(
+        {"a": "agent:agents_by_name:solve", "b": "agile:guess_number"}, {"a": {"bonus": 1}, "b": {"high": 3}}
+    )
+    assert isinstance(both, dict) and [is_agent(one) for one in both.values()] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "arguments", "said"),
+    [
+        ("agent:agents_by_name", {}, "'agent:agents_by_name' names no agent; expected agent:module.path:function"),
+        ("agent:agents_by_nam:solve", {}, "Unknown environment 'agent:agents_by_nam:solve'.*there is no module"),
+        ("agent:agents_by_name:slove", {}, r"agents_by_name has no 'slove'.*solve"),
+        ("agent:agents_by_name.py:solve", {}, "without .py: 'agent:agents_by_name:solve'"),
+        ("agent:agents_by_name:number", {}, "agent:agents_by_name:number is a int; an agent is a function of"),
+        (
+            "agent:agents_by_name:one_parameter",
+            {},
+            r"neither with \(model, task\) nor alone, given no arguments.*\(task",
+        ),
+        ("agent:agents_by_name:solve", {"bonsu": 1}, "nor alone, given the arguments bonsu: its signature is .*bonus"),
+        ("agent:agents_by_name:make", {}, r"neither with \(model, task\) nor alone.*\(bonus"),
+        ("agent:agents_by_name:make_number", {}, "made a int from no arguments"),
+        ("agent:agents_by_name:wrapped", {"bonsu": 1}, "unexpected keyword argument 'bonsu'"),
+        ("agent:agents_by_name:command", {"bonus": 1}, "unexpected keyword argument 'bonus'"),
+        ("agent:agents_by_name:yields", {}, "returns its reward, but .*yields.* yields"),
+        ("agent:agents_by_name:yields_later", {}, "returns its reward, but .* yields"),
+        ("agents_by_name:solve", {}, r"as Agent\(function\), or by the id agent:module.path:function"),
+    ],
+)
+def test_what_is_no_agent(wrong: str, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_environment_factory(wrong, **arguments)
+
+
+def test_descriptions_of_agents_tell_them_apart_and_hold_no_secret() -> None:
+    described = [
+        describe_environment(it)
+        for it in (
+            "agent:agents_by_name:solve",
+            agents_by_name.wrapped,
+            agents_by_name.wrapped.with_arguments(bonus=1),
+            Agent(agents_by_name.plain),
+            agents_by_name.command,
+            Agent.command(["echo", "hi"], score=lambda task, finished: 1.0, env=["TOKEN=abc"]),
+        )
+    ]
+    assert [it["environment"] for it in described] == [
+        "agent:agents_by_name:solve", "solve", "solve", "plain", "echo", "echo"
+    ]  # fmt: skip
+    texts = [str(it) for it in described]
+    assert len(set(texts)) == len(texts) and "abc" not in "".join(texts)
+    assert describe_environment(make_environment_factory("agent:agents_by_name:make", bonus=2)) == {
+        "environment": "agent:agents_by_name:make", "environment_arguments": {"bonus": 2}
+    }  # fmt: skip

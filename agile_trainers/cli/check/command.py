@@ -146,7 +146,10 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     ]
     (check, script, args, model, mixture), parser, launch, elsewhere = read_options(algorithm, options)
     if script.environment is None:
-        parser.error("--environment is missing: set the id of the environment to check, or module.path:Name.")
+        parser.error(
+            "--environment is missing: set the id of the environment to check, module.path:Name or "
+            "agent:module.path:function."
+        )
     try:
         args = args.with_environment(names_of(script.environment))
     except ValueError as error:

@@ -84,7 +84,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--against", nargs="+", default=[], metavar="MODEL", help="policies that it is compared with")
     add("--measure", choices=("success", "return"), help="measure of the comparison; where the other one says "
         "otherwise, both are shown (default: success if it is reported)")  # fmt: skip
-    add("--environment", nargs="+", required=True, metavar="ID", help="ids of environments, or module.path:Name")
+    add("--environment", nargs="+", required=True, metavar="ID", help="ids of environments, module.path:Name, or "
+        "agent:module.path:function")  # fmt: skip
     add("--environment_args", type=json_object, default={}, metavar="JSON", help="arguments of the environment; of several, "
         "those of each by its id")  # fmt: skip
     add("--episodes", type=_positive, metavar="N", help="episodes in each environment, with the same seeds for all "
