@@ -91,8 +91,8 @@ templates: $(VENV)/.installed  ## every chat template of TRL: accepted, with wha
 probes: $(VENV)/.installed  ## the probe environments, each to its threshold on three seeds; resumable
 	$(RUN) benchmarks/probes.py
 
-bench: $(VENV)/.installed  ## overlap of slow environments; rollout and update time, beside TRL's GRPOTrainer; decoding; rewritten contexts; a missed bar does not end the others
-	@missed=0; for part in slow_environments rollout_vs_trl update_vs_trl decoding rewrites; do \
+bench: $(VENV)/.installed  ## overlap of slow environments; rollout and update time, beside TRL's GRPOTrainer; decoding; rewritten contexts; agents; a missed bar does not end the others
+	@missed=0; for part in slow_environments rollout_vs_trl update_vs_trl decoding rewrites agent_server; do \
 	  echo "$$part:"; $(RUN) benchmarks/$$part.py || { missed=1; echo "$$part: A BAR WAS MISSED" >&2; }; \
 	done; exit $$missed
 

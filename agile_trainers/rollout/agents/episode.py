@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from hashlib import sha256
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -448,8 +449,11 @@ class AgentEpisode:
             fork = Fork.CONTEXT if said else Fork.NEW
             return _Sample(asked, chat.spliced(shown, answers), (), shown, roles, None, fork)
         place, before = exact
-        if chat.goes_on(shown[:place], before.begun, before.ids, messages[place + 1 :]):
-            ids = [*before.prompt_ids, *before.ids, *chat.frame(messages[place + 1 :], before.ids[-1])]
+        after: Any = messages[place + 1 :]
+        if chat.goes_on(shown[:place], before.begun, before.ids, after):
+            if len(after) == 1 and after[0].keys() == {"role", "content"} and after[0]["role"] == "user":
+                after = after[0]["content"]  # texts are cached
+            ids = [*before.prompt_ids, *before.ids, *chat.frame(after, before.ids[-1])]
             return _Sample(asked, ids, (), shown, before.begun, before)
         return _Sample(asked, chat.spliced(shown, answers), (), shown, roles, None, Fork.TEMPLATE)
 
@@ -481,12 +485,12 @@ class AgentEpisode:
         if asked.request.sampling:
             sample.info["asked"] = asked.request.sampling
             _warn_of(asked.request.sampling)
-        noise = noise_of(self.spec.stream, prompt, sample.occurrence, trained=asked.trained)
+        noise = cache(partial(noise_of, self.spec.stream, prompt, sample.occurrence, trained=asked.trained))
         return GenerationRequest(
             episode=self.index,
             token_ids=list(sample.prompt_ids),
             max_new_tokens=min(limit, asked.request.max_tokens or limit),
-            uniforms=lambda n: noise.random(n).tolist(),
+            uniforms=lambda n: noise().random(n).tolist(),
             call=number,
             extends=False,
         )
