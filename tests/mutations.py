@@ -1658,6 +1658,16 @@ MUTATIONS = [
         "if not os.path.islink(path):", "if True:", "tests/envs/test_agent_command.py -k nobody_holds",
     ),
     Mutation(
+        "an agent's option without effect is taken", "rollout/episode_options.py",
+        "if len(agents) == len(pool.factories):", "if False:",
+        "tests/trainers/test_agents_before_a_run.py -k without_effect",
+    ),
+    Mutation(
+        "an option of another environment is refused beside an agent", "rollout/episode_options.py",
+        "if len(agents) == len(pool.factories):", "if agents:",
+        "tests/trainers/test_agents_before_a_run.py -k without_effect",
+    ),
+    Mutation(
         "a cancelled episode leaves its program", "envs/agent_command.py",
         "            keeper.end()\n", "            pass\n", "tests/envs/test_agent_command.py -k cancelled",
     ),

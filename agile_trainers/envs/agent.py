@@ -172,6 +172,16 @@ class Agent:
         solve.__name__ = self.__name__  # type: ignore[attr-defined]
         return type(self)(solve, not_enforced=self.not_enforced, models=self.models)
 
+    def check_row(self, row: dict[str, Any] | None) -> None:
+        """Check what can be checked of a dataset row before a run: that it has the columns that a command names.
+
+        Raises:
+            ValueError: If it lacks one.
+        """
+        check = getattr(self.solve, "check_row", None)
+        if check is not None:
+            check(row)
+
     def __call__(self) -> AgentEnvironment:
         """Make the environment of one episode."""
         return AgentEnvironment(self.solve)

@@ -16,6 +16,7 @@ from trl.import_utils import is_vllm_available
 from agile_trainers.adapters import POLICY, find_adapters
 from agile_trainers.adapters.loading import read_weights
 from agile_trainers.evaluation.loading import load_model
+from agile_trainers.rollout.episode_options import UNLIMITED
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.sampling.vllm_checks import base_model, base_source, lora_rank
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from agile_trainers.rollout.generators.vllm.engine import VllmEngine
 
 _AT_ONCE = 256
-_UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +161,7 @@ class VllmSampler:
             self._engine = make_engine(
                 policy.model,
                 dtype=dtype,
-                max_model_length=max_model_length if max_model_length < _UNLIMITED else None,
+                max_model_length=max_model_length if max_model_length < UNLIMITED else None,
                 max_batch_size=at_once,
                 max_lora_rank=rank or None,
                 trust_remote_code=trusted,

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from agile_trainers.envs.agent import Agent
 from agile_trainers.envs.base import ResetResult, as_messages
 from agile_trainers.envs.checker import (
     EnvironmentProtocolError,
@@ -22,6 +23,7 @@ from agile_trainers.envs.context import Context
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool, InlineTimeoutError
+from agile_trainers.rollout.episode_options import UNLIMITED
 from agile_trainers.rollout.process_environment import ProcessEnvironment
 from agile_trainers.types import StopReason
 
@@ -39,8 +41,10 @@ def probe_environment(
     *,
     with_rows: bool = False,
     with_context: bool = True,
-) -> ResetResult:
+) -> ResetResult | None:
     """Reset, step and end once, in the pool and from the state of the first episode; the instance is kept for it.
+
+    An agent has no state to try. What it says of its first row is checked.
 
     Args:
         pool: Where the run's environments will run.
@@ -51,11 +55,16 @@ def probe_environment(
         with_context: Whether its own ``context`` is asked, as no history replaces it.
 
     Returns:
-        The first observation and its info.
+        The first observation and its info; None for an agent, whose prompts are known when it asks.
 
     Raises:
         EnvironmentProtocolError: If the environment fails or breaks the protocol.
+        ValueError: If an agent cannot play the row.
     """
+    agent = pool.agent(environment)
+    if agent is not None:
+        agent.check_row(row)
+        return None
     method, name, reusable = "the factory", pool.titles[environment], False
     try:
         instance = pool.environment(0, environment)
@@ -63,6 +72,11 @@ def probe_environment(
             name = type(instance).__name__
         if environment is not None:
             name = f"{environment} ({name})"
+        if isinstance(instance, Agent):
+            raise EnvironmentProtocolError(
+                "calling it makes an agent, not the environment of an episode. Pass the agent itself, or the id "
+                "agent:module.path:function of what makes it"
+            )
         check_methods(instance, with_rows=with_rows or row is not None, with_context=with_context)
         pool.release(0, reusable=True)
         method = f"reset(options={row!r})"
@@ -104,7 +118,7 @@ def _outcome(pool: EnvironmentPool) -> Any:
 
 
 def check_first_prompt(
-    engine: RolloutEngine, start: ResetResult, environment: str | None = None, *, needs_anchor: bool = False
+    engine: RolloutEngine, start: ResetResult | None, environment: str | None = None, *, needs_anchor: bool = False
 ) -> None:
     """Check that a first observation can be written as a prompt and leaves room for an answer.
 
@@ -117,6 +131,13 @@ def check_first_prompt(
     Raises:
         ValueError: If it does not, or names no anchor where one is needed.
     """
+    if start is None:
+        if needs_anchor:
+            raise ValueError(
+                "advantage_granularity='anchor' compares turns that start from the same state, which an agent does not "
+                "name. Choose advantage_granularity='turn' or 'trajectory'."
+            )
+        return
     observation, info = start
     if needs_anchor and info.get("anchor") is None:
         raise ValueError(
@@ -133,20 +154,33 @@ def check_first_prompt(
         )
 
 
-def planned_tokens(engine: RolloutEngine, starts: Mapping[str | None, ResetResult]) -> int:
+def planned_tokens(engine: RolloutEngine, starts: Mapping[str | None, ResetResult | None]) -> int:
     """Estimate the tokens of the longest conversation, if no observation is longer than the first.
+
+    What an agent will ask is not known: its conversations are planned as long as ``max_model_length`` allows, by default as
+    long as the model can read.
 
     Args:
         engine: The trainer's engine, whose limits bound it.
         starts: What :func:`probe_environment` returned for each environment, by its name.
+
+    Raises:
+        ValueError: If an agent's conversations are not limited.
     """
 
-    def of(name: str | None, observation: Any) -> int:
+    def of(name: str | None, start: ResetResult | None) -> int:
         limits = engine.limits_of(name)
-        turn = _prompt_tokens(engine, observation, name) + limits.max_new_tokens
+        if start is None and limits.max_model_length >= UNLIMITED:
+            raise ValueError(
+                "max_model_length is not set, the model names no limit, and what an agent asks is not known: memory cannot "
+                "be planned. Set max_model_length to the tokens of the longest conversation."
+            )
+        if start is None:
+            return limits.max_model_length
+        turn = _prompt_tokens(engine, start[0], name) + limits.max_new_tokens
         return min(limits.max_turns * turn, limits.max_model_length)
 
-    return max(of(name, observation) for name, (observation, _) in starts.items())
+    return max(of(name, start) for name, start in starts.items())
 
 
 def _prompt_tokens(engine: RolloutEngine, observation: Any, environment: str | None) -> int:

@@ -21,7 +21,15 @@ logger = logging.get_logger(__name__)
 
 LIMITS = ("max_turns", "max_new_tokens", "max_model_length", "max_observation_length")
 """Limits of an episode, which each of several environments may have of its own."""
-_UNLIMITED = 1 << 30
+UNLIMITED = 1 << 30
+"""``max_model_length`` of an engine if neither the run nor the model limits conversations."""
+_NOT_OF_AGENTS = {
+    "history": "it owns its context, and may rewrite it itself",
+    "system_prompt": "it owns its context, and sends its own",
+    "max_observation_length": "it sends whole prompts, which max_model_length bounds",
+    "environment_workers": "it runs in an event loop or a thread of its own; max_environments says how many play at once",
+}
+"""Options without effect on an agent, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +101,41 @@ class EpisodeOptions:
         """Make the environment pool of one factory, or of several by name.
 
         Raises:
-            ValueError: If the options contradict each other, or the factory cannot be sent to another process.
+            ValueError: If the options contradict each other, have no effect on an agent, or the factory cannot be sent to
+                another process.
         """
-        return EnvironmentPool(
+        pool = EnvironmentPool(
             factory,
             self.environment_workers,
             self.environment_timeout,
             processes=self.environment_processes,
             max_environments=self.max_environments,
         )
+        self._check_agents(pool)
+        return pool
+
+    def _check_agents(self, pool: EnvironmentPool) -> None:
+        """Refuse options that have no effect on an agent, unless another environment of the run heeds them.
+
+        Raises:
+            ValueError: For such an option.
+        """
+        agents = [name for name in pool.factories if pool.agent(name) is not None]
+        given: list[tuple[str, str]] = []
+        if len(agents) == len(pool.factories):
+            given += [(name, why) for name, why in _NOT_OF_AGENTS.items() if getattr(self, name) != _DEFAULTS[name]]
+        for name in agents:
+            if isinstance(self.history, Mapping) and name in self.history:
+                given.append((f"history[{name!r}]", _NOT_OF_AGENTS["history"]))
+            own = (self.environment_limits or {}).get(name or "", {})
+            given += [
+                (f"environment_limits[{name!r}][{one!r}]", why) for one, why in _NOT_OF_AGENTS.items() if one in own
+            ]
+        for option, why in given:
+            raise ValueError(f"{option} has no effect on an agent: {why}. Leave it unset.")
+
+
+_DEFAULTS = {one.name: one.default for one in fields(EpisodeOptions)}
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
@@ -168,8 +202,8 @@ def build_engine(
             "earlier turns, if the model is served so too; on_rewrite='refuse' makes this an error.",
             chat.rewrite,
         )
-    whole = _limits(options, longest or _UNLIMITED)
-    limits = {name: _limits(options.of(name), longest or _UNLIMITED) for name in pool.factories if name is not None}
+    whole = _limits(options, longest or UNLIMITED)
+    limits = {name: _limits(options.of(name), longest or UNLIMITED) for name in pool.factories if name is not None}
     histories = options.histories(pool.factories)
     for name, history in histories.items():
         room = limits.get(name or "", whole).max_model_length

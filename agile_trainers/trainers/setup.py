@@ -59,8 +59,8 @@ class RunSetup:
     tasks: TaskPool | None
     """The items that groups are drawn from; None if TRL's order of the rows, or a seed for each group, decides."""
     pool: EnvironmentPool
-    first_states: dict[str | None, ResetResult]
-    """The first observation of each environment."""
+    first_states: dict[str | None, ResetResult | None]
+    """The first observation of each environment; None for an agent."""
 
 
 def prepare_run(
@@ -140,7 +140,7 @@ def prepare_run(
 
 
 def warn_of_unseen_prompts(
-    rows: Mapping[str | None, dict[str, Any] | None], first_states: Mapping[str | None, ResetResult]
+    rows: Mapping[str | None, dict[str, Any] | None], first_states: Mapping[str | None, ResetResult | None]
 ) -> None:
     """Warn of a column ``prompt`` whose text is not in the first observation.
 
@@ -149,9 +149,9 @@ def warn_of_unseen_prompts(
 
     Args:
         rows: The row with which each environment was reset, by its name; None without rows.
-        first_states: What ``reset`` returned.
+        first_states: What ``reset`` returned; None for an agent, which gets the row itself.
     """
-    for name, (observation, _) in first_states.items():
+    for name, (observation, _) in ((name, start) for name, start in first_states.items() if start is not None):
         prompt = (rows.get(name) or {}).get("prompt")
         said = prompt if isinstance(prompt, str) else _last_content(prompt)
         seen = observation if isinstance(observation, str) else "\n".join(str(m["content"]) for m in observation)

@@ -24,6 +24,7 @@ from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.config.multi_turn import MultiTurnConfig
+from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import Environment, EnvironmentFactory
 from agile_trainers.envs.checker import check_environment
 from agile_trainers.envs.players import Player, known_players
@@ -93,7 +94,7 @@ class Run:
         return replace(
             EpisodeOptions.of_args(args),
             environment_processes=0,
-            environment_workers=max(1, args.environment_workers),
+            environment_workers=0 if is_agent(self.factory) else max(1, args.environment_workers),
             environment_timeout=args.environment_timeout or self.time_limit,
         )
 
