@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from chatter import Chatter
 
 from agile_trainers.envs.agent import Model, Task
 from agile_trainers.envs.base import as_messages
@@ -109,3 +110,7 @@ class Gathers:
             parts = parts if self.labels else sorted(parts)
             whole = await post(client, model, {"messages": [{"role": "user", "content": " ".join(parts)}]})
         return sum(map(ord, whole["choices"][0]["message"]["content"])) % 5 / 4
+
+
+chats = Plays(Chatter)
+gathers = Gathers()

@@ -47,6 +47,13 @@ CASES = {
         "num_generations": 2,
         "max_steps": 2,
     },
+    # An agent that asks eight things at once, on a server of each process, beside an environment that is stepped.
+    "agents": {
+        "environment": {"gathers": "agent:environment_agents:gathers", "one": "games:OneTurn"},
+        "max_turns": 9,
+        "num_generations": 2,
+        "max_steps": 2,
+    },
     "mixed-ReBN": {
         "environment": {"chatter": "games:Chatter", "one": "games:OneTurn"},
         "algorithm": "reinforce",
@@ -97,7 +104,7 @@ def test_two_processes_are_one(runs, case):
         torch.testing.assert_close(two["adapter"][name], value, rtol=1e-5, atol=1e-7)
     apart = [name for name in one["logged"] if name.startswith(("environments/", "tasks/", "resampling/"))]
     assert bool(apart) == ("environment" in CASES[case])
-    assert ("rewrites/questions" in one["logged"]) == (case == "rewritten")
+    assert ("rewrites/questions" in one["logged"]) == (case in ("rewritten", "agents"))
     for name in LOGGED + apart:
         if name in one["logged"]:
             assert two["logged"][name] == pytest.approx(one["logged"][name], abs=1e-5), name
