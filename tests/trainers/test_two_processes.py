@@ -106,7 +106,8 @@ def test_two_processes_are_one(runs, case):
     assert bool(apart) == ("environment" in CASES[case])
     assert ("rewrites/questions" in one["logged"]) == (case in ("rewritten", "agents"))
     for name in LOGGED + apart:
-        if name in one["logged"]:
+        # What calls at once find in the cache depends on when they come.
+        if name in one["logged"] and (case, name) != ("agents", "tokens_read_again"):
             assert two["logged"][name] == pytest.approx(one["logged"][name], abs=1e-5), name
     judged = [name for name in one["evaluation"] if name.startswith(("eval_reward", "eval_completions", "eval_judge"))]
     assert ("eval_judge/turns" in judged) == ("judged" in CASES[case]) and "eval_reward" in judged
