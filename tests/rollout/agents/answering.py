@@ -22,10 +22,12 @@ KEY = "the-episodes-key"
 CREATED = 1_790_000_000
 
 
-def said(text: str = "", *calls: tuple[str, dict[str, Any]], finish: Any = None, n: int = 1) -> Answer:
-    """An answer of a text and tool calls, ``n`` times."""
-    called = tuple(CalledTool(f"call{number}", name, arguments) for number, (name, arguments) in enumerate(calls))
-    tokens = tuple(SampledToken(word, -0.5 * number) for number, word in enumerate(text.split(" ")))
+def said(
+    text: str = "", *calls: tuple[str, dict[str, Any]], finish: Any = None, n: int = 1, number: int = 0
+) -> Answer:
+    """An answer of a text and tool calls, ``n`` times; the first call has the id of ``number``."""
+    called = tuple(CalledTool(f"call{number + place}", name, given) for place, (name, given) in enumerate(calls))
+    tokens = tuple(SampledToken(word, -0.5 * place) for place, word in enumerate(text.split(" ")))
     choice = Choice(text, called, finish or ("tool_calls" if called else "stop"), tokens)
     return Answer("a1", "policy", CREATED, (choice,) * n, prompt_tokens=7, completion_tokens=3 * n)
 

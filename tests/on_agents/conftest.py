@@ -1,0 +1,35 @@
+"""The real clients of agents, in an environment of their own (``make test-agents``). Only `httpx` could ask the network."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OPENAI_AGENTS_DISABLE_TRACING", "1")  # these would report to their makers
+os.environ.setdefault("LANGSMITH_TRACING", "false")
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "true")
+os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
+for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL"):
+    os.environ.pop(name, None)
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent / "rollout/agents")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.agents)
+
+
+@pytest.fixture
+def weather() -> Iterator[object]:
+    """An endpoint whose model asks the tool for the weather in two towns, one after the other, and then answers."""
+    from served_agents import Weather
+
+    with Weather() as served:
+        yield served
