@@ -77,6 +77,8 @@ RECORDS = "tests/records/test_records.py"
 EPISODE_RECORDS = "tests/trainers/test_episode_records.py"
 DECODING = "tests/rollout/test_decoding.py"
 LINEAGES = "tests/rollout/test_lineages.py"
+SERVER = "tests/rollout/agents/test_server.py"
+DIALECTS = "tests/rollout/agents/test_dialects.py"
 TEMPLATES = "tests/rollout/test_chat_templates.py tests/rollout/test_chat.py"
 
 TASKS = "tests/trainers/test_task_sampling.py"
@@ -2087,6 +2089,174 @@ MUTATIONS = [
     Mutation(
         "an empty pass counts in the metrics", "train_batch.py",
         "copy.completion_mask[:, :2] = 1", "pass", "tests/trainers/test_paths_runs.py -k two_processes",
+    ),
+    Mutation(
+        "a client that hangs up cancels the answer", "rollout/agents/server.py",
+        "self._exchange.abandoned(key, ticket)\n            raise",
+        "ticket.answer.cancel()\n            raise",
+        SERVER,
+    ),
+    Mutation(
+        "an answer that nobody read counts as delivered", "rollout/agents/server.py",
+        "if connection is None or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):",
+        "if connection is None:",
+        SERVER,
+    ),
+    Mutation(
+        "an answer counts as delivered while it waits in this process", "rollout/agents/server.py",
+        "request.transport.set_write_buffer_limits(high=0)",
+        "pass",
+        "tests/rollout/agents/test_server.py -k last_byte",
+    ),
+    Mutation(
+        "a client that hangs up is not noticed", "rollout/agents/server.py",
+        "handler_cancellation=True",
+        "handler_cancellation=False",
+        SERVER,
+    ),
+    Mutation(
+        "a connection whose client does not read is never closed", "rollout/agents/server.py",
+        "connection.abort()",
+        "connection.close()",
+        "tests/rollout/agents/test_server.py -k does_not_read",
+    ),
+    Mutation(
+        "open requests keep the server open", "rollout/agents/server.py",
+        "shutdown_timeout=_LAST_SECONDS",
+        "shutdown_timeout=60",
+        SERVER,
+    ),
+    Mutation(
+        "a body of any size is read", "rollout/agents/server.py",
+        "client_max_size=self._max_body",
+        "client_max_size=2**40",
+        SERVER,
+    ),
+    Mutation(
+        "a body is read before the key", "rollout/agents/server.py",
+        "others = self._exchange.models(key)",
+        "await self._body(request)\n            others = self._exchange.models(key)",
+        SERVER,
+    ),
+    Mutation(
+        "the key is in the log", "rollout/agents/server.py",
+        "record.exc_info = None",
+        "pass",
+        SERVER,
+    ),
+    Mutation(
+        "our key is sent to another endpoint", "rollout/agents/server.py",
+        'headers |= {"Authorization": f"Bearer {endpoint.api_key}", "x-api-key": endpoint.api_key}',
+        'headers |= {"x-api-key": _key(request)}',
+        SERVER,
+    ),
+    Mutation(
+        "a cut answer of another endpoint ends as if it were whole", "rollout/agents/server.py",
+        "if ours.prepared:",
+        "if ours.prepared and await ours.write_eof() is None:\n                return ours\n            if ours.prepared:",
+        SERVER,
+    ),
+    Mutation(
+        "a refusal is sent again", "rollout/agents/server.py",
+        '"x-should-retry": "false"',
+        '"x-should-retry": "true"',
+        SERVER,
+    ),
+    Mutation(
+        "a token of the user's environment is taken for the key", "rollout/agents/server.py",
+        'key = request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")',
+        'key = token.strip() or request.headers.get("x-api-key")',
+        SERVER,
+    ),
+    Mutation(
+        "a deep body ends the request with the stack", "rollout/agents/dialects/base.py",
+        "for _ in range(_DEEPEST + 1):",
+        "for _ in range(10**9):",
+        DIALECTS,
+    ),
+    Mutation(
+        "half a surrogate pair reaches the tokenizer", "rollout/agents/dialects/base.py",
+        'if "\\\\u" in text:',
+        "if False:",
+        DIALECTS,
+    ),
+    Mutation(
+        "an infinite number reaches the settings", "rollout/agents/dialects/base.py",
+        "parse_float=_finite",
+        "parse_float=float",
+        DIALECTS,
+    ),
+    Mutation(
+        "true is a number", "rollout/agents/dialects/base.py",
+        "not isinstance(value, bool) and abs",
+        "abs",
+        DIALECTS,
+    ),
+    Mutation(
+        "parts of a text are joined by a line", "rollout/agents/dialects/base.py",
+        'return "".join(part_text',
+        'return "\\n".join(part_text',
+        DIALECTS,
+    ),
+    Mutation(
+        "arguments stay text", "rollout/agents/dialects/base.py",
+        "arguments = value if isinstance(value, dict) else arguments",
+        "pass",
+        DIALECTS,
+    ),
+    Mutation(
+        "an image is left out in silence", "rollout/agents/dialects/base.py",
+        "    if kind not in kinds:\n        raise Refusal(",
+        "    if kind not in kinds:\n        return ''\n        raise Refusal(",
+        DIALECTS,
+    ),
+    Mutation(
+        "a forced tool is left out in silence", "rollout/agents/dialects/chat.py",
+        'constraints["tool_choice"] = choice',
+        "pass",
+        DIALECTS,
+    ),
+    Mutation(
+        "a forced form is left out in silence", "rollout/agents/dialects/responses.py",
+        'constraints["response_format"] = form',
+        "pass",
+        DIALECTS,
+    ),
+    Mutation(
+        "calls of one response are several messages", "rollout/agents/dialects/responses.py",
+        "            if not calling:\n",
+        "            if True:\n",
+        DIALECTS,
+    ),
+    Mutation(
+        "calls after results join the answer before them", "rollout/agents/dialects/responses.py",
+        "calling = False\n        elif",
+        "pass\n        elif",
+        DIALECTS,
+    ),
+    Mutation(
+        "instructions are kept for the next answer", "rollout/agents/episode.py",
+        "asked.request.messages[asked.request.instructed :]",
+        "asked.request.messages",
+        "tests/rollout/agents/test_episode.py -k instructions",
+    ),
+    Mutation(
+        "the last limit of two counts", "rollout/agents/dialects/chat.py",
+        "max_tokens=min((limit",
+        "max_tokens=max((limit",
+        DIALECTS,
+    ),
+    Mutation(
+        "a stream leaves the arguments of calls out", "rollout/agents/dialects/chat.py",
+        'yield delta(index, tool_calls=[{"index": number, "function": {"arguments": call.text}}])',
+        "pass",
+        DIALECTS,
+    ),
+    Mutation(
+        "a stream of messages gives each call the first one's arguments", "rollout/agents/dialects/messages.py",
+        "tool_calls[index - len(_blocks(answer))]",
+        "tool_calls[0]",
+        DIALECTS,
     ),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The real clients of agents, in an environment of their own (``make test-agents``). Only `httpx` could ask the network."""
+"""The real clients of agents, in an environment of their own (``make test-agents``)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ os.environ.setdefault("OPENAI_AGENTS_DISABLE_TRACING", "1")  # these would repor
 os.environ.setdefault("LANGSMITH_TRACING", "false")
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "true")
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
-for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL"):
-    os.environ.pop(name, None)
 
 import pytest
 

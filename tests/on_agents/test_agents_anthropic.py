@@ -76,8 +76,11 @@ def test_a_base_url_with_v1(weather: Weather) -> None:
 
 @both
 def test_a_refusal_is_not_sent_again(weather: Weather, asynchronous: bool) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="`tool_choice.type` is 'maybe'"):
+    with pytest.raises(anthropic.BadRequestError, match=r"`tool_choice.type` is 'maybe'"):
         ask(weather, asynchronous, messages=[USER], tools=[TOOL], tool_choice={"type": "maybe"})
-    with anthropic.Anthropic(base_url=weather.base_url, api_key="x") as client, pytest.raises(anthropic.AuthenticationError):
+    with (
+        anthropic.Anthropic(base_url=weather.base_url, api_key="x") as client,
+        pytest.raises(anthropic.AuthenticationError),
+    ):
         client.messages.create(model="policy", max_tokens=9, messages=[USER])
     assert weather.requests == []

@@ -14,11 +14,17 @@ pytest.importorskip("langgraph", reason="the clients of agents are not installed
 
 import openai
 from answering import said
-from served_agents import DESCRIPTION, QUESTION, SCHEMA, TOWNS, Weather
+from served_agents import DESCRIPTION, QUESTION, SCHEMA, Weather
 from served_agents import weather as tell
 
 CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": DESCRIPTION, "parameters": SCHEMA}}
-RESPONSES_TOOL = {"type": "function", "name": "weather", "description": DESCRIPTION, "parameters": SCHEMA, "strict": True}
+RESPONSES_TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": DESCRIPTION,
+    "parameters": SCHEMA,
+    "strict": True,
+}
 USER = {"role": "user", "content": QUESTION}
 both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
@@ -112,7 +118,13 @@ def test_responses_tools(weather: Weather, asynchronous: bool, stream: bool) -> 
     items: list[Any] = [USER]
     while True:
         got = ask(
-            weather, asynchronous, "responses", input=items, instructions="Be short.", tools=[RESPONSES_TOOL], stream=stream
+            weather,
+            asynchronous,
+            "responses",
+            input=items,
+            instructions="Be short.",
+            tools=[RESPONSES_TOOL],
+            stream=stream,
         )
         response = got[-1].response if stream else got
         items += response.output
@@ -122,7 +134,7 @@ def test_responses_tools(weather: Weather, asynchronous: bool, stream: bool) -> 
         for call in calls:
             result = tell(**json.loads(call.arguments))
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
-    assert response.output_text == "rain in Köln; rain in Ulm" and TOWNS[0] in result or TOWNS[1] in result
+    assert response.output_text == "rain in Köln; rain in Ulm"
     assert len(weather.requests) == 3 and weather.echoes() == []
     assert weather.requests[2].messages[0] == {"role": "system", "content": "Be short."}
 
@@ -142,7 +154,10 @@ def test_a_refusal_is_not_sent_again(weather: Weather, asynchronous: bool) -> No
     with pytest.raises(openai.BadRequestError, match="text only"):
         image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
         ask(weather, asynchronous, "responses", input=[{"role": "user", "content": [image]}])
-    with openai.OpenAI(base_url=weather.base_url, api_key="another") as client, pytest.raises(openai.AuthenticationError):
+    with (
+        openai.OpenAI(base_url=weather.base_url, api_key="another") as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
         client.chat.completions.create(model="policy", messages=[USER])
     assert weather.requests == []
 

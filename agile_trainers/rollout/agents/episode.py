@@ -417,14 +417,15 @@ class AgentEpisode:
 
     def _messages(self, request: ChatRequest) -> list[Message]:
         """Return the whole conversation that a request asks to be answered, as plain data."""
+        own = request.messages[: request.instructed]
         before: list[Message] = []
         if request.previous is not None:
             asked = self.asked.get(request.previous.replace("-", "_").rpartition("_")[2])
             if asked is None or asked.answer is None:
                 raise Refusal(f"No answer of this episode has the id {request.previous!r:.100}.", 404)
-            before = [*asked.request.messages, _as_message(asked.answer.choices[0])]
+            before = [*asked.request.messages[asked.request.instructed :], _as_message(asked.answer.choices[0])]
         try:
-            messages = validate_context([*before, *request.messages], "the request")
+            messages = validate_context([*own, *before, *request.messages[request.instructed :]], "the request")
         except EnvironmentProtocolError as error:
             raise Refusal(str(error)) from error
         request.messages = messages

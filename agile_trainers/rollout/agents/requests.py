@@ -64,6 +64,8 @@ class ChatRequest:
     other than text, and their like in other dialects."""
     previous: str | None = None
     """Id of the answer that the messages follow, without the conversation before it (``previous_response_id``)."""
+    instructed: bool = False
+    """True if the first message is ``instructions`` for this answer alone; an answer that follows it does not get them."""
     body: bytes = b""
     """The body as received, to know a repeated request by; the server sets it."""
 

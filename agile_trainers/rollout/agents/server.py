@@ -107,7 +107,11 @@ class AgentServer:
                 started.set_result(None)
                 await self._stop.wait()
             finally:
+                connections = [] if runner.server is None else [one.transport for one in runner.server.connections]
                 await runner.cleanup()
+                for connection in connections:
+                    if connection is not None:
+                        connection.abort()  # one whose client does not read would never be closed
 
     # ------------------------------------------------------------------------------------------------------- requests
 

@@ -22,9 +22,7 @@ KEY = "the-episodes-key"
 CREATED = 1_790_000_000
 
 
-def said(
-    text: str = "", *calls: tuple[str, dict[str, Any]], finish: Any = None, n: int = 1, number: int = 0
-) -> Answer:
+def said(text: str = "", *calls: tuple[str, dict[str, Any]], finish: Any = None, n: int = 1, number: int = 0) -> Answer:
     """An answer of a text and tool calls, ``n`` times; the first call has the id of ``number``."""
     called = tuple(CalledTool(f"call{number + place}", name, given) for place, (name, given) in enumerate(calls))
     tokens = tuple(SampledToken(word, -0.5 * place) for place, word in enumerate(text.split(" ")))
@@ -88,7 +86,7 @@ class Answering:
             where.append(what)
             self._news.notify_all()
 
-    def wait_for(self, asked: int = 0, ends: int = 0) -> None:
+    def wait_for(self, asked: int = 0, ends: int = 0, seconds: float = 60.0) -> None:
         """Wait until so many requests have been asked, and so many have ended."""
         with self._news:
-            assert self._news.wait_for(lambda: len(self.asked) >= asked and len(self.ends) >= ends, 60)
+            assert self._news.wait_for(lambda: len(self.asked) >= asked and len(self.ends) >= ends, seconds)

@@ -163,6 +163,7 @@ def test_responses_are_read() -> None:
         logprobs=True,
         stream=True,
         sampling={"top_p": 0.5, "reasoning": {"effort": "low"}},
+        instructed=True,
         previous="a7",
     )
 
@@ -297,7 +298,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
         (RESPONSES, {"tools": [{"type": "web_search"}]}, "`tools[0].type` is 'web_search'"),
         (RESPONSES, {"background": True}, "`background` is True, which is not supported"),
         (MESSAGES, {"system": 3}, "`system` is 3"),
-        (MESSAGES, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "continue"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text only"),
         (
             MESSAGES,

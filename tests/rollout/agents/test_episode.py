@@ -279,6 +279,21 @@ def test_an_answer_can_be_gone_on_from_by_its_id(make_client):
     assert end(client).paths is None
 
 
+def test_instructions_are_those_of_the_answer_and_not_of_the_one_before(make_client):
+    client, again = make_client(), make_client()
+    short, long, user = [
+        {"role": role, "content": text} for role, text in (("system", "short"), ("system", "long"), ("user", "hi"))
+    ]
+    first = client.ask([short, user], instructed=True)
+    follows = client.send([long, user], instructed=True, previous=first.id)
+    assert [message["content"] for message in follows.request.messages] == ["long", "hi", first.choices[0].text, "hi"]
+    without = client.send([user], previous=first.id)
+    assert [message["content"] for message in without.request.messages] == ["hi", first.choices[0].text, "hi"]
+    first = again.ask([short, user], instructed=True)
+    again.ask([short, user], instructed=True, previous=first.id)
+    assert end(again).paths is None
+
+
 # ------------------------------------------------------------------------------------------------------------ outcomes
 
 

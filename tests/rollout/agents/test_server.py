@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ import pytest
 from answering import KEY, Answering, said
 
 from agile_trainers.envs.agent import Endpoint, Model
-from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Marks, Refusal
+from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Choice, Marks, Refusal
 from agile_trainers.rollout.agents.server import AgentServer
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -276,20 +277,63 @@ def test_a_client_that_hangs_up_leaves_the_answer_for_later(reset: bool) -> None
         assert len(answering.ends) == 1
 
 
-def test_a_client_that_hangs_up_without_reading_did_not_get_the_answer() -> None:
-    """Its system says so by a reset, whether the answer waits in its buffer or is larger than all buffers."""
-    for size in (10, 50_000_000):
-        with Answering(lambda request, size=size: said("x" * size)) as answering, AgentServer(answering) as server:
-            connection = _raw(server, CHAT)
-            if size > 1000:
-                assert connection.recv(100)
-            else:
-                answering.wait_for(asked=1)
-                connection.shutdown(socket.SHUT_RD)
+def test_a_client_that_hangs_up_in_the_middle_did_not_get_the_answer() -> None:
+    with Answering(lambda request: said("x" * 50_000_000)) as answering, AgentServer(answering) as server:
+        with _raw(server, CHAT) as connection:
+            assert connection.recv(100)
+        answering.wait_for(ends=1)
+        assert [end for end, _ in answering.ends] == ["abandoned"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_hangs_up_while_the_answer_is_written_did_not_get_it(stream: bool) -> None:
+    """Its system answers what arrives by a reset, before the event loop could have heard of it."""
+
+    class HangUp(tuple[Choice, ...]):
+        def __iter__(self) -> Iterator[Choice]:
             connection.close()
-            answering.wait_for(ends=1)
-            if size > 1000:
-                assert [end for end, _ in answering.ends] == ["abandoned"]
+            return super().__iter__()
+
+        def __getitem__(self, index: Any) -> Any:
+            connection.close()
+            return super().__getitem__(index)
+
+    asked = threading.Event()
+
+    def reply(request: ChatRequest) -> Answer:
+        asked.wait()
+        return Answer("a1", "policy", 0, HangUp([Choice("x")]))
+
+    with Answering(reply) as answering, AgentServer(answering) as server:
+        connection = _raw(server, {**CHAT, "stream": stream})
+        asked.set()
+        answering.wait_for(ends=1)
+        assert [end for end, _ in answering.ends] == ["abandoned"]
+
+
+def test_an_answer_is_delivered_when_its_last_byte_has_left_this_process() -> None:
+    """What the event loop still holds back is lost if the server ends."""
+
+    def received(size: int) -> tuple[int, bool]:
+        """Bytes that a client finds which begins to read when the server has ended, and whether it got the answer."""
+        with Answering(lambda request: said("x" * size)) as answering:
+            with AgentServer(answering) as server:
+                connection = _raw(server, CHAT)
+                answering.wait_for(asked=1)
+                with suppress(AssertionError):
+                    answering.wait_for(ends=1, seconds=0.2)
+                delivered = [end for end, _ in answering.ends] == ["delivered"]
+            with connection, suppress(ConnectionResetError):
+                found = 0
+                while block := connection.recv(2**20):
+                    found += len(block)
+            return found, delivered
+
+    buffers, delivered = received(50_000_000)
+    assert not delivered
+    for size in range(buffers - 20_000, buffers + 60_000, 20_000):
+        found, delivered = received(size)
+        assert found > size or not delivered, size
 
 
 def test_a_client_that_reads_all_and_hangs_up_at_once_got_the_answer(server: AgentServer, answering: Answering) -> None:
@@ -331,6 +375,18 @@ def test_leaving_closes_everything() -> None:
         for ticket in answering.asked:  # answers that come later trouble nobody
             ticket.answer.set_result(said("late"))
     assert set(threading.enumerate()) <= before
+
+
+def test_the_connection_of_a_client_that_does_not_read_is_closed() -> None:
+    with Answering(lambda request: said("x" * 50_000_000)) as answering:
+        with AgentServer(answering) as server:
+            connection = _raw(server, CHAT)
+            answering.wait_for(asked=1)
+            connection.recv(1)
+        with connection, suppress(ConnectionResetError):
+            while connection.recv(2**20):
+                pass
+        assert [end for end, _ in answering.ends] == ["abandoned"]
 
 
 def test_leaving_by_an_error_closes_everything(answering: Answering) -> None:

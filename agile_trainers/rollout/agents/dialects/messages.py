@@ -39,11 +39,6 @@ def read(body: dict[str, Any]) -> ChatRequest:
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, item in enumerate(base.conversation(required(body, "messages", list), "messages")):
         messages += _messages(item, f"messages[{index}]")
-    if messages[-1]["role"] == "assistant":
-        raise Refusal(
-            "The last message is the assistant's, whose text the answer would continue: that is not the model's own answer. "
-            "End with a message of the user."
-        )
     choice = get(body, "tool_choice", dict)
     kind = None if choice is None else required(choice, "type", str, "tool_choice")
     if kind is not None and kind not in _CHOICES:

@@ -53,6 +53,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
         calls_tools=choice != "none",
         sampling=base.settings(body, "reasoning"),
         constraints=constraints,
+        instructed=bool(instructions),
         previous=None if previous is None else previous.removeprefix(PREFIX),
     )
 
