@@ -1,6 +1,6 @@
 """Environments: protocol, ids, checker, and adapters to libraries, which are imported when an id names them."""
 
-from agile_trainers.envs.agent import Agent
+from agile_trainers.envs.agent import Agent, Endpoint
 from agile_trainers.envs.base import Environment, EnvironmentFactory, Observation, ResetResult, StepResult, read_options
 from agile_trainers.envs.checker import (
     CheckFinding,
@@ -19,6 +19,7 @@ __all__ = [
     "Agent",
     "CheckFinding",
     "CheckReport",
+    "Endpoint",
     "Environment",
     "EnvironmentFactory",
     "EnvironmentProtocolError",

@@ -113,6 +113,7 @@ def prepare_run(
 
     options = EpisodeOptions.of_args(args)
     pool = options.make_pool(factories)
+    check_discount(args.gamma, pool)
     histories = options.histories(pool.factories)
     start = environment_seed(args.seed, TRAINING, 0, 0)
     first_states = {
@@ -137,6 +138,20 @@ def prepare_run(
         pool=pool,
         first_states=first_states,
     )
+
+
+def check_discount(gamma: float, pool: EnvironmentPool) -> None:
+    """Reject a discount by turns for agents.
+
+    Raises:
+        ValueError: If ``gamma`` is not 1 and an environment is an agent.
+    """
+    agents = [pool.titles[name] for name in pool.factories if pool.agent(name) is not None]
+    if agents and gamma != 1:
+        raise ValueError(
+            f"gamma={gamma} discounts by the order of turns, but the agent {agents[0]} may ask for several answers at once. "
+            "Leave gamma at 1, or let the agent discount the rewards that it gives."
+        )
 
 
 def warn_of_unseen_prompts(

@@ -66,6 +66,13 @@ def test_an_agent_names_no_anchor(embedded_model: Path, tmp_path: Path) -> None:
         make_trainer(embedded_model, tmp_path, environment=Agent(talks), advantage_granularity="anchor")
 
 
+def test_an_agent_has_no_discount_by_turns(embedded_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gamma=0\.9 discounts by the order of turns, but the agent talks"):
+        make_trainer(
+            embedded_model, tmp_path, environment=Agent(talks), algorithm="reinforce", gamma=0.9, num_generations=1
+        )
+
+
 def test_a_command_is_tried_on_the_first_row(embedded_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"names \{question\}, but the rows have the columns prompt"):
         make_trainer(
