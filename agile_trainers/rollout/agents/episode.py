@@ -507,7 +507,10 @@ class AgentEpisode:
         calls: tuple[CalledTool, ...] = ()
         if request.tools and request.calls_tools:
             identity = _digest_of(sample.prompt_ids) + _text(sample.occurrence).encode()
-            text, calls = tool_calls(text, identity)
+            chat = self.chat.with_tools(request.tools)
+            whole = sample.finish_reason == "stop" and stop is None  # else a call that broke off might be completed
+            parse = partial(chat.parsed, sample.prompt_ids, sample.ids) if whole else lambda: None
+            text, calls = tool_calls(text, identity, parse)
         tokens = zip(sample.ids, sample.logprobs, strict=True) if request.logprobs else ()
         sample.choice = Choice(
             text,

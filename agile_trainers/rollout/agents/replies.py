@@ -8,6 +8,7 @@ from hashlib import sha256
 
 from agile_trainers.envs.tools.calls import ToolCall, parse_tool_calls
 from agile_trainers.rollout.agents.requests import CalledTool
+from agile_trainers.types import Message
 
 _HERMES = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -44,23 +45,32 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     return (text, None) if first is None else (text[: places[first]], first)
 
 
-def tool_calls(text: str, identity: bytes) -> tuple[str, tuple[CalledTool, ...]]:
+def tool_calls(
+    text: str, identity: bytes, parse: Callable[[], Message | None] = lambda: None
+) -> tuple[str, tuple[CalledTool, ...]]:
     """Part the tool calls of an answer from its other text.
 
     An answer with a call that broke off or is malformed is text as a whole: its author sees what the model wrote.
 
     Args:
         text: The answer.
-        identity: What the ids of the calls are made from, so that they repeat with the tokens.
+        identity: The source of the calls' ids, so that they repeat with the tokens.
+        parse: Parses an answer that has no call in the form of Hermes or Llama 3, into a message; None if nothing can.
 
     Returns:
         The other text and the calls.
     """
     found = parse_tool_calls(text)
     calls = [call for call in found if isinstance(call, ToolCall)]
-    if not calls or len(calls) < len(found):
+    if calls and len(calls) == len(found):
+        rest = _HERMES.sub("", text) if "<tool_call>" in text else ""
+    elif calls or (message := parse()) is None or not message.get("tool_calls"):
         return text, ()
-    rest = _HERMES.sub("", text) if "<tool_call>" in text else ""
+    else:
+        functions = [one["function"] for one in message["tool_calls"]]
+        if not all(isinstance(one["name"], str) and isinstance(one["arguments"], dict) for one in functions):
+            return text, ()
+        rest, calls = message["content"], [ToolCall(one["name"], one["arguments"]) for one in functions]
     return rest, tuple(
         CalledTool(_call_id(identity, place), call.name, call.arguments) for place, call in enumerate(calls)
     )

@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import add_response_schema, parse_response
 
 from agile_trainers.adapters.templates import check_template
 from agile_trainers.rollout.chat.special_tokens import SpecialTokenEscaper
@@ -211,6 +212,32 @@ class ChatRenderer:
         if other.rewrite is not None and not self._forks:
             raise ValueError(self._refusal(other.rewrite, self.chat_template, "It does so with tools."))
         return other
+
+    def parsed(self, prompt_ids: list[int], action_ids: Sequence[int]) -> Message | None:
+        """Parse an answer as TRL's response parser does, or the tokenizer's own.
+
+        Args:
+            prompt_ids: The prompt, which may open the answer's thinking.
+            action_ids: The answer.
+
+        Returns:
+            A message with ``content`` and ``tool_calls`` if there are any; None if nothing knows the template.
+        """
+        if self._parser is None:
+            return None
+        tools = self._kwargs.get("tools")
+        return cast(Message, parse_response(self._parser, list(action_ids), prefix=prompt_ids, tools=tools))
+
+    @cached_property
+    def _parser(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer with a description of its answers; None if there is none."""
+        parser = copy(self._tokenizer)
+        if getattr(parser, "response_template", None) or getattr(parser, "response_schema", None):
+            return parser
+        try:
+            return cast(PreTrainedTokenizerBase, add_response_schema(parser))
+        except ValueError:  # a template that TRL does not know
+            return None
 
     def spliced(self, messages: list[Message], answers: Mapping[int, Sequence[int]]) -> list[int]:
         """Render a conversation in which sampled answers keep their ids.

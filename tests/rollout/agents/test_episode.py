@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from copy import copy
 
 import pytest
 from clients import Client, echo, tool
+from trl import chat_template_utils
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import Agent, Endpoint
@@ -159,6 +161,37 @@ def test_a_call_that_broke_off_is_text(make_client):
     client = make_client('<tool_call>{"name": "add", "arguments": {"a"')
     choice = client.ask(HELLO, tools=[tool("add")]).choices[0]
     assert not choice.tool_calls and choice.text.startswith("<tool_call>") and choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "rest"),
+    [
+        (
+            "qwen3_5_nothink",
+            "hi <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+            "hi",
+        ),
+        ("lfm2_2_5", "<|tool_call_start|>[add(a=1)]<|tool_call_end|>", ""),
+        ("qwen2_5", 'hi <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "hi"),
+    ],
+)
+def test_calls_in_the_form_of_other_templates(make_client, tokenizer, template, text, rest):
+    """What the project's own parser does not know, TRL's does; an answer that broke off stays text."""
+    adds = tool("add")
+    adds["function"]["parameters"]["properties"] = {"a": {"type": "integer", "description": "One."}}
+    known = copy(tokenizer)
+    known.chat_template = getattr(chat_template_utils, f"{template}_chat_template")
+    client = make_client(text)
+    client.episode.chat = ChatRenderer(known, on_rewrite="fork")
+    choice = client.ask(HELLO, tools=[adds]).choices[0]
+    assert (choice.text, [(call.name, call.arguments) for call in choice.tool_calls]) == (rest, [("add", {"a": 1})])
+    client.ask([*HELLO, echo(choice), {"role": "tool", "content": "2"}], tools=[adds])
+    assert _place(client, 0, 1)
+    whole = client._sample
+    client._sample = lambda request: (whole(request)[0][:-1], "length")
+    assert client.ask(HELLO, tools=[adds]).choices[0].finish_reason == (
+        "tool_calls" if template == "qwen2_5" else "length"
+    )
 
 
 def test_calls_stay_text_without_tools_or_when_no_tool_may_be_called(make_client):
