@@ -1670,6 +1670,14 @@ MUTATIONS = [
         "tests/trainers/test_agents_before_a_run.py -k without_effect",
     ),
     Mutation(
+        "an agent that changes every call's prompt goes unnoticed", "cli/check/agents.py",
+        "2 * often[0][1] >= len(found)", "2 * often[0][1] < len(found)", "tests/test_cli_check_agents.py -k clock",
+    ),
+    Mutation(
+        "an agent that is not repeatable goes unnoticed", "cli/check/agents.py",
+        "if was != now:", "if len(was) != len(now):", "tests/test_cli_check_agents.py -k clock",
+    ),
+    Mutation(
         "a cancelled episode leaves its program", "envs/agent_command.py",
         "            keeper.end()\n", "            pass\n", "tests/envs/test_agent_command.py -k cancelled",
     ),

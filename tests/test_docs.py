@@ -93,6 +93,9 @@ def folder(tmp_path: Path, embedded_model: Path, monkeypatch: pytest.MonkeyPatch
     for page, file in {"docs/algorithms.md": "constant_baseline.py", "docs/own_loss.md": "dppo.py"}.items():
         algorithm = next(block for block in of("python") if block.page == page)
         (tmp_path / file).write_text(algorithm.text, encoding="utf-8")
+    (tmp_path / "my_agent.py").write_text(
+        (ROOT / "tests/trainers/asking.py").read_text(encoding="utf-8") + "\n\nsolve = talks\n", encoding="utf-8"
+    )
     (tmp_path / "model").symlink_to(embedded_model)
     DatasetDict({split: Dataset.from_list(GSM8K) for split in ("train", "test")}).save_to_disk(tmp_path / "gsm8k")
     monkeypatch.chdir(tmp_path)
@@ -335,7 +338,8 @@ def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         given[given.index("--episodes") + 1] = "3"
         assert main.main([*given, "--max_new_tokens", "2", "--no_card"]) == 0
     elif arguments[0] == "check":
-        assert main.main([*arguments, "--episodes", "2", "--player", "expert"]) == 0
+        player = [] if any(one.startswith("agent:") for one in arguments) else ["--player", "expert"]
+        assert main.main([*arguments, "--episodes", "2", *player]) == 0
     else:
         Path("more.yaml").write_text("use_cpu: true\nbf16: false\n", encoding="utf-8")
         started = list[Any]()

@@ -68,7 +68,10 @@ def info(*command: str, **options: Any) -> dict[str, Any]:
 
 
 def until(happens: Any) -> None:
+    """Wait, at most a minute."""
+    deadline = time.monotonic() + 60
     while not happens():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -278,11 +281,10 @@ def test_a_cancelled_episode_ends_its_program() -> None:
 
     async def cancelled_when(happens: Any, *command: str, **options: Any) -> None:
         playing = asyncio.create_task(agent(*command, **options)().play(MODEL, Task(None, 0)))
-        while not happens():
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(until, happens)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await playing
+            await asyncio.wait_for(playing, 60)
         assert not marked()
 
     asyncio.run(cancelled_when(lambda: True, "sleep", "600"))
@@ -356,8 +358,7 @@ def test_fifty_programs_at_once(tmp_path: Path) -> None:
 
     async def all_of_them() -> list[Any]:
         playing = [asyncio.create_task(waits().play(MODEL, Task(None, seed))) for seed in range(50)]
-        while len(marked()) < 50:
-            await asyncio.sleep(0.2)
+        await asyncio.to_thread(until, lambda: len(marked()) == 50)
         descriptor = os.open(meeting, os.O_RDWR)
         try:
             return await asyncio.gather(*playing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import urllib.request
@@ -50,3 +51,17 @@ def reads_rows(model: Model, task: Task) -> float:
 
 agent = Agent(talks)
 """An agent as ids name it."""
+
+
+_clock = itertools.count()
+
+
+def looks_at_the_clock(model: Model, task: Task) -> float:
+    """Tell the time before each of three answers, and ask for a summary on the side; the first time is a retry."""
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": f"start {task.seed % 7}"}]
+    for _ in range(3):
+        messages[0]["content"] = f"It is {10 + next(_clock) % 90} o'clock."
+        answer = ask(model, messages, temperature=0.3)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
+    ask(model, [{"role": "user", "content": f"sum up {answer}"}])
+    return float(len(answer) % 2)

@@ -38,6 +38,7 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
 from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.embedded import make_embedded_model
+from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.registry import describe_environment, environment_factories
 from agile_trainers.rollout.episode_options import end_token_ids
 from agile_trainers.step.mixture import first_rows, mixture_of, names_of, rows_of_environment
@@ -45,6 +46,8 @@ from agile_trainers.step.task_sampling import task_pool
 from agile_trainers.trainers.registry import algorithm_names, find_algorithm
 from agile_trainers.trainers.setup import training_rows
 
+_EPISODES, _OF_AGENTS = 16, 2
+"""Number of episodes that are played, and of those of an agent."""
 PLAYERS = ("auto", "model", "random", "expert")
 
 
@@ -53,7 +56,7 @@ PLAYERS = ("auto", "model", "random", "expert")
 class CheckArguments:
     """Options of a check, beside those of training."""
 
-    episodes: int = option(16, "Number of episodes to play.")
+    episodes: int | None = option(None, "Number of episodes to play. Default: 16, of an agent 2.")
     player: str = option(
         "auto",
         "Player of the episodes: the `model`, the environment's `random` or `expert` player, or `auto`. `auto` is the "
@@ -61,7 +64,11 @@ class CheckArguments:
         "machine without a GPU, which is to plan for another machine, no weights are loaded: it is the random or "
         "expert player then, if the environment has one.",
     )
-    time_limit: float = option(30.0, "Seconds a call of the environment may take, unless `environment_timeout` is set.")
+    time_limit: float = option(
+        30.0,
+        "Seconds a call of the environment may take, unless `environment_timeout` is set. An agent's episode may take "
+        "`max_turns` times as long.",
+    )
     gpu_memory: float | None = option(
         None, "GiB of the GPU to plan for. Default: those of this machine's GPU, if there is one."
     )
@@ -69,7 +76,7 @@ class CheckArguments:
     def __post_init__(self) -> None:
         if self.gpu_memory is not None and not self.gpu_memory > 0:
             raise ValueError(f"gpu_memory must be a positive number of GiB, got {self.gpu_memory}.")
-        if self.episodes < 2:
+        if self.episodes is not None and self.episodes < 2:
             raise ValueError(f"episodes must be at least 2, to compare them, got {self.episodes}.")
         if self.player not in PLAYERS:
             raise ValueError(f"player must be one of {', '.join(PLAYERS)}, got {self.player!r}.")
@@ -184,7 +191,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 training_rows(args, train_rows)
             if not elsewhere:
                 check_rules(args, MACHINE)
-            rows = _rows_of_each(args, script, train_rows, check.episodes)
+            rows = _rows_of_each(args, script, train_rows, check.episodes or _EPISODES)
             tokenizer, ends = load_tokenizer(model, args.trust_remote_code)
             config = model_config(model, args.trust_remote_code)
         except (ValueError, TypeError, ImportError, OSError) as error:
@@ -205,8 +212,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 tokenizer=tokenizer,
                 eos_token_ids=ends,
                 rows=rows[name],
-                episodes=check.episodes,
-                player=player,
+                episodes=check.episodes or (_OF_AGENTS if is_agent(factory) else _EPISODES),
+                player="model" if is_agent(factory) and check.player == "auto" else player,
                 time_limit=check.time_limit,
                 gpu_memory=check.gpu_memory,
                 launch=launch,

@@ -19,6 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
 
 from agile_trainers.cli.check.advice import remedies
+from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference
 from agile_trainers.cli.check.memory_plan import MemoryPlan, estimate_memory, plan_memory, readable, serving, trace
 from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
@@ -90,12 +91,12 @@ class Run:
     @property
     def options(self) -> EpisodeOptions:
         """Return the training's options of episodes, with threads, so that a hanging call can be abandoned."""
-        args = self.args
+        args, agent = self.args, is_agent(self.factory)
         return replace(
             EpisodeOptions.of_args(args),
             environment_processes=0,
-            environment_workers=0 if is_agent(self.factory) else max(1, args.environment_workers),
-            environment_timeout=args.environment_timeout or self.time_limit,
+            environment_workers=0 if agent else max(1, args.environment_workers),
+            environment_timeout=args.environment_timeout or self.time_limit * (args.max_turns if agent else 1),
         )
 
     def engine(self, factory: EnvironmentFactory) -> RolloutEngine:
@@ -166,6 +167,9 @@ class Report:
 
 def check_run(report: Report, run: Run) -> None:
     """Write all sections; a problem skips those that depend on it."""
+    if is_agent(run.factory):
+        check_agent(report, run)
+        return
     if not check_protocol(report, run) or not check_conversation(report, run):
         return
     instance = run.factory()
@@ -191,6 +195,41 @@ def check_run(report: Report, run: Run) -> None:
         report.section("Tokens of an episode")
         report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
     report_memory(report, run, [episode for episodes in scores.values() for episode in episodes])
+
+
+def check_agent(report: Report, run: Run) -> None:
+    """Write the sections of an agent, which is played by the model alone."""
+    if not check_conversation(report, run):
+        return
+    if run.player != "model":
+        report.problem(f"{run.environment} is an agent, which has no {run.player} player; choose --player model.")
+        return
+    report.section(f"Play: {run.episodes} episodes by the model")
+    try:
+        played = model_plays(run)
+    except (OSError, ValueError, SafetensorError) as error:
+        report.problem(f"The model cannot play: {error}")
+        return
+    check_play(report, run, played)
+    if not any(episode.turns for episode in played):
+        return
+    report.section("Calls")
+    for label, line in call_lines(played, run.tokenizer):
+        report.line(line, label)
+    if changing := changes_every_call(played, run.tokenizer):
+        report.warning(changing)
+    if played[0].stop_reason.failed:
+        return
+    again = model_plays(replace(run, episodes=1))
+    if differs := first_difference(played[0], again[0], run.tokenizer):
+        report.warning(f"the first episode, played again with the same noise, differs: {differs}.")
+    else:
+        report.line("the first episode, played again with the same noise, made the same calls", "repeats")
+    check_scores(report, run, {"model": played})
+    report.section("Tokens of an episode")
+    drawn = next(episode for episode in played if episode.turns)
+    report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
+    report_memory(report, run, played)
 
 
 def check_protocol(report: Report, run: Run) -> bool:
@@ -412,7 +451,7 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
             returns += [episode.episode_return for episode in episodes if not episode.stop_reason.failed]
     report.show(table)
     if len(scores) == 1 and run.player == "model":
-        report.line("The environment has no player to compare with.")
+        report.line("There is no other player to compare with.")
     for name in scores.keys() - {run.player}:
         cut = sum(turn.finish_reason == "length" for episode in scores[name] for turn in episode.turns)
         if cut:
@@ -420,7 +459,8 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
     if "expert" in means and means["expert"] <= means.get("random", float("-inf")):
         report.warning("the expert is not better than the random player: check the limits and the rewards.")
     own = {episode.episode_return for episode in scores[run.player] if not episode.stop_reason.failed}
-    of_model = run.player == "model" and run.named
+    named = run.named and not is_agent(run.factory)  # whose few episodes may well have the same return
+    of_model = run.player == "model" and named
     found = findings_before(training_summary([episode_metrics(episode) for episode in scores[run.player]], 0), run.args)
     policy = [finding for finding in found if finding.name in OF_POLICY]
     told = "; ".join(f"[{finding.name}] {finding.advice}" for finding in policy)
@@ -430,7 +470,7 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
         report.problem(f"all {len(scores['model'])} episodes of the model returned {own.pop():g}: {told}")
     elif len(set(returns)) == 1:
         # Equal returns are expected of an untrained model or a random player.
-        tell = report.problem if run.named or "expert" in scores else report.warning
+        tell = report.problem if named or "expert" in scores else report.warning
         tell(f"all {len(returns)} episodes returned {returns[0]:g}: {told}")
     elif of_model:
         report.diagnosis(policy)
