@@ -195,10 +195,12 @@ function turnBlock(episode, turn, k, draw) {
   const unknown = has && episode.ids.slice(turn.start, turn.end).some((id) => !episode.pieces[id]);
   const cut = turn.finish_reason === "length" ? h("span.badge.cut", { title: "The answer ended at a token limit" }, "cut at the token limit") : null;
   const answered = turn.observation;
+  const origin = hasPaths(episode) ? originOf(episode, k) : [...(turn.question ? [ASKED] : []), ...callNotes(turn)];
+  const notes = [...origin, ...requestNotes(turn)];
   return h(drawn ? "div.turn" : "div.turn.later", { id: `turn-${k}`, role: "group", "--hue": `var(--turn-${k % 6})`, "aria-label": `Turn ${k + 1}` },
     h("h2", {}, h("span.number", {}, String(k + 1)), h("span.who", {}, "model"), cut,
       h("span.numbers", {}, facts.map(([name, text]) => h("span", {}, `${name} `, h("b", {}, text))))),
-    hasPaths(episode) ? h("p.note", {}, originOf(episode, k).join(" · ")) : turn.question ? h("p.note", {}, ASKED) : null,
+    notes.length ? h("p.note", {}, notes.join(" · ")) : null,
     typeof turn.path === "number" || turn.messages ? wholePrompt(episode, turn, k) : null,
     unknown || !has ? longText(asText(turn.text), `turn ${k + 1}`) : null,
     tokens,

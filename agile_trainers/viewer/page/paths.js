@@ -44,18 +44,55 @@ const list = (turns) => `${turns.length > 1 ? "turns" : "turn"} ${turns.slice(0,
 
 const ASKED = "not for the environment";
 
+/** What the endpoint of an agent noted of the call that a turn answers; null of other turns. */
+function callOf(turn) {
+  const call = turn.info?.call;
+  return call && typeof call === "object" && Number.isInteger(call.number) ? call : null;
+}
+
+/** The indices of turns in the order in which they were asked for. */
+function inTime(turns) {
+  const order = turns.map((_, k) => k);
+  return turns.every(callOf) ? order.sort((one, other) => callOf(turns[one]).number - callOf(turns[other]).number || one - other) : order;
+}
+
+const times = (value) => (value === 1 ? "once" : `${count(value)} times`);
+
+/** What happened to an agent's call, as short texts: where its prompt parts from an earlier one, and what its client did. */
+function callNotes(turn) {
+  const { parts, repeated, hung_up: hungUp } = callOf(turn) || {};
+  const quoted = (text) => `“${shortened(asText(text ?? ""), 40)}”`;
+  return [
+    parts && Number.isInteger(parts.token) ? `parts from an earlier call after ${count(parts.token)} token${parts.token === 1 ? "" : "s"}: ${quoted(parts.was)} became ${quoted(parts.now)}` : null,
+    Number.isInteger(repeated) ? `sent again ${times(repeated)}, and answered with this` : null,
+    hungUp ? "its client hung up before it had the answer" : null,
+  ].filter(Boolean);
+}
+
+/** Who asked for a turn of an agent and which settings of the request the run decided instead, as short texts. */
+function requestNotes(turn) {
+  const { client, asked } = callOf(turn) || {};
+  const settings = asked && typeof asked === "object" ? Object.entries(asked).map(([name, value]) => `${name}=${asText(value)}`) : [];
+  return [
+    client ? `asked by ${shortened(asText(client))}` : null,
+    settings.length ? `asked for ${shortened(settings.join(", "))}, which the run decides` : null,
+  ].filter(Boolean);
+}
+
 /** What tells a turn of several paths from one that goes on from the turn before it, as short texts; the first is the program's. */
 function originOf(episode, k) {
   const { turns } = episode;
   const turn = turns[k];
   const others = turns.map((_, j) => j).filter((j) => j !== k);
   const same = others.filter((j) => j < k && turn.samePrompt !== null && turns[j].samePrompt === turn.samePrompt);
-  const atOnce = others.filter((j) => turn.rewarded !== null && turns[j].rewarded === turn.rewarded);
+  // Of an agent's calls nobody notes which reward came before them.
+  const atOnce = callOf(turn) ? [] : others.filter((j) => turn.rewarded !== null && turns[j].rewarded === turn.rewarded);
   const again = others.filter((j) => j > k && turn.samePrompt !== null && turns[j].samePrompt === turn.samePrompt && !atOnce.includes(j));
-  const last = k === turns.length - 1;
-  const alone = turn.seen ? `shares its first ${count(turn.seen)} tokens with earlier turns` : "a prompt of its own";
+  const last = k === inTime(turns).at(-1);
+  const alone = callOf(turn) ? null : turn.seen ? `shares its first ${count(turn.seen)} tokens with earlier turns` : "a prompt of its own";
   return [
     turn.fork ? asText(turn.fork) : null,
+    ...callNotes(turn),
     turn.question ? ASKED : null,
     typeof turn.parent === "number" ? `goes on from turn ${turn.parent + 1}` : k && !same.length ? alone : null,
     same.length ? `the same prompt as ${list(same)}` : null,
@@ -65,11 +102,27 @@ function originOf(episode, k) {
   ].filter(Boolean);
 }
 
+/** The clients of an agent's calls, with their numbers; empty for other episodes. */
+function clientsOf(turns) {
+  const found = new Map();
+  for (const turn of turns) {
+    const client = callOf(turn)?.client;
+    if (client) found.set(shortened(asText(client), 40), (found.get(shortened(asText(client), 40)) || 0) + 1);
+  }
+  const named = [...found].slice(0, 6).map(([name, calls]) => `${name} (${count(calls)})`);
+  return named.length ? `Asked by ${named.join(", ")}. ` : "";
+}
+
 const ROW = 40;
 
 /** The turns in order of time, from top to bottom, and their paths, from left to right. `open` shows a turn. */
 function pathTree(episode, open) {
-  const { turns } = episode;
+  const order = inTime(episode.turns);
+  const rowOf = new Map(order.map((k, row) => [k, row]));
+  const turns = order.map((k, row) => {
+    const parent = rowOf.get(episode.turns[k].parent);
+    return { ...episode.turns[k], parent: parent < row ? parent : null };
+  });
   const columns = columnsOf(turns);
   const kept = lastConversation(turns);
   const most = Math.max(...columns) + 1;
@@ -83,9 +136,10 @@ function pathTree(episode, open) {
     return svg("path", { class: "edge", d: `M${x(from)},${y(from)} ${columns[from] === columns[k] ? "" : bend} L${x(k)},${y(k)}` });
   });
   const dots = turns.map((_, k) => svg("circle", {
-    class: kept.has(k) ? "dot" : "dot aside", cx: x(k), cy: y(k), r: 6, "--hue": `var(--turn-${k % 6})`,
+    class: kept.has(k) ? "dot" : "dot aside", cx: x(k), cy: y(k), r: 6, "--hue": `var(--turn-${order[k] % 6})`,
   }));
-  const rows = turns.map((turn, k) => {
+  const rows = turns.map((turn, row) => {
+    const k = order[row];
     const [first, ...more] = originOf(episode, k);
     const about = [turn.fork ? h("b", {}, first) : first, ...more].filter(Boolean);
     return h("li", {}, h("button.call", { onclick: () => open(k), title: shortened(asText(turn.text), 1000) },
@@ -95,6 +149,7 @@ function pathTree(episode, open) {
   });
   return h("div.tree", { role: "group", "aria-label": "Turns by time and path" },
     h("p.legend", {}, `${count(turns.length)} turns on ${count(Math.max(...turns.map(({ path }) => path ?? 0)) + 1)} paths, in the order in which they were asked for. `,
+      clientsOf(turns),
       h("span", {}, h("i.dot-key", { "aria-hidden": "true" }), " in the last turn's conversation"),
       h("span", {}, h("i.dot-key.aside", { "aria-hidden": "true" }), " beside it")),
     h("div.calls", { "--width": `${width}px` },
