@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 from answering import KEY, Answering, said
 
-from agile_trainers.rollout.agents.requests import Answer, ChatRequest
+from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Refusal
 from agile_trainers.rollout.agents.server import AgentServer
+from agile_trainers.types import Message
 
 TOWNS = ("Köln", "Ulm")
 SCHEMA = {
@@ -30,7 +32,7 @@ def weather(town: str) -> str:
 
 
 def model(request: ChatRequest) -> Answer:
-    """Call the tool for each town, with a text beside the second call, and then say what the results are."""
+    """Call the first tool for each town, with a text beside the second call, and then say what the results are."""
     results = [message for message in request.messages if message["role"] == "tool"]
     if request.tools and len(results) < len(TOWNS):
         text = "And the other one: " if results else ""
@@ -41,9 +43,28 @@ def model(request: ChatRequest) -> Answer:
 class Weather:
     """The endpoint, entered as a context."""
 
-    def __init__(self, reply: Any = model) -> None:
-        self.exchange = Answering(reply)
+    def __init__(self, reply: Callable[[ChatRequest], Answer | None] = model) -> None:
+        self._reply = reply
+        self._conversations: dict[str | None, list[Message]] = {None: []}
+        self.exchange = Answering(self._answer)
         self._server = AgentServer(self.exchange)
+
+    def _answer(self, request: ChatRequest) -> Answer | None:
+        """Answer as an episode does: ids differ, what is not enforced is refused, and a conversation can be gone on from."""
+        if request.constraints:
+            raise Refusal(f"{request.constraints} asks for another distribution.")
+        own, new = request.messages[: request.instructed], request.messages[request.instructed :]
+        request.messages = [*own, *self._conversations[request.previous], *new]
+        answer = self._reply(request)
+        if answer is not None:
+            answer = replace(answer, id=f"a{len(self._conversations)}")
+            calls = [
+                {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.choices[0].tool_calls
+            ]
+            said = {"role": "assistant", "content": answer.choices[0].text, "tool_calls": calls}
+            self._conversations[answer.id] = [*request.messages[request.instructed :], said]
+        return answer
 
     def __enter__(self) -> Weather:
         self.exchange.__enter__()

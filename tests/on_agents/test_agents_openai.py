@@ -144,7 +144,8 @@ def test_responses_that_follow_another(weather: Weather, asynchronous: bool) -> 
     first = ask(weather, asynchronous, "responses", input=QUESTION, instructions="Be short.")
     ask(weather, asynchronous, "responses", input="And now?", previous_response_id=first.id, instructions="Be long.")
     assert weather.requests[1].previous == first.id.removeprefix("resp_")
-    assert [message["content"] for message in weather.requests[1].messages] == ["Be long.", "And now?"]
+    contents = [message["content"] for message in weather.requests[1].messages]
+    assert contents == ["Be long.", QUESTION, first.output_text, "And now?"]
 
 
 @both
