@@ -20,8 +20,8 @@ import minisweagent
 import pydantic_ai
 import smolagents
 import yaml
-from anthropic import AsyncAnthropic
 from answering import said
+from anthropic import AsyncAnthropic
 from langchain_core.tools import tool as langchain_tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph import MessagesState, StateGraph
@@ -38,7 +38,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from served_agents import DESCRIPTION, QUESTION, SCHEMA, TOWNS, Weather
 from served_agents import weather as tell
 
-from agile_trainers.rollout.agents.requests import Answer, ChatRequest
+from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Refusal
 
 RESULT = "rain in Köln; rain in Ulm"
 streams = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -156,6 +156,19 @@ def test_litellm(weather: Weather, name: str, stream: bool) -> None:
     assert len(weather.requests) == 3 and weather.echoes() == []
 
 
+def test_litellm_knows_a_full_context() -> None:
+    """By the first words of the message. Agents that summarize, or do not ask again, wait for this error."""
+
+    def reply(request: ChatRequest) -> Answer:
+        raise Refusal(
+            "This model's maximum context length is 40 tokens (max_model_length), ...", code="context_length_exceeded"
+        )
+
+    with Weather(reply) as weather, pytest.raises(litellm.ContextWindowExceededError):
+        user = {"role": "user", "content": QUESTION}
+        litellm.completion("openai/policy", [user], api_base=weather.base_url, api_key=weather.key)
+
+
 # ------------------------------------------------------------------------------------------------------ mini-swe-agent
 
 
@@ -182,7 +195,8 @@ def test_mini_swe_agent(model: Any, config: str, tmp_path: Path) -> None:
         got = DefaultAgent(served, LocalEnvironment(cwd=str(tmp_path)), **settings["agent"]).run("Look at the weather.")
         assert got["exit_status"] == "Submitted" and got["submission"].strip() == "rain"
         assert len(weather.requests) == 3 and weather.echoes() == []
-        assert TOWNS[0] in weather.requests[1].messages[-1]["content"]
+        results = [request.messages[-1]["content"] for request in weather.requests[1:]]
+        assert all(town[-2:] in result for town, result in zip(TOWNS, results, strict=True))  # JSON escapes the umlaut
 
 
 # ---------------------------------------------------------------------------------------------------------- smolagents

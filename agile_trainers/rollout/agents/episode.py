@@ -347,8 +347,10 @@ class AgentEpisode:
         room = self.limits.max_model_length - len(first.prompt_ids)
         if room < 1:
             raise Refusal(
-                f"The prompt has {len(first.prompt_ids)} tokens, and max_model_length={self.limits.max_model_length} leaves "
-                "no room for an answer. Shorten the conversation, or raise max_model_length.",
+                # The first words are OpenAI's, by which clients know this error.
+                f"This model's maximum context length is {self.limits.max_model_length} tokens (max_model_length), which "
+                f"leaves no room for an answer to a prompt of {len(first.prompt_ids)}. Shorten the conversation, or raise "
+                "max_model_length.",
                 code=CONTEXT_FULL,
             )
         label = () if ticket.marks.occurrence is None else tuple(_words(ticket.marks.occurrence.encode()))
