@@ -9,7 +9,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_versions_are_those_that_are_tested() -> None:
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements/agents.txt").read_text(encoding="utf-8"), flags=re.M))
+    pins = dict(
+        re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements/agents.txt").read_text(encoding="utf-8"), flags=re.M)
+    )
     page = (ROOT / "docs/agent_clients.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w-]+)(?:, `\w+`)? \| ([\d.]+) \|", page, flags=re.M)
     assert len(rows) == 10 and {name: pins.get(name) for name, _ in rows} == dict(rows)

@@ -291,7 +291,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
         (CHAT, {"response_format": "json"}, "`response_format` is 'json'; expected an object"),
         (CHAT, {"modalities": ["text", "audio"]}, "`modalities` has 'audio'"),
         (CHAT, {"functions": [{"name": "x"}]}, "send the functions as `tools`"),
-        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "`chat_template_kwargs` of the trainer"),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "`chat_template_kwargs` of the configuration"),
         (RESPONSES, {"input": None}, "`input` is None; expected text or a list"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
         (RESPONSES, {"input": [{"type": "computer_call"}]}, "`input[0].type` is 'computer_call'"),

@@ -21,7 +21,7 @@ _REFUSED = {
     "audio": "the model reads and writes text only",
     "web_search_options": "the endpoint has no tools of its own; call a search of yours",
     "chat_template": _THE_RUNS,
-    "chat_template_kwargs": f"{_THE_RUNS} (`chat_template_kwargs` of the trainer)",
+    "chat_template_kwargs": f"{_THE_RUNS} (`chat_template_kwargs` of the configuration)",
     "documents": f"{_THE_RUNS}; write documents into a message",
     "continue_final_message": "an answer begins where the model's turn begins",
     "echo": "an answer has no prompt in it",
