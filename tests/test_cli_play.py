@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,3 +173,30 @@ def test_what_is_not_installed_comes_with_the_command(monkeypatch: pytest.Monkey
     ):
         row = next(index for index, line in enumerate(lines) if line.startswith(f"{prefix} "))
         assert "not installed" in lines[row] and f"Run: {command}" in lines[row + 1]
+
+
+@pytest.fixture
+def agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``asking``, where agents are."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "trainers"))
+
+
+def test_a_person_answers_the_calls_of_an_agent(agents: None) -> None:
+    """Of the second prompt only what is new is shown: not the first one, and not the answer to it."""
+    code, screen = played(
+        "--environment", "agent:asking:talks", "--environment_args", '{"turns": 3}', "--seed", "5", "--tokens",
+        answers=("one", "twelve", "even"),
+    )  # fmt: skip
+    assert code == 0 and "Over: terminated after 3 turns, return +1, success." in screen
+    first, *later = screen.partition("Over:")[0].split("the agent asks: ")[1:]
+    assert "start 5" in first
+    assert later == ["\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n\n"] * 2
+
+
+def test_a_person_leaves_an_agent_or_it_fails(agents: None) -> None:
+    code, screen = played("--environment", "agent:asking:talks", answers=("one",))
+    assert code == 0 and "You left the game." in screen
+    code, screen = played("--environment", "agent:asking:reads_rows", answers=())
+    assert code == 1 and "AssertionError" in screen
+    with pytest.raises(ValueError, match="system_prompt has no effect on an agent"):
+        played("--environment", "agent:asking:talks", "--system_prompt", "Hi.", answers=())

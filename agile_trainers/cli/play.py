@@ -14,11 +14,12 @@ from agile_trainers.adapters.found import check_model
 from agile_trainers.cli.layout import draw_layout
 from agile_trainers.cli.preflight import json_object
 from agile_trainers.embedded import make_tokenizer
+from agile_trainers.envs.agent import agent_of
 from agile_trainers.envs.base import EnvironmentFactory, Observation
 from agile_trainers.envs.registry import make_environment_factory
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
-from agile_trainers.rollout.players import play_in_seat
+from agile_trainers.rollout.players import answer_calls, play_in_seat
 from agile_trainers.types import Message, Trajectory
 
 _ABOUT = "Lets you play in place of the model, in the terminal, through the trainers' rollout engine."
@@ -27,7 +28,8 @@ _ABOUT = "Lets you play in place of the model, in the terminal, through the trai
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of ``agile-trainers play``. Options that it shares with training have the same names."""
     parser = argparse.ArgumentParser(prog="agile-trainers play", description=_ABOUT)
-    parser.add_argument("--environment", required=True, metavar="ID", help="id of the environment, or module.path:Name")
+    parser.add_argument("--environment", required=True, metavar="ID", help="id of the environment, module.path:Name, or "
+                        "agent:module.path:function, whose calls you answer")  # fmt: skip
     parser.add_argument("--environment_args", type=json_object, default={}, metavar="JSON", help="its arguments")
     parser.add_argument("--model", help="model whose tokenizer and template are used (default: the embedded model)")
     parser.add_argument("--training_chat_template", action="store_true", help="use a training version of the template")
@@ -66,6 +68,9 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}.")
     factory = make_environment_factory(options.environment, **options.environment_args)
+    agent = agent_of(factory)
+    if agent is not None:
+        agent.check_row(None)
     if options.model:
         check_model(options.model, option="--model")
     tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else make_tokenizer()
@@ -87,11 +92,21 @@ def main(argv: Sequence[str], console: Console | None = None, ask: Callable[[str
     def answer(messages: list[Message], rng: random.Random) -> str:
         return ask("you: ")
 
+    def answer_call(prompt: str) -> str:
+        console.print(Text.assemble(("the agent asks: ", "bold cyan"), prompt), soft_wrap=True)
+        return ask("you: ")
+
+    def play(seed: int) -> Trajectory:
+        specs = [EpisodeSpec(seed, (seed,))]
+        if agent is not None:
+            return answer_calls(engine(factory), answer_call, specs, tokenizer)[0]
+        return play_in_seat(engine, factory, lambda _: answer, specs, tokenizer, hear)[0]
+
     console.print(Text("Ctrl-D ends the game.", style="dim"))
     for seed in range(options.seed, options.seed + options.episodes):
         console.rule(f"{options.environment}, seed {seed}", characters="-")
         try:
-            (episode,) = play_in_seat(engine, factory, lambda _: answer, [EpisodeSpec(seed, (seed,))], tokenizer, hear)
+            episode = play(seed)
         except (EOFError, KeyboardInterrupt):
             console.print("\nYou left the game.")
             return 0

@@ -18,7 +18,7 @@ from agile_trainers.envs.players import Player
 from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
-from agile_trainers.types import Message, Trajectory
+from agile_trainers.types import Message, Trajectory, common_prefix
 
 Hear = Callable[[str | None, Observation, float | None], None]
 """Callback with an exchange: action (None at the start), observation, and reward (None at the start). A question of the
@@ -97,20 +97,64 @@ def play_in_seat(
 
     engine = make_engine(seated)
     engine.histories = {name: _asking(history, hear) for name, history in engine.histories.items()}
-    ends = engine.chat.eos_token_ids
-    end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else next(iter(ends), None)
 
-    def script(request: GenerationRequest) -> list[int]:
+    def said(request: GenerationRequest) -> str:
         seat = seats[-1]  # one episode at a time: the instance made last is the one that plays
-        answer = choose(seat.environment)(seat.messages, random.Random(request.uniforms(1)[0]))
-        ids = tokenizer.encode(answer, add_special_tokens=False)
-        return ids if end is None else [*ids, end]
+        return choose(seat.environment)(seat.messages, random.Random(request.uniforms(1)[0]))
 
-    generator = ScriptedGenerator(script)
+    return _played(engine, said, specs, tokenizer)
+
+
+def answer_calls(
+    engine: RolloutEngine,
+    answer: Callable[[str], str],
+    specs: Sequence[EpisodeSpec],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Trajectory]:
+    """Play episodes of an agent, one after the other, and let a function answer its calls instead of the model.
+
+    Args:
+        engine: Plays the agent; its pool is closed afterwards.
+        answer: Called with the text of a prompt from the place on where it parts from all earlier ones and their answers.
+        specs: The episodes.
+        tokenizer: Writes prompts as text and tokenizes the answers; its end-of-turn token is added.
+
+    Returns:
+        One trajectory per spec.
+
+    Raises:
+        BaseException: Any exception of ``answer``.
+    """
+    read: list[list[int]] = []
+
+    def said(request: GenerationRequest) -> str:
+        shared = max((common_prefix(ids, request.token_ids) for ids in read), default=0)
+        text = answer(tokenizer.decode(request.token_ids[shared:]))
+        read.append([*request.token_ids, *_tokens_of(text, engine, tokenizer)])
+        return text
+
+    return _played(engine, said, specs, tokenizer)
+
+
+def _played(
+    engine: RolloutEngine,
+    answer: Callable[[GenerationRequest], str],
+    specs: Sequence[EpisodeSpec],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Trajectory]:
+    """Play episodes one after the other with answers that are texts, and close the pool."""
+    generator = ScriptedGenerator(lambda request: _tokens_of(answer(request), engine, tokenizer))
     try:
         return [trajectory for spec in specs for trajectory in engine.run([spec], generator)]
     finally:
         engine.pool.close()
+
+
+def _tokens_of(answer: str, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ends = engine.chat.eos_token_ids
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else next(iter(ends), None)
+    ids: list[int] = tokenizer.encode(answer, add_special_tokens=False)
+    return ids if end is None else [*ids, end]
 
 
 def _asking(history: History, hear: Hear) -> History:
