@@ -26,6 +26,7 @@ from agile_trainers.envs.checker import (
     validate_context,
     validate_result,
 )
+from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.agents.replies import cut_at_stop, length_to_stop, tool_calls
 from agile_trainers.rollout.agents.requests import (
     FROZEN,
@@ -149,9 +150,13 @@ class AgentEpisode:
         try:
             return self._ask(ticket)
         except Refusal as refusal:
-            self._refused[refusal.code] += 1
+            if ticket.request.model == POLICY:
+                self._refused[refusal.code] += 1
             refuse(ticket, refusal)
-            return []
+        except Exception as error:  # one of ours: it costs this episode, not the others
+            logger.exception("A request of an agent failed in its episode.")
+            refuse(ticket, Refusal(f"The endpoint failed: {describe_error(error)}", 500, "server_error"))
+        return []
 
     def answered(self, output: GenerationOutput) -> None:
         """Take a sampled answer, and send it when its request has all of them."""
@@ -191,9 +196,8 @@ class AgentEpisode:
                 for sample in asked.samples:
                     sample.info["hung_up"] = True
 
-    def reward(self, value: float, call: str | None) -> None:
-        """Reward one call; :meth:`sample_of` has found it."""
-        sample = self.sample_of(call)
+    def reward(self, value: float, sample: _Sample) -> None:
+        """Reward an answer that :meth:`sample_of` has found."""
         sample.reward += value
         self._rewards.append((sample, len(self._samples)))
 
@@ -214,7 +218,7 @@ class AgentEpisode:
         name, _, place = call.partition(":")
         asked = self.asked.get(name.replace("-", "_").rpartition("_")[2])
         samples = [] if asked is None else asked.samples
-        if not samples or (place and (not place.isdigit() or int(place) >= len(samples))):
+        if not samples or (place and place not in map(str, range(len(samples)))):
             raise Refusal(f"No answer of this episode has the id {call!r:.100}; expected `response.id`.", 404)
         if asked is not None and not asked.trained:
             raise Refusal(
@@ -244,7 +248,9 @@ class AgentEpisode:
             self.stop_reason = limit or StopReason.TERMINATED
         except EnvironmentTimeoutError as late:
             self.stop_reason, self._error = StopReason.ENVIRONMENT_TIMEOUT, describe_error(late)
-        except BaseException as raised:  # the pool has passed on an interrupt of the user
+        except BaseException as raised:
+            if raised is not error:  # the pool has passed on an interrupt of the user during the agent's calls
+                pass_on_interrupt(raised)
             self.stop_reason, self._error = StopReason.ENVIRONMENT_ERROR, describe_error(raised)
         if self._error is not None and self._refused:
             counts = ", ".join(f"{code}: {count}" for code, count in self._refused.items())
@@ -328,6 +334,7 @@ class AgentEpisode:
 
     def _ask(self, ticket: Ticket) -> list[GenerationRequest]:
         request, digest = ticket.request, sha256(ticket.request.body).digest()
+        request.body = b""  # megabytes, for as long as the episode
         if (earlier := self._repeated(ticket, digest)) is not None:
             for sample in earlier.samples:
                 sample.info["repeated"] = sample.info.get("repeated", 0) + 1

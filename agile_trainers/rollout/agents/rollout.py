@@ -133,8 +133,8 @@ class _Exchange:
             raise Refusal(
                 f"The call is {call!r:.100}; expected the answer's id, `response.id`, or none for the last answer."
             )
-        episode.sample_of(call)
-        self._post(Outcome(episode.index, "reward", (float(value), call)))
+        # Found at once: the last answer may be another one later.
+        self._post(Outcome(episode.index, "reward", (float(value), episode.sample_of(call))))
 
     def models(self, key: str) -> Mapping[str, Endpoint]:
         """Return the endpoints that answer for other models' names."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from aiohttp import web
@@ -71,6 +72,11 @@ class AgentServer:
         return f"http://127.0.0.1:{self._port}/v1"
 
     def __enter__(self) -> AgentServer:
+        if "http" in getproxies() and not proxy_bypass("127.0.0.1"):
+            logger.warning(
+                "A proxy is set for HTTP, to which the clients of agents will send their requests, with their key. Set "
+                "NO_PROXY=127.0.0.1,localhost so that they reach the endpoint."
+            )
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="agent-server", daemon=True)
         self._thread.start()
@@ -275,12 +281,15 @@ def _key(request: web.Request) -> str:
 
 
 def _marks(request: web.Request) -> Marks:
-    retries = request.headers.get("x-stainless-retry-count", "")
+    def header(name: str) -> str:  # bytes that are not UTF-8 are half surrogate pairs here, which no text may hold
+        return request.headers.get(name, "").encode(errors="backslashreplace").decode()
+
+    retries = header("x-stainless-retry-count")
     return Marks(
-        key=request.headers.get("Idempotency-Key") or None,
+        key=header("Idempotency-Key") or None,
         retries=int(retries) if retries.isdecimal() and len(retries) < 10 else 0,
-        occurrence=request.headers.get("x-occurrence") or None,
-        client=request.headers.get("User-Agent", ""),
+        occurrence=header("x-occurrence") or None,
+        client=header("User-Agent"),
     )
 
 

@@ -52,6 +52,10 @@ def end(client: Client, value=1.0, error=None):
     return client.episode.finished()
 
 
+def reward(client: Client, value: float, call: str | None) -> None:
+    client.episode.reward(value, client.episode.sample_of(call))
+
+
 # ------------------------------------------------------------------------------------------------------- equal requests
 
 
@@ -382,13 +386,13 @@ def test_frozen_answers_are_not_trained(make_client):
 def test_rewards_of_single_calls(make_client):
     client = make_client()
     first = client.ask(HELLO)
-    client.episode.reward(0.25, f"chatcmpl-{first.id}")
+    reward(client, 0.25, f"chatcmpl-{first.id}")
     second = client.ask([*HELLO, echo(first.choices[0]), *HELLO])
-    client.episode.reward(0.5, None)
+    reward(client, 0.5, None)
     third = client.ask([*HELLO, echo(first.choices[0]), *HELLO, echo(second.choices[0]), *HELLO], n=2)
     with pytest.raises(Refusal, match="2 choices"):
         client.episode.sample_of(third.id)
-    client.episode.reward(4.0, f"msg_{third.id}:1")
+    reward(client, 4.0, f"msg_{third.id}:1")
     trajectory = end(client)
     rewards = {turn.text: turn.reward for turn in trajectory.turns}
     assert (rewards["one"], rewards["two"]) == (0.25, 0.5) and trajectory.episode_return == 5.75
@@ -402,8 +406,8 @@ def test_a_late_reward_counts_for_the_calls_before_it(make_client):
         answers.append(client.ask(messages))
         messages += [echo(answers[-1].choices[0]), *HELLO]
         if len(answers) == 1:
-            client.episode.reward(0.5, answers[0].id)
-    client.episode.reward(0.25, answers[1].id)  # after the third was asked for
+            reward(client, 0.5, answers[0].id)
+    reward(client, 0.25, answers[1].id)  # after the third was asked for
     # The second's return leaves the first's reward out, the third's does not leave out the second's.
     assert [turn.rewarded for turn in end(client).turns] == [None, None, 1]
 
@@ -476,3 +480,49 @@ def test_turns_are_in_an_order_that_does_not_depend_on_time(make_client, tokeniz
     plays = [play(order) for order in itertools.permutations(range(3))]
     assert all(one.paths == plays[0].paths and one.completion_ids == plays[0].completion_ids for one in plays)
     assert all([turn.reward for turn in one.turns] == [0.0] * 5 + [1.0] for one in plays)
+
+
+# ------------------------------------------------------------------------------------------------------------- isolation
+
+
+def test_an_error_of_ours_costs_its_request_and_not_the_rollout(make_client, chat, monkeypatch, caplog):
+    def broken(*_):
+        raise TypeError("a bug")
+
+    client = make_client()
+    monkeypatch.setattr(type(chat), "spliced", broken)
+    answer = refusal(client.send(HELLO))
+    assert (answer.status, answer.code) == (500, "server_error") and "TypeError: a bug" in answer.message
+    assert "a bug" in caplog.text
+    monkeypatch.undo()
+    assert client.ask(HELLO).choices[0].text == "one"
+
+
+def test_a_prompt_of_a_judge_that_is_too_long_does_not_cut_the_episode(make_client):
+    client = make_client(limits=Limits(5, 20, 60))
+    client.ask(HELLO)
+    long = [{"role": "user", "content": "long " * 60}]
+    assert refusal(client.send(long, model="policy-frozen")).code == "context_length_exceeded"
+    assert end(client).stop_reason is StopReason.TERMINATED
+
+
+def test_the_last_answer_is_the_one_when_the_reward_was_sent(make_client):
+    client = make_client()
+    client.ask(HELLO)
+    last = client.episode.sample_of(None)
+    client.ask([{"role": "user", "content": "more"}])
+    client.episode.reward(0.5, last)
+    rewards = {turn.text: turn.reward for turn in end(client, 0.0).turns}
+    assert rewards == {"one": 0.5, "two": 0.0}
+
+
+def test_the_users_interrupt_is_not_taken_for_the_agents_error(make_client):
+    class Interrupted(float):
+        def __float__(self):
+            raise KeyboardInterrupt
+
+    client = make_client()
+    client.ask(HELLO)
+    with pytest.raises(KeyboardInterrupt):
+        client.episode.end(Interrupted(1.0), None)
+    assert end(client, None, KeyboardInterrupt("mine")).error == "KeyboardInterrupt: mine"

@@ -10,12 +10,14 @@ import struct
 import threading
 import time
 import tracemalloc
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from answering import KEY, Answering, said
 
@@ -109,13 +111,33 @@ def test_a_call_is_rewarded(server: AgentServer, answering: Answering) -> None:
     model = Model(server.base_url, KEY)
     model.reward(0.5, call="chatcmpl-a1")
     model.reward(1)
-    assert answering.rewards == [(0.5, "chatcmpl-a1"), (1, None)]
+    model.reward(np.float32(0.25))
+    assert answering.rewards == [(0.5, "chatcmpl-a1"), (1, None), (0.25, None)]
+    with pytest.raises(ValueError, match=r"array\(\[1\]\)"):
+        model.reward(np.array([1]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected a finite number"):
         model.reward("much")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="NaN"):
         model.reward(float("nan"))
     with pytest.raises(ValueError, match="no episode with this key"):
         Model(server.base_url, "another").reward(1.0)
+
+
+def test_a_proxy_is_warned_of_and_gets_no_reward(
+    answering: Answering, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxies that it was made with
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://user:secret@127.0.0.1:9")
+    with AgentServer(answering) as server:
+        Model(server.base_url, KEY).reward(1.0)
+    assert answering.rewards == [(1.0, None)]
+    assert "Set NO_PROXY=127.0.0.1,localhost" in caplog.text and "secret" not in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("NO_PROXY", "localhost,127.0.0.1")
+    with AgentServer(answering):
+        assert not caplog.text
 
 
 def test_several_hundred_requests_are_open_at_once() -> None:

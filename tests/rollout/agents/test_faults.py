@@ -1,0 +1,242 @@
+"""Agents and clients that fail: the episodes beside them have the same tokens, and nothing of them is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import faulty
+import psutil
+import pytest
+
+from agile_trainers.embedded import make_tokenizer
+from agile_trainers.envs.agent import Agent, Model, Task
+from agile_trainers.rollout.chat.renderer import ChatRenderer
+from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.generators.base import GenerationRequest
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.types import StopReason, Trajectory
+
+TOKENIZER = make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatRenderer:
+    return ChatRenderer(TOKENIZER, on_rewrite="fork")
+
+
+class Rollouts:
+    """Plays rollouts of agents, each with its own number as the seed, and keeps what was sampled."""
+
+    def __init__(self, chat: ChatRenderer, pool: EnvironmentPool, latency: int = 1) -> None:
+        self.engine = RolloutEngine(pool, chat, Limits(max_turns=20, max_new_tokens=20, max_model_length=1000))
+        self.sampled: Counter[Any] = Counter()
+        """Episode, prompt and answer."""
+        self.latency = latency
+
+    def say(self, request: GenerationRequest) -> list[int]:
+        text = "".join("abcdefgh"[int(draw * 8)] for draw in request.uniforms(6))
+        ids = [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
+        self.sampled[request.episode, tuple(request.token_ids), tuple(ids)] += 1
+        return ids
+
+    def play(self, *whats: str, on_finish: Callable[[Trajectory], None] | None = None) -> list[Trajectory]:
+        self.sampled.clear()
+        specs = [EpisodeSpec(place, (9, place), {"what": what}) for place, what in enumerate(whats)]
+        generator = ScriptedGenerator(self.say, latency=self.latency)
+        episodes = self.engine.run(specs, generator, on_finish)
+        assert generator.pending == 0
+        assert not trained(episodes) - self.sampled, "a sample is trained twice, or in another episode"
+        return episodes
+
+
+def trained(episodes: Sequence[Trajectory]) -> Counter[Any]:
+    return Counter(
+        (number, tuple(one.prompt_of(turn)), tuple(one.action_of(turn)))
+        for number, one in enumerate(episodes)
+        for turn in range(len(one.turns))
+    )
+
+
+def content(episode: Trajectory) -> Any:
+    return episode.error, episode.prompt_ids, episode.completion_ids, episode.rewards, episode.sampling_logprobs
+
+
+def listening() -> set[int]:
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+@contextmanager
+def nothing_is_left() -> Iterator[None]:
+    before = listening()
+    yield
+    assert listening() == before
+    assert not [one for one in threading.enumerate() if one.name.startswith("agent-server")]
+
+
+@contextmanager
+def rollouts(chat: ChatRenderer, solve: Any = faulty.solve, latency: int = 1, **options: Any) -> Iterator[Rollouts]:
+    with nothing_is_left():
+        pool = EnvironmentPool(Agent(solve), **options)
+        try:
+            yield Rollouts(chat, pool, latency)
+        finally:
+            pool.close()
+
+
+async def in_the_loop(model: Model, task: Task) -> float:
+    """The same agents as coroutines: what they await runs in threads."""
+    what = (task.row or {})["what"]
+    if what not in faulty.CRASHES:
+        return await asyncio.to_thread(faulty.solve, model, task)
+    await asyncio.to_thread(faulty.ask, model, "before")
+    try:
+        faulty.crash(what)
+    finally:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("solve", [faulty.solve, in_the_loop])
+def test_faults_of_some_do_not_change_the_others(chat: ChatRenderer, solve: Any, capfd: Any) -> None:
+    whats = ["sound", *faulty.FAULTS, "sound", *faulty.CRASHES, "sound"]
+    with rollouts(chat, solve) as played:
+        expected = played.play(*["sound"] * len(whats))
+        episodes = played.play(*whats)
+        for number, what in enumerate(whats):
+            if what == "sound":
+                assert content(episodes[number]) == content(expected[number])
+                assert {one for one in played.sampled if one[0] == number} == set(trained(episodes)) & {
+                    one for one in played.sampled if one[0] == number
+                }
+            elif what in faulty.CRASHES:
+                assert episodes[number].stop_reason is StopReason.ENVIRONMENT_ERROR, what
+                assert faulty.CRASHES[what] in str(episodes[number].error)
+                assert len(episodes[number].turns) == 1
+            else:
+                assert episodes[number].error is None, what
+                assert len(episodes[number].turns) >= len(expected[number].turns), what
+        again = played.play(*["sound"] * len(whats))
+        assert list(map(content, again)) == list(map(content, expected))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- after the end
+
+
+@pytest.fixture(autouse=True)
+def waiting() -> Iterator[None]:
+    yield
+    faulty.go_on.set()  # nobody waits after a test
+    faulty.late.clear()
+
+
+@pytest.fixture
+def nobody_went_on() -> None:
+    faulty.go_on.clear()
+    faulty.told.clear()
+
+
+def test_requests_after_the_end_of_an_episode_are_refused(chat: ChatRenderer, nobody_went_on: None) -> None:
+    """The agent's thread goes on when its episode is over and others of the rollout are not."""
+    with rollouts(chat) as played:
+        expected = played.play("sound", "sound")
+
+        def over(episode: Trajectory) -> None:
+            if episode.options == {"what": "outlives"}:
+                faulty.go_on.set()
+
+        episodes = played.play("outlives", "waits for the late one", on_finish=over)
+        assert list(map(content, episodes)) == list(map(content, expected))
+        assert faulty.late[0] == "400: episode_over" and "The episode is over" in faulty.late[1]
+        assert len(played.sampled) == 4
+
+
+def test_requests_after_the_rollout_find_nobody(chat: ChatRenderer, nobody_went_on: None) -> None:
+    endpoints: list[Model] = []
+    statuses: list[int] = []
+
+    def solve(model: Model, task: Task) -> float:
+        for one in endpoints:  # the keys of past rollouts, at the address of this one
+            statuses.append(faulty.post(Model(model.base_url, one.api_key), faulty.body_of("late"))[0])
+        endpoints.append(model)
+        return faulty.sound(model, task)
+
+    with rollouts(chat, solve) as played:
+        for _ in range(3):
+            played.play("sound")
+            assert len(played.sampled) == 2
+            with nothing_is_left(), pytest.raises(ConnectionRefusedError):
+                faulty.ask(endpoints[-1], "late")
+    assert statuses == [401] * 3
+
+
+def test_agents_that_never_return_are_ended(chat: ChatRenderer, nobody_went_on: None) -> None:
+    for solve in (faulty.solve, in_the_loop):
+        with rollouts(chat, solve, timeout=2.0, max_environments=2) as played:
+            expected = played.play(*["sound"] * 4)
+            episodes = played.play("sound", "never returns", "never returns", "sound")
+            assert [content(episodes[number]) for number in (0, 3)] == [content(expected[number]) for number in (0, 3)]
+            for number in (1, 2):
+                assert episodes[number].stop_reason is StopReason.ENVIRONMENT_TIMEOUT
+                assert len(episodes[number].turns) == 1
+
+
+def test_agents_in_processes_fail_alone(chat: ChatRenderer) -> None:
+    whats = ["sound", "os._exit", "closes all", "forks", "SystemExit", "retries", "sound"]
+    with rollouts(chat, processes=2) as played:
+        episodes = played.play(*whats)
+    with rollouts(chat) as inline:
+        expected = inline.play(*["sound"] * len(whats))
+    for number in (0, 3, 6):
+        assert content(episodes[number]) == content(expected[number])
+    assert [episodes[number].stop_reason for number in (1, 2, 4)] == [StopReason.ENVIRONMENT_ERROR] * 3
+    assert "died in play" in str(episodes[1].error) and "SystemExit: 3" in str(episodes[4].error)
+    assert episodes[5].error is None and len(episodes[5].turns) == 5
+
+
+def test_two_hundred_episodes_at_once(chat: ChatRenderer) -> None:
+    whats = ["sound", "hangs up", "sound", "retries", "duplicates"] * 40
+    with rollouts(chat) as played:
+        expected = played.play(*["sound"] * 200)
+        episodes = played.play(*whats)
+        assert not [one.error for one in episodes if one.error]
+        for number, what in enumerate(whats):
+            if what == "sound":
+                assert content(episodes[number]) == content(expected[number])
+
+
+# --------------------------------------------------------------------------------------------------------- interruptions
+
+
+class Breaks(ScriptedGenerator):
+    """Raises at the third step, when answers are under way."""
+
+    error: type[BaseException] = KeyboardInterrupt
+    steps = 0
+
+    def step(self) -> Any:
+        self.steps += 1
+        if self.steps == 3:
+            raise self.error("in the middle")
+        return super().step()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("solve", [faulty.solve, in_the_loop])
+def test_an_interrupted_rollout_leaves_nothing_for_the_next_one(chat: ChatRenderer, solve: Any, error: Any) -> None:
+    with rollouts(chat, solve) as played:
+        expected = played.play(*["sound"] * 8)
+        say, specs = played.say, [EpisodeSpec(place, (9, place), {"what": "sound"}) for place in range(8)]
+        generator = Breaks(say, latency=2)
+        generator.error = error
+        with nothing_is_left(), pytest.raises(error, match="in the middle"):
+            played.engine.run(specs, generator)
+        for _ in range(2):
+            assert list(map(content, played.play(*["sound"] * 8))) == list(map(content, expected))
+            assert sum(played.sampled.values()) == 16
