@@ -1228,6 +1228,22 @@ MUTATIONS = [
         "tests/rollout/test_history.py",
     ),
     Mutation(
+        "a tied head is cast, and the embedding with it", "adapters/rollout_weights.py",
+        "and module.weight.data_ptr() not in embeddings", "and True", "tests/adapters/test_rollout_weights.py",
+    ),
+    Mutation(
+        "cast weights stay after a rollout", "adapters/rollout_weights.py",
+        "            module._parameters[name] = parameter", "            pass", "tests/adapters/test_rollout_weights.py",
+    ),
+    Mutation(
+        "a merged adapter counts twice", "adapters/rollout_weights.py",
+        "layer._disable_adapters = True", "layer._disable_adapters = False", "tests/adapters/test_rollout_weights.py",
+    ),
+    Mutation(
+        "an adapter stays off after a rollout", "adapters/rollout_weights.py",
+        "            layer._disable_adapters = False", "            pass", "tests/adapters/test_rollout_weights.py",
+    ),
+    Mutation(
         "a row shared by environments", "rollout/engine.py",
         "deepcopy(spec.options), spec.environment", "spec.options, spec.environment", "tests/rollout/test_engine.py",
     ),

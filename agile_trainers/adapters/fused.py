@@ -24,8 +24,8 @@ class FusedLinear(Linear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the layer's output, (..., out), for ``x`` of shape (..., in)."""
-        name = self._plain_adapter(x)
-        if name is None or args or kwargs:
+        name = self.plain_adapter
+        if name is None or args or kwargs or not self._computes_in(x, name):
             return super().forward(x, *args, **kwargs)
         flat = x.reshape(-1, x.size(-1))
         low_rank = self.lora_A[name](self.lora_dropout[name](flat))
@@ -33,7 +33,9 @@ class FusedLinear(Linear):
         output = torch.addmm(self.base_layer(flat), low_rank, weight.t(), alpha=self.scaling[name])
         return output.view(*x.shape[:-1], -1)
 
-    def _plain_adapter(self, x: torch.Tensor) -> str | None:
+    @property
+    def plain_adapter(self) -> str | None:
+        """The active adapter; None if there are several, or it is disabled, merged or more than two matrix products."""
         active = self.active_adapters
         if self.disable_adapters or self.merged or len(active) != 1 or type(self.base_layer) is not nn.Linear:
             return None
@@ -41,9 +43,10 @@ class FusedLinear(Linear):
         if name not in self.lora_A or name in self.lora_variant or self.lora_bias[name]:
             return None
         weight = self.lora_B[name].weight
-        if isinstance(weight, DTensor) or hasattr(weight, "ds_id"):
-            return None
-        return name if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type) else None
+        return None if isinstance(weight, DTensor) or hasattr(weight, "ds_id") else name
+
+    def _computes_in(self, x: torch.Tensor, name: str) -> bool:
+        return x.dtype == self.lora_B[name].weight.dtype or torch.is_autocast_enabled(x.device.type)
 
 
 def fuse(model: nn.Module) -> None:

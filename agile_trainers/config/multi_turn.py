@@ -190,6 +190,11 @@ class MultiTurnConfig(GRPOConfig):
         "Number of episodes that are decoded at once; with a vLLM server, concurrent requests of a process. Default: all, "
         "on a GPU as many as fit into its memory; with vLLM those of one generation batch.",
     )
+    merge_adapter_in_rollout: bool = option(
+        False,
+        "Sample with copies of the weights that the adapter is added to, which saves its matrix products and takes the "
+        "memory of the copies. In half precision the sums are rounded: watch the training-inference mismatch.",
+    )
     num_eval_episodes: int = option(128, "Episodes of one evaluation, over all processes.")
     eval_greedy: bool = option(False, "Evaluate with the likeliest token instead of sampling.")
     log_rollouts: int = option(

@@ -346,6 +346,7 @@ _VLLM = (
         *(one.name for one in fields(GRPOConfig) if re.match(r"vllm_(?!importance_sampling_)", one.name)),
         "offload_policy_during_rollout",
     ),
+    acts_with("use_vllm", (False,), "merge_adapter_in_rollout", needed="the transformers generator (use_vllm=False)"),
     one_of("vllm_mode", "colocate", "server"),
     idle("max_model_length limits the conversation, and the engine's too", "vllm_max_model_length"),
     idle("the environment judges the form of an answer", "vllm_structured_outputs_regex"),

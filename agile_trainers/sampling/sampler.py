@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from agile_trainers.adapters import gathered_once
+from agile_trainers.adapters.rollout_weights import cast_once, check_mergeable, merged_adapter
 from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
@@ -25,6 +26,8 @@ from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
 logger = logging.get_logger(__name__)
 
 _ALL = 1 << 62
+_CASTS_SHARE = 3
+"""Part of a GPU's free memory that cast weights may take, so that the cache of the episodes keeps most of it."""
 """Rows of a process that decodes all of its episodes at the same time."""
 
 
@@ -119,6 +122,8 @@ class RolloutSampler:
                 limit if limit < 1 << 30 else None,
             )
         # Make a generator once for its checks of the sampling settings; the first rollout moves the policy.
+        if args.merge_adapter_in_rollout:
+            check_mergeable(trainer.accelerator.unwrap_model(trainer.model))
         if self.vllm is None:
             with self._on_transformers(settings) as make:
                 make()
@@ -203,6 +208,8 @@ class RolloutSampler:
             ) as model,
             torch.no_grad(),
             gathered_once(model),
+            merged_adapter(model) if args.merge_adapter_in_rollout else nullcontext(),
+            self._cast(model),
         ):
             # A compiled model would be compiled again for every length of the KV cache.
             model = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -218,6 +225,15 @@ class RolloutSampler:
                 )
             finally:
                 model.train(training)
+
+    def _cast(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Cast weights once for the rollout, if autocast would cast them for every token."""
+        accelerator = self._trainer.accelerator
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+        if dtype is None:
+            return nullcontext()
+        on_gpu = accelerator.device.type == "cuda"
+        return cast_once(model, dtype, torch.cuda.mem_get_info()[0] // _CASTS_SHARE if on_gpu else None)
 
     @contextmanager
     def _on_vllm(self, policy: ServedPolicy, settings: SamplingSettings) -> Iterator[Generator]:
