@@ -197,6 +197,23 @@ def words_of(rows: Iterable[dict[str, Any]], *more: str) -> list[str]:
     return sorted({*said, *more, "[UNK]"})
 
 
+def texts_of(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Write conversations as an embedded model sees them, tools included, for :func:`make_embedded_model`.
+
+    Args:
+        rows: ``{"messages": [...]}``, with ``tools`` (a list, its JSON, or None) or without.
+    """
+    template = make_tokenizer()
+
+    def written(row: dict[str, Any]) -> str:
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        text: str = template.apply_chat_template(row["messages"], tools=tools, tokenize=False)
+        return text
+
+    return list(map(written, rows))
+
+
 def sft_trainer(
     model: str | Path, rows: list[dict[str, Any]], output_dir: str | Path, *, seed: int = 0, **options: Any
 ) -> SFTTrainer:

@@ -1,6 +1,7 @@
 """Ready tasks, one folder each. ``agile:<name>`` is the id of the task ``<name>``."""
 
 TASKS = {
+    "archive": "agile_environments.archive:agent",
     "calculator": "agile_environments.calculator:Calculator",
     "courier": "agile_environments.courier:Courier",
     "countdown": "agile_environments.countdown:Countdown",
@@ -11,4 +12,4 @@ TASKS = {
     "search_qa": "agile_environments.search_qa:SearchQA",
     "wordle": "agile_environments.wordle:Wordle",
 }
-"""Task name to its environment, ``module:class``."""
+"""Task name to its environment, ``module:class``, or to its agent."""

@@ -185,8 +185,8 @@ class Agent:
         if check is not None:
             check(row)
 
-    def __call__(self) -> AgentEnvironment:
-        """Make the environment of one episode."""
+    def __call__(self) -> Any:  # so that type checkers take an agent where an environment's factory is expected
+        """Make the :class:`AgentEnvironment` of one episode."""
         return AgentEnvironment(self.solve)
 
 

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from agile_environments import TASKS
+from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.players import play
 from agile_trainers.envs.registry import make_environment_factory
+from agile_trainers.rollout.agents.players import play_agent
 
 PLAYERS = ("random_player", "random_legal_player", "careless_player", "expert_player")
 EPISODES = {
+    "archive": "4816f659cc9e62ff",
     "calculator": "e7f0d8045d093764",
     "countdown": "80a4283cead7f703",
     "courier": "920b21eb14a88fc1",
@@ -30,7 +33,14 @@ def digest(task: str) -> str:
     module = importlib.import_module(f"agile_environments.{task}")
     played: list[Any] = []
     for level in module.LEVELS:
-        environment = make_environment_factory(f"agile:{task}", level=level)()
+        factory = make_environment_factory(f"agile:{task}", level=level)
+        if is_agent(factory):
+            for player in PLAYERS:
+                if hasattr(module, player):
+                    episodes = play_agent(factory, getattr(module, player), range(3))
+                    played += [[one.calls, one.reward, one.info] for one in episodes]
+            continue
+        environment = factory()
         for seed in range(3):
             _, info = environment.reset(seed=seed)
             played.append([level, seed, info])
@@ -43,8 +53,9 @@ def digest(task: str) -> str:
             for answer in ("", "nonsense"):
                 environment.reset(seed=seed)
                 played.append(environment.step(answer))
-    rows = [*module.demonstrations(4, seed=2), *module.preferences(3, seed=1)]
-    played.append([[m for m in messages if m["role"] != "system"] for row in rows for messages in row.values()])
+    if hasattr(module, "demonstrations"):
+        rows = [*module.demonstrations(4, seed=2), *module.preferences(3, seed=1)]
+        played.append([[m for m in messages if m["role"] != "system"] for row in rows for messages in row.values()])
     return hashlib.sha256(json.dumps(played).encode()).hexdigest()[:16]
 
 

@@ -27,7 +27,7 @@ from agile_trainers.envs.checker import (
     validate_result,
 )
 from agile_trainers.imports import pass_on_interrupt
-from agile_trainers.rollout.agents.replies import cut_at_stop, length_to_stop, tool_calls
+from agile_trainers.rollout.agents.replies import as_message, cut_at_stop, length_to_stop, tool_calls
 from agile_trainers.rollout.agents.requests import (
     FROZEN,
     POLICY,
@@ -432,7 +432,7 @@ class AgentEpisode:
             asked = self.asked.get(request.previous.replace("-", "_").rpartition("_")[2])
             if asked is None or asked.answer is None:
                 raise Refusal(f"No answer of this episode has the id {request.previous!r:.100}.", 404)
-            before = [*asked.request.messages[asked.request.instructed :], _as_message(asked.answer.choices[0])]
+            before = [*asked.request.messages[asked.request.instructed :], as_message(asked.answer.choices[0])]
         try:
             messages = validate_context([*own, *before, *request.messages[request.instructed :]], "the request")
         except EnvironmentProtocolError as error:
@@ -528,7 +528,7 @@ class AgentEpisode:
             tuple(SampledToken(self.chat.decode([token]), logprob) for token, logprob in tokens),
             stop,
         )
-        self._by_answer[_key(_as_message(sample.choice))].append(sample)
+        self._by_answer[_key(as_message(sample.choice))].append(sample)
 
     def _id(self, asked: _Asked) -> str:
         """Make an answer's id, which repeats with the run."""
@@ -564,17 +564,6 @@ def noise_of(
 def _send(ticket: Ticket, answer: Answer) -> None:
     with suppress(InvalidStateError):
         ticket.answer.set_result(answer)
-
-
-def _as_message(choice: Choice) -> Message:
-    """Return the message that a client has of an answer."""
-    message: Message = {"role": "assistant", "content": choice.text}
-    if choice.tool_calls:
-        message["tool_calls"] = [
-            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-            for one in choice.tool_calls
-        ]
-    return message
 
 
 def _key(message: Message) -> str:

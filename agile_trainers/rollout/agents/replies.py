@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from agile_trainers.envs.tools.calls import ToolCall, parse_tool_calls
-from agile_trainers.rollout.agents.requests import CalledTool
+from agile_trainers.rollout.agents.requests import CalledTool, Choice
 from agile_trainers.types import Message
 
 _HERMES = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
@@ -74,6 +74,17 @@ def tool_calls(
     return rest, tuple(
         CalledTool(_call_id(identity, place), call.name, call.arguments) for place, call in enumerate(calls)
     )
+
+
+def as_message(choice: Choice) -> Message:
+    """Return the message that a client has of an answer."""
+    message: Message = {"role": "assistant", "content": choice.text}
+    if choice.tool_calls:
+        message["tool_calls"] = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in choice.tool_calls
+        ]
+    return message
 
 
 def _call_id(identity: bytes, place: int) -> str:

@@ -1,0 +1,83 @@
+"""Agents that a function answers in the place of a model: what is kept, and the rows for SFT that come of it."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from agile_trainers.envs.agent import Agent, Model, Task
+from agile_trainers.envs.checker import EnvironmentProtocolError
+from agile_trainers.rollout.agents.players import demonstrate_agent, play_agent
+
+TOOL = {"type": "function", "function": {"name": "roll", "description": "", "parameters": {"type": "object"}}}
+ROLL = '<tool_call>{"name": "roll", "arguments": {}}</tool_call>'
+
+
+def ask(model: Model, messages: list[Any], **fields: Any) -> list[dict[str, Any]]:
+    """The choices that the endpoint answers with."""
+    request = urllib.request.Request(
+        f"{model.base_url}/chat/completions",
+        json.dumps({"model": model.name, "messages": messages, **fields}).encode(),
+        {"Authorization": f"Bearer {model.api_key}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        choices: list[dict[str, Any]] = json.load(response)["choices"]
+    return choices
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_every_call_is_kept_with_its_tools_and_a_conversation_is_one_row() -> None:
+    def solve(model: Model, task: Task) -> dict[str, Any]:
+        messages: list[Any] = [user(f"{task.row} {task.seed}")]
+        (first,) = ask(model, messages, tools=[TOOL])
+        messages += [
+            first["message"],
+            {"role": "tool", "tool_call_id": first["message"]["tool_calls"][0]["id"], "content": "6"},
+        ]
+        (second,) = ask(model, messages, tools=[TOOL])
+        ask(model, [user("alone")], n=2)
+        return {"reward": float(second["message"]["content"]), "success": True}
+
+    def player(messages: list[Any], rng: Any) -> str:
+        return ROLL if len(messages) == 1 and messages[0]["content"] != "alone" else messages[-1]["content"]
+
+    (episode,) = play_agent(Agent(solve), player, [7], {"a": 1})
+    asked = [[one["content"] for one in call["messages"]] for call in episode.calls]
+    begun = ["{'a': 1} 7", ""]
+    assert asked == [begun, [*begun, "6", "6"], ["alone", "alone"], ["alone", "alone"]]
+    assert [call["tools"] for call in episode.calls] == [[TOOL], [TOOL], [], []]
+    assert (episode.reward, episode.success) == (6.0, True)
+    rows = demonstrate_agent(Agent(solve), player, [7])
+    assert [row["messages"][-1]["content"] for row in rows] == ["6", "alone"]
+    assert json.loads(rows[0]["tools"]) == [TOOL] and rows[1]["tools"] is None
+
+
+def test_players_draw_by_the_seed_alone() -> None:
+    def solve(model: Model, task: Task) -> float:
+        return sum(float(ask(model, [user("?")])[0]["message"]["content"]) for _ in range(3))
+
+    def rewards(seeds: list[int]) -> dict[int, float]:
+        played = play_agent(Agent(solve), lambda messages, rng: str(rng.random()), seeds)
+        return {seed: episode.reward for seed, episode in zip(seeds, played, strict=True)}
+
+    one, other = rewards([3, 1, 2]), rewards([1, 3])
+    assert other == {seed: one[seed] for seed in (1, 3)} and len({*one.values()}) == 3
+
+
+def test_failures_are_told() -> None:
+    def fails(messages: list[Any], rng: Any) -> str:
+        raise KeyError("lost")
+
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        play_agent(Agent(lambda model, task: ask(model, [user("?")])), fails, [0])
+    with pytest.raises(EnvironmentProtocolError):
+        play_agent(Agent(lambda model, task: None), fails, [0])
+    with pytest.raises(ValueError, match="no agent"):
+        play_agent(dict, fails, [0])  # type: ignore[arg-type]
