@@ -1244,6 +1244,10 @@ MUTATIONS = [
         "            layer._disable_adapters = False", "            pass", "tests/adapters/test_rollout_weights.py",
     ),
     Mutation(
+        "vLLM's cache gets the bytes of its activations", "rollout/generators/checks.py",
+        "room = memory - weights - ENGINE_BYTES", "room = memory - weights", "tests/test_cli_advice.py -k longest",
+    ),
+    Mutation(
         "a row shared by environments", "rollout/engine.py",
         "deepcopy(spec.options), spec.environment", "spec.options, spec.environment", "tests/rollout/test_engine.py",
     ),

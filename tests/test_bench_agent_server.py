@@ -36,5 +36,7 @@ def test_the_table_by_hand() -> None:
 
 def test_the_saved_results_reach_the_bar_and_are_on_the_page() -> None:
     results = json.loads(agent_server.RESULTS.read_text())
-    assert all(median(agent_server.ratios(results[case])) <= agent_server.BAR for case in results if "in step" not in case)
+    assert all(
+        median(agent_server.ratios(results[case])) <= agent_server.BAR for case in results if "in step" not in case
+    )
     assert agent_server.table(results) in agent_server.PAGE.read_text()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 from trl import ModelConfig, get_peft_config
 
 from agile_trainers.cli.check import advice
@@ -20,6 +20,7 @@ from agile_trainers.cli.check.memory_plan import Engine, MemoryPlan, estimate_me
 from agile_trainers.cli.launch_configs import SINGLE, Launch, planned, resolve
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.rollout.generators.checks import tokens_of_a_step
+from agile_trainers.sampling.vllm_checks import longest_served
 
 CONFIG = Qwen2Config(
     architectures=["Qwen2ForCausalLM"], hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -121,6 +122,23 @@ def test_an_8b_model_starts_in_three_tenths_of_80_gb() -> None:
     assert needed.least + profiled(8192) < 0.8 * share
     # As many tokens as the model reads were 12.5 GiB more.
     assert tokens_of_a_step(64, None, chunks=True) == 8192 and needed.weights + profiled(131072) > share
+
+
+def test_the_longest_conversation_of_an_8b_model_in_three_tenths_of_80_gb() -> None:
+    """Without max_model_length: as long as the cache of one conversation fits beside weights and activations."""
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    share, token, weights = int(0.3 * 80e9), 32 * 2 * 8 * 128 * 2, 2 * 8_030_261_248
+    fits = longest_served(model, torch.bfloat16, 131072, share)
+    assert fits == (share - weights - 2 * 2**30) // token // 16 * 16 == 44176  # of 131,072, which take 16 GiB
+    assert longest_served(model, torch.bfloat16, 32768, share) == 32768
+    assert longest_served(model, torch.bfloat16, 131072, share, parallel=2) == 131072
+    with pytest.raises(ValueError, match=r"vLLM gets 15\.0 GiB of the GPU, of which weights take 15\.0 GiB"):
+        longest_served(model, torch.bfloat16, 131072, weights)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import ref
 
@@ -333,6 +333,15 @@ class RolloutEngine:
     def limits_of(self, environment: str | None) -> Limits:
         """Return the limits of an environment's episodes."""
         return self.limits if environment is None else self.environment_limits[environment]
+
+    def shorten(self, tokens: int) -> None:
+        """Let all conversations end at this many tokens, if they do not end earlier."""
+
+        def shorter(limits: Limits) -> Limits:
+            return replace(limits, max_model_length=min(limits.max_model_length, tokens))
+
+        self.limits = shorter(self.limits)
+        self.environment_limits = {name: shorter(limits) for name, limits in self.environment_limits.items()}
 
     def cut(self, observation: Observation, environment: str | None = None) -> tuple[Observation, bool]:
         """Cut an observation to its environment's limit; see :func:`cut_observation`."""

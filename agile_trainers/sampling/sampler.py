@@ -121,6 +121,13 @@ class RolloutSampler:
                 distribution,
                 limit if limit < 1 << 30 else None,
             )
+            if self.vllm.max_model_length < limit < 1 << 30:
+                logger.warning(
+                    "Conversations end at %d tokens, the longest that fit into vLLM's share of the GPU, instead of the %d "
+                    "that the model can read. For longer ones raise vllm_gpu_memory_utilization=%s.",
+                    self.vllm.max_model_length, limit, args.vllm_gpu_memory_utilization,
+                )  # fmt: skip
+                engine.shorten(self.vllm.max_model_length)
         # Make a generator once for its checks of the sampling settings; the first rollout moves the policy.
         if args.merge_adapter_in_rollout:
             check_mergeable(trainer.accelerator.unwrap_model(trainer.model))

@@ -87,6 +87,11 @@ class ServedPolicy(ABC):
     def max_adapters(self) -> int | None:
         """Number of adapters that :meth:`serving_several` takes; None without a limit."""
 
+    @property
+    @abstractmethod
+    def max_model_length(self) -> int:
+        """Tokens of a conversation that the engine takes."""
+
     @abstractmethod
     def generator(
         self,

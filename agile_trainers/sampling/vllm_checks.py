@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from agile_trainers.adapters.folders import NOT_LORA_SETTINGS
 from agile_trainers.adapters.initialization import changes_base
+from agile_trainers.rollout.generators.checks import fitting_context
+from agile_trainers.rollout.generators.transformers.memory import bytes_per_token
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM can be started with."""
@@ -26,6 +28,28 @@ _SERVED = NOT_LORA_SETTINGS | {
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
     """Return the model below the adapters."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def longest_served(
+    model: torch.nn.Module, dtype: torch.dtype, most: int, memory: int, parallel: int = 1, *, stored: bool = False
+) -> int:
+    """Return the tokens of the longest conversation that an engine beside the trainer can start with.
+
+    Args:
+        model: The policy.
+        dtype: In which the engine computes.
+        most: Tokens that the model can read.
+        memory: Bytes of a GPU that the engine gets.
+        parallel: GPUs of the engine.
+        stored: True if the engine keeps the weights as the trainer does, quantized.
+
+    Raises:
+        ValueError: If no conversation fits.
+    """
+    base = base_model(model)
+    weights = sum(one.nbytes if stored else one.numel() * dtype.itemsize for one in base.parameters())
+    per_token = bytes_per_token(base.config.get_text_config(), dtype)
+    return fitting_context(most, memory=memory, weights=weights // parallel, per_token=-(-per_token // parallel))
 
 
 def base_source(model: torch.nn.Module) -> str:

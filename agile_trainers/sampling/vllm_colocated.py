@@ -21,7 +21,7 @@ from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 from agile_trainers.rollout.generators.vllm.tensor_parallel import TogetherGenerator
 from agile_trainers.sampling.served_policy import ServedPolicy
-from agile_trainers.sampling.vllm_checks import base_model, base_source, lora_rank, quantization
+from agile_trainers.sampling.vllm_checks import base_model, base_source, longest_served, lora_rank, quantization
 
 
 def make_engine(
@@ -125,6 +125,11 @@ class VllmPolicy(ServedPolicy):
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
         accelerator, parallel = self._accelerator, args.vllm_tensor_parallel_size
+        if args.max_model_length is None and max_model_length is not None and accelerator.device.type == "cuda":
+            memory = int(torch.cuda.mem_get_info(accelerator.device)[1] * args.vllm_gpu_memory_utilization)
+            stored = served_quantization(self._model) is not None
+            fits = longest_served(self._model, self.dtype, max_model_length, memory, parallel, stored=stored)
+            max_model_length = int(accelerator.gather(torch.tensor([fits], device=accelerator.device)).min())
         shared = _shared.get() or _Shared()
         self.started: dict[str, Any] = {
             "base": base_source(self._model),
@@ -148,6 +153,10 @@ class VllmPolicy(ServedPolicy):
         self.engine = make_engine(self._model, **{name: it for name, it in self.started.items() if name != "base"})
         if shared.engine is None:
             shared.engine, shared.started = self.engine, self.started
+
+    @property
+    def max_model_length(self) -> int:
+        return self.engine.max_model_length
 
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         return self.engine.load_adapter(weights, config)

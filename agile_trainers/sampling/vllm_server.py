@@ -70,6 +70,10 @@ class ServerPolicy(ServedPolicy):
                 group_port=args.vllm_group_port,
             )
 
+    @property
+    def max_model_length(self) -> int:
+        return self.server.max_model_length
+
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         self._accelerator.wait_for_everyone()  # until the episodes of all processes are over
         moved = self.server.load_adapter(weights, config) if self._accelerator.is_main_process else 0

@@ -534,3 +534,13 @@ def test_uniforms_go_on_over_the_turns_of_an_episode() -> None:
 
     make_engine().run(specs({}), ScriptedGenerator(draw_at_once))
     assert at_once == draws[0]
+
+
+def test_shortened_conversations_end_at_the_lower_limit() -> None:
+    limits = {"a": Limits(4, 8, 30), "b": Limits(4, 8, 100)}
+    engine = RolloutEngine(
+        EnvironmentPool({"a": Scripted, "b": Scripted}), CHAT, Limits(4, 8, 50), environment_limits=limits
+    )
+    engine.shorten(40)
+    assert engine.limits == Limits(4, 8, 40)
+    assert [engine.limits_of(name).max_model_length for name in ("a", "b")] == [30, 40]

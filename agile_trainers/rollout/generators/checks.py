@@ -89,6 +89,10 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 PREFILL_TOKENS = 8192
 """Tokens that a vLLM engine on a GPU reads in one step, at most; longer prompts are read in chunks."""
+ENGINE_BYTES = 2 * 2**30
+"""Bytes that a vLLM engine takes beside weights and cache: activations of ``PREFILL_TOKENS``, logits, its kernels."""
+BLOCK = 16
+"""Tokens of a block of vLLM's cache on a GPU."""
 
 
 def tokens_of_a_step(max_batch_size: int, max_model_length: int | None, *, chunks: bool) -> int:
@@ -103,3 +107,28 @@ def tokens_of_a_step(max_batch_size: int, max_model_length: int | None, *, chunk
         return max(4096, max_batch_size, max_model_length or 0)
     most = PREFILL_TOKENS if max_model_length is None else min(PREFILL_TOKENS, max_batch_size * max_model_length)
     return max(max_batch_size, most)
+
+
+def fitting_context(most: int, *, memory: int, weights: int, per_token: int) -> int:
+    """Return the tokens of the longest conversation that a vLLM engine on a GPU can start with.
+
+    Its cache must hold one such conversation beside the weights and ``ENGINE_BYTES``.
+
+    Args:
+        most: Tokens that the model can read.
+        memory: Bytes of the engine's share of the GPU.
+        weights: Bytes of the model on this GPU.
+        per_token: Bytes of a token's keys and values on this GPU.
+
+    Raises:
+        ValueError: If the weights leave no room for a conversation.
+    """
+    room = memory - weights - ENGINE_BYTES
+    tokens = room // per_token // BLOCK * BLOCK
+    if tokens < BLOCK:
+        raise ValueError(
+            f"vLLM gets {memory / 2**30:.1f} GiB of the GPU, of which weights take {weights / 2**30:.1f} GiB and its "
+            f"activations {ENGINE_BYTES / 2**30:.0f} GiB: no conversation fits. Raise vllm_gpu_memory_utilization, or set "
+            "vllm_tensor_parallel_size."
+        )
+    return min(most, tokens)

@@ -26,13 +26,23 @@ def bytes_per_row(config: PretrainedConfig, tokens: int, new_tokens: int, dtype:
         new_tokens: Of its last answer, at most.
         dtype: In which the model computes.
     """
-    heads = config.num_attention_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
-    cache = 2 * config.num_hidden_layers * keys * head * dtype.itemsize * capacity(tokens, new_tokens)
+    cache = bytes_per_token(config, dtype) * capacity(tokens, new_tokens)
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     reading = (4 * config.hidden_size + 2 * wide) * dtype.itemsize * tokens
     return int(max(2 * cache, cache + reading) + _SAMPLED * config.vocab_size)
+
+
+def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a token's keys and values in all layers.
+
+    Args:
+        config: The model's text configuration. Latent attention counts as attention without.
+        dtype: In which the model computes.
+    """
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    return int(2 * config.num_hidden_layers * keys * head * dtype.itemsize)
 
 
 def fitting_rows(free: int, per_row: int) -> int:
