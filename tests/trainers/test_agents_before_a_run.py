@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from asking import PROGRAM, talks
 from datasets import Dataset
@@ -16,6 +20,7 @@ from agile_trainers.envs.checker import EnvironmentProtocolError
 from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.rollout.environment_probe import UNLIMITED, planned_tokens, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
+from agile_trainers.types import StopReason
 
 COMMAND = Agent.command(
     [sys.executable, "-c", PROGRAM, "{question}"], score=lambda task, finished: float(len(finished.stdout) % 2)
@@ -135,3 +140,38 @@ def test_a_command_trains(embedded_model: Path, tmp_path: Path) -> None:
         assert info["exit_code"] == 0 and info["stdout"] == f"{one.turns[0].text}\n"
         assert one.prompt[-1]["content"] == one.options["question"]  # type: ignore[index]
         assert one.episode_return == len(info["stdout"]) % 2
+
+
+def test_a_program_that_takes_too_long_ends_with_its_episode(embedded_model: Path, tmp_path: Path) -> None:
+    """Inside this process the episode is cancelled, in another one that process is killed; the next episodes are sound."""
+    hangs = (
+        "import os, subprocess, sys, time\n"
+        "if sys.argv[1] == 'what is 0':\n    subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)\n"
+        + PROGRAM
+    )  # fmt: skip
+    mark = f"agent-test-{os.getpid()}"
+    agent = Agent.command(
+        [sys.executable, "-c", hangs, "{question}"], score=lambda task, finished: 1.0, env=[f"MARK={mark}"]
+    )
+    for options in ({}, {"environment_processes": 4}):
+        trainer = make_trainer(
+            embedded_model, tmp_path / str(len(options)), environment=agent, train_dataset=ROWS,
+            shuffle_dataset=False, environment_timeout=6.0, **options,
+        )  # fmt: skip
+        episodes = trainer.rollout()
+        reasons = {one.options["question"]: one.stop_reason for one in episodes}  # type: ignore[index]
+        assert reasons == {"what is 0": StopReason.ENVIRONMENT_TIMEOUT, "what is 1": StopReason.TERMINATED}
+        deadline = time.monotonic() + 60
+        while marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not marked(mark)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes whose environment has a mark."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("MARK") == mark:
+                found.append(process.pid)
+    return found
