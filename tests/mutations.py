@@ -1698,6 +1698,21 @@ MUTATIONS = [
         "if was != now:", "if len(was) != len(now):", "tests/test_cli_check_agents.py -k clock",
     ),
     Mutation(
+        "an isolated program uses the network", "envs/isolation/programs.py",
+        '"--unshare-all", "--unshare-user"', '"--unshare-user", "--unshare-pid"',
+        "tests/envs/test_agent_isolation.py -k nothing_else",
+    ),
+    Mutation(
+        "an isolated program reads what it was not given", "envs/isolation/programs.py",
+        'for one in (path, os.path.realpath(path)):', 'for one in (path, os.path.realpath(path), "/"):',
+        "tests/envs/test_agent_isolation.py -k nothing_else",
+    ),
+    Mutation(
+        "a program is isolated where it cannot be", "envs/isolation/programs.py",
+        "if chosen not in (BUBBLEWRAP, NONE):", "if False:",
+        "tests/envs/test_agent_isolation.py -k refused",
+    ),
+    Mutation(
         "a cancelled episode leaves its program", "envs/agent_command.py",
         "            keeper.end()\n", "            pass\n", "tests/envs/test_agent_command.py -k cancelled",
     ),

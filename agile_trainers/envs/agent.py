@@ -126,6 +126,8 @@ class Agent:
         prepare: Callable[[Task, Path], Any] | None = None,
         timeout: float | None = None,
         max_output: int = 20_000,
+        isolated: bool = False,
+        readable: Collection[str | Path] = (),
         not_enforced: Collection[str] = (),
         models: Mapping[str, Endpoint] | None = None,
     ) -> Agent:
@@ -149,17 +151,23 @@ class Agent:
                 ``finished.timed_out``. None: none. ``environment_timeout``, in contrast, ends the episode as failed.
             max_output: Bytes that are kept of standard output, and of standard error: the first and the last half. They are
                 in the episode's info, with ``exit_code``, and the key is replaced in them.
+            isolated: True runs the program in namespaces of bubblewrap (Linux): it sees the system's programs and libraries,
+                this Python installation and its own folder, no other file, no process outside, and no network but the
+                endpoint.
+            readable: Further files and folders that an isolated program may read.
             not_enforced: As of :class:`Agent`.
             models: As of :class:`Agent`.
 
         Raises:
             ValueError: If the program is not found, a variable of ``env`` is not set, or an argument is out of range.
+            IsolationError: If the program is to be isolated and this machine cannot do that.
         """
         from agile_trainers.envs.agent_command import CommandAgent
 
         solve = CommandAgent(
-            command, score, env=env, stdin=stdin, prepare=prepare, timeout=timeout, max_output=max_output
-        )
+            command, score, env=env, stdin=stdin, prepare=prepare, timeout=timeout, max_output=max_output,
+            isolated=isolated, readable=readable,
+        )  # fmt: skip
         return cls(solve, not_enforced=not_enforced, models=models)
 
     def with_arguments(self, **arguments: Any) -> Agent:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.parse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ import psutil
 from agile_trainers.envs.agent import Model, Task, in_thread
 from agile_trainers.envs.checker import validate_result
 from agile_trainers.envs.isolation import process_tree
+from agile_trainers.envs.isolation.levels import NONE
+from agile_trainers.envs.isolation.programs import in_namespaces, require_programs
 
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 _OWN = ("base_url", "model", "row", "seed")
@@ -67,6 +70,8 @@ class CommandAgent:
         prepare: Callable[[Task, Path], Any] | None = None,
         timeout: float | None = None,
         max_output: int = 20_000,
+        isolated: bool = False,
+        readable: Collection[str | Path] = (),
     ) -> None:
         if isinstance(command, str) or not all(isinstance(one, str) for one in command) or not command:
             raise ValueError(
@@ -83,7 +88,16 @@ class CommandAgent:
             raise ValueError(
                 f'env is a collection of variables such as ["HF_TOKEN", "MODE=fast"], got the text {env!r}.'
             )
+        if readable and not isolated:
+            raise ValueError(
+                "readable has no effect on a program that is not isolated. Set isolated=True, or leave it out."
+            )
+        if isinstance(readable, str) or (missing := [str(path) for path in readable if not os.path.exists(path)]):
+            shown = "a text" if isinstance(readable, str) else f"{missing[0]}, which does not exist"
+            raise ValueError(f"readable is a collection of files and folders, got {shown}.")
         self.command = [_found(command[0]), *command[1:]]
+        self.isolated = isolated and require_programs(f"The agent's program {command[0]!r}") != NONE
+        self.readable = [str(path) for path in readable]
         self.env = list(env)
         self.stdin, self.score, self.prepare = stdin, score, prepare
         self.timeout, self.max_output = timeout, max_output
@@ -140,11 +154,14 @@ class CommandAgent:
             "ANTHROPIC_API_KEY": model.api_key, "ANTHROPIC_MODEL": model.name,
         }  # fmt: skip
         passed_on = {name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("LC_")}
+        port = urllib.parse.urlsplit(model.base_url).port or 80
         return {
             "command": [self.command[0], *(_filled(text, values) for text in self.command[1:])],
             "env": {**passed_on, "AGILE_SEED": str(task.seed), **own, **endpoint},
             "folders": {name: folder for name, folder in _FOLDERS.items() if name not in own},
             "stdin": _filled(self.stdin, values),
+            "isolated": in_namespaces(self.command[0], self.readable, port=port) if self.isolated else [],
+            "port": port,
             "timeout": self.timeout,
             "limit": self.max_output,
             "secrets": [

@@ -142,6 +142,7 @@ def test_a_command_trains(embedded_model: Path, tmp_path: Path) -> None:
         assert one.episode_return == len(info["stdout"]) % 2
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_too_long_ends_with_its_episode(embedded_model: Path, tmp_path: Path) -> None:
     """Inside this process the episode is cancelled, in another one that process is killed; the next episodes are sound."""
     hangs = (
@@ -156,7 +157,7 @@ def test_a_program_that_takes_too_long_ends_with_its_episode(embedded_model: Pat
     for options in ({}, {"environment_processes": 4}):
         trainer = make_trainer(
             embedded_model, tmp_path / str(len(options)), environment=agent, train_dataset=ROWS,
-            shuffle_dataset=False, environment_timeout=6.0, **options,
+            shuffle_dataset=False, environment_timeout=15.0, **options,
         )  # fmt: skip
         episodes = trainer.rollout()
         reasons = {one.options["question"]: one.stop_reason for one in episodes}  # type: ignore[index]

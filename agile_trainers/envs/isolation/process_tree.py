@@ -15,9 +15,11 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +28,8 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import psutil
 
+FOLDER, CHANNEL = "{folder}", "{channel}"
+"""Stand for a program's folder and for a descriptor in the command that isolates it."""
 PREFIX = "agile-agent-"
 """The beginning of the names of programs' folders."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -139,7 +143,8 @@ def keep_program(spec: dict[str, Any], control: IO[bytes], report: IO[bytes]) ->
     Args:
         spec: ``command``, ``env``, ``folders`` (variable to the name of a further folder), ``stdin``, ``timeout``
             (seconds, or None), ``limit`` (bytes of each output), ``secrets``, ``parent`` (a process id), ``place`` (where
-            folders are made).
+            folders are made), ``isolated`` (the beginning of a command that isolates the program, see ``programs.py``;
+            empty: none), ``port`` (of the endpoint, for an isolated program).
         control: Closed by whoever no longer needs the folder.
         report: Gets the folder's name, then the end: ``status``, ``timed_out``, ``stdout``, ``stderr``, or ``error``.
     """
@@ -238,17 +243,25 @@ class _Wakes:
 
 def _run(spec: dict[str, Any], folder: str, wakes: _Wakes) -> dict[str, Any] | None:
     """Run the program to its end. Return the report, None if nobody waits for it."""
+    channel, theirs = socket.socketpair()
+    fill = {FOLDER: folder, CHANNEL: str(theirs.fileno())}
+    isolated = [fill.get(one, one.replace(FOLDER, folder)) for one in spec["isolated"]]
     environment = {**spec["env"], **{name: os.path.join(folder, one) for name, one in spec["folders"].items()}}
     with tempfile.TemporaryFile(dir=folder) as given:
         given.write(spec["stdin"].encode("utf-8", "replace"))
         given.seek(0)
         try:
             program = subprocess.Popen(
-                spec["command"], stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+                [*isolated, *spec["command"]], stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
                 cwd=os.path.join(folder, _WORK), start_new_session=True, preexec_fn=die_with_parent,
+                pass_fds=[theirs.fileno()] if isolated else [],
             )  # fmt: skip
         except OSError as error:
             return {"error": str(error)}
+        finally:
+            theirs.close()
+    if isolated:
+        threading.Thread(target=_forward, args=(channel, spec["port"]), daemon=True).start()
     assert program.stdout is not None and program.stderr is not None
     outputs = [Excerpt(spec["limit"], spec["secrets"]) for _ in range(2)]
     for stream, excerpt in zip((program.stdout, program.stderr), outputs):
@@ -262,16 +275,57 @@ def _run(spec: dict[str, Any], folder: str, wakes: _Wakes) -> dict[str, Any] | N
         if timed_out:
             break
         timed_out, deadline = True, time.monotonic() + _GRACE_SECONDS
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGTERM)
+        _terminate(program.pid, isolated=bool(isolated))
     killed = kill_descendants(program.pid)
     if wakes.asked:
         return None
     wakes.drain()
     status = code if code is not None else killed if killed is not None else -signal.SIGKILL
+    if isolated and status > 128:  # as bubblewrap says by which signal a program ended
+        status = 128 - status
     program.returncode = status  # collected above, so that Popen does not look for it
     stdout, stderr = (excerpt.text() for excerpt in outputs)
     return {"status": status, "timed_out": timed_out, "stdout": stdout, "stderr": stderr}
+
+
+def _terminate(program: int, *, isolated: bool) -> None:
+    """Send SIGTERM to a program and what it has started, but not to what isolates it, which would end all at once."""
+    import psutil
+
+    if not isolated:
+        with suppress(ProcessLookupError):
+            os.killpg(program, signal.SIGTERM)
+        return
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.pid != program:
+                process.terminate()
+
+
+def _forward(channel: socket.socket, port: int) -> None:
+    """Receive the server of an isolated program's loopback, and connect whoever connects to it with the endpoint."""
+    _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+    if not descriptors:  # the program did not start
+        return
+    with socket.socket(fileno=descriptors[0]) as server:
+        while True:
+            client, _ = server.accept()
+            try:
+                endpoint = socket.create_connection(("127.0.0.1", port))
+            except OSError:
+                client.close()
+                continue
+            for one, other in ((client, endpoint), (endpoint, client)):
+                threading.Thread(target=_pump, args=(one, other), daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    """Send on what a socket receives, until either ends."""
+    with suppress(OSError):
+        while part := source.recv(_PART):
+            target.sendall(part)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
 
 
 def _say(report: IO[bytes], message: dict[str, Any]) -> None:
