@@ -132,7 +132,7 @@ def agents_episode(noise: dict[str, Any]) -> Trajectory:
 
     calls = [
         call("a: go", "helped", 1, "new conversation", parts={"token": 0, "was": "at", "now": "a: go"}, client="lc/2"),
-        call("at 12:00 go", "first", 0, asked={"temperature": 0.2}),
+        call("at 12:00 go", "first", 0, asked={"temperature": 0.2}, tools=["look", "say"]),
         call("at 12:01 go", "third", 4, "context rewritten", parts={"token": 7, "was": "0 go", "now": "1 go"}),
         call("", "second", 2, repeated=1),
         call("", "second too", 3, "asked again", repeated=3, hung_up=True),
@@ -171,9 +171,13 @@ def test_the_calls_of_an_agent_by_time_with_who_asked_and_what_was_sent_again(tm
     kept = [page.locator(".dot").nth(row).get_attribute("class") == "dot" for row in range(5)]
     assert kept == [False, False, False, False, True]
     assert page.locator(".edge").count() == 2
+    assert texts(page, ".turn > h2 .number") == ["2", "1", "4", "5", "3"]  # the turns themselves, too
     notes = texts(page, ".turn > .note")
-    assert notes[0].endswith(" · asked by lc/2")
-    assert notes[1] == "asked by openai/1.9 · asked for temperature=0.2, which the run decides"
+    assert (
+        notes[0] == "with the tools look, say · asked by openai/1.9 · asked for temperature=0.2, which the run decides"
+    )
+    assert notes[1].endswith(" · asked by lc/2")
+    assert texts(page, "#turn-0 > details[open] .message") == ["user\n\ngo"]  # what begins anew and is short is open
     shoot(page, "agent")
     page.set_viewport_size({"width": 1280, "height": 300})
     page.locator(".call").nth(1).click()

@@ -81,6 +81,8 @@ class _Sample:
     finish_reason: str = "stop"
     reward: float = 0.0
     read: int | None = None
+    begins: bool = False
+    """Whether it was asked for before there was any answer."""
 
     @property
     def order(self) -> tuple[list[int], tuple[int, ...]]:
@@ -265,8 +267,10 @@ class AgentEpisode:
         """Return the episode."""
         assert self.stop_reason is not None
         samples = self._trained()
+        # Calls are ordered by their prompts, but an episode starts from what was asked first.
+        first = min([one for one in samples if one.begins] or samples, key=lambda one: one.order, default=None)
         fields: dict[str, Any] = {
-            "prompt": samples[0].shown if samples else [],
+            "prompt": first.shown if first else [],
             "seed": self.spec.seed,
             "environment_name": self.spec.environment,
             "error": self._error,
@@ -295,7 +299,8 @@ class AgentEpisode:
             if sample.after is before:
                 calls[place].observation = sample.shown[len(before.shown) + 1 :]
                 calls[place + 1].messages = None
-        calls[0].messages = None
+        if samples[0] is first:
+            calls[0].messages = None
         if all(sample.after is before for before, sample in pairwise(samples)):
             self._leave_rewards_out(samples, calls)
             return conversation(calls, self.stop_reason, **fields)
@@ -486,10 +491,13 @@ class AgentEpisode:
     def _submitted(self, sample: _Sample, prompt: bytes, room: int) -> GenerationRequest:
         asked, limit = sample.asked, min(self.limits.max_new_tokens, room)
         number = len(self._samples)
+        sample.begins = all(one.choice is None for one in self._samples)
         self._samples.append(sample)
         self._pending.add(number)
         ticket = asked.waiting[0]
         sample.info |= {"number": number, "request": asked.number}
+        if asked.request.tools:
+            sample.info["tools"] = [tool["function"]["name"] for tool in asked.request.tools]
         if ticket.marks.client:
             sample.info["client"] = ticket.marks.client[:200]
         if asked.request.sampling:

@@ -88,7 +88,7 @@ function episodePane(run, row, episode) {
     episodeHead(run, row, episode),
     promptBlock(episode),
     branched ? pathTree(episode, (k) => turns[k].scrollIntoView({ block: "start" })) : null,
-    turns,
+    inTime(episode.turns).map((k) => turns[k]),
     afterLast(episode),
     h("p.ending", {}, h("strong", {}, `Stopped: ${words(run.get("stop", row))}. `), VIEW.index.stop_reasons[run.get("stop", row)] || ""),
     episode.error ? h("pre.error", {}, asText(episode.error)) : null,
@@ -163,7 +163,7 @@ function promptBlock(episode) {
   return h("div.prompt", { role: "group", "aria-label": "Prompt" },
     messages.map((message) => messageBlock(asText(message?.role ?? "prompt"), message?.content ?? message)),
     hasContent(episode.reset_info) ? h("details", {}, h("summary", {}, "info of reset"), longText(info, "the info of reset")) : null,
-    episode.prompt_ids?.length ? tokensOnDemand(`${count(episode.prompt_ids.length)} prompt tokens`, (box) => {
+    episode.prompt_ids?.length && startsWithFirst(episode) ? tokensOnDemand(`${count(episode.prompt_ids.length)} prompt tokens`, (box) => {
       box.ids = episode.prompt_ids;
       showTokens(box, { ids: episode.prompt_ids, pieces: episode.pieces }, 0, episode.prompt_ids.length);
     }, "foreign") : null);
@@ -205,7 +205,7 @@ function turnBlock(episode, turn, k, draw) {
     unknown || !has ? longText(asText(turn.text), `turn ${k + 1}`) : null,
     tokens,
     answered === null || answered === undefined ? null
-      : Array.isArray(answered) ? answered.map((message) => messageBlock(`environment (${asText(message?.role ?? "message")})`, message?.content ?? message))
+      : Array.isArray(answered) ? answered.map((message) => messageBlock(`${callOf(turn) ? "agent" : "environment"} (${asText(message?.role ?? "message")})`, message?.content ?? message))
       : messageBlock("environment", answered),
     hasContent(turn.info) ? h("details.info", {}, h("summary", {}, "info"), longText(asText(turn.info), `the info of turn ${k + 1}`)) : null,
     turn.end < next ? tokensOnDemand(`${count(next - turn.end)} tokens between the actions`, (box) => showTokens(box, episode, turn.end, next)) : null);

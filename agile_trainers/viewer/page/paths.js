@@ -56,6 +56,9 @@ function inTime(turns) {
   return turns.every(callOf) ? order.sort((one, other) => callOf(turns[one]).number - callOf(turns[other]).number || one - other) : order;
 }
 
+/** Whether the first turn was asked for first, so that its prompt is the one above all turns. */
+const startsWithFirst = (episode) => !episode.turns.length || inTime(episode.turns)[0] === 0;
+
 const times = (value) => (value === 1 ? "once" : `${count(value)} times`);
 
 /** What happened to an agent's call, as short texts: where its prompt parts from an earlier one, and what its client did. */
@@ -69,11 +72,13 @@ function callNotes(turn) {
   ].filter(Boolean);
 }
 
-/** Who asked for a turn of an agent and which settings of the request the run decided instead, as short texts. */
+/** With which tools and by whom a turn of an agent was asked for, and which settings the run decided instead, as short texts. */
 function requestNotes(turn) {
-  const { client, asked } = callOf(turn) || {};
+  const { client, asked, tools } = callOf(turn) || {};
+  const named = Array.isArray(tools) ? tools.map(asText) : [];
   const settings = asked && typeof asked === "object" ? Object.entries(asked).map(([name, value]) => `${name}=${asText(value)}`) : [];
   return [
+    named.length ? `with the tool${named.length === 1 ? "" : "s"} ${shortened(named.join(", "))}` : null,
     client ? `asked by ${shortened(asText(client))}` : null,
     settings.length ? `asked for ${shortened(settings.join(", "))}, which the run decides` : null,
   ].filter(Boolean);
@@ -168,16 +173,19 @@ function pathIds(paths, path, length) {
   return parts.flat();
 }
 
+const SHORT = 1000;
+
 /** Folds with what a turn was sampled after: messages, and the tokens with those apart that earlier turns read or wrote. */
 function wholePrompt(episode, turn, k) {
   const messages = Array.isArray(turn.messages) ? turn.messages : null;
+  const blocks = () => messages.map((message) => messageBlock(asText(message?.role ?? "message"), message?.content ?? message));
   const said = messages && h("details", {
+    open: Boolean(callOf(turn)) && JSON.stringify(messages).length <= SHORT, // such as the note that an agent goes on from
     ontoggle: (event) => {
-      if (!event.target.open || event.target.childNodes.length > 1) return;
-      event.target.append(...messages.map((message) => messageBlock(asText(message?.role ?? "message"), message?.content ?? message)));
+      if (event.target.open && event.target.childNodes.length === 1) event.target.append(...blocks());
     },
   }, h("summary", {}, `${count(messages.length)} message${messages.length === 1 ? "" : "s"} of the prompt`));
-  if (!episode.paths || k === 0) return [said];
+  if (!episode.paths || (k === 0 && startsWithFirst(episode))) return [said];
   const { place, seen } = turn;
   const title = `${count(place)} prompt tokens, ${seen === place ? "all" : seen ? count(seen) : "none"} of them as in earlier turns`;
   const show = (box) => {

@@ -130,6 +130,30 @@ def test_siblings_and_answers_that_nobody_got_are_trained(make_client):
     assert [turn.fork for turn in trajectory.turns].count(Fork.AGAIN) == 2 and not trajectory.linear
 
 
+def test_an_episode_starts_from_what_was_asked_first_whatever_sorts_first(make_client):
+    def played(at_once, then):
+        client = make_client()
+        for text in at_once:
+            client.send([{"role": "user", "content": text}])
+        client.answer()
+        for text in then:
+            client.ask([{"role": "user", "content": text}])
+        trajectory = end(client)
+        assert all((turn.messages or trajectory.prompt)[0]["content"] in [*at_once, *then] for turn in trajectory.turns)
+        assert [turn.messages is None for turn in trajectory.turns].count(True) <= 1
+        return trajectory.prompt[0]["content"]
+
+    assert played(["ant"], ["zebra"]) == "ant" and played(["zebra"], ["ant"]) == "zebra"
+    assert played(["ant", "zebra"], ["!", "~"]) == played(["zebra", "ant"], ["~", "!"]) != "!"
+
+
+def test_the_names_of_a_calls_tools_are_noted(make_client):
+    client = make_client()
+    client.ask(HELLO, tools=[tool("add"), tool("sub")])
+    client.ask([{"role": "user", "content": "bye"}])
+    assert sorted(turn.info["call"].get("tools", []) for turn in end(client).turns) == [[], ["add", "sub"]]
+
+
 # ------------------------------------------------------------------------------------------------------------- echoes
 
 
