@@ -45,6 +45,7 @@ def test_an_agent_with_a_clock_in_its_prompt() -> None:
     assert re.search(
         r"cost +an update computes \d+ tokens an episode, \d\.\d\d times the \d+ of its longest path", said
     )
+    assert "warning: an update reads all paths of an episode at once" in said
     assert "warning: the first episode, played again with the same noise, differs: call 1 differs at token" in said
     assert "Tokens of an episode" in said and "Memory of one process" in said
 
@@ -72,3 +73,12 @@ def test_an_agent_that_goes_on() -> None:
 def test_agents_that_are_not_ready(options: list[str], problem: str) -> None:
     code, said = report("--environment", *options)
     assert code == 1 and re.search(problem, said)
+
+
+def test_the_players_of_a_ready_agent_are_compared_with_the_model() -> None:
+    """The expert finds every animal; the random player says one of eight."""
+    code, said = report("--environment", "agile:archive")
+    assert code == 0 and re.search(r"expert +\+1\.000 +100\.0%", said)
+    chance = re.search(r"random +\+(\d\.\d+) ", said)
+    assert chance is not None and float(chance[1]) < 0.5
+    assert "There is no other player" not in said

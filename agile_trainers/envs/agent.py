@@ -213,11 +213,11 @@ class AgentEnvironment:
     """Plays one episode at a time of an agent."""
 
     def __init__(self, solve: Solve) -> None:
-        self._solve = solve
+        self.solve = solve
 
     async def play(self, model: Model, task: Task) -> Any:
         """Run the agent, in a thread if it is a plain function."""
-        solve: Any = self._solve
+        solve: Any = self.solve
         waits = any(map(inspect.iscoroutinefunction, (solve, type(solve).__call__)))
         result = solve(model, task) if waits else await in_thread(partial(solve, model, task))
         return await result if inspect.isawaitable(result) else result

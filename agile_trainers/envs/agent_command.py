@@ -206,7 +206,10 @@ class _Keeper:
         """Wait for the program's folder."""
         content = json.dumps(self._spec).encode()
         self._write(len(content).to_bytes(8, "big") + content)
-        return str(self._said()["folder"])
+        said = self._said()
+        if "error" in said:
+            raise RuntimeError(f"the agent's program has no folder: {said['error']}")
+        return str(said["folder"])
 
     def run(self) -> dict[str, Any]:
         """Run the program to its end."""

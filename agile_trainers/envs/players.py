@@ -7,8 +7,10 @@ import random
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from agile_trainers.envs.agent import AgentEnvironment
 from agile_trainers.envs.base import Environment, Observation, as_messages, bound_reset, bound_step
 from agile_trainers.envs.checker import validate_reset, validate_step
 from agile_trainers.types import Message
@@ -79,7 +81,7 @@ def known_players(environment: Environment) -> dict[str, Player]:
     """Return the players that an environment provides.
 
     Players come from its method ``players()`` or from ``random_player`` and ``expert_player`` in its module, as in the ready
-    tasks. Those of the module take precedence.
+    tasks; an agent's module is that of its function. Those of the module take precedence.
 
     Args:
         environment: The instance to play on; some players read its state.
@@ -89,7 +91,10 @@ def known_players(environment: Environment) -> dict[str, Player]:
         Empty if there are none.
     """
     players = environment.players() if hasattr(environment, "players") else {}
-    module = sys.modules[type(environment).__module__]
+    made: Any = environment.solve if isinstance(environment, AgentEnvironment) else type(environment)
+    while isinstance(made, partial):
+        made = made.func
+    module = sys.modules.get(getattr(made, "__module__", ""))
     named = {name: getattr(module, f"{name}_player", players.get(name)) for name in ("random", "expert")}
     return {name: player for name, player in {**players, **named}.items() if player is not None}
 

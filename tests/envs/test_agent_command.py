@@ -175,6 +175,12 @@ def test_a_program_that_does_not_start(tmp_path: Path) -> None:
         played(str(script))
 
 
+def test_a_program_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(RuntimeError, match=r"the agent's program has no folder: .*No such file.*nowhere"):
+        played("true")
+
+
 def test_what_scoring_returns() -> None:
     def score(task: Task, finished: Finished) -> dict[str, Any]:
         return {"reward": 1, "success": True, "info": {"lines": 2, "stdout": "shorter"}}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from agile_trainers.envs.base import EnvironmentFactory
+from agile_trainers.envs.players import Player
+from agile_trainers.rollout.agents.players import play_agent
+from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.forest import Fork
 from agile_trainers.types import Trajectory, common_prefix
 
@@ -121,6 +125,25 @@ def changes_every_call(played: Sequence[Trajectory], tokenizer: PreTrainedTokeni
                 "the end."
             )
     return None
+
+
+def player_scores(
+    factory: EnvironmentFactory, players: Mapping[str, Player], specs: Sequence[EpisodeSpec]
+) -> dict[str, tuple[float, float | None]]:
+    """Play an agent's episodes with functions in the model's place. Return each one's mean reward and success, if reported.
+
+    Args:
+        factory: The agent.
+        players: Functions by name.
+        specs: The episodes.
+    """
+    scores = {}
+    for name, player in players.items():
+        episodes = [play_agent(factory, player, [spec.seed], spec.options)[0] for spec in specs]
+        told = any("success" in episode.info for episode in episodes)
+        success = fmean(episode.success for episode in episodes) if told else None
+        scores[name] = fmean(episode.reward for episode in episodes), success
+    return scores
 
 
 def _where(played: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
 
 from agile_trainers.cli.check.advice import remedies
-from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference
+from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference, player_scores
 from agile_trainers.cli.check.memory_plan import MemoryPlan, estimate_memory, plan_memory, readable, serving, trace
 from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
@@ -27,7 +27,7 @@ from agile_trainers.cli.layout import draw_layout
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.envs.agent import is_agent
 from agile_trainers.envs.base import Environment, EnvironmentFactory
-from agile_trainers.envs.checker import check_environment
+from agile_trainers.envs.checker import check_environment, describe_error
 from agile_trainers.envs.players import Player, known_players
 from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.evaluation.diagnosis import Finding, findings_before
@@ -48,6 +48,8 @@ ALMOST = 0.85
 """Share of a GPU from which a plan is warned of: fragmentation and the libraries' own memory come on top of it."""
 SERVER_SHARE = 0.9
 """Share of a GPU that a vLLM server is planned to take, as on docs/eight_gpus.md."""
+PLAYERS_EPISODES = 16
+"""Number of an agent's episodes that its players play, which need no model."""
 REPLAYED = 4
 """Number of episodes that are replayed with the same answers."""
 
@@ -218,6 +220,7 @@ def check_agent(report: Report, run: Run) -> None:
         report.line(line, label)
     if changing := changes_every_call(played, run.tokenizer):
         report.warning(changing)
+    _warn_of_paths(report, run, played)
     if played[0].stop_reason.failed:
         return
     again = model_plays(replace(run, episodes=1))
@@ -225,7 +228,13 @@ def check_agent(report: Report, run: Run) -> None:
         report.warning(f"the first episode, played again with the same noise, differs: {differs}.")
     else:
         report.line("the first episode, played again with the same noise, made the same calls", "repeats")
-    check_scores(report, run, {"model": played})
+    others = evaluation_specs(run.args.seed, PLAYERS_EPISODES, run.rows, 0, 1)
+    try:
+        scores = player_scores(run.factory, known_players(run.factory()), others)
+    except Exception as error:  # the agent's own, or its player's
+        report.warning(f"the agent's players cannot play it: {describe_error(error)}")
+        scores = {}
+    check_scores(report, run, {"model": played}, scores)
     report.section("Tokens of an episode")
     drawn = next(episode for episode in played if episode.turns)
     report.show(Padding(draw_layout(drawn, run.tokenizer), (0, 0, 0, 2)))
@@ -372,6 +381,11 @@ def report_rewrites(report: Report, run: Run, played: Sequence[Trajectory]) -> N
         f"{plain:.0f} of a conversation that only grows",
         "rewrites",
     )
+    _warn_of_paths(report, run, played)
+
+
+def _warn_of_paths(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
+    computed = fmean(episode.num_tokens for episode in played)
     if run.args.max_tokens_per_micro_batch is None and computed > 1.5 * max(map(_longest, played)):
         report.warning(
             "an update reads all paths of an episode at once, which the memory below does not count: set "
@@ -437,8 +451,13 @@ def check_determinism(report: Report, run: Run, played: Sequence[Trajectory]) ->
         report.line(f"{len(again)} episodes, each played twice more with the same answers, gave the same results.")
 
 
-def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) -> None:
-    """Report the players' scores, and check that returns differ."""
+def check_scores(
+    report: Report,
+    run: Run,
+    scores: dict[str, list[Trajectory]],
+    others: Mapping[str, tuple[float, float | None]] | None = None,
+) -> None:
+    """Report the players' scores, and check that returns differ. ``others`` have a mean return and success each."""
     report.section("Players")
     table = Table("", "return", "success", box=None, pad_edge=False)
     returns, means = list[float](), dict[str, float]()
@@ -449,8 +468,11 @@ def check_scores(report: Report, run: Run, scores: dict[str, list[Trajectory]]) 
             table.add_row(f"  {name}", f"{summary['return/mean']:+.3f}", success)
             means[name] = summary["return/mean"]
             returns += [episode.episode_return for episode in episodes if not episode.stop_reason.failed]
+    for name, (mean, solved) in (others or {}).items():
+        table.add_row(f"  {name}", f"{mean:+.3f}", "-" if solved is None else f"{solved:.1%}")
+        means[name] = mean
     report.show(table)
-    if len(scores) == 1 and run.player == "model":
+    if len(scores) == 1 and not others and run.player == "model":
         report.line("There is no other player to compare with.")
     for name in scores.keys() - {run.player}:
         cut = sum(turn.finish_reason == "length" for episode in scores[name] for turn in episode.turns)

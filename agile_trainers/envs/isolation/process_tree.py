@@ -371,7 +371,10 @@ def main() -> None:
         given += part
     spec = json.loads(given)
     sys.path += spec["path"]
-    keep_program(spec, control, report)
+    try:
+        keep_program(spec, control, report)
+    except OSError as error:  # such as a full disk
+        _say(report, {"error": str(error)})
 
 
 if __name__ == "__main__":
