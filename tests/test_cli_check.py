@@ -350,9 +350,9 @@ def test_limits_and_templates_are_checked(embedded_model: Path, tmp_path: Path) 
     code, report = run("TwoTurns", "--max_model_length", "10")
     assert code == 1 and "leaves no room to answer within max_model_length=10" in report
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "message['content'] + '<|im_end|>' }}", "('' if not loop.last else message['content']) + '<|im_end|>' }}"
-    )
+    whole, cut = "{{ message['content'] }}", "{{ '' if not loop.last else message['content'] }}"
+    assert tokenizer.chat_template.count(whole) == 1
+    tokenizer.chat_template = tokenizer.chat_template.replace(whole, cut)
     AutoConfig.from_pretrained(embedded_model).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     code, report = run("TwoTurns", "--model", str(tmp_path))

@@ -385,8 +385,8 @@ def report_rewrites(report: Report, run: Run, played: Sequence[Trajectory]) -> N
 
 
 def _warn_of_paths(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
-    computed = fmean(episode.num_tokens for episode in played)
-    if run.args.max_tokens_per_micro_batch is None and computed > 1.5 * max(map(_longest, played)):
+    tokens = fmean(one.num_tokens for one in played)
+    if run.args.max_tokens_per_micro_batch is None and tokens > 1.5 * max(map(_longest, played)):
         report.warning(
             "an update reads all paths of an episode at once, which the memory below does not count: set "
             "max_tokens_per_micro_batch, which divides them."
