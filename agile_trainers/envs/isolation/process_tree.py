@@ -340,7 +340,7 @@ def _remove_abandoned(place: str) -> None:
         with suppress(OSError):
             if folder.is_symlink() or time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS:
                 continue
-            held = os.open(folder, os.O_RDONLY)
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(str(folder))
