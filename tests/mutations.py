@@ -1713,6 +1713,11 @@ MUTATIONS = [
         "tests/envs/test_agent_isolation.py -k refused",
     ),
     Mutation(
+        "a killed process leaves the folders of its programs", "rollout/keeper.py",
+        "        remove_abandoned(tempfile.gettempdir(), child)", "        pass",
+        "tests/trainers/test_agents_before_a_run.py -k takes_too_long",
+    ),
+    Mutation(
         "a cancelled episode leaves its program", "envs/agent_command.py",
         "            keeper.end()\n", "            pass\n", "tests/envs/test_agent_command.py -k cancelled",
     ),

@@ -63,7 +63,7 @@ def test_an_agent_that_goes_on() -> None:
         (["agent:asking:reads_rows"], r"\[environment_failing\] The environment failed in 100% .*AssertionError"),
         (
             ["agent:asking:talks", "--player", "random"],
-            "is an agent, which has no random player; choose --player model",
+            "is an agent, whose calls the model answers here; choose --player model",
         ),
         (["agent:asking:tals"], "Unknown environment 'agent:asking:tals'.*asking has no 'tals'"),
         (["agent:asking:talks", "--history", "last:2"], "history has no effect on an agent"),

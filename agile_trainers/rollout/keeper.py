@@ -6,12 +6,19 @@ import multiprocessing
 import os
 import resource
 import signal
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
-from agile_trainers.envs.isolation.process_tree import adopt_descendants, die_with_parent, kill_descendants, reap
+from agile_trainers.envs.isolation.process_tree import (
+    adopt_descendants,
+    die_with_parent,
+    kill_descendants,
+    reap,
+    remove_abandoned,
+)
 
 _EXITING_SECONDS = 2.0
 """Seconds that a process whose trainer has ended has to exit by itself."""
@@ -21,7 +28,7 @@ def keep(connection: Connection) -> None:
     """Split this process into a keeper and its child, and return in the child alone.
 
     The keeper ends with the child, on SIGTERM, or soon after the training process has ended. Before, it kills every process
-    below it. On Linux it is a subreaper: processes that left their parent or session stay below it. It exits with the
+    below it, and then removes the folders of agents' programs among them. On Linux it is a subreaper: processes that left their parent or session stay below it. It exits with the
     child's exit code, or by the signal that ended the child.
 
     Args:
@@ -46,6 +53,7 @@ def keep(connection: Connection) -> None:
         while (code := reap(child)) is None and signal.sigwait({signal.SIGCHLD, signal.SIGTERM}) != signal.SIGTERM:
             pass
         kill_descendants()
+        remove_abandoned(tempfile.gettempdir(), child)
     finally:
         _exit_like(-signal.SIGKILL if code is None else code)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from games import Chatter, make_trainer
 
 from agile_trainers.envs.agent import Agent
 from agile_trainers.envs.checker import EnvironmentProtocolError
+from agile_trainers.envs.isolation.process_tree import PREFIX
 from agile_trainers.evaluation import evaluate_policy
 from agile_trainers.rollout.environment_probe import UNLIMITED, planned_tokens, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
@@ -154,6 +156,7 @@ def test_a_program_that_takes_too_long_ends_with_its_episode(embedded_model: Pat
     agent = Agent.command(
         [sys.executable, "-c", hangs, "{question}"], score=lambda task, finished: 1.0, env=[f"MARK={mark}"]
     )
+    before = folders()
     for options in ({}, {"environment_processes": 4}):
         trainer = make_trainer(
             embedded_model, tmp_path / str(len(options)), environment=agent, train_dataset=ROWS,
@@ -163,9 +166,14 @@ def test_a_program_that_takes_too_long_ends_with_its_episode(embedded_model: Pat
         reasons = {one.options["question"]: one.stop_reason for one in episodes}  # type: ignore[index]
         assert reasons == {"what is 0": StopReason.ENVIRONMENT_TIMEOUT, "what is 1": StopReason.TERMINATED}
         deadline = time.monotonic() + 60
-        while marked(mark) and time.monotonic() < deadline:
+        while (marked(mark) or folders() - before) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert not marked(mark)
+        assert not marked(mark) and not folders() - before
+
+
+def folders() -> set[Path]:
+    """The folders of programs."""
+    return set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
 
 
 def marked(mark: str) -> list[int]:

@@ -204,7 +204,7 @@ def check_agent(report: Report, run: Run) -> None:
     if not check_conversation(report, run):
         return
     if run.player != "model":
-        report.problem(f"{run.environment} is an agent, which has no {run.player} player; choose --player model.")
+        report.problem(f"{run.environment} is an agent, whose calls the model answers here; choose --player model.")
         return
     report.section(f"Play: {run.episodes} episodes by the model")
     try:

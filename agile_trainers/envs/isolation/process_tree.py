@@ -149,9 +149,9 @@ def keep_program(spec: dict[str, Any], control: IO[bytes], report: IO[bytes]) ->
         report: Gets the folder's name, then the end: ``status``, ``timed_out``, ``stdout``, ``stderr``, or ``error``.
     """
     adopt_descendants()
-    _remove_abandoned(spec["place"])
+    remove_abandoned(spec["place"])
     with _Wakes(control, spec["parent"]) as wakes:
-        folder = tempfile.mkdtemp(prefix=PREFIX, dir=spec["place"])
+        folder = tempfile.mkdtemp(prefix=f"{PREFIX}{spec['parent']}-", dir=spec["place"])
         held = os.open(folder, os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_EX)
         try:
@@ -334,11 +334,18 @@ def _say(report: IO[bytes], message: dict[str, Any]) -> None:
         report.flush()
 
 
-def _remove_abandoned(place: str) -> None:
-    """Remove the folders of keepers that were killed; a keeper holds a lock on its folder."""
-    for folder in Path(place).glob(f"{PREFIX}*"):
+def remove_abandoned(place: str, parent: int | None = None) -> None:
+    """Remove the folders of keepers that were killed; a keeper holds a lock on its folder.
+
+    Args:
+        place: Where folders are made.
+        parent: Process whose keepers are all dead. None: any process; a folder that is younger than a minute stays, as its
+            keeper may not hold it yet.
+    """
+    for folder in Path(place).glob(f"{PREFIX}*" if parent is None else f"{PREFIX}{parent}-*"):
         with suppress(OSError):
-            if folder.is_symlink() or time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS:
+            young = time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS
+            if folder.is_symlink() or (young and parent is None):
                 continue
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
