@@ -28,8 +28,8 @@ def keep(connection: Connection) -> None:
     """Split this process into a keeper and its child, and return in the child alone.
 
     The keeper ends with the child, on SIGTERM, or soon after the training process has ended. Before, it kills every process
-    below it, and then removes the folders of agents' programs among them. On Linux it is a subreaper: processes that left their parent or session stay below it. It exits with the
-    child's exit code, or by the signal that ended the child.
+    below it, and then removes the folders of agents' programs among them. On Linux it is a subreaper: processes that left
+    their parent or session stay below it. It exits with the child's exit code, or by the signal that ended the child.
 
     Args:
         connection: The child's connection to the training process, which the keeper closes.
