@@ -2163,6 +2163,10 @@ MUTATIONS = [
         SERVER,
     ),
     Mutation(
+        "a second answer follows the one that was begun", "rollout/agents/server.py",
+        "if request.writer.output_size:", "if False:", "tests/rollout/agents/test_server.py -k closes_the_connection",
+    ),
+    Mutation(
         "a connection whose client does not read is never closed", "rollout/agents/server.py",
         "connection.abort()",
         "connection.close()",

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from answering import KEY, Answering, said
 
+from agile_trainers.envs.agent import Model
 from agile_trainers.rollout.agents.requests import Answer, ChatRequest, Refusal
 from agile_trainers.rollout.agents.server import AgentServer
 from agile_trainers.types import Message
@@ -74,6 +75,11 @@ class Weather:
     def __exit__(self, *error: object) -> None:
         self._server.__exit__(*error)
         self.exchange.__exit__(*error)
+
+    @property
+    def model(self) -> Model:
+        """What an agent gets of the endpoint."""
+        return Model(self._server.base_url, KEY)
 
     @property
     def base_url(self) -> str:

@@ -135,6 +135,8 @@ class AgentServer:
             raise  # the client hung up
         except Exception as error:
             logger.exception("A request of an agent (%s /v1%s) failed in the endpoint.", request.method, path)
+            if request.writer.output_size:
+                raise ConnectionResetError("a second answer cannot follow the one that was begun") from error
             answer = Refusal(
                 f"The endpoint failed: {type(error).__name__}. Its log has the traceback.", 500, "server_error"
             )

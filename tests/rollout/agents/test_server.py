@@ -228,6 +228,23 @@ def test_an_error_of_ours_is_logged_and_answered(where: str, caplog: pytest.LogC
     assert [end for end, _ in answering.ends] == ["abandoned"]
 
 
+def test_an_error_of_ours_after_the_answer_closes_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """A second answer on it would be read as that to the next request."""
+
+    class Failing(Answering):
+        def delivered(self, key: str, ticket: Any) -> None:
+            raise KeyError("lost")
+
+    with Failing(_last_word) as answering, AgentServer(answering) as server:
+        with _raw(server, CHAT) as connection:
+            connection.settimeout(10)
+            received = b""
+            while block := connection.recv(100_000):
+                received += block
+        assert received.count(b"HTTP/1.1") == 1 and b"you said hi" in received
+    assert "KeyError: 'lost'" in caplog.text
+
+
 @pytest.mark.parametrize("chunked", [False, True], ids=["announced", "chunked"])
 @pytest.mark.parametrize("key", [KEY, "wrong"])
 def test_a_body_of_50_mb_is_refused_and_not_held(server: AgentServer, chunked: bool, key: str) -> None:
