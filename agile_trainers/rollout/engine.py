@@ -40,6 +40,8 @@ class Chat(Protocol):
     """The template in use; None for plain text."""
     rewrite: Any
     """A turn that the template rewrites later; None if it keeps them."""
+    forks: bool
+    """True if a conversation is rendered again where the template rewrites earlier turns."""
 
     @property
     def longest_token(self) -> int: ...
@@ -58,7 +60,7 @@ class Chat(Protocol):
 
     def parsed(self, prompt_ids: list[int], action_ids: Sequence[int]) -> Message | None: ...
 
-    def spliced(self, messages: list[Message], answers: Mapping[int, Sequence[int]]) -> list[int]: ...
+    def spliced(self, messages: list[Message], answers: Mapping[int, Sequence[int]]) -> list[int] | None: ...
 
 
 @dataclass(frozen=True)

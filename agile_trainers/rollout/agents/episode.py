@@ -459,18 +459,30 @@ class AgentEpisode:
             shown[place], answers[place] = {"role": "assistant", "content": chosen.text}, chosen.ids
             exact = (place, chosen) if same else None
         said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        roles = [message["role"] for message in messages]
-        if exact is None or exact[0] != said[-1]:
-            fork = Fork.CONTEXT if said else Fork.NEW
-            return _Sample(asked, chat.spliced(shown, answers), (), shown, roles, None, fork)
-        place, before = exact
-        after: Any = messages[place + 1 :]
-        if chat.goes_on(shown[:place], before.begun, before.ids, after):
+        fork = Fork.CONTEXT if said else Fork.NEW
+        if exact is not None and exact[0] == said[-1]:
+            place, before = exact
+            frame = self._frame(chat, shown[:place], before, messages[place + 1 :])
+            if frame is not None:
+                return _Sample(asked, [*before.prompt_ids, *before.ids, *frame], (), shown, before.begun, before)
+            fork = Fork.TEMPLATE
+        ids = chat.spliced(shown, answers)
+        if ids is None:  # as it was sent: tool calls as such, not as the text that they were sampled as
+            ids, shown = chat.first(messages, sampled=True), messages
+        return _Sample(asked, ids, (), shown, [message["role"] for message in messages], None, fork)
+
+    def _frame(self, chat: Chat, context: list[Message], before: _Sample, after: Any) -> list[int] | None:
+        """Return the ids between an answer and the next one, None if the template does not write the messages there."""
+        try:
+            if not chat.goes_on(context, before.begun, before.ids, after):
+                return None
             if len(after) == 1 and after[0].keys() == {"role", "content"} and after[0]["role"] == "user":
                 after = after[0]["content"]  # texts are cached
-            ids = [*before.prompt_ids, *before.ids, *chat.frame(after, before.ids[-1])]
-            return _Sample(asked, ids, (), shown, before.begun, before)
-        return _Sample(asked, chat.spliced(shown, answers), (), shown, roles, None, Fork.TEMPLATE)
+            return chat.frame(after, before.ids[-1])
+        except ValueError:  # Gemma 4's writes a tool's result only after a call that is a field of the message
+            if not chat.forks:
+                raise
+            return None
 
     def _fork(self, sample: _Sample) -> Fork | None:
         """Return why a path begins with an answer, and note where its prompt parts from the earlier ones."""
@@ -578,8 +590,17 @@ def _key(message: Message) -> str:
     """Return what is compared of a message: of a tool call its function, since clients give it ids of their own."""
     if message["role"] != "assistant":
         return _text(message)
-    calls = [one.get("function") for one in message.get("tool_calls") or ()]
+    calls = [_whole(one.get("function")) for one in message.get("tool_calls") or ()]
     return _text([message["role"], message["content"], calls])
+
+
+def _whole(value: Any) -> Any:
+    """Return JSON data with 1.0 as 1: clients in JavaScript know no other form of it."""
+    if isinstance(value, dict):
+        return {key: _whole(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _text(value: Any) -> str:

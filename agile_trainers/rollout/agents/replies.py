@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from agile_trainers.envs.tools.calls import ToolCall, parse_tool_calls
-from agile_trainers.rollout.agents.requests import CalledTool, Choice
+from agile_trainers.rollout.agents.dialects.base import parse as strict_json
+from agile_trainers.rollout.agents.requests import CalledTool, Choice, Refusal
 from agile_trainers.types import Message
 
 _HERMES = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
@@ -71,6 +73,11 @@ def tool_calls(
         if not all(isinstance(one["name"], str) and isinstance(one["arguments"], dict) for one in functions):
             return text, ()
         rest, calls = message["content"], [ToolCall(one["name"], one["arguments"]) for one in functions]
+    try:
+        for call in calls:
+            strict_json(json.dumps(call.arguments))
+    except Refusal:  # NaN, half a surrogate pair: no client could send it back
+        return text, ()
     return rest, tuple(
         CalledTool(_call_id(identity, place), call.name, call.arguments) for place, call in enumerate(calls)
     )

@@ -29,9 +29,10 @@ from agile_trainers.rollout.chat.template_check import (
     Rewrite,
     answers_as_sampled,
     find_rewrite,
+    opening_of,
     sampled_call,
 )
-from agile_trainers.rollout.chat.template_repair import training_templates, trl_name
+from agile_trainers.rollout.chat.template_repair import original_of, training_templates, trl_name
 from agile_trainers.types import Message
 
 _ANSWER = "agileAnswer"
@@ -89,6 +90,7 @@ class ChatRenderer:
         chat_template: The template in use (a training version if requested and needed), None for plain text.
         eos_token_ids: Every id that ends an answer, sorted: the given ones and the template's end-of-turn token.
         rewrite: How the template rewrites earlier turns, if that is not refused; None if it keeps them.
+        forks: True if a conversation is rendered again where the template rewrites earlier turns.
 
     Raises:
         ValueError: If the template rewrites earlier turns and that is refused, or cannot render a conversation, or if the
@@ -106,7 +108,7 @@ class ChatRenderer:
         on_rewrite: str = "refuse",
     ) -> None:
         self._tokenizer = tokenizer
-        self._forks = on_rewrite == "fork"
+        self.forks = on_rewrite == "fork"
         self.rewrite: Rewrite | None = None
         self._rewriting: set[tuple[str, ...]] = set()
         """Roles, of a prompt or of an observation, around which the template rewrites earlier turns."""
@@ -209,7 +211,7 @@ class ChatRenderer:
                 "one that writes `tools`, or describe them in the system prompt and send none."
             )
         other.rewrite = other._find_rewrite(self.chat_template, other._kwargs)
-        if other.rewrite is not None and not self._forks:
+        if other.rewrite is not None and not self.forks:
             raise ValueError(self._refusal(other.rewrite, self.chat_template, "It does so with tools."))
         return other
 
@@ -226,12 +228,21 @@ class ChatRenderer:
         if self._parser is None:
             return None
         tools = self._kwargs.get("tools")
-        return cast(Message, parse_response(self._parser, list(action_ids), prefix=prompt_ids, tools=tools))
+        try:
+            message = cast(Message, parse_response(self._parser, list(action_ids), prefix=prompt_ids, tools=tools))
+        except Exception:  # whatever a tokenizer's own description makes of what a model may sample
+            return None
+        end = (
+            cast(str, self._tokenizer.decode(action_ids[-1:], **_EXACT)) if action_ids[-1] in self.eos_token_ids else ""
+        )
+        return {**message, "content": message["content"].removesuffix(end)}
 
     @cached_property
     def _parser(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer with a description of its answers; None if there is none."""
         parser = copy(self._tokenizer)
+        if self.chat_template is not None:
+            parser.chat_template = original_of(self.chat_template)  # a training version is saved with a model
         if getattr(parser, "response_template", None) or getattr(parser, "response_schema", None):
             return parser
         try:
@@ -239,42 +250,85 @@ class ChatRenderer:
         except ValueError:  # a template that TRL does not know
             return None
 
-    def spliced(self, messages: list[Message], answers: Mapping[int, Sequence[int]]) -> list[int]:
+    def spliced(self, messages: list[Message], answers: Mapping[int, Sequence[int]]) -> list[int] | None:
         """Render a conversation in which sampled answers keep their ids.
 
-        Where the template is known to rewrite earlier turns, and writes another text for an answer than was sampled, the
-        conversation is encoded as :meth:`first` does.
+        An answer's ids stand after the text that it was sampled after, generation prompt included, in the place of whatever
+        the template writes from there to the answer's end.
 
         Args:
             messages: The conversation. The content of a sampled answer is its :meth:`decode`.
             answers: The sampled ids by the index of their message.
 
+        Returns:
+            The ids; None where the template is known to rewrite earlier turns and writes another text for an answer than was
+            sampled, or leaves out a tool's result after a call that is text. :meth:`first` renders such a conversation.
+
         Raises:
             ValueError: As :meth:`first`.
         """
-        if not answers:
-            return self.first(messages, sampled=True)
-        if messages[-1]["role"] == "assistant":
-            return self.first(messages)  # which says what is wrong
-        mark = f"agileSampled{secrets.token_hex(16)}n"
-        hidden = self._escaper.hide(messages, self._foreign)
-        marked = [{**one, "content": f"{mark}{k}n"} if k in answers else one for k, one in enumerate(hidden)]
+        if not answers or messages[-1]["role"] == "assistant":
+            return self.first(messages, sampled=True)  # which says what is wrong
+        pieces, ids = self._around(messages, answers), list[int]()
+        if pieces is None:
+            return None
         if self.chat_template is None:
-            whole, ids = _PARTING.join(one["content"] for one in marked) + _PARTING, self._bos()
-            # Nothing parts a prompt from its answer.
-            whole = re.sub(f"{_PARTING}({mark}[0-9]+n)", r"\1", whole, count=1)
-        else:
-            self._own_specials(self.chat_template, messages)
-            whole, ids = self._render(marked), []
-        pieces = re.split(f"{mark}([0-9]+)n", whole)
-        places = list(map(int, pieces[1::2]))
-        if places != sorted(answers) or not self._writes(messages, answers, pieces):
-            return self.first(messages, sampled=True)
+            ids = self._bos()
         ids += self._escaper.encode(pieces[0])
-        for place, piece in zip(places, pieces[2::2], strict=True):
+        for place, piece in zip(sorted(answers), pieces[1:], strict=True):
             ids += answers[place]
             ids += self._after(ids[-1], self._escaper.encode(piece))
         return ids
+
+    def _around(self, messages: list[Message], answers: Mapping[int, Sequence[int]]) -> list[str] | None:
+        """Return the texts around sampled answers, None if the template does not write these as they were sampled."""
+        hidden = self._escaper.hide(messages, self._foreign)
+        mark = f"agileSampled{secrets.token_hex(16)}n"
+        alone = [{**one, "content": f"{mark}{k}n"} if k in answers else one for k, one in enumerate(hidden)]
+        if self.chat_template is None:
+            whole = _PARTING.join(one["content"] for one in alone) + _PARTING
+            # Nothing parts a prompt from its answer.
+            return re.split(f"{mark}[0-9]+n", re.sub(f"{_PARTING}({mark}[0-9]+n)", r"\1", whole, count=1))
+        self._own_specials(self.chat_template, messages)
+        rewrites = self.rewrite is not None or tuple(message["role"] for message in messages) in self._rewriting
+
+        def after(opening: str) -> list[Message]:
+            contents = {k: opening + hidden[k]["content"] + alone[k]["content"] for k in answers}
+            return [{**one, "content": contents.get(k, one["content"])} for k, one in enumerate(alone)]
+
+        # Templates read an answer's content, for its thinking, which a generation prompt may open; a few reject their own.
+        openings = dict.fromkeys(("", opening_of(self._render(_as_messages("prompt")))))
+        for marked in (*map(after, openings), alone):
+            pieces = self._pieces(marked, answers, mark)
+            if pieces is not None and (not rewrites or self._writes(messages, answers, pieces)):
+                return pieces if self._writes_results(marked) else None
+        pieces = re.split(f"{mark}[0-9]+n", self._render(alone))
+        return pieces if not rewrites and len(pieces) == len(answers) + 1 and self._writes_results(alone) else None
+
+    def _pieces(self, marked: list[Message], answers: Mapping[int, Sequence[int]], mark: str) -> list[str] | None:
+        """Return the texts around answers that end with a mark, None if one does not begin where it was sampled."""
+        pieces, start = list[str](), 0
+        try:
+            whole = self._render(marked)
+            for place in sorted(answers):
+                before = self._render(marked[:place])
+                _, found, after = whole[len(before) :].partition(f"{mark}{place}n")
+                if not found or not whole.startswith(before) or len(before) < start:
+                    return None
+                pieces.append(before[start:])
+                start = len(whole) - len(after)
+        except ValueError:
+            return None
+        return [*pieces, whole[start:]]
+
+    def _writes_results(self, marked: list[Message]) -> bool:
+        """Return whether the template writes the results of tools, also after answers whose calls are text."""
+        probes = {place: f"agileResultProbe{place}x" for place, one in enumerate(marked) if one["role"] == "tool"}
+        if not probes:
+            return True
+        probed = [{**one, "content": probes[place]} if place in probes else one for place, one in enumerate(marked)]
+        text = self._render(probed)
+        return all(probe in text for probe in probes.values())
 
     def _after(self, last_action_id: int, ids: list[int]) -> list[int]:
         """Cut the end-of-turn token, and what is before it, from the text after an answer that ends with it."""
@@ -286,13 +340,11 @@ class ChatRenderer:
 
     def _writes(self, messages: list[Message], answers: Mapping[int, Sequence[int]], pieces: list[str]) -> bool:
         """Return whether the template writes answers as they were sampled; ``pieces`` are the texts around them."""
-        if self.rewrite is None and tuple(message["role"] for message in messages) not in self._rewriting:
-            return True
-        sampled = {
-            place: cast(str, self._tokenizer.decode(_without_end(ids, self.eos_token_ids), **_EXACT))
-            for place, ids in answers.items()
-        }
-        text = "".join(sampled[int(piece)] if number % 2 else piece for number, piece in enumerate(pieces))
+        texts = [
+            cast(str, self._tokenizer.decode(_without_end(answers[place], self.eos_token_ids), **_EXACT))
+            for place in sorted(answers)
+        ]
+        text = pieces[0] + "".join(said + piece for said, piece in zip(texts, pieces[1:], strict=True))
         return text == self._render(self._escaper.hide(messages, self._foreign))
 
     def goes_on(
@@ -372,7 +424,7 @@ class ChatRenderer:
             return template
         if training_chat_template and (repaired := self._training_template(template, self._kwargs)):
             return repaired
-        if self._forks and self._takes_answers(template):
+        if self.forks and self._takes_answers(template):
             self.rewrite = rewrite
             return template
         raise ValueError(self._refusal(rewrite, template, self._ways_out(template)))
@@ -459,7 +511,7 @@ class ChatRenderer:
                     f"It does so after a prompt of the roles {list(roles)}. Make the prompt one message of role 'user' "
                     "(a system prompt can be its first paragraph), or edit the template."
                 )
-                if not self._forks:
+                if not self.forks:
                     raise ValueError(self._refusal(rewrite, template, fix))
             probes = [{**message, "content": "agileProbe"} for message in messages]
             self._prompts[roles] = self._escaper.count(self._render(probes))
@@ -501,7 +553,7 @@ class ChatRenderer:
                 f"It does so with an observation of the roles {list(roles)}. Let the environment return text, which "
                 "becomes a message of role 'user' (result_role='user' of a ToolEnvironment), or edit the template."
             )
-            if not self._forks:
+            if not self.forks:
                 raise ValueError(self._refusal(rewrite, self.chat_template, fix))
 
     def _after_answer(self, messages: list[Message]) -> str:

@@ -89,7 +89,7 @@ def find_rewrite(
         otherwise a counterexample.
     """
     observation = observation or [{"role": "user", "content": "observation"}]
-    opened = _opening(render(prompt))
+    opened = opening_of(render(prompt))
     calls = observation[0]["role"] == "tool"
     for sampled in answers_as_sampled(render, prompt, ends, thinking=thinking, calls=calls):
         whole = opened + sampled.text
@@ -156,7 +156,7 @@ def _thinks(before: str, thinking: bool) -> tuple[bool, bool]:
 
 def _in_content(render: Render, prompt: list[Message], ends: Sequence[str]) -> Iterator[Sampled]:
     """Yield answers with thinking as part of their content, as far as the template does not drop it."""
-    opened = _opening(render(prompt))
+    opened = opening_of(render(prompt))
     for opening, closing in _MARKS:
         if opening.startswith(opened):
             content = opening + THOUGHT + closing + ANSWER
@@ -226,7 +226,7 @@ def _rewrite_of(
     return None
 
 
-def _opening(before: str) -> str:
-    """Return the part of an answer that the generation prompt has already written."""
+def opening_of(before: str) -> str:
+    """Return the part of an answer that a generation prompt has already written, of the text that ends with it."""
     found = _OPENED.search(before) or _CLOSED.search(before)
     return found[0] if found else ""

@@ -92,6 +92,17 @@ def trl_name(template: str) -> str | None:
     return _trl_names().get(template)
 
 
+@lru_cache(maxsize=8)
+def original_of(template: str) -> str:
+    """Return the template of TRL that a training version was made of; another template as it is."""
+    texts = {name: text for text, name in _trl_names().items()}
+    for name, text in texts.items():
+        trls = texts.get(f"{name}_training", text)
+        if template != text and template in (trls, _edited(trls), _edited(text)):
+            return text
+    return template
+
+
 def _edited(template: str) -> str:
     for old, new in _EDITS:
         template = template.replace(old, new)

@@ -173,6 +173,22 @@ def test_an_echo_of_a_tool_call_keeps_the_ids_whatever_its_json_looks_like(make_
     assert trajectory.paths is None and trajectory.linear and len(trajectory.turns) == 2
 
 
+def test_a_whole_number_is_the_same_in_every_form(make_client):
+    """Clients in JavaScript write 1.0 as 1."""
+    client = make_client('<tool_call>{"name":"add","arguments":{"a":[1.0,{"b":-0.0}],"c":1.5}}</tool_call>', "done")
+    choice = client.ask(HELLO, tools=[tool("add")]).choices[0]
+    back = echo(choice, lambda call: {"a": [1, {"b": 0}], "c": 1.5})
+    client.ask([*HELLO, back, {"role": "tool", "tool_call_id": "x", "content": "2"}], tools=[tool("add")])
+    assert end(client).linear and client.episode.finished().paths is None
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', "[" * 120 + "]" * 120])
+def test_a_call_that_no_client_could_send_back_is_text(make_client, value):
+    text = f'<tool_call>{{"name":"add","arguments":{{"a":{value}}}}}</tool_call>'
+    choice = make_client(text).ask(HELLO, tools=[tool("add")]).choices[0]
+    assert (choice.text, choice.tool_calls, choice.finish_reason) == (text, (), "stop")
+
+
 def test_an_edit_is_rendered_as_sent_and_forks(make_client, tokenizer):
     client = make_client()
     client.ask(HELLO)
