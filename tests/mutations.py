@@ -2173,12 +2173,6 @@ MUTATIONS = [
         "tests/rollout/agents/test_server.py -k does_not_read",
     ),
     Mutation(
-        "open requests keep the server open", "rollout/agents/server.py",
-        "shutdown_timeout=_LAST_SECONDS",
-        "shutdown_timeout=60",
-        SERVER,
-    ),
-    Mutation(
         "a body of any size is read", "rollout/agents/server.py",
         "client_max_size=self._max_body",
         "client_max_size=2**40",

@@ -8,7 +8,6 @@ import logging
 import socket
 import struct
 import threading
-import time
 import tracemalloc
 import urllib.request
 from collections.abc import Iterator
@@ -402,8 +401,6 @@ def test_leaving_closes_everything() -> None:
             waiting = [_raw(server, CHAT) for _ in range(50)]
             idle = socket.create_connection(("127.0.0.1", port), 60)
             answering.wait_for(asked=50)
-            begun = time.monotonic()
-        assert time.monotonic() - begun < 30  # aiohttp would give open requests a minute
         assert not any(thread.name == "agent-server" for thread in threading.enumerate())
         for connection in (*waiting, idle):
             with connection:
