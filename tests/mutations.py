@@ -2173,6 +2173,24 @@ MUTATIONS = [
         "tests/rollout/agents/test_server.py -k does_not_read",
     ),
     Mutation(
+        "an agent's episode starts from the prompt that sorts first", "rollout/agents/episode.py",
+        "[one for one in samples if one.begins] or samples",
+        "samples",
+        "tests/rollout/agents/test_episode.py -k starts_from",
+    ),
+    Mutation(
+        "every call of a conversation is a demonstration", "rollout/agents/players.py",
+        "if not any(_goes_on(later, call) for later in calls[place + 1 :]):",
+        "if True:",
+        "tests/rollout/agents/test_players.py -k every_call",
+    ),
+    Mutation(
+        "players of agents draw without the seed", "rollout/agents/players.py",
+        'random.Random(f"player {seed}")',
+        "random.Random()",
+        "tests/rollout/agents/test_players.py -k by_the_seed",
+    ),
+    Mutation(
         "a body of any size is read", "rollout/agents/server.py",
         "client_max_size=self._max_body",
         "client_max_size=2**40",

@@ -334,7 +334,7 @@ def agile_trainers(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr("sys.stdin", io.StringIO("crane\nstale\n"))
         assert main.main(arguments) == 0
     elif arguments[0] == "eval":
-        given = [re.sub("runs/demo/.*", "model", one) for one in arguments]
+        given = [re.sub("runs/(demo|tutorial)/.*", "model", one) for one in arguments]
         given[given.index("--episodes") + 1] = "3"
         assert main.main([*given, "--max_new_tokens", "2", "--no_card"]) == 0
     elif arguments[0] == "check":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl.chat_template_utils import is_chat_template_prefix_preserving
 
-from agile_trainers.embedded import END_OF_TEXT, END_OF_TURN, SAMPLE_TEXTS, make_embedded_model, make_tokenizer
+from agile_trainers.embedded import (
+    END_OF_TEXT,
+    END_OF_TURN,
+    SAMPLE_TEXTS,
+    make_embedded_model,
+    make_tokenizer,
+    texts_of,
+)
 
 TEXTS = [
     "",
@@ -126,3 +134,18 @@ def test_weights_depend_on_the_seed_alone(tmp_path: Path, embedded_model: Path) 
     )
     assert torch.equal(first, same) and not torch.equal(first, different)
     assert abs(first.std().item() - 0.1) < 0.01
+
+
+def test_texts_of_conversations_hold_their_tools_and_calls() -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "fox"}}}
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    written = '<tool_call>\n{"name": "look", "arguments": {"at": "fox"}}\n</tool_call><|im_end|>'
+    for tools in ([tool], json.dumps([tool])):
+        (text,) = texts_of([{"messages": messages, "tools": tools}])
+        assert (
+            text.startswith(f"<|im_start|>system\nTools\n{json.dumps(tool['function'])}<|im_end|>") and written in text
+        )
+    assert not any(
+        "Tools" in text for text in texts_of([{"messages": messages}, {"messages": messages, "tools": None}])
+    )

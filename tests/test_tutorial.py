@@ -12,13 +12,20 @@ from typing import Any
 import pytest
 from doc_blocks import ROOT, blocks
 
-PAGES = ("environment", "tools", "data", "chain", "summary", "evaluation", "sharing")
+PAGES = ("environment", "tools", "data", "chain", "summary", "agent", "evaluation", "sharing")
 SHORT = (
-    (r"max_steps=\d+", "max_steps=1"), (r"range\(2560\)", "range(64)"), (r"(demonstrations|preferences)\(\d+\)", r"\1(96)"),
+    (r"max_steps=\d+", "max_steps=1"), (r"range\((2560|600)\)", "range(64)"),
+    (r"(demonstrations|preferences)\(\d+\)", r"\1(96)"),
     (r"max_steps: \d+", "max_steps: 1"), (r"num_eval_episodes: 256", "num_eval_episodes: 8"),
     (r"(?=output_dir=)", "num_eval_episodes=8, "),
 )  # fmt: skip
-LEARNED = {"environment": (0.3, 0.9), "tools": (0.75, 0.85), "data": (0.3, 0.8), "summary": (0.3, 0.9)}
+LEARNED = {
+    "environment": (0.3, 0.9),
+    "tools": (0.75, 0.85),
+    "data": (0.3, 0.8),
+    "summary": (0.3, 0.9),
+    "agent": (0.3, 0.8),
+}
 """Success that a page's training begins below and ends above."""
 
 

@@ -30,7 +30,7 @@ LOOK_UP: dict[str, Any] = {
 _ASK, _NOTE = "Write a note", "Your note :"
 
 
-def solve(model: Model, task: Task, level: str = "normal") -> dict[str, Any]:
+def solve(model: Model, task: Task, level: str = "easy") -> dict[str, Any]:
     """Find out which animal somebody keeps, with a tool and a note.
 
     After each look-up the model writes a note. The question and the note are all that it sees from then on. Reward: 1 for
