@@ -2234,7 +2234,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a deep body ends the request with the stack", "rollout/agents/dialects/base.py",
-        "for _ in range(_DEEPEST + 1):",
+        "for _ in range(deepest + 1):",
         "for _ in range(10**9):",
         DIALECTS,
     ),

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from agile_trainers.envs.agent import Endpoint
 from agile_trainers.rollout.agents.dialects import DIALECTS, Dialect
-from agile_trainers.rollout.agents.dialects.base import checked, get, parse, required, to_json
+from agile_trainers.rollout.agents.dialects.base import DEEPEST_BODY, checked, get, parse, required, to_json
 from agile_trainers.rollout.agents.dialects.chat import CHAT
 from agile_trainers.rollout.agents.requests import FROZEN, POLICY, Answer, Exchange, Marks, Refusal, Ticket
 
@@ -159,7 +159,7 @@ class AgentServer:
 
     async def _rewarded(self, request: web.Request) -> web.StreamResponse:
         key = _key(request)
-        body = checked(parse(await self._body(request)), dict, "body")
+        body = checked(parse(await self._body(request), DEEPEST_BODY), dict, "body")
         self._exchange.reward(key, body.get("value"), get(body, "call", str))
         return _json({})
 
@@ -168,7 +168,7 @@ class AgentServer:
             key = _key(request)
             others = self._exchange.models(key)  # also refuses a wrong key, before a body is read
             raw = await self._body(request)
-            body = checked(parse(raw), dict, "body")
+            body = checked(parse(raw, DEEPEST_BODY), dict, "body")
             other = others.get(required(body, "model", str))
             if other is not None:
                 return await self._forwarded(request, dialect, body, other)

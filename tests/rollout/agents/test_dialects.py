@@ -12,7 +12,7 @@ import pytest
 from answering import CREATED, said
 
 from agile_trainers.rollout.agents.dialects import DIALECTS
-from agile_trainers.rollout.agents.dialects.base import Dialect, parse, to_json
+from agile_trainers.rollout.agents.dialects.base import DEEPEST, DEEPEST_BODY, Dialect, parse, to_json
 from agile_trainers.rollout.agents.dialects.chat import CHAT
 from agile_trainers.rollout.agents.dialects.messages import MESSAGES
 from agile_trainers.rollout.agents.dialects.responses import RESPONSES
@@ -585,6 +585,21 @@ def test_an_answer_that_is_sent_back_is_read_as_it_was_delivered(name: str) -> N
         ]
         assert echo["role"] == "assistant" and echo["content"] == choice.text
         assert calls == [(call.id, call.name, call.arguments) for call in choice.tool_calls]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_the_deepest_arguments_that_are_a_call_can_be_sent_back(dialect: Dialect) -> None:
+    arguments = {"x": parse("[" * (DEEPEST - 1) + "]" * (DEEPEST - 1))}
+    parse(json.dumps(arguments))
+    written = dialect.write(said("", ("f", arguments)), ChatRequest("policy", []))
+    user = {"role": "user", "content": "hi"}
+    body = {
+        CHAT.name: {"messages": [user, written.get("choices", [{"message": None}])[0]["message"]]},
+        RESPONSES.name: {"input": [user, *written.get("output", [])]},
+        MESSAGES.name: {"messages": [user, {"role": "assistant", "content": written.get("content")}]},
+    }[dialect.name]
+    sent = parse(json.dumps({"model": "policy", **body}), DEEPEST_BODY)
+    assert dialect.read(sent).messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def test_random_arguments_come_back_equal() -> None:

@@ -13,8 +13,10 @@ from agile_trainers.types import Message
 
 MOST_CHOICES = 128
 """The largest ``n``, as at OpenAI."""
-_DEEPEST = 100
-"""Levels of lists and objects in a body. Python's own limit, and that of templates, is the stack."""
+DEEPEST = 100
+"""Levels of lists and objects in the arguments of a tool call. Python's own limit, and that of templates, is the stack."""
+DEEPEST_BODY = DEEPEST + 20
+"""Those of a body, which has such arguments in its messages."""
 _SETTINGS = (
     "temperature",
     "top_p",
@@ -75,12 +77,16 @@ def to_json(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------------- reading JSON
 
 
-def parse(body: bytes | str) -> Any:
+def parse(body: bytes | str, deepest: int = DEEPEST) -> Any:
     """Read JSON, strictly.
+
+    Args:
+        body: The JSON.
+        deepest: The levels that it may have.
 
     Raises:
         Refusal: If it is not JSON in UTF-8, has a number that is not finite, half a surrogate pair (which is no text), or
-            more than 100 levels.
+            too many levels.
     """
     try:
         text = body.decode() if isinstance(body, bytes) else body
@@ -95,22 +101,22 @@ def parse(body: bytes | str) -> Any:
             f"The body has {half}, half of a surrogate pair, which is no character; send whole characters."
         ) from None
     except RecursionError:
-        raise _too_deep() from None
+        raise _too_deep(deepest) from None
     except ValueError as error:
         raise Refusal(f"The body is not JSON: {error}. Send a JSON object.") from None
     level = [value]
-    for _ in range(_DEEPEST + 1):
+    for _ in range(deepest + 1):
         parents = [
             item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))
         ]
         if not parents:
             return value
         level = [child for parent in parents for child in parent]
-    raise _too_deep()
+    raise _too_deep(deepest)
 
 
-def _too_deep() -> Refusal:
-    return Refusal(f"The body is nested more than {_DEEPEST} levels deep; expected at most that.")
+def _too_deep(deepest: int) -> Refusal:
+    return Refusal(f"The body is nested more than {deepest} levels deep; expected at most that.")
 
 
 def _no_number(name: str) -> float:
