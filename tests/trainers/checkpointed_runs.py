@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2,
         "max_steps": 6, "beta": 0.1, "reference_adapter": True, "reference_update_steps": 2, "use_adaptive_entropy": True,
-        "optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear",
+        "optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear", "diagnosis_interval": 2,
     },
     # Shuffled rows over more than one epoch of four steps; a generation batch serves two steps.
     "reinforce": {
@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ppo": {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 3,
-        "critic_learning_rate": 2e-2, "beta": 0.1, "optim": "adamw_torch", "learning_rate": 1e-2,
+        "critic_learning_rate": 2e-2, "beta": 0.1, "optim": "adamw_torch", "learning_rate": 1e-2, "diagnosis_interval": 50,
     },
     # What is drawn depends on the signals so far; a generation batch serves two steps.
     "tasks": {

@@ -78,7 +78,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def runs(embedded_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    cases = {name: {"per_device_train_batch_size": 8, **case} for name, case in CASES.items()}
+    cases = {name: {"per_device_train_batch_size": 8, "diagnosis_interval": 50, **case} for name, case in CASES.items()}
     return [launch(SCRIPT, n, embedded_model, folder / str(n), cases) for n in (1, 2)]
 
 
