@@ -97,7 +97,6 @@ def settings(output_dir: Path | str, **changes: Any) -> dict[str, Any]:
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
-        "diagnosis_interval": 0,  # whose passes cost a tenth of the tests; those of checkpoints and ranks set it
         "seed": 3,
         **changes,
     }
@@ -123,6 +122,9 @@ def make_trainer(
         found = find_algorithm(algorithm)
         ALGORITHMS[algorithm] = (found, found.config_class)
     trainer, config = ALGORITHMS[algorithm]
+    if environment is not None:
+        # Its passes cost a tenth of the tests; those of checkpoints and of ranks set it.
+        changes = {"diagnosis_interval": 0, **changes}
     return trainer(
         model=str(model),
         reward_funcs=reward_funcs,

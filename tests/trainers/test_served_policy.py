@@ -25,7 +25,7 @@ class Beside(ServedPolicy):
     """Transformers on a copy of the policy, which knows only what it is given."""
 
     moves = 0
-    max_adapters = None
+    max_adapters, max_model_length = None, 1 << 30
 
     def _adapters(self) -> Beside:
         return self
