@@ -82,7 +82,7 @@ class _Sample:
     reward: float = 0.0
     read: int | None = None
     begins: bool = False
-    """Whether it was asked for before there was any answer."""
+    """True if it was asked for before there was any answer."""
 
     @property
     def order(self) -> tuple[list[int], tuple[int, ...]]:

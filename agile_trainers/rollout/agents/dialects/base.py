@@ -16,7 +16,7 @@ MOST_CHOICES = 128
 DEEPEST = 100
 """Levels of lists and objects in the arguments of a tool call. Python's own limit, and that of templates, is the stack."""
 DEEPEST_BODY = DEEPEST + 20
-"""Those of a body, which has such arguments in its messages."""
+"""Levels of a body, which has such arguments in its messages."""
 _SETTINGS = (
     "temperature",
     "top_p",
