@@ -128,8 +128,7 @@ class EpisodeLog:
             name = start.environment or self._name
             self._note(
                 "environment_ignores_seed",
-                f"{len(different)} of {groups} groups did not start from the same observation: after "
-                f"reset(seed={start.seed}) the environment {name} said {shown[0]!r} to one member and {shown[-1]!r} to "
-                "another.",
+                f"{len(different)} of {groups} groups did not start from the same observation: with "
+                f"seed={start.seed} the environment {name} said {shown[0]!r} to one member and {shown[-1]!r} to another.",
             )
         return len(different) / groups
