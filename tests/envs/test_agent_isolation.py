@@ -139,7 +139,7 @@ def test_an_isolated_program_is_told_of_its_time_limit(endpoint: Model) -> None:
         "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(5)))\n"
         "print('ready', flush=True)\nwhile True: time.sleep(0.05)"
     )
-    assert ran(endpoint, polite, timeout=3.0) == {
+    assert ran(endpoint, polite, timeout=6.0) == {
         "exit_code": 5, "stdout": "ready\nsaved\n", "stderr": "", "timed_out": True
     }  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 
 from agile_environments import TASKS
 from agile_trainers.envs import ReasoningEnvironment, known_players, make_environment_factory, play
-from agile_trainers.envs.agent import is_agent
+from agile_trainers.envs.agent import Agent, is_agent
 from agile_trainers.envs.probes import PROBES
 
 STEPPED = [name for name in TASKS if not is_agent(make_environment_factory(f"agile:{name}"))]
@@ -42,6 +42,14 @@ def test_rows_given_by_the_data_set_alone_leave_only_the_expert() -> None:
     players = known_players(environment)
     assert list(players) == ["expert"]
     assert play(environment, players["expert"], 0, options={"question": "2 + 2", "answer": "4"}).success
+
+
+def test_the_players_of_an_agent_are_in_the_module_of_its_function() -> None:
+    players = known_players(make_environment_factory("agile:archive", level="easy")())
+    assert {name: player.__name__ for name, player in players.items()} == {
+        "random": "random_player", "expert": "expert_player"
+    }  # fmt: skip
+    assert known_players(Agent.command(["true"], score=lambda task, finished: 1.0)()) == {}
 
 
 def test_an_environment_without_players_has_none() -> None:
