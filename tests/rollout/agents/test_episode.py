@@ -173,6 +173,22 @@ def test_an_echo_of_a_tool_call_keeps_the_ids_whatever_its_json_looks_like(make_
     assert trajectory.paths is None and trajectory.linear and len(trajectory.turns) == 2
 
 
+def test_an_answer_with_the_text_of_another_conversations_keeps_its_own_ids(chat, tokenizer):
+    """The same text in other tokens: what follows it is what the model read there."""
+    spelled = [id for letter in "one" for id in tokenizer.encode(letter)]
+    assert len(spelled) > len(tokenizer.encode("one")) and tokenizer.decode(spelled) == "one"
+    said = iter([tokenizer.encode("one"), spelled, tokenizer.encode("done"), tokenizer.encode("done")])
+    client = Client(chat, lambda request: ([*next(said), tokenizer.eos_token_id], "stop"))
+    for first in ("zebra", "ant"):  # the second is the first in the order of prompts, too
+        client.ask([{"role": "user", "content": first}])
+    for first in ("zebra", "ant"):
+        client.ask([{"role": "user", "content": first}, {"role": "assistant", "content": "one"}, *HELLO])
+    for before, after, ids in zip(client.requests[:2], client.requests[2:], client.sampled[:2], strict=True):
+        known = [*before.token_ids, *ids]
+        assert after.token_ids[: len(known)] == known
+    assert len(end(client).paths) == 2
+
+
 def test_a_whole_number_is_the_same_in_every_form(make_client):
     """Clients in JavaScript write 1.0 as 1."""
     client = make_client('<tool_call>{"name":"add","arguments":{"a":[1.0,{"b":-0.0}],"c":1.5}}</tool_call>', "done")
@@ -566,3 +582,20 @@ def test_the_users_interrupt_is_not_taken_for_the_agents_error(make_client):
     with pytest.raises(KeyboardInterrupt):
         client.episode.end(Interrupted(1.0), None)
     assert end(client, None, KeyboardInterrupt("mine")).error == "KeyboardInterrupt: mine"
+
+
+# ----------------------------------------------------------------------------------------------------------- after the end
+
+
+def test_what_arrives_after_the_end_changes_nothing(make_client):
+    client = make_client()
+    client.ask(HELLO)
+    sent = [client.send(HELLO) for _ in range(3)]
+    client.episode.end(1.0, None)
+    trajectory = client.episode.finished()
+    client.answer()  # a generator may have sampled them by then
+    for ticket in sent:
+        assert refusal(ticket).code == "episode_over"
+        client.episode.delivered(ticket)
+        client.episode.abandoned(ticket)
+    assert len(trajectory.turns) == 1 and trajectory.episode_return == 1.0

@@ -240,3 +240,108 @@ def test_an_interrupted_rollout_leaves_nothing_for_the_next_one(chat: ChatRender
         for _ in range(2):
             assert list(map(content, played.play(*["sound"] * 8))) == list(map(content, expected))
             assert sum(played.sampled.values()) == 16
+
+
+# ------------------------------------------------------------------------------------------- between the three threads
+
+
+def test_an_answer_that_is_under_way_when_the_agent_returns_is_left_out(chat: ChatRenderer) -> None:
+    submitted = threading.Event()
+
+    def solve(model: Model, task: Task) -> float:
+        reward = faulty.sound(model, task)
+        faulty.raw(model, faulty.body_of("under way"))
+        assert submitted.wait(60)
+        return reward
+
+    class Rollout(Rollouts):
+        def say(self, request: GenerationRequest) -> list[int]:
+            if "under way" in TOKENIZER.decode(request.token_ids):
+                submitted.set()
+            return super().say(request)
+
+    with rollouts(chat) as played:
+        (expected,) = played.play("sound")
+    with rollouts(chat, solve) as played:
+        never = Rollout(chat, played.engine.pool)
+        never.latency = lambda request: 10**9 if submitted.is_set() else 1  # type: ignore[assignment]
+        (episode,) = never.play("sound")
+    assert content(episode) == content(expected) and sum(never.sampled.values()) == 3
+
+
+class _LatePost(EnvironmentPool):
+    """Lets the server's thread post a request only when the rollout has looked for the last ones."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.looks = True
+        self.ends, self.arrived, self.looked = False, threading.Event(), threading.Event()
+
+    def post(self, outcome: Any) -> None:
+        if self.ends and outcome.method == "call":
+            self.arrived.set()
+            assert self.looked.wait(60)
+        super().post(outcome)
+
+    def outcomes(self, block: bool) -> list[Any]:
+        taken = super().outcomes(block)
+        if self.looks and self.arrived.is_set():
+            self.looked.set()
+        return taken
+
+
+def test_a_request_that_overtakes_the_end_of_its_episode_is_refused(chat: ChatRenderer) -> None:
+    """The server's thread has found the episode, which then ends, and posts the request after that."""
+    answers: list[bytes] = []
+
+    def solve(model: Model, task: Task) -> float:
+        if task.row == {"what": "late"}:
+            reward = faulty.sound(model, task)
+            pool.ends = True
+            connection = faulty.raw(model, faulty.body_of("late"))
+            threading.Thread(target=lambda: answers.append(connection.recv(1 << 16)), daemon=True).start()
+            assert pool.arrived.wait(60)
+            return reward
+        assert pool.looked.wait(60)
+        return faulty.sound(model, task)
+
+    def over(episode: Trajectory) -> None:
+        if episode.options == {"what": "late"}:
+            pool.ends = False
+            pool.looked.set()
+
+    with nothing_is_left():
+        pool = _LatePost(Agent(solve))
+        pool.looks = False
+        played = Rollouts(chat, pool)
+        episodes = played.play("late", "sound", on_finish=over)
+        pool.close()
+    assert len(played.sampled) == 4 and not any(one.error for one in episodes)
+    assert b" 400 " in answers[0] and b"episode_over" in answers[0]
+
+
+def test_a_request_between_the_end_and_the_closing_reaches_no_other_rollout(chat: ChatRenderer) -> None:
+    """The server's thread has found the episode when the rollout's thread ends it, and posts after the last look."""
+
+    def solve(model: Model, task: Task) -> float:
+        pool.ends = True
+        return faulty.sound(model, task)
+
+    class Ends(ScriptedGenerator):
+        def step(self) -> Any:
+            assert pool.arrived.wait(60)
+            raise RuntimeError("in the middle")
+
+    with nothing_is_left():
+        pool = _LatePost(Agent(solve))
+        played = Rollouts(chat, pool)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            played.engine.run([EpisodeSpec(0, (9, 0), {"what": "sound"})], _pending(Ends(played.say)))
+        assert pool._answers.empty()
+        pool.close()
+
+
+def _pending(generator: ScriptedGenerator) -> ScriptedGenerator:
+    """Give a generator something to do, so that the rollout steps it."""
+    generator.submit(GenerationRequest(99, [1], 1, lambda n: [0.5] * n))
+    return generator
