@@ -2383,6 +2383,11 @@ MUTATIONS = [
         "tests/rollout/agents/test_agent_templates.py -k glm4moe_training",
     ),
     Mutation(
+        "all episodes wait until megabytes are encoded", "rollout/agents/episode.py",
+        "if least > self.limits.max_model_length:", "if False:",
+        "tests/rollout/agents/test_episode.py -k megabytes",
+    ),
+    Mutation(
         "the last limit of two counts", "rollout/agents/dialects/chat.py",
         "max_tokens=min((limit",
         "max_tokens=max((limit",

@@ -350,6 +350,10 @@ class AgentEpisode:
         self._check(request)
         messages = self._messages(request)
         asked = _Asked(request, digest, len(self.asked), tuple(map(_key, messages)), _text(request.tools), [ticket])
+        # Every message has a token of its own. Megabytes take minutes to encode, for which all episodes would wait.
+        least = sum(len(one["content"]) // self.chat.longest_token + 1 for one in messages)
+        if least > self.limits.max_model_length:
+            raise self._too_long(least)
         try:
             first = self._rendered(asked, messages)
         except Refusal:
@@ -358,13 +362,7 @@ class AgentEpisode:
             raise Refusal(f"The messages cannot be written as a prompt: {plain_text(str(error))}") from error
         room = self.limits.max_model_length - len(first.prompt_ids)
         if room < 1:
-            raise Refusal(
-                # The first words are OpenAI's, by which clients know this error.
-                f"This model's maximum context length is {self.limits.max_model_length} tokens (max_model_length), which "
-                f"leaves no room for an answer to a prompt of {len(first.prompt_ids)}. Shorten the conversation, or raise "
-                "max_model_length.",
-                code=CONTEXT_FULL,
-            )
+            raise self._too_long(len(first.prompt_ids))
         label = () if ticket.marks.occurrence is None else tuple(_words(ticket.marks.occurrence.encode()))
         prompt = _digest_of(first.prompt_ids)
         requests = []
@@ -389,6 +387,14 @@ class AgentEpisode:
         if ticket.marks.key is not None:
             self._by_key[ticket.marks.key] = asked
         return requests
+
+    def _too_long(self, tokens: int) -> Refusal:
+        return Refusal(
+            # The first words are OpenAI's, by which clients know this error.
+            f"This model's maximum context length is {self.limits.max_model_length} tokens (max_model_length), which leaves "
+            f"no room for an answer to a prompt of {tokens} or more. Shorten the conversation, or raise max_model_length.",
+            code=CONTEXT_FULL,
+        )
 
     def _repeated(self, ticket: Ticket, digest: bytes) -> _Asked | None:
         """Return the request that this one repeats: by its key, or an equal one if the client says or hung up."""

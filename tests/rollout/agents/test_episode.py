@@ -326,6 +326,15 @@ def test_a_prompt_that_leaves_no_room_is_refused(make_client):
     assert end(client).stop_reason is StopReason.CONTEXT_FULL
 
 
+def test_a_prompt_of_megabytes_is_refused_without_being_encoded(make_client, chat, monkeypatch):
+    """All episodes wait for the thread that encodes."""
+    encoded = []
+    monkeypatch.setattr(chat._escaper, "encode", lambda text: encoded.append(len(text)) or [1])
+    client = make_client()
+    assert refusal(client.send([{"role": "user", "content": "word " * 10**6}])).code == "context_length_exceeded"
+    assert not encoded
+
+
 def test_max_tokens_only_lowers_the_limit(make_client):
     client = make_client()
     for max_tokens in (None, 1000, 3):

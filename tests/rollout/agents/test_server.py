@@ -491,7 +491,7 @@ def test_an_endpoint_that_fails_or_breaks_off_is_not_taken_for_an_answer() -> No
 # ---------------------------------------------------------------------------------------------------------------- HTTP
 
 
-def _raw(server: AgentServer, *sent: bytes) -> bytes:
+def _all_received(server: AgentServer, *sent: bytes) -> bytes:
     """Send bytes, and read until the server closes the connection."""
     address = urlsplit(server.base_url)
     with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
@@ -510,13 +510,13 @@ def _head(body: bytes, *lines: str, version: str = "1.1", host: str = "127.0.0.1
 
 def test_requests_on_one_connection_without_waiting_are_answered_in_order(server: AgentServer) -> None:
     bodies = [json.dumps({**CHAT, "messages": [{"role": "user", "content": f"no {k}"}]}).encode() for k in range(3)]
-    received = _raw(server, b"".join([*map(_head, bodies[:2]), _head(bodies[2], "Connection: close")]))
+    received = _all_received(server, b"".join([*map(_head, bodies[:2]), _head(bodies[2], "Connection: close")]))
     assert received.count(b"HTTP/1.1 200 ") == 3
     assert received.find(b"you said no 0") < received.find(b"you said no 1") < received.find(b"you said no 2")
 
 
 def test_the_first_version_of_http_is_answered(server: AgentServer, answering: Answering) -> None:
-    received = _raw(server, _head(json.dumps(CHAT).encode(), version="1.0"))
+    received = _all_received(server, _head(json.dumps(CHAT).encode(), version="1.0"))
     assert b" 200 OK" in received and b"you said hi" in received and b"chunked" not in received
     answering.wait_for(ends=1)
     assert answering.ends[0][0] == "delivered"
@@ -526,7 +526,7 @@ def test_a_body_that_unpacks_to_50_mb_is_refused_and_not_held(server: AgentServe
     body = gzip.compress(b'{"model": "policy"' + b" " * (50 * 2**20) + b"}")
     assert len(body) < 2**17
     tracemalloc.start()
-    received = _raw(server, _head(body, "Content-Encoding: gzip", "Connection: close"))
+    received = _all_received(server, _head(body, "Content-Encoding: gzip", "Connection: close"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert b" 413 " in received.partition(b"\r\n")[0] and not answering.asked
@@ -538,13 +538,13 @@ def test_a_page_that_names_itself_as_the_host_needs_the_key(server: AgentServer,
     """A name that resolves to loopback (DNS rebinding) lets a browser's page send requests, but not know the key."""
     body = json.dumps(CHAT).encode()
     sent = _head(body, "Connection: close", host=host).replace(KEY.encode(), b"guessed")
-    received = _raw(server, sent)
+    received = _all_received(server, sent)
     assert b" 401 " in received.partition(b"\r\n")[0] and b"Access-Control" not in received
 
 
 def test_a_request_smuggled_behind_another_has_no_key(server: AgentServer, answering: Answering) -> None:
     hidden = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     for both in ("Transfer-Encoding: chunked", "Content-Length: 3"):
-        received = _raw(server, _head(hidden, both, "Connection: close"))
+        received = _all_received(server, _head(hidden, both, "Connection: close"))
         assert received.startswith(b"HTTP/1.") and b" 400 " in received.partition(b"\r\n")[0]
     assert not answering.asked
