@@ -1718,6 +1718,15 @@ MUTATIONS = [
         "tests/trainers/test_agents_before_a_run.py -k takes_too_long",
     ),
     Mutation(
+        "programs start in the event loop", "envs/agent_command.py",
+        "await in_thread(keeper.start)", "keeper.start()",
+        "tests/envs/test_agent_command.py -k outside_the_event_loop",
+    ),
+    Mutation(
+        "a program that is cancelled while it starts goes on", "envs/agent_command.py",
+        "if self._ending:  # which came", "if False:  # which came", "tests/envs/test_agent_command.py -k cancelled",
+    ),
+    Mutation(
         "a cancelled episode leaves its program", "envs/agent_command.py",
         "            keeper.end()\n", "            pass\n", "tests/envs/test_agent_command.py -k cancelled",
     ),

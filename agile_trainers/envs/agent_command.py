@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.parse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +36,8 @@ _PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "USER", "LOGNAME", "SHELL", "SSL
 _FOLDERS = {"HOME": "home", "TMPDIR": "tmp"}
 """Variables that name a folder of the episode, so that no episode finds what another has written."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
+_STARTING = threading.Lock()
+"""Held while a process is started, which holds the interpreter: between one start and the next the event loop goes on."""
 _SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 
 
@@ -125,7 +128,7 @@ class CommandAgent:
         self.check_row(task.row)
         keeper = _Keeper(self._spec(model, task))
         try:
-            folder = Path(await in_thread(keeper.folder))
+            folder = Path(await in_thread(keeper.start))
             if self.prepare is not None:
                 await _called(self.prepare, task, folder)
             ended = await in_thread(keeper.run)
@@ -197,13 +200,22 @@ class _Keeper:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._spec, self._ending = spec, False
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", process_tree.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env={}, cwd="/", start_new_session=True,  # Ctrl-C is for the training process
-        )  # fmt: skip
+        self._started = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def folder(self) -> str:
-        """Wait for the program's folder."""
+    def start(self) -> str:
+        """Start the process, and return the program's folder."""
+        try:
+            with _STARTING:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-B", process_tree.__file__], env={}, cwd="/", stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the training process
+                )  # fmt: skip
+        finally:
+            self._started.set()
+        if self._ending:  # which came before there was a process
+            self._process.terminate()
         content = json.dumps(self._spec).encode()
         self._write(len(content).to_bytes(8, "big") + content)
         said = self._said()
@@ -219,23 +231,27 @@ class _Keeper:
     def end(self) -> None:
         """End what runs, without waiting. The process then removes the folder."""
         self._ending = True
-        self._process.terminate()  # another thread may be writing, so that nothing is closed here
+        if self._process is not None:
+            self._process.terminate()  # another thread may be writing, so that nothing is closed here
 
     def ended(self) -> None:
         """Wait for the end of the keeper, and with that of all that the program has started."""
+        self._started.wait()
+        if self._process is None:
+            return
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
 
     def _write(self, content: bytes) -> None:
-        assert self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None
         with suppress(BrokenPipeError):  # a dead keeper does not answer
             self._process.stdin.write(content)
             self._process.stdin.flush()
 
     def _said(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
+        assert self._process is not None and self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             if not self._ending:

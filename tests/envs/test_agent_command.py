@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 from agile_trainers.envs.agent import Agent, Model, Task
-from agile_trainers.envs.agent_command import Finished
+from agile_trainers.envs.agent_command import _STARTING, Finished
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.envs.isolation.process_tree import Excerpt
 
@@ -372,6 +373,20 @@ def test_fifty_programs_at_once(tmp_path: Path) -> None:
             os.close(descriptor)
 
     assert [one["info"]["stdout"] for one in asyncio.run(all_of_them())] == ["met\n"] * 50
+
+
+def test_programs_are_started_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time: a start holds the interpreter, and two hundred in a row held the event loop for seconds."""
+    started: list[bool] = []
+
+    class Watched(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            started.append(threading.current_thread() is threading.main_thread() or not _STARTING.locked())
+            super().__init__(*given, **named)
+
+    monkeypatch.setattr("agile_trainers.envs.agent_command.subprocess.Popen", Watched)
+    played("true")
+    assert started == [False]
 
 
 def test_an_agent_of_a_command_is_sent_to_another_process() -> None:
