@@ -2397,6 +2397,11 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k megabytes",
     ),
     Mutation(
+        "a coroutine that blocks lets all later ones time out", "rollout/environment_pool.py",
+        "self._loop.blocked():", "False:",
+        "tests/rollout/agents/test_faults.py -k blocks_the_others",
+    ),
+    Mutation(
         "the last limit of two counts", "rollout/agents/dialects/chat.py",
         "max_tokens=min((limit",
         "max_tokens=max((limit",

@@ -24,6 +24,8 @@ from agile_trainers.types import Message
 
 _CANCEL_SECONDS = 5.0
 """Seconds that coroutines have to end when the event loop is stopped."""
+_BLOCKED_SECONDS = 5.0
+"""Seconds without an answer after which an event loop counts as blocked by a coroutine."""
 
 _Attempt = Callable[[], "tuple[Any, BaseException | None]"]
 _Report = Callable[[Any, "BaseException | None"], None]
@@ -133,6 +135,7 @@ class EnvironmentPool:
         # The only attribute that other threads use; the caller's thread owns all others.
         self._answers: queue.SimpleQueue[tuple[_Call | None, Outcome]] = queue.SimpleQueue()
         self._loop: _Loop | None = None
+        self._blocked_loops: list[_Loop] = []
         self._threads = _Threads()
 
     def reset(self, episode: int, seed: int, options: dict[str, Any] | None, name: str | None = None) -> None:
@@ -267,9 +270,11 @@ class EnvironmentPool:
             for _ in idle:
                 closed.get(timeout=self.timeout)
         self._idle.clear()
-        if self._loop is not None:
-            self._loop.stop()
-            self._loop = None
+        for loop in (self._loop, *self._blocked_loops):
+            if loop is not None:
+                loop.stop()
+        self._loop = None
+        self._blocked_loops.clear()
         self._threads.stop()
 
     def _start_queued(self) -> None:
@@ -362,6 +367,10 @@ class EnvironmentPool:
     def _expire(self) -> list[Outcome]:
         now = time.monotonic()
         expired = [call for call in self._running.values() if call.deadline <= now]
+        if expired and self._loop is not None and self._loop.blocked():
+            # Later coroutines would time out, too. Those behind the one that blocks go on when it returns.
+            self._blocked_loops.append(self._loop)
+            self._loop = None
         for call in expired:
             self.release(call.episode, reusable=False)
         return [
@@ -433,6 +442,12 @@ class _Loop:
     def start(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], object]:
         """Start a coroutine. Return a function that cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).cancel
+
+    def blocked(self) -> bool:
+        """Return whether a coroutine keeps the others from running."""
+        runs = threading.Event()
+        self._loop.call_soon_threadsafe(runs.set)
+        return not runs.wait(_BLOCKED_SECONDS)
 
     def stop(self) -> None:
         """Cancel the running coroutines and end the thread."""

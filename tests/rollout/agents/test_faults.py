@@ -15,6 +15,7 @@ import pytest
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import Agent, Model, Task
+from agile_trainers.rollout import environment_pool
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
@@ -185,6 +186,24 @@ def test_agents_that_never_return_are_ended(chat: ChatRenderer, nobody_went_on: 
             for number in (1, 2):
                 assert episodes[number].stop_reason is StopReason.ENVIRONMENT_TIMEOUT
                 assert len(episodes[number].turns) == 1
+
+
+def test_a_coroutine_that_blocks_the_others_costs_no_later_episode(
+    chat: ChatRenderer, nobody_went_on: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_pool, "_BLOCKED_SECONDS", 1.0)
+
+    async def solve(model: Model, task: Task) -> float:
+        if task.row == {"what": "blocks"}:
+            faulty.go_on.wait(600)
+        return await asyncio.to_thread(faulty.sound, model, task)
+
+    with rollouts(chat, solve, timeout=2.0, max_environments=1) as played:
+        expected = played.play("sound", "sound")
+        episodes = played.play("blocks", "sound")
+        assert episodes[0].stop_reason is StopReason.ENVIRONMENT_TIMEOUT
+        assert content(episodes[1]) == content(expected[1])
+        assert list(map(content, played.play("sound", "sound"))) == list(map(content, expected))
 
 
 def test_agents_in_processes_fail_alone(chat: ChatRenderer) -> None:
