@@ -17,6 +17,7 @@ SHORT = (
     (r"max_steps=\d+", "max_steps=1"), (r"range\((2560|600)\)", "range(64)"),
     (r"(demonstrations|preferences)\(\d+\)", r"\1(96)"),
     (r"max_steps: \d+", "max_steps: 1"), (r"num_eval_episodes: 256", "num_eval_episodes: 8"),
+    (r" +num_eval_episodes=256,\n", ""),
     (r"(?=output_dir=)", "num_eval_episodes=8, "),
 )  # fmt: skip
 LEARNED = {
