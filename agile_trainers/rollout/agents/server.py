@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -225,6 +226,7 @@ class AgentServer:
             headers |= {"Authorization": f"Bearer {endpoint.api_key}", "x-api-key": endpoint.api_key}
         data = to_json({**body, "model": endpoint.model or body["model"]}).encode()
         url = endpoint.base_url.rstrip("/") + dialect.path
+        shown = re.sub("//[^/]*@", "//", url)  # a user's name and password may be in it
         ours = web.StreamResponse()
         try:
             async with self._client.post(url, data=data, headers=headers) as theirs:
@@ -235,9 +237,9 @@ class AgentServer:
                     await ours.write(chunk)
         except aiohttp.ClientError as error:
             if ours.prepared:  # the client has part of the answer: a cut one tells it
-                raise ConnectionResetError(f"{url} broke off") from error
+                raise ConnectionResetError(f"{shown} broke off") from error
             raise Refusal(
-                f"{url}, the endpoint of model {body['model']!r}, failed: {error}.", 502, "bad_gateway"
+                f"{shown}, the endpoint of model {body['model']!r}, failed: {error}.", 502, "bad_gateway"
             ) from None
         await ours.write_eof()
         return ours

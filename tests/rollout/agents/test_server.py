@@ -548,3 +548,10 @@ def test_a_request_smuggled_behind_another_has_no_key(server: AgentServer, answe
         received = _all_received(server, _head(hidden, both, "Connection: close"))
         assert received.startswith(b"HTTP/1.") and b" 400 " in received.partition(b"\r\n")[0]
     assert not answering.asked
+
+
+def test_a_password_in_an_endpoints_address_is_not_shown() -> None:
+    judge = Endpoint("http://user:pass%40word@127.0.0.1:9/v1")
+    with Answering(lambda request: None, {"judge": judge}) as answering, AgentServer(answering) as server:
+        status, _, text = _ask(server, "/chat/completions", {**CHAT, "model": "judge"})
+    assert status == 502 and "http://127.0.0.1:9/v1/chat/completions" in text and "pass" not in text
