@@ -68,7 +68,7 @@ def test_what_cannot_be_looked_up_is_said_and_looking_up_ends() -> None:
         assert ("tool", "not in the register") in seen(played([wrong, "?", "elk"]))[1]
     episode = played([call("Bob"), "one", call("Bob"), "two", call("Bob")])
     assert episode.reward == 0.0 and not episode.success and episode.info["notes"] == ["one", "two"]
-    assert played([call("Bob") + call("Kim"), "elk", "elk"]).info["looked_up"] == ["Bob", "Kim"]
+    assert played([call("Bob") + call("Ada"), "elk", "elk"]).info["looked_up"] == ["Bob", "Ada"]
 
 
 def test_a_note_that_is_a_call_is_no_note() -> None:

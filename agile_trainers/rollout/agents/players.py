@@ -8,7 +8,9 @@ import random
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from agile_trainers.envs.agent import Agent, Endpoint, Model, Task, agent_of
@@ -60,7 +62,13 @@ def play_agent(
         raise ValueError(
             f"{agent!r} is no agent. Episodes of other environments are played by agile_trainers.envs.play."
         )
-    return asyncio.run(_play(found, player, seeds, row))
+    play = partial(asyncio.run, _play(found, player, seeds, row))
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return play()
+    with ThreadPoolExecutor(1) as thread:  # a notebook's loop is running in this one
+        return thread.submit(play).result()
 
 
 def demonstrate_agent(agent: EnvironmentFactory | Agent, player: Player, seeds: Iterable[int]) -> list[dict[str, Any]]:

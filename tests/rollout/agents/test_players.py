@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
@@ -69,6 +70,14 @@ def test_players_draw_by_the_seed_alone() -> None:
 
     one, other = rewards([3, 1, 2]), rewards([1, 3])
     assert other == {seed: one[seed] for seed in (1, 3)} and len({*one.values()}) == 3
+
+
+def test_agents_are_played_in_a_notebook_whose_loop_is_running() -> None:
+    async def cell() -> float:
+        agent = Agent(lambda model, task: float(ask(model, [user("?")])[0]["message"]["content"]))
+        return play_agent(agent, lambda messages, rng: "3", [0])[0].reward
+
+    assert asyncio.run(cell()) == 3.0
 
 
 def test_failures_are_told() -> None:
