@@ -14,10 +14,11 @@ from populated import Talk, different, population, quiet
 from serving import serving
 
 from agile_trainers.adapters.folders import read_json
-from agile_trainers.evaluation import EpisodeOptions, evaluate_policy
+from agile_trainers.evaluation import EpisodeOptions, evaluate_policy, policy
 from agile_trainers.populations import Population
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine
 from agile_trainers.rollout.generators.vllm.server import VllmServer
+from agile_trainers.rollout.seeds import SELECTION
 
 EPISODES = 6
 GREEDY: dict[str, Any] = {
@@ -27,9 +28,11 @@ GREEDY: dict[str, Any] = {
 
 
 def alone(folder: Path) -> list[float | None]:
-    """The returns of the same episodes, played by a saved policy on transformers."""
+    """The returns of the episodes by which a population selects, played by a saved policy on transformers."""
     options = EpisodeOptions(max_turns=2, max_new_tokens=4, max_model_length=256)
-    played = evaluate_policy(str(folder), None, Talk, EPISODES, seed=3, options=options, greedy=True, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "HELD_OUT", SELECTION)
+        played = evaluate_policy(str(folder), None, Talk, EPISODES, seed=3, options=options, greedy=True, device="cpu")
     return [row["return"] for row in played.rows]
 
 
@@ -60,7 +63,7 @@ class Watched:
         def starting(engine: VllmEngine, *args: Any, **options: Any) -> None:
             start(engine, *args, **options)
             self.engines.append(engine)
-            self.health(engine)
+            self.watch(engine)
 
         def submitting(engine: VllmEngine, ids: list[int], params: Any, adapter: Any = None) -> str:
             key = submit(engine, ids, params, adapter)
@@ -150,6 +153,6 @@ def test_members_are_served_by_a_server(embedded_model: Path, tmp_path: Path, mo
         made.run()
         listed = [entry["id"] for entry in requests.get(f"{served.url}/v1/models").json()["data"]]
     check_rounds(made)
-    # Three adapters in the first round and two in the second; training names none.
-    assert len(set(asked)) == 6 and "None" in asked
+    # Three adapters in the first round, two in the second, and the best one on held-out episodes; training names none.
+    assert len(set(asked)) == 7 and "None" in asked
     assert not [name for name in listed if name.startswith("policy-")]
