@@ -96,10 +96,10 @@ def test_the_episodes_are_rewritten(on_transformers: dict[str, list[Trajectory]]
         questions = sum(turn.question for episode in episodes for turn in episode.turns)
         assert Fork.TEMPLATE in forks if name in ("Qwen3's template", "questions") else forks == {Fork.CONTEXT}
         assert bool(questions) == (name in ("questions", "summary"))
-        again = sum(episode.read_again or 0 for episode in episodes)
-        assert (
-            again == 0 if name == "Qwen3's template" else again < sum(episode.num_tokens for episode in episodes) / 20
-        )
+        again, tokens = (sum(getattr(one, part) for one in episodes) for part in ("read_again", "num_tokens"))
+        # Greedy notes repeat, and with them a whole question whose cache was cropped to the half that was shared since.
+        most = {"Qwen3's template": 0, "questions": tokens // 10}.get(name, tokens // 20)
+        assert again <= most, f"{name}: {again} of {tokens} tokens were read again"
 
 
 @pytest.mark.parametrize("name", HISTORIES)
