@@ -2419,6 +2419,10 @@ MUTATIONS = [
         "tool_calls[0]",
         DIALECTS,
     ),
+    Mutation(
+        "a group's engine takes a second request of an episode for the first", "rollout/generators/vllm/tensor_parallel.py",
+        "replace(what, episode=", "replace(what, call=0, episode=", "tests/rollout/test_tensor_parallel.py",
+    ),
 ]  # fmt: skip
 
 

@@ -27,16 +27,16 @@ class TogetherGenerator:
     def __init__(self, generator: Generator, group: dist.ProcessGroup):
         self._generator, self._group = generator, group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._pending: set[int] = set()
-        self._news: list[Any] = []
-        """This process's events since the last step: requests as tuples, released episodes as numbers."""
+        self._pending: set[tuple[int, int]] = set()
+        self._news: list[GenerationRequest | int] = []
+        """This process's events since the last step: requests, and the numbers of released episodes."""
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request, which all processes receive in the next step."""
-        self._pending.add(request.episode)
+        self._pending.add((request.episode, request.call))
         # With sampling, a request takes one uniform of its stream.
         noise = {1: request.uniforms(1)}
-        self._news.append((request.episode, request.token_ids, request.max_new_tokens, noise))
+        self._news.append(replace(request, uniforms=noise.__getitem__))
 
     def step(self) -> list[GenerationOutput]:
         """Sample a token of every request of the group, and return the finished answers of this process."""
@@ -49,7 +49,7 @@ class TogetherGenerator:
 
     def release(self, episode: int) -> None:
         """Forget an episode of this process."""
-        self._pending.discard(episode)
+        self._pending = {key for key in self._pending if key[0] != episode}
         self._news.append(episode)
 
     def __enter__(self) -> TogetherGenerator:
@@ -69,13 +69,11 @@ class TogetherGenerator:
                 if isinstance(what, int):
                     self._generator.release(what * self._size + rank)
                 else:
-                    episode, ids, limit, noise = what
-                    key = episode * self._size + rank
-                    self._generator.submit(GenerationRequest(key, ids, limit, noise.__getitem__))
+                    self._generator.submit(replace(what, episode=what.episode * self._size + rank))
         answers = [
             replace(output, episode=output.episode // self._size)
             for output in self._generator.step()
             if output.episode % self._size == self._rank
         ]
-        self._pending -= {answer.episode for answer in answers}
+        self._pending -= {(answer.episode, answer.call) for answer in answers}
         return answers, all(over for _, over in everywhere)
