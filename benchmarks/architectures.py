@@ -379,7 +379,7 @@ def compare(name: str, folder: Path | str, **changes: Any) -> Row:
         num_iterations=2, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, bf16=False,
         use_cpu=True, gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
         log_rollouts=False, optim="sgd", learning_rate=1e-3, seed=3,
-        skip_zero_advantage=False,  # every row is scored and trained, also one whose advantage happens to be 0
+        skip_zero_advantage="false",  # every row is scored and trained, also one whose advantage happens to be 0
     )  # fmt: skip
     try:
         trainer = Comparing(model=model, args=args, environment=Talk, processing_class=make_tokenizer())

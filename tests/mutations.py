@@ -2423,6 +2423,11 @@ MUTATIONS = [
         "a group's engine takes a second request of an episode for the first", "rollout/generators/vllm/tensor_parallel.py",
         "replace(what, episode=", "replace(what, call=0, episode=", "tests/rollout/test_tensor_parallel.py",
     ),
+    Mutation(
+        "a process gathers an evaluation while another waits for it in the engine", "trainers/evaluation.py",
+        "            results = gather_evaluation(", "                results = gather_evaluation(",
+        "tests/trainers/test_evaluation.py -k leaves_its_generator",
+    ),
 ]  # fmt: skip
 
 

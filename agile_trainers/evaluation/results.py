@@ -277,9 +277,24 @@ def play_evaluation(
         world_size: Number of processes.
         on_finish: Called with each of this process's episodes when it ends.
     """
-    own, places = list(specs[rank::world_size]), list(range(rank, len(specs), world_size))
     with generator as made:
-        trajectories = engine.run(own, made, on_finish)
+        trajectories = engine.run(list(specs[rank::world_size]), made, on_finish)
+    return gather_evaluation(engine, trajectories, specs, rank=rank, world_size=world_size)
+
+
+def gather_evaluation(
+    engine: RolloutEngine, trajectories: list[Trajectory], specs: Sequence[EpisodeSpec], *, rank: int, world_size: int
+) -> EpisodeResults:
+    """Gather the rows of all processes, each of which has left its generator: processes may share an engine.
+
+    Args:
+        engine: Has played the episodes.
+        trajectories: Those of this process.
+        specs: The episodes of all processes.
+        rank: Index of this process.
+        world_size: Number of processes.
+    """
+    own, places = list(specs[rank::world_size]), list(range(rank, len(specs), world_size))
     played = in_order(places, [(episode_metrics(one), start_of_episode(one), one.error) for one in trajectories])
     rows = [row for row, *_ in played]
     engine.reports_success |= environments_with_success(rows)

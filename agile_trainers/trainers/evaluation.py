@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
 from accelerate import Accelerator
 
-from agile_trainers.evaluation.results import evaluation_episodes, in_order, play_evaluation
+from agile_trainers.evaluation.results import evaluation_episodes, gather_evaluation, in_order
 from agile_trainers.monitor.evaluation_table import Evaluated
 from agile_trainers.monitor.reporting import evaluation_summary
 from agile_trainers.rollout.engine import RolloutEngine
@@ -67,17 +66,14 @@ class EpisodeEvaluator:
         rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
         sample = not (args.eval_greedy if greedy is None else greedy)
         with preserved_random_state():
+            episodes = evaluation_episodes(args.seed, count, rows, self._mixture)
             with self._sampler.generators(do_sample=sample) as make:
-                results = within_memory(
-                    lambda: play_evaluation(
-                        self._engine,
-                        nullcontext(make()),
-                        evaluation_episodes(args.seed, count, rows, self._mixture),
-                        rank=rank,
-                        world_size=world_size,
-                    ),
+                # No rank waits for another here: one may play again, or step an engine for those that have more episodes.
+                played = within_memory(
+                    lambda: self._engine.run(episodes[rank::world_size], make()),
                     lambda: self._sampler.halve(-(-count // world_size)),
                 )
+            results = gather_evaluation(self._engine, played, episodes, rank=rank, world_size=world_size)
             specs, trajectories = results.specs, results.trajectories
             # TRL gathers the same number of rewards from every process.
             missing = -(-count // world_size) - len(specs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
@@ -55,6 +56,26 @@ def test_each_data_set_is_played_and_one_is_played_by_its_name(trained, tmp_path
         trained.evaluate("hrad")
     with pytest.raises(ValueError, match="at least one row"):
         trained.evaluate(rows())
+
+
+def test_a_process_leaves_its_generator_before_it_gathers(trained, monkeypatch):
+    """In its generator it steps an engine that others share, until they have played their episodes too."""
+    generators, gather, order = trained.sampler.generators, results.gather_object, []
+
+    @contextmanager
+    def listed(*args, **options):
+        with generators(*args, **options) as make:
+            yield make
+        order.append("left")
+
+    def gathering(values):
+        order.append("gathers")
+        return gather(values)
+
+    monkeypatch.setattr(trained.sampler, "generators", listed)
+    monkeypatch.setattr(results, "gather_object", gathering)
+    trained.evaluate("hard")
+    assert order[0] == "left" and set(order[1:]) == {"gathers"}
 
 
 def test_the_table_of_completions_holds_the_evaluations_own_episodes(trained):
