@@ -144,7 +144,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     environment_processes: int = option(
         0,
-        "Number of environments that play at once, each in a process of its own, for work that needs a core; 0: none. The "
+        "Number of environments that play at once, each in a process, for work that needs a core. 0: none. The "
         "factory may be a lambda, a closure or a class of the script.",
     )
     max_environments: int | None = option(
@@ -177,8 +177,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     task_seeds: int | None = option(
         None,
-        "Number of seeds that a run without a data set plays again and again; each is a task. Default: every group has a "
-        "seed of its own.",
+        "Number of seeds that a run without a data set plays again and again, as tasks. Default: new seeds.",
     )
     resample_zero_advantage_groups: int = option(
         0,
@@ -192,8 +191,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     merge_adapter_in_rollout: bool = option(
         False,
-        "Sample with copies of the weights that the adapter is added to, which saves its matrix products and takes the "
-        "memory of the copies. In half precision the sums are rounded: watch the training-inference mismatch.",
+        "Sample with merged copies of the adapted weights. In half precision the sums are rounded.",
     )
     num_eval_episodes: int = option(128, "Episodes of one evaluation, over all processes.")
     eval_greedy: bool = option(False, "Evaluate with the likeliest token instead of sampling.")
@@ -215,8 +213,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     kl_placement: str = option(
         "loss",
-        "Place of the penalty for leaving the reference, which `beta` weighs: `loss` (TRL's k3), `reward` (of each turn, "
-        "summed over its tokens) or `advantage` (of each token).",
+        "Place of the penalty for leaving the reference, which `beta` weighs: `loss` (TRL's k3), `reward` (summed over "
+        "a turn) or `advantage` (each token).",
     )
     skip_zero_advantage: str = option(
         "auto",

@@ -120,4 +120,5 @@ def test_two_processes_are_one(runs, case):
     assert rows[0] == rows[1] and len(rows[0]) == 5, "evaluate_policy: each process its share, all the rows"
     assert "one process, got 2" in two["refusal"] and "one process" not in str(one["refusal"])
     for result in (one, two):
-        assert result["alone"] == {name: result["evaluation"][f"eval_{name}"] for name in result["alone"]}
+        alone = {name: value for name, value in result["alone"].items() if not name.endswith("tokens_read_again")}
+        assert alone == {name: result["evaluation"][f"eval_{name}"] for name in alone}
