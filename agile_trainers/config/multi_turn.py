@@ -193,7 +193,7 @@ class MultiTurnConfig(GRPOConfig):
         False,
         "Sample with merged copies of the adapted weights. In half precision the sums are rounded.",
     )
-    num_eval_episodes: int = option(128, "Episodes of one evaluation, over all processes.")
+    num_eval_episodes: int = option(128, "Episodes of an evaluation, in all.")
     eval_greedy: bool = option(False, "Evaluate with the likeliest token instead of sampling.")
     log_rollouts: int = option(
         1,
