@@ -2148,6 +2148,10 @@ MUTATIONS = [
         "copy.completion_mask[:, :2] = 1", "pass", "tests/trainers/test_paths_runs.py -k two_processes",
     ),
     Mutation(
+        "a client that connects while the server closes waits", "rollout/agents/server.py",
+        "for _ in range(_TURNS):", "for _ in range(0):", "tests/rollout/agents/test_faults.py -k no_client_waits",
+    ),
+    Mutation(
         "a client that hangs up cancels the answer", "rollout/agents/server.py",
         "self._exchange.abandoned(key, ticket)\n            raise",
         "ticket.answer.cancel()\n            raise",

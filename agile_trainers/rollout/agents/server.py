@@ -30,6 +30,8 @@ _DO_NOT_RETRY = {"x-should-retry": "false"}
 """The header by which OpenAI's and Anthropic's clients decide, whatever the status."""
 _LAST_SECONDS = 0.05
 """Time that open requests get when the server closes, before they are cancelled; 0 means without end to aiohttp."""
+_TURNS = 10
+"""Turns of the event loop in which a connection that was accepted begins; it takes three."""
 _PASSED_BACK = ("Content-Type", "Retry-After", "x-should-retry")
 """Headers of another endpoint's answer that the agent gets."""
 
@@ -106,14 +108,19 @@ class AgentServer:
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, logger=_http_logger, shutdown_timeout=_LAST_SECONDS
         )
+        listening = socket.create_server(("127.0.0.1", 0), backlog=_QUEUE)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as self._client:
             try:
                 await runner.setup()
-                await web.TCPSite(runner, "127.0.0.1", 0, backlog=_QUEUE).start()
+                await web.SockSite(runner, listening, backlog=_QUEUE).start()
                 self._port = runner.addresses[0][1]
                 started.set_result(None)
                 await self._stop.wait()
             finally:
+                self._loop.remove_reader(listening)
+                # asyncio loses connections that it has accepted and not begun when its server closes: their clients wait.
+                for _ in range(_TURNS):
+                    await asyncio.sleep(0)
                 connections = [] if runner.server is None else [one.transport for one in runner.server.connections]
                 await runner.cleanup()
                 for connection in connections:
