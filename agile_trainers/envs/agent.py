@@ -217,10 +217,7 @@ class AgentEnvironment:
 
     async def play(self, model: Model, task: Task) -> Any:
         """Run the agent, in a thread if it is a plain function."""
-        solve: Any = self.solve
-        waits = any(map(inspect.iscoroutinefunction, (solve, type(solve).__call__)))
-        result = solve(model, task) if waits else await in_thread(partial(solve, model, task))
-        return await result if inspect.isawaitable(result) else result
+        return await call(self.solve, model, task)
 
 
 def bound_play(environment: Any, model: Model, task: Task) -> Callable[[], Any]:
@@ -248,15 +245,35 @@ def _number(value: Any) -> Any:
 def _check_call(solve: Any, arguments: Mapping[str, Any] | None = None) -> None:
     if not callable(solve):
         raise ValueError(f"An agent is a function of (model, task), got {solve!r}.")
+    check_call("An agent is called as solve", solve, ("model", "task"), arguments)
+
+
+def check_call(called: str, function: Any, names: Sequence[str], arguments: Mapping[str, Any] | None = None) -> None:
+    """Check that a function of the user takes the arguments that it will get.
+
+    Args:
+        called: Beginning of the error, up to the function's name: ``"An agent is called as solve"``.
+        function: The function.
+        names: Names of the positional arguments, for the error.
+        arguments: The keyword arguments.
+
+    Raises:
+        ValueError: If it does not take them.
+    """
     try:
-        inspect.signature(solve).bind("model", "task", **(arguments or {}))
+        inspect.signature(function).bind(*names, **(arguments or {}))
     except TypeError as error:
-        named = "".join(f", {name}=..." for name in arguments or {})
-        raise ValueError(
-            f"An agent is called as solve(model, task{named}), but {solve!r} cannot be: {error}."
-        ) from None
+        given = ", ".join([*names, *(f"{name}=..." for name in arguments or {})])
+        raise ValueError(f"{called}({given}), but {function!r} cannot be: {error}.") from None
     except ValueError:  # a builtin without a signature
         pass
+
+
+async def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the user, in a thread if it is no coroutine function."""
+    waits = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    result = function(*arguments) if waits else await in_thread(partial(function, *arguments))
+    return await result if inspect.isawaitable(result) else result
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import re
@@ -16,13 +15,12 @@ import urllib.parse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from agile_trainers.envs.agent import Model, Task, in_thread
+from agile_trainers.envs.agent import Model, Task, call, check_call, in_thread
 from agile_trainers.envs.checker import validate_result
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.envs.isolation.levels import NONE
@@ -81,8 +79,9 @@ class CommandAgent:
                 f"An agent's command is a list of texts, the program first, got {command!r}. Split it, or let a shell run "
                 'it: ["sh", "-c", "..."].'
             )
-        for name, function in (("score", score), ("prepare", prepare)):
-            _check_callable(name, function, optional=name == "prepare")
+        check_call("score is called as score", score, ("task", "finished"))
+        if prepare is not None:
+            check_call("prepare is called as prepare", prepare, ("task", "folder"))
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, or None for no limit, got {timeout!r}.")
         if max_output < 2:
@@ -130,12 +129,12 @@ class CommandAgent:
         try:
             folder = Path(await in_thread(keeper.start))
             if self.prepare is not None:
-                await _called(self.prepare, task, folder)
+                await call(self.prepare, task, folder)
             ended = await in_thread(keeper.run)
             if "error" in ended:
                 raise RuntimeError(f"{self.__name__} did not start: {ended['error']}")
             finished = Finished(ended["status"], ended["stdout"], ended["stderr"], folder, ended["timed_out"])
-            reward, info = validate_result(await _called(self.score, task, finished))
+            reward, info = validate_result(await call(self.score, task, finished))
         finally:
             keeper.end()
             await asyncio.shield(in_thread(keeper.ended))
@@ -272,13 +271,6 @@ class _Keeper:
                         left = True
 
 
-async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of the user, in a thread if it is no coroutine function."""
-    waits = inspect.iscoroutinefunction(function)
-    value = function(*arguments) if waits else await in_thread(partial(function, *arguments))
-    return await value if inspect.isawaitable(value) else value
-
-
 def _filled(text: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda it: f"{{{it[1]}}}" if it[1] else values[it[2]], text)
 
@@ -289,15 +281,3 @@ def _found(program: str) -> str:
         where = "no program that can be run" if os.path.dirname(program) else "not on PATH"
         raise ValueError(f"The agent's program {program!r} is {where}. Install it, or give its whole path.")
     return os.path.abspath(found)
-
-
-def _check_callable(name: str, function: Any, *, optional: bool) -> None:
-    given = "task, folder" if name == "prepare" else "task, finished"
-    if function is None and optional:
-        return
-    try:
-        inspect.signature(function).bind(*given.split(", "))
-    except TypeError as error:
-        raise ValueError(f"{name} is called as {name}({given}), but {function!r} cannot be: {error}.") from None
-    except ValueError:  # a builtin without a signature
-        pass

@@ -253,6 +253,13 @@ def test_a_program_at_its_time_limit() -> None:
     ]
 
 
+def test_a_killed_script_does_not_go_on() -> None:
+    """Its parts are killed after it: one that died first would let a shell run the next line."""
+    script = "trap '' TERM; for _ in $(seq 40); do (sleep 600; echo went on) & done; wait; exit 3"
+    ran = played("sh", "-c", script, timeout=1.0, score=lambda _, it: 0.0)
+    assert ran["info"] == {"exit_code": -9, "stdout": "", "stderr": "", "timed_out": True}
+
+
 def test_a_program_that_closes_its_outputs_and_lives_on() -> None:
     ran = played(
         "sh", "-c", "exec >&- 2>&-; sleep 0.2; : > done", score=lambda _, it: float((it.folder / "done").exists())

@@ -75,6 +75,8 @@ def reap(child: int) -> int | None:
 def kill_descendants(child: int = 0) -> int | None:
     """Kill all processes below this one, and those that they start meanwhile.
 
+    Parents die before their children: a shell whose child is killed first goes on with its next command.
+
     Returns:
         The exit code of ``child`` if it ended meanwhile, else None.
     """
@@ -82,7 +84,10 @@ def kill_descendants(child: int = 0) -> int | None:
 
     deadline, code = time.monotonic() + _ENDING_SECONDS, None
     refused: set[psutil.Process] = set()
-    while (below := set(psutil.Process().children(recursive=True)) - refused) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        below = [one for one in psutil.Process().children(recursive=True) if one not in refused]  # parents come first
+        if not below:
+            break
         for process in below:
             try:
                 process.kill()

@@ -218,7 +218,7 @@ class AgentEpisode:
                 raise Refusal("A call is rewarded after its answer, and this episode has none yet.", 404)
             return answered[-1]
         name, _, place = call.partition(":")
-        asked = self.asked.get(name.replace("-", "_").rpartition("_")[2])
+        asked = self._asked_as(name)
         samples = [] if asked is None else asked.samples
         if not samples or (place and place not in map(str, range(len(samples)))):
             raise Refusal(f"No answer of this episode has the id {call!r:.100}; expected `response.id`.", 404)
@@ -229,6 +229,10 @@ class AgentEpisode:
         if len(samples) > 1 and not place:
             raise Refusal(f"The answer {call!r:.100} has {len(samples)} choices. Reward one as '{call:.100}:0'.")
         return samples[int(place or 0)]
+
+    def _asked_as(self, name: str) -> _Asked | None:
+        """Return the request whose answer has an id, which a dialect has put its prefix before."""
+        return self.asked.get(name.replace("-", "_").rpartition("_")[2])
 
     def end(self, value: Any, error: BaseException | None) -> None:
         """Take what the agent returned, or its exception, and refuse the requests that are still open."""
@@ -440,7 +444,7 @@ class AgentEpisode:
         own = request.messages[: request.instructed]
         before: list[Message] = []
         if request.previous is not None:
-            asked = self.asked.get(request.previous.replace("-", "_").rpartition("_")[2])
+            asked = self._asked_as(request.previous)
             if asked is None or asked.answer is None:
                 raise Refusal(f"No answer of this episode has the id {request.previous!r:.100}.", 404)
             before = [*asked.request.messages[asked.request.instructed :], as_message(asked.answer.choices[0])]
