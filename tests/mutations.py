@@ -1650,6 +1650,18 @@ MUTATIONS = [
         "adopt_descendants()\n", "pass\n", "tests/rollout/test_left_processes.py -k raise",
     ),
     Mutation(
+        "an instance whose call was given up stays open", "rollout/environment_pool.py",
+        "            self._given_up.add(call)\n", "", "tests/rollout/test_stepping.py -k given_up",
+    ),
+    Mutation(
+        "a call is cancelled before it has begun", "rollout/environment_pool.py",
+        "self._loop.call_soon(made[0].cancel)", "made[0].cancel()", "tests/rollout/test_stepping.py -k begins_before",
+    ),
+    Mutation(
+        "children of a killed script die before it", "envs/isolation/process_tree.py",
+        "for process in below:", "for process in reversed(below):", "tests/envs/test_agent_command.py -k killed_script",
+    ),
+    Mutation(
         "orphans of an agent's program outlive it", "envs/isolation/process_tree.py",
         "    adopt_descendants()\n", "    pass\n", "tests/envs/test_agent_command.py -k what_a_program_leaves",
     ),

@@ -132,6 +132,8 @@ class EnvironmentPool:
         self._queued: deque[Callable[[], None]] = deque()
         """Resets that wait until another episode ends."""
         self._running: dict[int, _Call] = {}
+        self._given_up: set[_Call] = set()
+        """Calls whose episode is over. Their instance is closed when they answer."""
         # The only attribute that other threads use; the caller's thread owns all others.
         self._answers: queue.SimpleQueue[tuple[_Call | None, Outcome]] = queue.SimpleQueue()
         self._loop: _Loop | None = None
@@ -236,7 +238,7 @@ class EnvironmentPool:
                 self._end(call)
                 taken.append(outcome)
             else:
-                # Too late: the episode is over, and the instance can now be closed.
+                self._given_up.discard(call)
                 self._close(call.environment)
         return taken
 
@@ -244,9 +246,9 @@ class EnvironmentPool:
         """End an episode. A failed instance is closed instead of reused; unknown episodes are ignored."""
         environment, call = self._playing.pop(episode, None), self._running.get(episode)
         if call is not None:
-            # A thread cannot be interrupted: the instance is closed when it answers.
             self._end(call)
-            call.cancel()
+            self._given_up.add(call)
+            call.cancel()  # a thread cannot be interrupted
         elif environment is not None and reusable:
             self._idle[self._names[episode]].append(environment)
         else:
@@ -263,7 +265,14 @@ class EnvironmentPool:
     def close(self) -> None:
         """Close idle instances, waiting up to ``timeout`` seconds for each, and stop the event loop and idle threads."""
         closed: queue.SimpleQueue[None] = queue.SimpleQueue()
-        idle = [environment for instances in self._idle.values() for environment in instances]
+        idle: list[Environment | None] = [one for instances in self._idle.values() for one in instances]
+        with suppress(queue.Empty):
+            while any(not call.in_thread for call in self._given_up):  # cancelled coroutines, which end soon
+                call, _ = self._answers.get(timeout=_CANCEL_SECONDS)
+                if call in self._given_up:
+                    self._given_up.discard(call)
+                    idle.append(call.environment)
+        self._given_up.clear()
         for environment in idle:
             self._close(environment, lambda value, error: closed.put(None))
         with suppress(queue.Empty):
@@ -421,6 +430,7 @@ class _Loop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._stopped = False
+        self._tasks: set[asyncio.Task[None]] = set()  # a loop refers to them weakly
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -440,8 +450,23 @@ class _Loop:
         self._loop.close()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], object]:
-        """Start a coroutine. Return a function that cancels it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).cancel
+        """Start a coroutine. Return a function that cancels it, but not before it has begun: it has to clean up."""
+        made: list[asyncio.Task[None]] = []
+
+        def begin() -> None:
+            made.append(self._loop.create_task(coroutine))
+            self._tasks.add(made[0])
+            made[0].add_done_callback(self._tasks.discard)
+
+        def cancel() -> None:
+            self._loop.call_soon(made[0].cancel)  # after its first step, which `begin` has scheduled
+
+        def cancel_from_outside() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(cancel)
+
+        self._loop.call_soon_threadsafe(begin)
+        return cancel_from_outside
 
     def blocked(self) -> bool:
         """Return whether a coroutine keeps the others from running."""

@@ -530,3 +530,54 @@ def test_outcomes_of_an_idle_pool_do_not_wait() -> None:
     pool = EnvironmentPool(Scripted)
     assert pool.outcomes(block=True) == pool.outcomes(block=False) == []
     pool.release(3, reusable=True)
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["cancelled", "answers all the same"])
+def test_an_instance_whose_call_was_given_up_is_closed(answers: bool) -> None:
+    """Also one whose call was cancelled before it had begun, and one that answers when the rollout is over."""
+    closed: list[int] = []
+
+    class Waiting:
+        async def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                if not answers:
+                    raise
+            return "too late", {}
+
+        async def step(self, action: str) -> Any:
+            raise NotImplementedError
+
+        async def close(self) -> None:
+            closed.append(1)
+
+    for _ in range(20):
+        pool = EnvironmentPool(Waiting)
+        for episode in range(3):
+            pool.reset(episode, 0, None)
+        pool.abandon()
+        pool.close()
+    assert len(closed) == 60
+
+
+def test_a_call_begins_before_it_is_cancelled() -> None:
+    """So that what it holds is given back, such as the process that an environment runs in."""
+    ended: list[str] = []
+
+    class Holding:
+        async def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            try:
+                await asyncio.sleep(600)
+            finally:
+                ended.append("reset")
+
+        async def step(self, action: str) -> Any:
+            raise NotImplementedError
+
+    for _ in range(20):
+        pool = EnvironmentPool(Holding)
+        pool.reset(0, 0, None)
+        pool.abandon()
+        pool.close()
+    assert len(ended) == 20
