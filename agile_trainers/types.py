@@ -139,6 +139,8 @@ class Trajectory:
     path, the prompt and the completion."""
     read_again: int | None = field(default=None, compare=False)
     """Prompt tokens that were read again, since they were no longer in the generator's cache. None: it cannot tell."""
+    version: int = 0
+    """Number of generation batches that the policy which played it was trained on, with ``batches_ahead``; else 0."""
     linear: bool = True
     """False if the turns of two such episodes do not correspond by index, because of turns on the side or at once."""
 

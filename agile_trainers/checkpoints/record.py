@@ -56,6 +56,8 @@ _UNFINISHED = "unfinished"
 """Subfolder of ``output_dir`` in which a checkpoint is built; a complete one is moved out of it."""
 _ROLLOUT, _POSITION = "rollout", "position.json"
 """Subfolder and index of the rollout buffer. Loaders of whole models take every safetensors file of the main folder."""
+_SNAPSHOTS = "snapshots.safetensors"
+"""Adapters that play batches ahead."""
 _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
 """Options that must be the same for a half-used rollout buffer to be valid."""
 _ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -83,6 +85,18 @@ class RolloutState:
     """The run's :class:`~agile_trainers.packing.packer.PackingState`."""
     tasks: dict[str, Any] = field(default_factory=dict)
     """State of a :class:`~agile_trainers.step.play.GroupRollouts`."""
+    ahead: AheadState | None = None
+    """Batches that are played ahead; None without any."""
+
+
+@dataclass
+class AheadState:
+    """What a resumed run needs of generation batches that are played ahead of their update."""
+
+    batches: list[dict[str, Any]]
+    """``generation``, ``version`` and ``episodes`` of each batch of this process, as JSON."""
+    weights: dict[int, dict[str, torch.Tensor]]
+    """The adapters that play them, by version."""
 
 
 class RunCheckpoints:
@@ -379,6 +393,12 @@ class RunCheckpoints:
             save_file(_flat(rollout.micro_batches or []), file)
             if rollout.episodes:
                 write_episodes(file.with_suffix(".parquet"), rollout.episodes)
+        if rollout.ahead is not None and rollout.ahead.batches:
+            write_json(folder / _ROLLOUT / self._ahead_file, {"batches": rollout.ahead.batches})
+            if self._args.should_save:
+                versions = rollout.ahead.weights.items()
+                flat = {f"{version}/{name}": weight for version, named in versions for name, weight in named.items()}
+                save_file(flat, folder / _ROLLOUT / _SNAPSHOTS)
         if self._args.should_save:
             state = {
                 "generation": generation,
@@ -409,8 +429,27 @@ class RunCheckpoints:
             except (SafetensorError, ValueError, OSError) as error:
                 raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
         steps = state["generation"] * self._every + state["position"]
+        ahead = self._load_ahead(folder)
         others = state.get("watch", {}), state.get("skipped_steps", {}), state.get("pass_tokens"), state.get("rows")
-        return RolloutState(steps, micro_batches, *others, episodes, state.get("packing", {}), state.get("tasks", {}))
+        packing, tasks = state.get("packing", {}), state.get("tasks", {})
+        return RolloutState(steps, micro_batches, *others, episodes, packing, tasks, ahead)
+
+    @property
+    def _ahead_file(self) -> str:
+        return f"ahead-{self._trainer.accelerator.process_index}.json"
+
+    def _load_ahead(self, folder: Path) -> AheadState | None:
+        if not (folder / self._ahead_file).is_file():
+            return None
+        weights: dict[int, dict[str, torch.Tensor]] = {}
+        try:
+            flat = load_file(folder / _SNAPSHOTS, device=str(self._args.device))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{folder / _SNAPSHOTS} cannot be read: {type(error).__name__}: {error}.") from error
+        for key, weight in flat.items():
+            version, _, name = key.partition("/")
+            weights.setdefault(int(version), {})[name] = weight
+        return AheadState(read_json(folder / self._ahead_file)["batches"], weights)
 
     def at_epoch(self, sampler: Any) -> Any:
         """Draw the orders of the epochs that are over, so that the next is the one it would have been."""

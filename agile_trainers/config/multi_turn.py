@@ -282,6 +282,19 @@ class MultiTurnConfig(GRPOConfig):
         "Weigh each token by the trainer's probability over the sampler's, by `vllm_importance_sampling_mode`, on any "
         "generator. Default: True with vLLM and with a `repetition_penalty`, else False.",
     )
+    batches_ahead: int = option(
+        0,
+        "Number of generation batches that are played ahead of the one that is trained on, each to its end by the policy as "
+        "it was when it began ([rollouts that do not wait](async.md)). An update waits for its own episodes only. 0: each "
+        "batch is played by the policy that it trains.",
+    )
+    drift_correction: str | None = option(
+        "turn_truncate",
+        "Weight of a token that an earlier policy sampled (`batches_ahead`): the product of the ratios of both policies "
+        "over the `token`, its `turn` or the `sequence`; `_truncate` cuts products above `drift_clip_max`, `_mask` sets "
+        "them to 0. None: no weight.",
+    )
+    drift_clip_max: float | None = option(2.0, "Largest weight of `drift_correction`. None: no bound.")
     max_wall_seconds: float | None = option(
         None,
         "Seconds after which the run saves and ends with exit code 0, rollouts and evaluations included. The optimizer "
@@ -436,7 +449,8 @@ class MultiTurnConfig(GRPOConfig):
             )
         args = copy.copy(self)
         if args.vllm_importance_sampling_correction is None:
-            args.vllm_importance_sampling_correction = self.use_vllm or self.repetition_penalty != 1.0
+            penalized = self.use_vllm or self.repetition_penalty != 1.0
+            args.vllm_importance_sampling_correction = penalized and not self.batches_ahead
         check_rules(args, EPISODES)
         args.max_completion_length = length
         if self.loss_type == "cispo" and self.epsilon_high is None:

@@ -267,11 +267,13 @@ VALUES: tuple[Rule, ...] = (
     Rule(("epsilon",), lambda _, value: _is_number(value), _explain_bound),
     Rule(("epsilon_high",), lambda _, value: value is None or _is_number(value), _explain_bound),
     positive("sapo_temperature_pos", "sapo_temperature_neg"),
+    positive("drift_clip_max"),
     positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds", "log_rollouts_max_gb"),
     at_least(0, "epsilon", "epsilon_high", "beta", "zero_advantage_eps", "diagnosis_interval", "weight_decay"),
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
     at_least(1, "num_eval_episodes", "generation_chunk_size", "reference_update_steps", "pad_to_multiple_of"),
     at_least(1, "max_tokens_per_micro_batch"),
+    at_least(0, "batches_ahead"),
     at_least(2, "task_seeds"),
     in_unit_interval("top_entropy_quantile", "gamma"),
     Rule(
@@ -295,6 +297,7 @@ VALUES: tuple[Rule, ...] = (
     one_of("entropy_coef_schedule", "constant", "linear"),
     one_of("vllm_importance_sampling_mode", *MODES, optional=True),
     one_of("task_sampling", "uniform", "adaptive"),
+    one_of("drift_correction", *MODES, optional=True),
 )  # fmt: skip
 """Rules for values, checked at construction."""
 
@@ -519,8 +522,42 @@ _TURN_RATIOS = (
     ),
 )  # fmt: skip
 
+
+def _plays_ahead(args: Any) -> bool:
+    return bool(args.batches_ahead > 0)
+
+
+_AHEAD = (
+    acts_with("batches_ahead", _plays_ahead, "drift_correction", "drift_clip_max", needed="1 or more batches ahead"),
+    excludes(
+        "batches_ahead", _plays_ahead, "task_sampling", "resample_zero_advantage_groups",
+        why="since what an update finds would act on batches that are under way already",
+    ),
+    excludes(
+        "batches_ahead", lambda args: _plays_ahead(args) and args.vllm_importance_sampling_correction is True,
+        "vllm_importance_sampling_correction", why="which drift_correction takes the place of",
+    ),
+    excludes(
+        "batches_ahead", _plays_ahead, "repetition_penalty", "merge_adapter_in_rollout",
+        why="whose episodes are played by adapters as they are",
+    ),
+    Rule(
+        ("batches_ahead",),
+        lambda args, value: not value or not args.use_vllm,
+        "batches_ahead={value} plays with the transformers generator only so far. Set use_vllm=False, or leave it unset.",
+    ),
+    Rule(
+        ("loss_type",),
+        lambda args, value: (
+            value != "vespo" or not args.batches_ahead or (args.drift_correction or "token").startswith("token")
+        ),
+        "loss_type='vespo' pools weights over the sequence by itself. Use drift_correction='token_truncate' or "
+        "'token_mask'.",
+    ),
+)  # fmt: skip
+
 EPISODES: tuple[Rule, ...] = (
-    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_RECORDS, *_BATCH, *_TURN_RATIOS,
+    *UNUSED, *_VLLM, *LOSS, *SWITCHED_ON, *_REFERENCE, *_RECORDS, *_BATCH, *_TURN_RATIOS, *_AHEAD,
 )  # fmt: skip
 """Rules for a run with an environment."""
 
@@ -545,6 +582,12 @@ MACHINE: tuple[Rule, ...] = (
         "offload_policy_during_rollout=True cannot move weights that DeepSpeed or FSDP keeps in buffers of its own. Leave "
         "it unset; ZeRO-3 and FSDP have options to offload.",
     ),
+    Rule(
+        ("batches_ahead",),
+        lambda args, value: not (value and (args.deepspeed or args.fsdp)),
+        "batches_ahead={value} plays with copies of the adapter, and DeepSpeed and FSDP keep weights in buffers of their "
+        "own. Leave it unset, or use several processes without them.",
+    ),
 )
 """Rules for what this machine or launch cannot do, checked before the model is loaded; ``args.device`` starts accelerate."""
 
@@ -555,6 +598,12 @@ BY_HAND: tuple[Rule, ...] = (
         "{name}={value!r} chooses the groups that train() plays; with rollout() and update() the caller chooses them. Leave "
         "{name} unset, or call train().",
         when_set=True,
+    ),
+    Rule(
+        ("batches_ahead",),
+        lambda args, value: not value,
+        "batches_ahead={value} lets train() play batches before their update; with rollout() and update() the caller plays "
+        "them. Leave it unset, or call train().",
     ),
 )
 """Rules for a run of ``rollout()`` and ``update()``."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from copy import deepcopy
+from contextlib import ExitStack, contextmanager
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import ref
@@ -28,6 +28,14 @@ from agile_trainers.rollout.cutting import cut_observation
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
 from agile_trainers.rollout.forest import Call, Fork, forest
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
+from agile_trainers.rollout.replay import (
+    RecordedAnswer,
+    RecordedEpisode,
+    ReplayingGenerator,
+    digest_of,
+    noise_state,
+    set_noise_state,
+)
 from agile_trainers.types import Message, StopReason, Trajectory, Turn, common_prefix
 
 
@@ -120,6 +128,8 @@ class _Episode:
     end_reward: float | None = None
     error: str | None = None
     observations_cut: int = 0
+    before: Mapping[str, Any] | None = None
+    """State of ``noise`` before the answer that is being sampled; None if none is."""
 
     @property
     def room(self) -> int:
@@ -172,7 +182,7 @@ class _Episode:
         if self.turns and self.turns[-1].path > 0:
             last = self.turns[-1]
             after = self.paths[last.path][last.place + last.end :]
-            return forest([self._call(k) for k in range(len(self.turns))], self.stop_reason, last=after, **fields)
+            return forest([self.call(k) for k in range(len(self.turns))], self.stop_reason, last=after, **fields)
         path = self.paths[0] if self.paths else []
         prompt = self.turns[0].place if self.turns else len(path)
         logprobs = [0.0] * (len(path) - prompt)
@@ -181,7 +191,8 @@ class _Episode:
             logprobs[turn.start : turn.end] = sampled
         return Trajectory(path[:prompt], path[prompt:], logprobs, self.turns, self.stop_reason, **fields)
 
-    def _call(self, k: int) -> Call:
+    def call(self, k: int) -> Call:
+        """Return a turn with its prompt and its answer."""
         turn = self.turns[k]
         path = self.paths[turn.path]
         return Call(
@@ -260,77 +271,34 @@ class RolloutEngine:
             ValueError: If ``environment_timeout`` is set for an environment that is stepped inline.
             RuntimeError: If the generator never answers a request.
         """
-        try:
-            return self._play(specs, generator, on_finish)
-        except BaseException:
-            # Nothing of an interrupted rollout may reach the next one.
-            self.pool.abandon()
-            raise
+        with self.open() as rollout:
+            rollout.admit(range(len(specs)), specs)
+            return rollout.play(range(len(specs)), generator, on_finish)
 
-    def _play(
-        self, specs: Sequence[EpisodeSpec], generator: Generator, on_finish: Callable[[Trajectory], None] | None
-    ) -> list[Trajectory]:
+    @contextmanager
+    def open(self, *, keep_instances: bool = True) -> Iterator[Rollout]:
+        """Open a rollout, whose episodes can be played with one generator after the other.
+
+        There is one at a time. Episodes that have not ended when it is closed are given up.
+
+        Args:
+            keep_instances: Let each trajectory have its environment's instance, until the next rollout. False: an instance
+                plays another episode as soon as one ends.
+        """
         for trajectory in (played() for played in self._played):
             if trajectory is not None:
                 trajectory.environment = None  # it is played again
-        finished: dict[int, Trajectory] = {}
+        self._played.clear()
+        with ExitStack() as resources:
+            # Nothing of an interrupted rollout may reach the next one.
+            resources.callback(self.pool.abandon)
+            yield Rollout(self, resources, self._played if keep_instances else None)
 
-        def finish(index: int, trajectory: Trajectory) -> None:
-            generator.release(index)
-            finished[index] = trajectory
-            if not trajectory.stop_reason.failed:
-                trajectory.environment = self.pool.environment(index)
-            self.pool.release(index, reusable=not trajectory.stop_reason.failed)
-            if on_finish is not None:
-                on_finish(trajectory)
-
-        def proceed(index: int) -> None:
-            episode = stepped[index]
-            if episode.asked is not None and episode.stop_reason is None:
-                self._ask(index, episode, generator)
-            if episode.stop_reason is not None and not self._ends(index, episode):
-                finish(index, episode.finished())
-
-        def proceed_agent(outcome: Outcome) -> None:
-            assert agents is not None
-            for request in agents.on_outcome(outcome):
-                generator.submit(request)
-            episode = agents.episodes[outcome.episode]
-            if outcome.method == "play":
-                finish(outcome.episode, episode.finished())
-
-        stepped: dict[int, _Episode] = {}
-        served = any(self.pool.agent(spec.environment) for spec in specs)
-        with AgentRollout(self.pool, self.chat) if served else nullcontext() as agents:
-            for index, spec in enumerate(specs):
-                limits = self.limits_of(spec.environment)
-                if agents is not None and self.pool.agent(spec.environment):
-                    agents.start(index, spec, limits)
-                    continue
-                stepped[index] = _Episode(spec, limits, _noise(spec.stream))
-                # A copy, since an environment may modify its row.
-                self.pool.reset(index, spec.seed, deepcopy(spec.options), spec.environment)
-            while len(finished) < len(specs):
-                idle = generator.pending == 0
-                outcomes = self.pool.outcomes(block=idle)
-                if idle and not outcomes:
-                    raise RuntimeError(
-                        f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
-                    )
-                for outcome in outcomes:
-                    if outcome.episode in stepped:
-                        self._on_outcome(outcome, stepped[outcome.episode])
-                        proceed(outcome.episode)
-                    else:
-                        proceed_agent(outcome)
-                for output in generator.step():
-                    if output.episode in stepped:
-                        self._on_action(output, stepped[output.episode])
-                        proceed(output.episode)
-                    elif agents is not None:
-                        agents.episodes[output.episode].answered(output)
-        self._played = [ref(trajectory) for trajectory in finished.values()]
-        return [finished[index] for index in range(len(specs))]
+    def beside(self) -> RolloutEngine:
+        """Return an engine that can play while a rollout of this one is open."""
+        other = copy(self)
+        other.pool, other._played = self.pool.another(), []
+        return other
 
     def limits_of(self, environment: str | None) -> Limits:
         """Return the limits of an environment's episodes."""
@@ -501,6 +469,11 @@ class RolloutEngine:
         if episode.room < 1:
             episode.stop_reason = StopReason.CONTEXT_FULL
             return
+        episode.before = episode.noise.bit_generator.state
+        self._submit(index, episode, generator)
+
+    def _submit(self, index: int, episode: _Episode, generator: Generator) -> None:
+        assert episode.asked is not None
         generator.submit(
             GenerationRequest(
                 episode=index,
@@ -514,7 +487,7 @@ class RolloutEngine:
     def _on_action(self, output: GenerationOutput, episode: _Episode) -> None:
         text = self.chat.decode(output.token_ids)
         assert episode.asked is not None
-        question = episode.asked.question
+        question, episode.before = episode.asked.question, None
         episode.answer(output, text)
         if not question:
             self.pool.step(output.episode, text)
@@ -523,6 +496,198 @@ class RolloutEngine:
         else:
             with _costs(episode):
                 self._propose(output.episode, episode)
+
+
+class Rollout:
+    """Episodes under way; see :meth:`RolloutEngine.open`.
+
+    Args:
+        engine: The engine that plays them.
+        resources: Ended with the rollout.
+        kept: Gets the trajectories that have their environment's instance; None: they have none.
+    """
+
+    def __init__(self, engine: RolloutEngine, resources: ExitStack, kept: list[ref[Trajectory]] | None) -> None:
+        self._engine, self._pool, self._resources, self._kept = engine, engine.pool, resources, kept
+        self._stepped: dict[int, _Episode] = {}
+        self._agents: AgentRollout | None = None
+        self._finished: dict[int, Trajectory] = {}
+        self._under_way = 0
+        self._recorded: dict[int, RecordedEpisode] = {}
+
+    def admit(
+        self,
+        keys: Sequence[int],
+        specs: Sequence[EpisodeSpec],
+        recorded: Sequence[RecordedEpisode] | None = None,
+    ) -> None:
+        """Let episodes begin.
+
+        Args:
+            keys: Of each, different from those of all earlier ones.
+            specs: Their specifications.
+            recorded: What :meth:`record` returned of them in an earlier process: these answers are given again.
+        """
+        if recorded is not None:
+            for key, record in zip(keys, recorded, strict=True):
+                if record.answers:
+                    self._recorded[key] = record
+        engine = self._engine
+        if self._agents is None and any(self._pool.agent(spec.environment) for spec in specs):
+            self._agents = self._resources.enter_context(AgentRollout(self._pool, engine.chat))
+        self._under_way += len(specs)
+        for key, spec in zip(keys, specs, strict=True):
+            limits = engine.limits_of(spec.environment)
+            if self._agents is not None and self._pool.agent(spec.environment):
+                self._agents.start(key, spec, limits)
+                continue
+            self._stepped[key] = _Episode(spec, limits, _noise(spec.stream))
+            # A copy, since an environment may modify its row.
+            self._pool.reset(key, spec.seed, deepcopy(spec.options), spec.environment)
+
+    def play(
+        self,
+        keys: Sequence[int],
+        generator: Generator,
+        on_finish: Callable[[Trajectory], None] | None = None,
+    ) -> list[Trajectory]:
+        """Play until some episodes have ended; the others go on meanwhile, and wait afterwards.
+
+        Args:
+            keys: Of these episodes.
+            generator: Samples the actions.
+            on_finish: Called with each trajectory when it ends, also with those of other episodes.
+
+        Returns:
+            The trajectories, in the order of ``keys``.
+
+        Raises:
+            Exception: As :meth:`RolloutEngine.run`.
+        """
+        missing = set(keys) - self._finished.keys()
+
+        def ended() -> bool:
+            missing.difference_update(self._finished)
+            return not missing
+
+        self.play_until(ended, generator, on_finish)
+        return [self._finished.pop(key) for key in keys]
+
+    def play_until(
+        self,
+        done: Callable[[], bool],
+        generator: Generator,
+        on_finish: Callable[[Trajectory], None] | None = None,
+    ) -> None:
+        """Play until all episodes that have begun have ended, or ``done()``, which is asked before every step.
+
+        An answer that is being sampled then is sampled again by the next generator, from the same noise. A call of an
+        environment goes on.
+        """
+        if self._recorded:
+            generator = ReplayingGenerator(generator, self._recorded, self._go_on)
+        for key, episode in self._stepped.items():
+            if episode.before is not None:
+                self._engine._submit(key, episode, generator)
+        try:
+            while self._under_way and not done():
+                idle = generator.pending == 0
+                outcomes = self._pool.outcomes(block=idle)
+                if idle and not outcomes:
+                    raise RuntimeError(
+                        f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
+                    )
+                for outcome in outcomes:
+                    self._on_outcome(outcome, generator, on_finish)
+                for output in generator.step():
+                    self._on_output(output, generator, on_finish)
+        finally:
+            for key, episode in self._stepped.items():
+                if episode.before is not None:
+                    generator.release(key)
+                    episode.noise.bit_generator.state = episode.before
+
+    def record(self, keys: Sequence[int]) -> list[RecordedEpisode]:
+        """Return the answers of some episodes so far, ended or not, from which another process plays them on."""
+        return [self._record(key) for key in keys]
+
+    def _record(self, key: int) -> RecordedEpisode:
+        episode = self._stepped.get(key)
+        if episode is None:
+            return self._record_of(self._finished[key])
+        calls = [episode.call(k) for k in range(len(episode.turns))]
+        answers = [
+            RecordedAnswer(digest_of(it.prompt_ids), it.answer_ids, it.logprobs, it.finish_reason) for it in calls
+        ]
+        if (left := self._recorded.get(key)) is not None:  # it is being played again itself
+            return RecordedEpisode([*answers, *left.answers], left.noise)
+        return RecordedEpisode(answers, noise_state(episode.noise))
+
+    @staticmethod
+    def _record_of(ended: Trajectory) -> RecordedEpisode:
+        answers = []
+        for k, turn in enumerate(ended.turns):
+            logprobs = ended.sampling_logprobs[turn.start : turn.end]
+            answers.append(
+                RecordedAnswer(digest_of(ended.prompt_of(k)), ended.action_of(k), logprobs, turn.finish_reason)
+            )
+        return RecordedEpisode(answers)
+
+    def _go_on(self, key: int, record: RecordedEpisode) -> None:
+        """Let an episode whose recorded answers were given draw the numbers that it would have drawn."""
+        if record.noise is not None:
+            set_noise_state(self._stepped[key].noise, record.noise)
+
+    def _on_outcome(
+        self, outcome: Outcome, generator: Generator, on_finish: Callable[[Trajectory], None] | None
+    ) -> None:
+        """Process what a call of an environment, or an agent's client, has brought."""
+        key = outcome.episode
+        if key in self._stepped:
+            self._engine._on_outcome(outcome, self._stepped[key])
+            self._proceed(key, generator, on_finish)
+            return
+        assert self._agents is not None
+        for request in self._agents.on_outcome(outcome):
+            generator.submit(request)
+        if outcome.method == "play":
+            self._finish(key, self._agents.episodes[key].finished(), generator, on_finish)
+
+    def _on_output(
+        self, output: GenerationOutput, generator: Generator, on_finish: Callable[[Trajectory], None] | None
+    ) -> None:
+        """Process an answer."""
+        key = output.episode
+        if key in self._stepped:
+            self._engine._on_action(output, self._stepped[key])
+            self._proceed(key, generator, on_finish)
+        elif self._agents is not None:
+            self._agents.episodes[key].answered(output)
+
+    def _proceed(self, key: int, generator: Generator, on_finish: Callable[[Trajectory], None] | None) -> None:
+        episode = self._stepped[key]
+        if episode.asked is not None and episode.stop_reason is None:
+            self._engine._ask(key, episode, generator)
+        if episode.stop_reason is not None and not self._engine._ends(key, episode):
+            del self._stepped[key]
+            self._finish(key, episode.finished(), generator, on_finish)
+
+    def _finish(
+        self,
+        key: int,
+        trajectory: Trajectory,
+        generator: Generator,
+        on_finish: Callable[[Trajectory], None] | None,
+    ) -> None:
+        generator.release(key)
+        self._finished[key] = trajectory
+        self._under_way -= 1
+        if self._kept is not None and not trajectory.stop_reason.failed:
+            trajectory.environment = self._pool.environment(key)
+            self._kept.append(ref(trajectory))
+        self._pool.release(key, reusable=not trajectory.stop_reason.failed)
+        if on_finish is not None:
+            on_finish(trajectory)
 
 
 @contextmanager

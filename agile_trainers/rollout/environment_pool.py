@@ -120,7 +120,7 @@ class EnvironmentPool:
             for name, make in self.factories.items():
                 pickled(make)
                 self.factories[name] = partial(ProcessEnvironment, make)
-        self.workers = workers
+        self.workers, self.processes = workers, processes
         self.max_environments = processes or max_environments or sys.maxsize
         self.timeout = timeout
         self._free_workers = workers
@@ -139,6 +139,12 @@ class EnvironmentPool:
         self._loop: _Loop | None = None
         self._blocked_loops: list[_Loop] = []
         self._threads = _Threads()
+
+    def another(self) -> EnvironmentPool:
+        """Make a pool of the same environments and limits, whose episodes know nothing of those of this one."""
+        most = None if self.processes or self.max_environments == sys.maxsize else self.max_environments
+        factories: Any = self._made  # of one environment, its name is None
+        return EnvironmentPool(factories, self.workers, self.timeout, processes=self.processes, max_environments=most)
 
     def reset(self, episode: int, seed: int, options: dict[str, Any] | None, name: str | None = None) -> None:
         """Start an episode of the environment ``name`` once ``max_environments`` allows it; see :meth:`outcomes`."""

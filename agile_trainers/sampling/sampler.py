@@ -19,16 +19,20 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.generators.transformers.memory import bytes_per_row, fitting_rows
+from agile_trainers.rollout.generators.versions import VersionedGenerator
 from agile_trainers.sampling.mismatch import Conditions
 from agile_trainers.sampling.served_policy import SavedAdapter, ServedPolicy
 from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
 
 logger = logging.get_logger(__name__)
 
+Versions = tuple[Callable[[int], int], Callable[[int], AbstractContextManager[None]]]
+"""Maps an episode to its version of the policy, and lets the model compute with a version in a block."""
+
 _ALL = 1 << 62
+"""Rows of a process that decodes all of its episodes at the same time."""
 _CASTS_SHARE = 3
 """Part of a GPU's free memory that cast weights may take, so that the cache of the episodes keeps most of it."""
-"""Rows of a process that decodes all of its episodes at the same time."""
 
 
 def sampling_settings(args: Any, do_sample: bool = True) -> SamplingSettings:
@@ -165,7 +169,10 @@ class RolloutSampler:
 
     @contextmanager
     def generators(
-        self, do_sample: bool = True, settings: SamplingSettings | None = None
+        self,
+        do_sample: bool = True,
+        settings: SamplingSettings | None = None,
+        versions: Versions | None = None,
     ) -> Iterator[Callable[[], Generator]]:
         """Give a function that makes a generator of the current policy, for each attempt at a rollout.
 
@@ -175,6 +182,8 @@ class RolloutSampler:
         Args:
             do_sample: False takes the likeliest token.
             settings: Sampling settings. Default: those of the trainer, with ``do_sample``.
+            versions: Maps an episode to its version of the policy, and lets the model compute with a version in a block.
+                Default: the current policy for all.
         """
         settings = settings or sampling_settings(self._trainer.args, do_sample)
         if self.vllm is not None:
@@ -184,7 +193,7 @@ class RolloutSampler:
         with self._on_transformers(settings) as make:
             if self.rows is None and self._room is not None and self._trainer.accelerator.device.type == "cuda":
                 self.rows = self._fewest(fitting_rows(self._room(), self._bytes_per_row()))
-            yield make
+            yield make if versions is None else lambda: VersionedGenerator(make, *versions)
         self.rows = self._fewest(self.rows)
 
     def _bytes_per_row(self) -> int:

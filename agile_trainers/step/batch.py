@@ -12,15 +12,17 @@ from agile_trainers.objectives.kl import token_kl_penalty, turn_log_ratio
 from agile_trainers.objectives.segments import spread_to_tokens, turn_lengths
 from agile_trainers.sampling.correction import mismatch_weights
 from agile_trainers.step.credit import Credit
+from agile_trainers.step.drift import corrected_drift
 from agile_trainers.step.log_probs import Scores
 from agile_trainers.train_batch import TrainBatch
 from agile_trainers.types import TurnBatch
 
 
 def scores_old_policy(args: Any) -> bool:
-    """Return True if an older policy or another engine samples the batch of an update: TRL's own condition."""
+    """Return True if an older policy or another engine samples the batch of an update: TRL's own condition, and ours."""
     micro_steps = args.steps_per_generation * args.num_iterations
-    return bool(args.vllm_importance_sampling_correction) or args.gradient_accumulation_steps % micro_steps != 0
+    older = args.batches_ahead > 0 or args.gradient_accumulation_steps % micro_steps != 0
+    return older or bool(args.vllm_importance_sampling_correction)
 
 
 def trained_tokens(batch: TurnBatch, args: Any) -> torch.Tensor:
@@ -96,6 +98,13 @@ def train_batch(
         places=batch.places,
         turn_columns=dict(credit.columns),
     )
+    if scores.snapshot is not None:
+        assert scores.old is not None
+        scored = trained & scores.scored[:, None]
+        output.importance_sampling_ratio, metrics = corrected_drift(
+            args, scores.old, scores.snapshot, batch.turn_ids, scored, accelerator
+        )
+        return output, metrics
     if not args.vllm_importance_sampling_correction:
         return output, {}
     assert scores.old is not None

@@ -31,6 +31,8 @@ class Scores:
     """(B, T) float32, or float64 if the model is, under the policy that the update starts from."""
     reference: torch.Tensor | None = None
     """(B, T), the same under the reference."""
+    snapshot: torch.Tensor | None = None
+    """(B, T), the same under an older policy that played the episodes; None if ``old`` did."""
 
 
 class Models(NamedTuple):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -23,6 +24,9 @@ from agile_trainers.step.task_sampling import Draw, TaskSampling
 from agile_trainers.step.token_batches import within_memory
 from agile_trainers.train_batch import own_rows
 from agile_trainers.types import Trajectory, TurnBatch
+
+if TYPE_CHECKING:
+    from agile_trainers.step.ahead import BatchesAhead
 
 Row = dict[str, Any]
 
@@ -42,14 +46,16 @@ class EpisodeRunner:
 
     def play(self, specs: list[EpisodeSpec]) -> list[Trajectory]:
         """Play episodes, again from their start with fewer at the same time whenever memory runs out."""
-        started = time.perf_counter()
-        with self._sampler.generators() as make:
+        with self.timed(), self._sampler.generators() as make:
             # No rank waits for another here, so each decides by itself whether to play again.
-            trajectories = within_memory(
-                lambda: self._engine.run(specs, make()), lambda: self._sampler.halve(len(specs))
-            )
-            self.seconds += time.perf_counter() - started
-        return trajectories
+            return within_memory(lambda: self._engine.run(specs, make()), lambda: self._sampler.halve(len(specs)))
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of a block as that of playing."""
+        started = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,9 @@ class PlayedGroups:
     """(B, F), of all processes."""
     batch: TurnBatch
     """The episodes and rewards as tensors."""
+    version: int | None = None
+    """Version of the policy that played them, where it is not the current one; see
+    :class:`~agile_trainers.step.ahead.BatchesAhead`."""
     judged: Judged | None = None
     """Credit of these episodes, where it was computed to choose them."""
     discarded: list[tuple[int, Trajectory]] = field(default_factory=list)
@@ -157,6 +166,8 @@ class GroupRollouts:
         self._members, self._limit = args.num_generations, args.resample_zero_advantage_groups
         self._groups = args.generation_batch_size // self._members
         self.tasks = tasks
+        self.ahead: BatchesAhead | None = None
+        """Plays batches ahead of their updates, with ``batches_ahead``."""
         self.discarded = 0
         """Episodes that the run played and discarded so far, over all processes."""
 
@@ -179,8 +190,13 @@ class GroupRollouts:
             inputs: Rows of this process, in TRL's order: one for each episode.
             generation: Index of the batch in the run.
         """
-        own = own_rows(self._accelerator, len(inputs))
-        first = self._round(inputs, generation, 0, list(range(own.start, own.stop)), own.start)
+        if self.ahead is not None:
+            with self._runner.timed():
+                first, trajectories, version = self.ahead.play(generation)
+            played = self._rewarded(trajectories, first.rows)
+            played.version = None if version == generation else version
+            return played
+        first = self.draw(inputs, generation)
         played = self._rewarded(self._runner.play(first.specs), first.rows)
         if not (self._limit or self.tasks.adaptive or self._args.task_column):
             return played  # nothing depends on which groups have an advantage
@@ -190,6 +206,11 @@ class GroupRollouts:
             self._resample(played, inputs, generation)
         played.metrics |= self.tasks.metrics()
         return played
+
+    def draw(self, inputs: list[Row], generation: int) -> _Round:
+        """Draw the episodes of a generation batch; see :meth:`play`."""
+        own = own_rows(self._accelerator, len(inputs))
+        return self._round(inputs, generation, 0, list(range(own.start, own.stop)), own.start)
 
     def _rewarded(self, trajectories: list[Trajectory], rows: list[Row]) -> PlayedGroups:
         own = own_rows(self._accelerator, len(trajectories))

@@ -42,7 +42,9 @@ class EpisodeEvaluator:
         rewards: Rewards,
     ) -> None:
         self._args, self._accelerator = args, accelerator
-        self._engine, self._sampler, self._mixture, self._rewards = engine, sampler, mixture, rewards
+        self._sampler, self._mixture, self._rewards = sampler, mixture, rewards
+        self.engine = engine
+        """Plays them."""
 
     def play(
         self, dataset: Any, count: int, greedy: bool | None, prefix: str, *, tokens_seen: float, is_in_train: bool
@@ -70,10 +72,10 @@ class EpisodeEvaluator:
             with self._sampler.generators(do_sample=sample) as make:
                 # No rank waits for another here: one may play again, or step an engine for those that have more episodes.
                 played = within_memory(
-                    lambda: self._engine.run(episodes[rank::world_size], make()),
+                    lambda: self.engine.run(episodes[rank::world_size], make()),
                     lambda: self._sampler.halve(-(-count // world_size)),
                 )
-            results = gather_evaluation(self._engine, played, episodes, rank=rank, world_size=world_size)
+            results = gather_evaluation(self.engine, played, episodes, rank=rank, world_size=world_size)
             specs, trajectories = results.specs, results.trajectories
             # TRL gathers the same number of rewards from every process.
             missing = -(-count // world_size) - len(specs)
@@ -81,7 +83,7 @@ class EpisodeEvaluator:
             options += [dict(rows[0]) if rows else dict(options[0]) if options else {}] * missing
             rewards = self._rewards.of(options, [*trajectories, *(not_scored() for _ in range(missing))])
         if not is_in_train:
-            self._engine.pool.close()
+            self.engine.pool.close()
         scores = self._rewards.summary(rewards) | self._rewards.drain_metrics()
         scores["num_tokens"] = float(tokens_seen)
         local = rewards.view(world_size, -1, rewards.size(1))[rank, : len(specs)]

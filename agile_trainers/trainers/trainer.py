@@ -41,6 +41,7 @@ from agile_trainers.adapters.folders import RECORD, CheckpointError, naming_full
 from agile_trainers.adapters.fused import fuse
 from agile_trainers.adapters.model_folders import LOADERS, RESUMING, naming_folder
 from agile_trainers.adapters.sharding import is_zero3
+from agile_trainers.adapters.snapshots import Snapshots
 from agile_trainers.checkpoints.disclosure import check_special_tokens, clean_tokenizer, note_private
 from agile_trainers.checkpoints.hub import HubPushes, HubUnreachableError, make_repository, reporting_unreachable
 from agile_trainers.checkpoints.integrity import check_complete, step_of
@@ -67,6 +68,7 @@ from agile_trainers.rollout.environment_probe import check_first_prompt, planned
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.sampling.mismatch import MismatchMonitor
 from agile_trainers.sampling.sampler import RolloutSampler
+from agile_trainers.step.ahead import BatchesAhead, Drawn, RowOrder, check_plays_ahead
 from agile_trainers.step.batch import penalize, scores_old_policy, train_batch, trained_tokens
 from agile_trainers.step.credit import Credit, CreditAssignment, CreditInputs, Judged
 from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, add_critic
@@ -143,6 +145,7 @@ class MultiTurnTrainer(GRPOTrainer):
     model: Any
     ref_model: Any
     control: Any
+    vllm_importance_sampling_correction: Any
     num_generations: int
     beta: float
     pad_to_multiple_of: int | None
@@ -181,6 +184,8 @@ class MultiTurnTrainer(GRPOTrainer):
     rewards: Rewards
     credit: CreditAssignment
     rollouts: GroupRollouts
+    snapshots: Snapshots
+    """The adapters of earlier policies, with ``batches_ahead``."""
     health: HealthChecks
     """Says why the run does not learn."""
     episode_log: EpisodeLog
@@ -359,9 +364,8 @@ class MultiTurnTrainer(GRPOTrainer):
         self.mismatch = MismatchMonitor(self.accelerator, args.max_logprob_gap, self.sampler.conditions)
         known = self.engine.reports_success
         self.episode_log = EpisodeLog(args, self.rewards, known, self.environment, self.health.note)
-        self.evaluator = EpisodeEvaluator(
-            args, self.accelerator, self.engine, self.sampler, setup.mixture, self.rewards
-        )
+        playing = self.engine.beside() if args.batches_ahead else self.engine
+        self.evaluator = EpisodeEvaluator(args, self.accelerator, playing, self.sampler, setup.mixture, self.rewards)
         if args.has_critic:
             add_critic(self.model, args, inputs.saved, self.optimizer, name=type(self).__name__)
             targets_of = (lambda turns: self.assign_credit(turns).columns[TARGETS]) if self.targets_by_row else None
@@ -402,9 +406,28 @@ class MultiTurnTrainer(GRPOTrainer):
             rows_are_options=setup.rows_are_options,
             mixture=setup.mixture,
         )
+        if args.batches_ahead:
+            self._play_ahead(engine)
         self.scorer = Scorer(
             self._get_per_token_logps_and_entropies, self.packer, self.token_batches, args, accelerator
         )
+
+    def _play_ahead(self, engine: RolloutEngine) -> None:
+        """Let generation batches be played before their update; see :class:`BatchesAhead`."""
+        args, every = self.args, self.micro_steps_per_generation
+        check_plays_ahead(self.accelerator.unwrap_model(self.model), self.train_dataset, engine)
+        self.snapshots = Snapshots(lambda: self.accelerator.unwrap_model(self.model))
+        order = RowOrder(super()._get_train_sampler, args.generation_batch_size, every)
+        size = args.generation_batch_size // self.accelerator.num_processes
+
+        def draw(generation: int) -> Drawn:
+            rows = order.of(generation)[own_rows(self.accelerator, size)]
+            return self.rollouts.draw([self.train_dataset[row] for row in rows], generation)
+
+        def last() -> int:
+            return -(-self.state.max_steps * args.gradient_accumulation_steps // every) - 1
+
+        self.rollouts.ahead = BatchesAhead(args.batches_ahead, engine, self.sampler, self.snapshots, draw, last)
 
     def _switch_off_noise(self) -> None:
         """Switch off dropout and other noise; called at construction and after an adapter is added."""
@@ -495,7 +518,10 @@ class MultiTurnTrainer(GRPOTrainer):
             finally:
                 if not self.updates.is_open:
                     self.rollout_log.finish()
+                if self.rollouts.ahead is not None:
+                    self.rollouts.ahead.close()
                 self.engine.pool.close()
+                self.evaluator.engine.pool.close()
         self.stop.pass_on()
         return output
 
@@ -693,6 +719,8 @@ class MultiTurnTrainer(GRPOTrainer):
         judged, credit = self._credit(played, read)
         own = credit.local(own_rows(self.accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
         scores = scores or self._score(batch, own.advantages)
+        if played.version is not None:
+            self._score_snapshot(batch, scores, played.version)
         output = self._train_batch(batch, own, scores, read)
         self._open_mismatch(batch, scores, output.tool_mask > 0)
         self._log_batch(generation, played, judged, credit)
@@ -713,6 +741,12 @@ class MultiTurnTrainer(GRPOTrainer):
             rows = self.scorer.even_rows(with_advantage(advantages, batch.turn_mask, self.args.zero_advantage_eps))
         old = scores_old_policy(self.args) or self.args.kl_placement != "loss"
         return self.scorer.score(self._models, batch, old=old, reference=self.beta != 0.0, rows=rows)
+
+    def _score_snapshot(self, batch: TurnBatch, scores: Scores, version: int) -> None:
+        """Score the rows that were scored under the version of the policy that played them."""
+        rows = scores.scored.nonzero()[:, 0]
+        with self.snapshots.holding(version):
+            scores.snapshot = self.scorer.score(self._models, batch, old=True, reference=False, rows=rows).old
 
     def _credit(self, played: PlayedGroups, read: CriticValues | None) -> tuple[Judged, Credit]:
         """Assign the credit of all processes, before TRL shuffles rows."""
@@ -748,7 +782,8 @@ class MultiTurnTrainer(GRPOTrainer):
         self.mismatch.open()
         if scores.old is not None:
             counted = trained & scores.scored[:, None]
-            self.mismatch.meter.add(scores.old, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
+            played_by = scores.old if scores.snapshot is None else scores.snapshot
+            self.mismatch.meter.add(played_by, batch.sampling_logprobs, counted, batch.turn_ids, batch.left_padded)
             self._close_mismatch()
 
     def _close_mismatch(self) -> None:
@@ -808,18 +843,21 @@ class MultiTurnTrainer(GRPOTrainer):
     def _handing_over(self, part: TokenBatch) -> Iterator[LossPass]:
         """Pass the batch to the methods that TRL's loss calls, and set the attributes that weigh its terms."""
         beta, use_vllm, entropy_coef = self.beta, self.use_vllm, self.entropy_coef
+        corrects = self.vllm_importance_sampling_correction
         if part.share and part.entropy_share != part.share:
             self.entropy_coef = entropy_coef * part.entropy_share / part.share
         if self.args.kl_placement != "loss":
             self.beta = 0.0  # the penalty is in the advantages already
-        # TRL's loss weighs tokens on this condition.
-        self.use_vllm = bool(self.vllm_importance_sampling_correction)
+        # TRL's loss weighs tokens on these conditions.
+        weighed = part.batch.importance_sampling_ratio is not None
+        self.use_vllm = self.vllm_importance_sampling_correction = weighed
         self._loss_pass = LossPass(part.batch, part.batch.to_trl())
         try:
             with gathering_ragged(self.accelerator):
                 yield self._loss_pass
         finally:
             self._loss_pass, self.beta, self.use_vllm = None, beta, use_vllm
+            self.vllm_importance_sampling_correction = corrects
             if self.entropy_coef != entropy_coef and not self.use_adaptive_entropy:
                 self.entropy_coef = entropy_coef
                 self._metrics["train"]["entropy_coef"] = [entropy_coef] * len(self._metrics["train"]["entropy_coef"])
@@ -1043,6 +1081,7 @@ class MultiTurnTrainer(GRPOTrainer):
         rollout.pass_tokens, rollout.episodes = self.token_batches.budget, self.rollout_log.unfinished
         rollout.rows = self.sampler.rows
         rollout.packing, rollout.tasks = dict(vars(self.packer.state)), self.rollouts.state()
+        rollout.ahead = None if self.rollouts.ahead is None else self.rollouts.ahead.state()
         with self.checkpoints.saving(run, rollout) as building:
             super()._save_checkpoint(model, trial)
             self.reference.save(building)
@@ -1092,6 +1131,8 @@ class MultiTurnTrainer(GRPOTrainer):
         self.sampler.restore(rollout.rows)
         self.packer.state = PackingState(**rollout.packing)
         self.rollouts.restore(rollout.tasks)
+        if self.rollouts.ahead is not None and rollout.ahead is not None:
+            self.rollouts.ahead.restore(rollout.ahead)
         self._restore_rollout(rollout.steps, rollout.micro_batches)
         self.rollout_log.resume(
             rollout.episodes, rollout.steps // self.micro_steps_per_generation, step_of(Path(checkpoint))

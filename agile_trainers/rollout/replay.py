@@ -1,0 +1,119 @@
+"""Plays episodes again up to where a checkpoint was saved, from the answers that were sampled before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, cast
+
+import numpy as np
+from transformers.utils import logging
+
+from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, Generator
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class RecordedAnswer:
+    """An answer, and the prompt that it was sampled after."""
+
+    prompt: str
+    """Digest of the prompt's ids."""
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclass
+class RecordedEpisode:
+    """The answers of an episode so far."""
+
+    answers: list[RecordedAnswer] = field(default_factory=list)
+    noise: dict[str, Any] | None = None
+    """State of its stream of random numbers; None if the episode has ended."""
+
+
+def digest_of(token_ids: Sequence[int]) -> str:
+    """Return a digest of some token ids."""
+    return blake2b(np.asarray(token_ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
+
+
+def noise_state(noise: np.random.Generator, state: Any = None) -> dict[str, Any]:
+    """Return the state of a stream of random numbers as JSON.
+
+    Args:
+        noise: The stream.
+        state: An earlier state of it. Default: the present one.
+    """
+    state = state or noise.bit_generator.state
+    inner = {name: [int(word) for word in words] for name, words in state["state"].items()}
+    return {**state, "state": inner, "buffer": [int(word) for word in state["buffer"]]}
+
+
+def set_noise_state(noise: np.random.Generator, state: dict[str, Any]) -> None:
+    """Set the state of a stream that :func:`noise_state` returned."""
+    inner = {name: np.array(words, dtype=np.uint64) for name, words in state["state"].items()}
+    noise.bit_generator.state = {**state, "state": inner, "buffer": np.array(state["buffer"], dtype=np.uint64)}
+
+
+class ReplayingGenerator:
+    """Gives the answers that were recorded, and leaves the rest to another generator.
+
+    An environment that does not repeat itself sends another prompt: from there on the episode is sampled.
+
+    Args:
+        generator: The other generator.
+        recorded: Key of an episode to its answers, which are taken from there.
+        on_end: Called with the key and the record of an episode whose last answer was given.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        recorded: dict[int, RecordedEpisode],
+        on_end: Callable[[int, RecordedEpisode], None],
+    ) -> None:
+        self._generator, self._recorded, self._on_end = generator, recorded, on_end
+        self._staged: list[GenerationRequest] = []
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; see :class:`Generator`."""
+        record = self._recorded.get(request.episode)
+        if record is not None and record.answers[0].prompt != digest_of(request.token_ids):
+            del self._recorded[request.episode]
+            logger.warning(
+                "An environment did not repeat itself after a checkpoint: the same actions led to another observation. Its "
+                "episode goes on with new answers."
+            )
+            record = None
+        if record is None:
+            self._generator.submit(request)
+        else:
+            self._staged.append(request)
+
+    def step(self) -> list[GenerationOutput]:
+        """Return the recorded answers that are due, and those of the other generator."""
+        staged, self._staged = self._staged, []
+        given = [self._answer(request) for request in staged]
+        return [*given, *(self._generator.step() if self._generator.pending else ())]
+
+    def _answer(self, request: GenerationRequest) -> GenerationOutput:
+        key, record = request.episode, self._recorded[request.episode]
+        answer = record.answers.pop(0)
+        if not record.answers:
+            del self._recorded[key]
+            self._on_end(key, record)
+        reason = cast(FinishReason, answer.finish_reason)
+        return GenerationOutput(key, answer.token_ids, answer.logprobs, reason, request.call, read=None)
+
+    @property
+    def pending(self) -> int:
+        """Number of requests submitted and not yet returned."""
+        return len(self._staged) + self._generator.pending
+
+    def release(self, episode: int) -> None:
+        """Forget an episode; see :class:`Generator`."""
+        self._staged = [request for request in self._staged if request.episode != episode]
+        self._generator.release(episode)

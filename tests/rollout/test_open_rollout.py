@@ -1,0 +1,193 @@
+"""Episodes that are played with one generator after the other, or in another process, are those that one would have played."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from episodes import TOKENIZER, Factory, Scripted, end, go_on, ids, make_engine
+
+from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
+from agile_trainers.types import StopReason, Trajectory
+
+WORDS = ("a", "b", "c")
+
+
+def answer(request: GenerationRequest) -> GenerationOutput:
+    """Words that depend on the noise and on the prompt."""
+    draws = request.uniforms(1 + len(request.token_ids) % 3)
+    words = [WORDS[int(draw * 3)] for draw in draws]
+    said = [*ids(" ".join(words)), *ids("]")]
+    return GenerationOutput(request.episode, said, [-draw for draw in [*draws, 0.5]], "stop")
+
+
+def slowly(chance: random.Random) -> ScriptedGenerator:
+    return ScriptedGenerator(answer, lambda request: chance.randint(1, 9))
+
+
+class Listening:
+    """Answers, and keeps the requests."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerationRequest] = []
+
+    def __call__(self, request: GenerationRequest) -> GenerationOutput:
+        self.asked.append(request)
+        return answer(request)
+
+
+class Countdown:
+    """True after it was asked some times."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+class Counting(Scripted):
+    """Goes on until the letters that it heard reach its number, and rewards them."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.left = (seed or 0) % 5 + 1
+        return f"go {'up ' * self.left}", {"seed": seed}
+
+    def step(self, action: str) -> Any:
+        self.left -= len(action.split())
+        return go_on("up " * max(self.left, 1), 0.25) if self.left > 0 else end(1.0)
+
+
+SPECS = [EpisodeSpec(seed, (seed, 7), {"seed": seed}) for seed in range(12)]
+
+
+def compared(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+    return [{**asdict(one), "read_again": 0, "environment": None} for one in trajectories]
+
+
+def whole(make: Callable[[], RolloutEngine] = lambda: make_engine(Counting, max_turns=8)) -> list[dict[str, Any]]:
+    return compared(make().run(SPECS, ScriptedGenerator(answer)))
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_pauses_change_nothing(workers: int) -> None:
+    """Batches that end one after another, with a generator each and answers of any duration."""
+    chance = random.Random(workers)
+    for _ in range(5):
+        engine = make_engine(Counting, max_turns=8, workers=workers)
+        played: list[Trajectory] = []
+        with engine.open() as rollout:
+            rollout.admit(range(12), SPECS)
+            for start in range(0, 12, 3):
+                played += rollout.play(range(start, start + 3), slowly(chance))
+        assert compared(played) == whole()
+        engine.pool.close()
+
+
+def test_episodes_begin_at_any_time() -> None:
+    engine, chance = make_engine(Counting, max_turns=8), random.Random(3)
+    played: list[Trajectory] = []
+    with engine.open(keep_instances=False) as rollout:
+        for start in range(0, 12, 3):
+            rollout.admit(range(100 + start, 103 + start), SPECS[start : start + 3])
+            if start:
+                played += rollout.play(range(97 + start, 100 + start), slowly(chance))
+        played += rollout.play(range(109, 112), slowly(chance))
+    assert compared(played) == whole()
+    assert all(one.environment is None for one in played), "they play other episodes"
+    assert len(engine.pool._idle[None]) < 12
+
+
+def test_an_answer_that_was_being_sampled_is_sampled_again() -> None:
+    engine, listening = make_engine(Counting, max_turns=8), Listening()
+    with engine.open() as rollout:
+        rollout.admit(range(2), SPECS[3:5])
+        generator = ScriptedGenerator(listening, lambda request: 1 if request.episode == 0 else 1000)
+        (first,) = rollout.play([0], generator)
+        assert generator.pending == 0, "the paused episode is forgotten there"
+        before = len([one for one in listening.asked if one.episode == 1])
+        (second,) = rollout.play([1], ScriptedGenerator(listening))
+    again = [one.token_ids for one in listening.asked if one.episode == 1][before - 1 : before + 1]
+    assert again[0] == again[1]
+    assert compared([first, second]) == whole()[3:5]
+
+
+@pytest.mark.parametrize("ended", [0, 3, 9])
+def test_another_process_plays_on(ended: int) -> None:
+    """What an episode was answered is given again, without a generator; then it draws the numbers that it would have."""
+    chance = random.Random(ended)
+    for _ in range(10):
+        with make_engine(Counting, max_turns=8).open() as rollout:
+            rollout.admit(range(12), SPECS)
+            rollout.play_until(Countdown(chance.randint(0, 30)), slowly(chance))
+            recorded = [asdict(one) for one in rollout.record(range(12))]
+        counting = Listening()
+        with make_engine(Counting, max_turns=8).open() as rollout:
+            known = [RecordedEpisode([RecordedAnswer(**it) for it in one["answers"]], one["noise"]) for one in recorded]
+            answers = sum(len(one.answers) for one in known)
+            rollout.admit(range(12), SPECS, known)
+            first = rollout.play(range(ended), ScriptedGenerator(counting)) if ended else []
+            again = [asdict(one) for one in rollout.record(range(ended, 12))]
+            rest = rollout.play(range(ended, 12), ScriptedGenerator(counting))
+        assert compared([*first, *rest]) == whole()
+        turns = sum(len(one.turns) for one in [*first, *rest])
+        assert len(counting.asked) == turns - answers
+        assert all(len(now["answers"]) >= len(then["answers"]) for now, then in zip(again, recorded[ended:]))
+
+
+def test_an_environment_that_does_not_repeat_itself(caplog: pytest.LogCaptureFixture) -> None:
+    """From where it says something else, new answers are sampled, with a warning."""
+
+    class Fickle(Counting):
+        times = 0
+
+        def step(self, action: str) -> Any:
+            type(self).times += 1
+            return go_on("down" if type(self).times > 2 else "up")
+
+    with make_engine(Fickle, max_turns=4).open() as rollout:
+        rollout.admit([0], SPECS[:1])
+        (first,) = rollout.play([0], ScriptedGenerator(answer))
+        recorded = RecordedEpisode(rollout._record_of(first).answers)
+    with make_engine(Fickle, max_turns=4).open() as rollout:
+        rollout.admit([0], SPECS[:1], [recorded])
+        (second,) = rollout.play([0], ScriptedGenerator(answer))
+    assert first.action_of(0) == second.action_of(0)
+    assert [turn.observation for turn in first.turns[:2]] == ["up", "up"]
+    assert [turn.observation for turn in second.turns[:2]] == ["down", "down"]
+    assert len(second.turns) == 4 and second.stop_reason is StopReason.MAX_TURNS
+    assert "did not repeat itself" in caplog.text
+
+
+def test_what_is_under_way_at_the_end_is_given_up() -> None:
+    factory = Factory(Counting)
+    engine = make_engine(factory, max_turns=8)
+    with engine.open() as rollout:
+        rollout.admit(range(12), SPECS)
+        rollout.play([0], slowly(random.Random(0)))
+    assert not engine.pool._playing and not engine.pool._running
+    assert compared(engine.run(SPECS, ScriptedGenerator(answer))) == whole()
+
+
+def test_an_engine_beside_plays_while_a_rollout_is_open() -> None:
+    engine = make_engine(Counting, max_turns=8, workers=2)
+    with engine.open() as rollout:
+        rollout.admit(range(6), SPECS[:6])
+        rollout.play([0], slowly(random.Random(0)))
+        beside = engine.beside()
+        assert compared(beside.run(SPECS, ScriptedGenerator(answer))) == whole()
+        rest = rollout.play(range(1, 6), ScriptedGenerator(answer))
+    assert compared(rest) == whole()[1:6]
+    for one in (engine, beside):
+        one.pool.close()
+
+
+def test_the_words_are_words() -> None:
+    assert {TOKENIZER.decode(ids(word)) for word in WORDS} == set(WORDS)
