@@ -1,4 +1,4 @@
-"""Episodes that are played with one generator after the other, or in another process, are those that one would have played."""
+"""Episodes that are played with one generator after the other, or in another process, are those of one generator."""
 
 from __future__ import annotations
 

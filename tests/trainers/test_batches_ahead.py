@@ -1,0 +1,215 @@
+"""Batches that are played ahead: by which policy, in which order, and that neither timing nor a kill changes it."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed_runs import SAVING, Told, assert_same, run_until, weights
+from datasets import Dataset
+from games import Chatter, make_trainer
+from test_agent_runs import by_script, sampling_with
+
+from agile_trainers.adapters.snapshots import Snapshots
+from agile_trainers.envs.agent import Agent
+from agile_trainers.rollout.seeds import TRAINING, environment_seed
+from agile_trainers.step.ahead import RowOrder
+from agile_trainers.types import Trajectory
+
+ROWS = {"environment": Told, "train_dataset": Dataset.from_dict({"number": list(range(12))})}
+RUN: dict[str, Any] = {"max_steps": 6, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 0.3}
+
+
+async def _solve(model: Any, task: Any) -> float:
+    return 0.0
+
+
+def watched(trainer: Any) -> list[list[Trajectory]]:
+    """The episodes of each generation batch that a run trains on, filled as it trains."""
+    trained: list[list[Trajectory]] = []
+    rewarded = trainer.rollouts._rewarded
+
+    def watching(trajectories: list[Trajectory], rows: Any) -> Any:
+        trained.append(trajectories)
+        return rewarded(trajectories, rows)
+
+    trainer.rollouts._rewarded = watching
+    return trained
+
+
+def said(episodes: list[Trajectory]) -> list[tuple[int, list[int], list[int]]]:
+    return [(one.seed, one.prompt_ids, one.completion_ids) for one in episodes]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ahead(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def run(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory, ahead: int) -> tuple[Any, Any, Path]:
+    """A run with checkpoints of every step, its batches, and its folder."""
+    folder = tmp_path_factory.mktemp("ahead")
+    trainer = make_trainer(embedded_model, folder, batches_ahead=ahead, **RUN, **SAVING)
+    trained = watched(trainer)
+    trainer.train()
+    return trainer, trained, folder
+
+
+def test_each_batch_is_played_by_the_policy_of_some_batches_earlier(
+    embedded_model: Path, run: Any, ahead: int, tmp_path: Path
+) -> None:
+    """In order, each once; the episodes are those that the checkpoint of that policy plays."""
+    trainer, trained, folder = run
+    assert len(trained) == 6 and not trainer.rollouts.ahead.versions
+    for generation, episodes in enumerate(trained):
+        assert [one.seed for one in episodes[::4]] == [
+            environment_seed(3, TRAINING, generation, group) for group in range(2)
+        ]
+        version = max(generation - ahead, 0)
+        assert {one.version for one in episodes} == {version}
+        model = folder / f"checkpoint-{version}" if version else None
+        player = trainer if model is None else make_trainer(model, tmp_path / str(generation), lora=False, **RUN)
+        if model is None:
+            player = make_trainer(embedded_model, tmp_path / str(generation), **RUN)
+        played = player.rollout(generation=generation)
+        assert said(episodes) == said(played)
+    assert said(trained[-1]) != said(player.rollout(generation=5)[::-1])
+
+
+def test_the_sampler_is_compared_with_the_policy_that_played(run: Any, ahead: int) -> None:
+    """Its gap stays that of rounding, whatever the update has changed since; that is the drift."""
+    logs = [log for log in run[0].state.log_history if "loss" in log]
+    assert len(logs) == 6
+    for generation, log in enumerate(logs):
+        assert log["sampling/sampling_logp_difference/mean"] < 1e-5
+        assert ("drift/kl" in log) == (generation > 0)
+    assert all(log["drift/kl"] > 1e-4 for log in logs[1:])
+    assert all(0 < log["drift/effective_sample_size"] < 1 for log in logs[1:])
+
+
+@pytest.mark.parametrize("script", [True, False], ids=["script", "model"])
+def test_a_killed_run_goes_on(
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: bool, ahead: int
+) -> None:
+    """From any step, in the middle of a generation batch too, with adapters that it no longer has: to the bit."""
+    settings: dict[str, Any] = {
+        **RUN, "per_device_train_batch_size": 4, "steps_per_generation": 2, "batches_ahead": ahead, "max_steps": 7, **ROWS,
+        "num_generations": 2, "optim": "adamw_torch", "learning_rate": 1e-2,
+    }  # fmt: skip
+    if script:
+        settings["max_logprob_gap"] = 1e9
+        init = make_trainer
+
+        def scripted(*args: Any, **changes: Any) -> Any:
+            trainer = init(*args, **changes)
+            return sampling_with(trainer, by_script(trainer))
+
+        monkeypatch.setattr("checkpointed_runs.make_trainer", scripted)
+    monkeypatch.setitem(run_until.__globals__["CASES"], "ahead", settings)
+    whole = run_until(99, "ahead", embedded_model, tmp_path / "whole")
+    for kill in (1, 3, 4, 6):
+        run_until(kill, "ahead", embedded_model, tmp_path / "run", resume="auto")
+    again = run_until(99, "ahead", embedded_model, tmp_path / "run", resume="auto")
+    assert again.state.global_step == 7
+    assert_same(weights(again), weights(whole))
+
+
+def test_timing_changes_nothing(embedded_model: Path, tmp_path: Path, run: Any, ahead: int) -> None:
+    class Slow(Chatter):
+        chance = random.Random(ahead)
+
+        def step(self, action: str) -> Any:
+            time.sleep(self.chance.choice([0, 0, 0.02]))
+            return super().step(action)
+
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=Slow, environment_workers=5, batches_ahead=ahead, **RUN
+    )
+    trained = watched(trainer)
+    trainer.train()
+    assert [said(one) for one in trained] == [said(one) for one in run[1]]
+    for name, one in weights(trainer).items():
+        assert torch.allclose(one, weights(run[0])[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("rows", [ROWS, {}], ids=["rows", "seeds"])
+def test_a_policy_that_stays_plays_the_same_whatever_is_ahead(
+    embedded_model: Path, tmp_path: Path, rows: dict[str, Any], ahead: int
+) -> None:
+    """Rows in the order of several shuffled epochs; two generation batches to an optimizer step; evaluations between."""
+    trained = []
+    for number in (0, ahead):
+        settings = {**RUN, "learning_rate": 0.0, "max_steps": 4, "gradient_accumulation_steps": 2, **rows}
+        trainer = make_trainer(
+            embedded_model, tmp_path / str(number), batches_ahead=number, steps_per_generation=1, eval_strategy="steps",
+            eval_steps=1, num_eval_episodes=3, **({"eval_dataset": rows["train_dataset"]} if rows else {}), **settings,
+        )  # fmt: skip
+        trained.append(watched(trainer))
+        trainer.train()
+        evaluated = [log["eval_return"] for log in trainer.state.log_history if "eval_return" in log]
+        assert len(evaluated) == 4 and len(set(evaluated)) == 1
+    assert len(trained[0]) == len(trained[1]) == 8
+    assert [said(one) for one in trained[0]] == [said(one) for one in trained[1]]
+
+
+def test_the_order_of_rows_can_be_read_ahead(embedded_model: Path, tmp_path: Path) -> None:
+    settings = {**RUN, "steps_per_generation": 2, "num_iterations": 2, "per_device_train_batch_size": 4}
+    trainer = make_trainer(embedded_model, tmp_path, **{**settings, **ROWS, "num_generations": 2})
+    order = RowOrder(lambda: super(type(trainer), trainer)._get_train_sampler(), 8, 4)
+    sampler, expected = trainer._get_train_sampler(), []
+    for _ in range(3):
+        rows = list(sampler)
+        expected += [rows[start : start + 8] for start in range(0, len(rows), 32)]
+    assert [order.of(generation) for generation in range(9)] == expected
+    assert [order.of(generation) for generation in (7, 1, 8)] == [expected[index] for index in (7, 1, 8)]
+
+
+def test_snapshots_hold_and_give_back(embedded_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, **RUN)
+    model, before = trainer.model, weights(trainer)
+    snapshots = Snapshots(lambda: model)
+    snapshots.take(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    moved = weights(trainer)
+    with snapshots.holding(3):
+        assert_same(weights(trainer), before)
+    assert_same(weights(trainer), moved)
+    with snapshots.holding(None):
+        assert_same(weights(trainer), moved)
+    snapshots.keep(())
+    assert not snapshots.weights
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"batches_ahead": -1}, "batches_ahead must not be negative, got -1"),
+        ({"batches_ahead": 1, "lora": False}, "is trained whole"),
+        ({"batches_ahead": 1, "resample_zero_advantage_groups": 1}, "batches that are under way already"),
+        (
+            {"batches_ahead": 1, "vllm_importance_sampling_correction": True},
+            "which drift_correction takes the place of",
+        ),
+        ({"batches_ahead": 1, "repetition_penalty": 1.1}, "whose episodes are played by adapters as they are"),
+        ({"batches_ahead": 1, "environment": Agent(_solve)}, "cannot pause an agent"),
+        ({"batches_ahead": 1, "drift_correction": "word"}, "drift_correction must be one of"),
+        ({"drift_correction": None}, "has no effect with batches_ahead=0"),
+        ({"drift_clip_max": 3.0}, "has no effect with batches_ahead=0"),
+    ],
+)
+def test_what_cannot_be_played_ahead(embedded_model: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_trainer(embedded_model, tmp_path, **changes)
+
+
+def test_a_run_by_hand_plays_its_own_batches(embedded_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, batches_ahead=1)
+    with pytest.raises(ValueError, match="the caller plays them"):
+        trainer.rollout()
