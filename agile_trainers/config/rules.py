@@ -541,10 +541,9 @@ _AHEAD = (
         "batches_ahead", _plays_ahead, "repetition_penalty", "merge_adapter_in_rollout",
         why="whose episodes are played by adapters as they are",
     ),
-    Rule(
-        ("batches_ahead",),
-        lambda args, value: not value or not args.use_vllm,
-        "batches_ahead={value} plays with the transformers generator only so far. Set use_vllm=False, or leave it unset.",
+    excludes(
+        "batches_ahead", _plays_ahead, "vllm_enable_sleep_mode", "offload_policy_during_rollout",
+        "vllm_tensor_parallel_size", why="whose episodes wait in the engine through an update",
     ),
     Rule(
         ("loss_type",),

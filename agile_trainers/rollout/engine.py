@@ -512,7 +512,8 @@ class Rollout:
         self._stepped: dict[int, _Episode] = {}
         self._agents: AgentRollout | None = None
         self._finished: dict[int, Trajectory] = {}
-        self._under_way = 0
+        self.under_way = 0
+        """Number of episodes that have begun and not ended."""
         self._recorded: dict[int, RecordedEpisode] = {}
 
     def admit(
@@ -535,7 +536,7 @@ class Rollout:
         engine = self._engine
         if self._agents is None and any(self._pool.agent(spec.environment) for spec in specs):
             self._agents = self._resources.enter_context(AgentRollout(self._pool, engine.chat))
-        self._under_way += len(specs)
+        self.under_way += len(specs)
         for key, spec in zip(keys, specs, strict=True):
             limits = engine.limits_of(spec.environment)
             if self._agents is not None and self._pool.agent(spec.environment):
@@ -571,6 +572,14 @@ class Rollout:
             return not missing
 
         self.play_until(ended, generator, on_finish)
+        return self.take(keys)
+
+    def has_ended(self, key: int) -> bool:
+        """Return whether an episode has ended. From any thread."""
+        return key in self._finished
+
+    def take(self, keys: Sequence[int]) -> list[Trajectory]:
+        """Return the trajectories of episodes that have ended, once."""
         return [self._finished.pop(key) for key in keys]
 
     def play_until(
@@ -584,28 +593,58 @@ class Rollout:
         An answer that is being sampled then is sampled again by the next generator, from the same noise. A call of an
         environment goes on.
         """
+        with self.playing(generator, on_finish) as go_on_until:
+            go_on_until(done)
+
+    @contextmanager
+    def playing(
+        self, generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
+    ) -> Iterator[Callable[[Callable[[], bool]], None]]:
+        """Give a function that plays until its argument returns True, as often as one likes, with one generator.
+
+        Between its calls the generator keeps its requests; see :meth:`play_until` for what happens at the end of the block.
+        """
         if self._recorded:
             generator = ReplayingGenerator(generator, self._recorded, self._go_on)
+        # One that tells when it has an answer need not be asked again and again.
+        listen: Callable[[Callable[[], None]], None] | None = getattr(generator, "listen", None)
+        if listen is not None:
+            listen(self.wake)
         for key, episode in self._stepped.items():
             if episode.before is not None:
                 self._engine._submit(key, episode, generator)
         try:
-            while self._under_way and not done():
-                idle = generator.pending == 0
-                outcomes = self._pool.outcomes(block=idle)
-                if idle and not outcomes:
-                    raise RuntimeError(
-                        f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
-                    )
-                for outcome in outcomes:
-                    self._on_outcome(outcome, generator, on_finish)
-                for output in generator.step():
-                    self._on_output(output, generator, on_finish)
+            yield lambda done: self._step_until(done, generator, on_finish, tells=listen is not None)
         finally:
             for key, episode in self._stepped.items():
                 if episode.before is not None:
                     generator.release(key)
                     episode.noise.bit_generator.state = episode.before
+
+    def _step_until(
+        self,
+        done: Callable[[], bool],
+        generator: Generator,
+        on_finish: Callable[[Trajectory], None] | None,
+        *,
+        tells: bool,
+    ) -> None:
+        while self.under_way and not done():
+            pending = generator.pending > 0
+            outcomes = self._pool.outcomes(block=tells or not pending, posted=tells and pending)
+            if not pending and not outcomes:
+                raise RuntimeError(
+                    f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
+                )
+            for outcome in outcomes:
+                if outcome.method != _WAKE:
+                    self._on_outcome(outcome, generator, on_finish)
+            for output in generator.step():
+                self._on_output(output, generator, on_finish)
+
+    def wake(self) -> None:
+        """Let a function of :meth:`playing` ask whether it is done, and what its generator has. From any thread."""
+        self._pool.post(Outcome(-1, _WAKE))
 
     def record(self, keys: Sequence[int]) -> list[RecordedEpisode]:
         """Return the answers of some episodes so far, ended or not, from which another process plays them on."""
@@ -621,7 +660,7 @@ class Rollout:
         ]
         if (left := self._recorded.get(key)) is not None:  # it is being played again itself
             return RecordedEpisode([*answers, *left.answers], left.noise)
-        return RecordedEpisode(answers, noise_state(episode.noise))
+        return RecordedEpisode(answers, noise_state(episode.noise, episode.before))
 
     @staticmethod
     def _record_of(ended: Trajectory) -> RecordedEpisode:
@@ -681,13 +720,17 @@ class Rollout:
     ) -> None:
         generator.release(key)
         self._finished[key] = trajectory
-        self._under_way -= 1
+        self.under_way -= 1
         if self._kept is not None and not trajectory.stop_reason.failed:
             trajectory.environment = self._pool.environment(key)
             self._kept.append(ref(trajectory))
         self._pool.release(key, reusable=not trajectory.stop_reason.failed)
         if on_finish is not None:
             on_finish(trajectory)
+
+
+_WAKE = "wake"
+"""Outcome that belongs to no episode."""
 
 
 @contextmanager

@@ -223,14 +223,15 @@ class EnvironmentPool:
             pass_on_interrupt(error)
             return True
 
-    def outcomes(self, block: bool) -> list[Outcome]:
+    def outcomes(self, block: bool, *, posted: bool = False) -> list[Outcome]:
         """Return the calls that have been answered or have timed out since the last call of this method.
 
         Args:
             block: Wait for at least one outcome if a call is pending.
+            posted: Wait also if none is, since something will be posted.
         """
         taken: list[Outcome] = []
-        while self._running or not self._answers.empty():
+        while self._running or not self._answers.empty() or (posted and block and not taken):
             try:
                 call, outcome = self._answers.get(timeout=self._patience(block and not taken))
             except queue.Empty:

@@ -19,15 +19,12 @@ from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.generators.transformers.memory import bytes_per_row, fitting_rows
-from agile_trainers.rollout.generators.versions import VersionedGenerator
+from agile_trainers.rollout.generators.versions import VersionedGenerator, Versions
 from agile_trainers.sampling.mismatch import Conditions
 from agile_trainers.sampling.served_policy import SavedAdapter, ServedPolicy
 from agile_trainers.sampling.vllm_checks import base_model, compute_dtype
 
 logger = logging.get_logger(__name__)
-
-Versions = tuple[Callable[[int], int], Callable[[int], AbstractContextManager[None]]]
-"""Maps an episode to its version of the policy, and lets the model compute with a version in a block."""
 
 _ALL = 1 << 62
 """Rows of a process that decodes all of its episodes at the same time."""
@@ -182,18 +179,17 @@ class RolloutSampler:
         Args:
             do_sample: False takes the likeliest token.
             settings: Sampling settings. Default: those of the trainer, with ``do_sample``.
-            versions: Maps an episode to its version of the policy, and lets the model compute with a version in a block.
-                Default: the current policy for all.
+            versions: The version of the policy that each episode is sampled with. Default: the current one for all.
         """
         settings = settings or sampling_settings(self._trainer.args, do_sample)
         if self.vllm is not None:
-            with self._on_vllm(self.vllm, settings) as made:
+            with self._on_vllm(self.vllm, settings, versions) as made:
                 yield lambda: made
             return
         with self._on_transformers(settings) as make:
             if self.rows is None and self._room is not None and self._trainer.accelerator.device.type == "cuda":
                 self.rows = self._fewest(fitting_rows(self._room(), self._bytes_per_row()))
-            yield make if versions is None else lambda: VersionedGenerator(make, *versions)
+            yield make if versions is None else lambda: VersionedGenerator(make, versions)
         self.rows = self._fewest(self.rows)
 
     def _bytes_per_row(self) -> int:
@@ -252,13 +248,44 @@ class RolloutSampler:
         return cast_once(model, dtype, torch.cuda.mem_get_info()[0] // _CASTS_SHARE if on_gpu else None)
 
     @contextmanager
-    def _on_vllm(self, policy: ServedPolicy, settings: SamplingSettings) -> Iterator[Generator]:
+    def _on_vllm(
+        self, policy: ServedPolicy, settings: SamplingSettings, versions: Versions | None
+    ) -> Iterator[Generator]:
         started = time.perf_counter()
-        with policy.serving() as moved:
-            bytes_before, seconds = self._synced
-            self._synced = bytes_before + moved, seconds + time.perf_counter() - started
-            with self._on_engine(policy, settings) as made:
-                yield made
+        if versions is None:
+            with policy.serving() as moved:
+                self._count_sync(moved, started)
+                with self._on_engine(policy, settings) as made:
+                    yield made
+            return
+        self.serve(versions)
+        with self.generator_of_versions(versions, settings) as made:
+            yield made
+
+    def serve(self, versions: Versions) -> None:
+        """Let vLLM serve the versions of the policy that play, and no other. All processes call it together."""
+        assert self.vllm is not None
+        started = time.perf_counter()
+        self._count_sync(self.vllm.serve_versions(versions.wanted(), versions.holding), started)
+
+    def generator_of_versions(
+        self, versions: Versions, settings: SamplingSettings | None = None
+    ) -> AbstractContextManager[Generator]:
+        """Make a generator that samples each episode with its version, of those that :meth:`serve` has named by then."""
+        policy, of = self.vllm, versions.of
+        assert policy is not None
+        settings = settings or sampling_settings(self._trainer.args)
+        eos_token_ids = self._engine.chat.eos_token_ids
+        return policy.generator(settings, eos_token_ids, self._tokenizer, lambda key: policy.served[of(key)])
+
+    @property
+    def overlaps(self) -> bool:
+        """True if episodes can be played while the trainer computes."""
+        return self.vllm is not None and self.vllm.overlaps
+
+    def _count_sync(self, moved: int, started: float) -> None:
+        bytes_before, seconds = self._synced
+        self._synced = bytes_before + moved, seconds + time.perf_counter() - started
 
     @contextmanager
     def generator_of_several(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ class ServedPolicy(ABC):
         ValueError: If the engine cannot serve this policy.
     """
 
+    overlaps: ClassVar[bool] = False
+    """True if the engine computes while this process does something else."""
     _keeps_adapter = True
     """True if the adapter that construction moved is certain to be there at the first rollout."""
 
@@ -58,6 +60,8 @@ class ServedPolicy(ABC):
         rows = args.generation_chunk_size or args.per_device_train_batch_size * args.steps_per_generation
         self._connect(args, rows, max_model_length)
         self._moved_at_construction: tuple[int, bytes] | None = None
+        self.served: dict[int, Any] = {}
+        """Version of the policy to what requests name its adapter by."""
         if self._config is not None:
             moved = self.sync()
             if self._keeps_adapter and not self._sleeps:
@@ -73,6 +77,10 @@ class ServedPolicy(ABC):
     @abstractmethod
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         """Move an adapter to the engine and return its bytes."""
+
+    @abstractmethod
+    def _add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[Any, int]:
+        """Serve a further adapter; return what requests name it by, and its bytes."""
 
     @abstractmethod
     def _move_whole(self) -> int:
@@ -182,6 +190,30 @@ class ServedPolicy(ABC):
             for one in served:
                 self._adapters().drop_adapter(one)
             self._sleep()
+
+    def serve_versions(self, wanted: Collection[int], holding: Callable[[int], AbstractContextManager[None]]) -> int:
+        """Serve some versions of the policy at the same time, and no other; each is moved once.
+
+        Args:
+            wanted: The versions, the same on all processes.
+            holding: Lets the model compute with a version in a block.
+
+        Returns:
+            The bytes that were moved.
+        """
+        assert self._config is not None
+        for version in self.served.keys() - set(wanted):
+            self._drop_adapter(self.served.pop(version))
+        total = 0
+        for version in sorted(set(wanted) - self.served.keys()):
+            with holding(version), self._adapter() as weights:
+                self.served[version], moved = self._add_adapter(weights, self._config)
+            total += moved
+        return total
+
+    def _drop_adapter(self, adapter: Any) -> None:
+        """Serve an adapter of :meth:`serve_versions` no longer."""
+        self._adapters().drop_adapter(adapter)
 
     def release(self) -> None:
         """Take the policy's adapter from the engine."""

@@ -137,7 +137,8 @@ class VllmPolicy(ServedPolicy):
             "max_model_length": max_model_length,
             "max_batch_size": rows * parallel,
             "max_lora_rank": None if self._config is None else lora_rank(self._config),
-            "max_adapters": shared.max_adapters,
+            # With batches ahead, those of the open batches, and the current one for evaluations beside its predecessor.
+            "max_adapters": max(shared.max_adapters, args.batches_ahead + 3 if args.batches_ahead else 1),
             "process": (accelerator.process_index, accelerator.local_process_index, accelerator.num_processes),
             "trust_remote_code": args.trust_remote_code,
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
@@ -160,6 +161,9 @@ class VllmPolicy(ServedPolicy):
 
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         return self.engine.load_adapter(weights, config)
+
+    def _add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[LoRARequest, int]:
+        return self.engine.add_adapter(weights, config)
 
     def _move_whole(self) -> int:
         return self.engine.load_weights(_WholeModel(self._model, self._accelerator).weights())

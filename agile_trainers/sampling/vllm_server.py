@@ -30,6 +30,7 @@ class ServerPolicy(ServedPolicy):
         ValueError: If the server would not serve this policy.
     """
 
+    overlaps = True
     _keeps_adapter = False  # the server may be restarted in between
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
@@ -79,6 +80,17 @@ class ServerPolicy(ServedPolicy):
         moved = self.server.load_adapter(weights, config) if self._accelerator.is_main_process else 0
         (self.server.adapter,) = broadcast_object_list([self.server.adapter])
         return moved
+
+    def _add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[str, int]:
+        added = self.server.add_adapter(weights, config) if self._accelerator.is_main_process else None
+        (added,) = broadcast_object_list([added])
+        assert added is not None
+        return added
+
+    def _drop_adapter(self, adapter: str) -> None:
+        self._accelerator.wait_for_everyone()  # until the episodes of all processes are over
+        if self._accelerator.is_main_process:
+            self.server.drop_adapter(adapter)
 
     def _move_whole(self) -> int:
         self._whole.sync_weights()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from datasets import IterableDataset
@@ -13,11 +13,15 @@ from peft import PeftModel
 
 from agile_trainers.adapters.snapshots import Snapshots
 from agile_trainers.checkpoints.record import AheadState
+from agile_trainers.rollout.background import BackgroundRollout
 from agile_trainers.rollout.engine import EpisodeSpec, Rollout, RolloutEngine
+from agile_trainers.rollout.generators.versions import Versions
 from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.token_batches import within_memory
 from agile_trainers.types import Trajectory
+
+_Result = TypeVar("_Result")
 
 
 class Drawn(Protocol):
@@ -33,7 +37,7 @@ class OpenBatch:
 
     version: int
     """Version of the policy that plays it: the number of generation batches that it was trained on."""
-    drawn: Any
+    drawn: Drawn
     """What :class:`BatchesAhead` drew for it."""
     keys: range
     """Keys of its episodes."""
@@ -67,9 +71,14 @@ class BatchesAhead:
     ) -> None:
         self._ahead, self._engine, self._sampler, self._snapshots = ahead, engine, sampler, snapshots
         self._draw, self._last = draw, last
+        self._versions = Versions(self._version_of, self._playing, self._holding)
         self._resources = ExitStack()
         self._rollout: Rollout | None = None
+        self._background: BackgroundRollout | None = None
+        """Plays on during updates, where sampling needs nothing of this process."""
         self._open: dict[int, OpenBatch] = {}
+        self._version: dict[int, int] = {}
+        """Key of an episode to its version."""
         self._current = 0
 
     @property
@@ -88,48 +97,77 @@ class BatchesAhead:
         """
         self._begin(generation)
         batch = self._open[generation]
+        trajectories = self._in_background(batch.keys) if self._sampler.overlaps else self._paused(batch.keys)
+        del self._open[generation]
+        for key, trajectory in zip(batch.keys, trajectories, strict=True):
+            trajectory.version = self._version.pop(key)
+        return batch.drawn, trajectories, batch.version
+
+    def _paused(self, keys: range) -> list[Trajectory]:
+        """Play until the episodes have ended; the others wait through the update."""
         rollout = self._rollout
         assert rollout is not None
-        with self._sampler.generators(versions=(self._version_of, self._holding)) as make:
-            trajectories = within_memory(
-                lambda: rollout.play(batch.keys, make()), lambda: self._sampler.halve(len(batch.keys))
-            )
-        del self._open[generation]
-        for trajectory in trajectories:
-            trajectory.version = batch.version
-        return batch.drawn, trajectories, batch.version
+        with self._sampler.generators(versions=self._versions) as make:
+            return within_memory(lambda: rollout.play(keys, make()), lambda: self._sampler.halve(len(keys)))
+
+    def _in_background(self, keys: range) -> list[Trajectory]:
+        """Wait until the episodes have ended, which are played in a thread."""
+        if self._background is None:
+            assert self._rollout is not None
+            generator = self._resources.enter_context(self._sampler.generator_of_versions(self._versions))
+            self._background = BackgroundRollout(self._rollout, generator)
+            self._resources.callback(self._background.close)
+            self._background.start()
+        return self._background.wait(keys)
 
     def _begin(self, generation: int) -> None:
         """Let the batches begin that are due."""
         self._current = generation
         if self._rollout is None:
             self._rollout = self._resources.enter_context(self._engine.open(keep_instances=False))
-        due = range(max(self._open, default=generation - 1) + 1, min(generation + self._ahead, self._last()) + 1)
-        for index in due:
-            self._admit(index, generation)
+        last = min(generation + self._ahead, self._last())
+        drawn = [self._add(index, generation) for index in range(max(self._open, default=generation - 1) + 1, last + 1)]
         if any(batch.version == generation for index, batch in self._open.items() if index > generation):
             self._snapshots.take(generation)
-        self._snapshots.keep({batch.version for batch in self._open.values()})
+        self._snapshots.keep(self._playing())
+        if self._sampler.overlaps:
+            self._sampler.serve(self._versions)
+        for batch in drawn:
+            self._admit(batch)
 
-    def _admit(self, generation: int, version: int, recorded: Sequence[RecordedEpisode] | None = None) -> None:
-        assert self._rollout is not None
+    def _add(self, generation: int, version: int) -> OpenBatch:
         drawn = self._draw(generation)
         size = len(drawn.specs)
-        batch = OpenBatch(version, drawn, range(generation * size, (generation + 1) * size))
-        self._open[generation] = batch
-        self._rollout.admit(batch.keys, drawn.specs, recorded)
+        keys = range(generation * size, (generation + 1) * size)
+        self._version.update(dict.fromkeys(keys, version))
+        self._open[generation] = OpenBatch(version, drawn, keys)
+        return self._open[generation]
+
+    def _admit(self, batch: OpenBatch, recorded: Sequence[RecordedEpisode] | None = None) -> None:
+        rollout = self._rollout
+        assert rollout is not None
+        self._between_steps(lambda: rollout.admit(batch.keys, batch.drawn.specs, recorded))
+
+    def _between_steps(self, function: Callable[[], _Result]) -> _Result:
+        """Run a function of the rollout."""
+        return function() if self._background is None else self._background.call(function)
+
+    def _playing(self) -> set[int]:
+        """Return the versions of all open batches."""
+        return {batch.version for batch in self._open.values()}
 
     def _version_of(self, key: int) -> int:
-        return next(batch.version for batch in self._open.values() if key in batch.keys)
+        return self._version[key]
 
-    def _holding(self, version: int) -> Any:
+    def _holding(self, version: int) -> AbstractContextManager[None]:
         return self._snapshots.holding(None if version == self._current else version)
 
     def close(self) -> None:
         """Give up what is under way."""
         self._resources.close()
-        self._rollout = None
+        self._rollout = self._background = None
         self._open.clear()
+        self._version.clear()
         self._snapshots.keep(())
 
     # ---------------------------------------------------------------------------------------------------- checkpoint
@@ -137,18 +175,19 @@ class BatchesAhead:
     def state(self) -> AheadState:
         """Return the open batches of this process, and the policies that play them."""
         rollout = self._rollout
+        if rollout is None:
+            return AheadState([], {})
+        records = self._between_steps(lambda: {key: rollout.record(batch.keys) for key, batch in self._open.items()})
         batches = [
             {
                 "generation": generation,
-                "version": batch.version,
-                "episodes": [asdict(record) for record in rollout.record(batch.keys)],
+                "version": self._open[generation].version,
+                "episodes": [asdict(record) for record in episodes],
             }
-            for generation, batch in self._open.items()
-            if rollout is not None
+            for generation, episodes in records.items()
         ]
-        needed = {batch.version for batch in self._open.values()}
         weights = self._snapshots.weights
-        return AheadState(batches, {version: weights[version] for version in sorted(needed)})
+        return AheadState(batches, {version: weights[version] for version in sorted(self._playing())})
 
     def restore(self, state: AheadState) -> None:
         """Play the open batches of a checkpoint on, from the answers that it holds."""
@@ -158,7 +197,8 @@ class BatchesAhead:
         self._rollout = self._resources.enter_context(self._engine.open(keep_instances=False))
         self._snapshots.restore(state.weights)
         for batch in state.batches:
-            self._admit(batch["generation"], batch["version"], list(_recorded(batch["episodes"])))
+            added = self._add(batch["generation"], batch["version"])
+            self._admit(added, list(_recorded(batch["episodes"])))
 
 
 def check_plays_ahead(model: torch.nn.Module, dataset: Any, engine: RolloutEngine) -> None:

@@ -21,7 +21,7 @@ WORDS = ("a", "b", "c")
 
 def answer(request: GenerationRequest) -> GenerationOutput:
     """Words that depend on the noise and on the prompt."""
-    draws = request.uniforms(1 + len(request.token_ids) % 3)
+    draws = request.uniforms(1 + len(request.token_ids) % 2)
     words = [WORDS[int(draw * 3)] for draw in draws]
     said = [*ids(" ".join(words)), *ids("]")]
     return GenerationOutput(request.episode, said, [-draw for draw in [*draws, 0.5]], "stop")

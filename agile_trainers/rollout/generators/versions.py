@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The versions of a policy that play at the same time."""
+
+    of: Callable[[int], int]
+    """Maps an episode to its version."""
+    wanted: Callable[[], Collection[int]]
+    """Returns all of them."""
+    holding: Callable[[int], AbstractContextManager[None]]
+    """Lets the trainer's model compute with a version in a block."""
 
 
 class VersionedGenerator:
@@ -13,22 +26,16 @@ class VersionedGenerator:
 
     Args:
         make: Makes the generator of a version.
-        version_of: Maps an episode to its version.
-        holding: Lets the model compute with a version in a block.
+        versions: The versions.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Generator],
-        version_of: Callable[[int], int],
-        holding: Callable[[int], AbstractContextManager[None]],
-    ) -> None:
-        self._make, self._version_of, self._holding = make, version_of, holding
+    def __init__(self, make: Callable[[], Generator], versions: Versions) -> None:
+        self._make, self._versions = make, versions
         self._generators: dict[int, Generator] = {}
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; see :class:`Generator`."""
-        version = self._version_of(request.episode)
+        version = self._versions.of(request.episode)
         if version not in self._generators:
             self._generators[version] = self._make()
         self._generators[version].submit(request)
@@ -38,7 +45,7 @@ class VersionedGenerator:
         outputs: list[GenerationOutput] = []
         for version, generator in sorted(self._generators.items()):
             if generator.pending:
-                with self._holding(version):
+                with self._versions.holding(version):
                     outputs += generator.step()
         return outputs
 

@@ -184,6 +184,7 @@ class ServerGenerator:
         self._under_way: dict[tuple[int, int], GenerationRequest] = {}
         # The only attribute that other threads use.
         self._answers: queue.SimpleQueue[tuple[GenerationRequest, Any]] = queue.SimpleQueue()
+        self._wake: Callable[[], None] | None = None
         self._threads = ThreadPoolExecutor(server.max_batch_size, thread_name_prefix="vllm-request")
 
     def submit(self, request: GenerationRequest) -> None:
@@ -203,8 +204,12 @@ class ServerGenerator:
         self._under_way[request.episode, request.call] = request
         self._threads.submit(self._ask, request, fields)
 
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call a function, in any thread, whenever an answer has arrived; :meth:`step` then waits no longer."""
+        self._wake = wake
+
     def step(self) -> list[GenerationOutput]:
-        """Return the answers that have arrived, after a short wait if there are none. Empty when idle.
+        """Return the answers that have arrived, after a short wait if there are none and nobody listens. Empty when idle.
 
         Raises:
             Exception: Any error of a request, from the server or the connection.
@@ -213,7 +218,8 @@ class ServerGenerator:
         outputs: list[GenerationOutput] = []
         while self._under_way:
             try:
-                request, answer = self._answers.get(timeout=0 if outputs else PATIENCE)
+                patience = 0 if outputs or self._wake is not None else PATIENCE
+                request, answer = self._answers.get(timeout=patience)
             except queue.Empty:
                 break
             if self._under_way.get((request.episode, request.call)) is not request:
@@ -247,6 +253,8 @@ class ServerGenerator:
         except BaseException as error:
             answer = error
         self._answers.put((request, answer))
+        if self._wake is not None:
+            self._wake()
 
     def _finish(
         self, request: GenerationRequest, token_ids: list[int], logprobs: list[float], cached: int | None
