@@ -34,7 +34,10 @@ class Snapshots:
 
     def restore(self, weights: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Take the versions of a checkpoint."""
-        self.weights = {version: dict(named) for version, named in weights.items()}
+        # Copies: tensors of a file lie where its bytes do, and matrix products round by where their factors lie.
+        self.weights = {
+            version: {name: weight.clone() for name, weight in named.items()} for version, named in weights.items()
+        }
 
     @contextmanager
     def holding(self, version: int | None) -> Iterator[None]:
