@@ -65,6 +65,7 @@ VIEWER = "tests/viewer/test_page.py"
 LABELS = "tests/viewer/test_labels.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
+DRIFT = "tests/objectives/test_drift.py"
 GAP = "tests/trainers/test_gap.py"
 CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
@@ -501,6 +502,38 @@ MUTATIONS = [
     Mutation(
         "the mean of a turn's ratios for their product", "objectives/mismatch.py",
         'max(int(ids.max()) + 1, 1), "sum")', 'max(int(ids.max()) + 1, 1), "mean")', MISMATCH,
+    ),
+    Mutation(
+        "a turn's own ratio for the product up to it", "objectives/drift.py",
+        '"sum").cumsum(dim=1).exp()', '"sum").exp()', DRIFT,
+    ),
+    Mutation(
+        "rewards weighted by the turns before as well", "objectives/drift.py",
+        " / weights.clamp(min=torch.finfo(weights.dtype).tiny) + known", " + known", DRIFT,
+    ),
+    Mutation(
+        "control variates with another mean", "objectives/drift.py",
+        "weights * (turn_rewards + gamma * _of_next(known) - known)", "weights * (turn_rewards - known)", DRIFT,
+    ),
+    Mutation(
+        "tokens that do not count in the products", "objectives/drift.py",
+        "gap = torch.where(mask, log_ratio, 0.0).float()", "gap = log_ratio.float()", DRIFT,
+    ),
+    Mutation(
+        "weights per decision without their bound", "objectives/drift.py",
+        "weights if clip_max is None else weights.clamp(max=clip_max)", "weights", DRIFT,
+    ),
+    Mutation(
+        "a mask of tokens that move back", "objectives/drift.py",
+        "(moved * advantages > 0)", "(moved * advantages < 0)", DRIFT,
+    ),
+    Mutation(
+        "the divergence of prox from the snapshot", "objectives/drift.py",
+        "(ratio - 1 - gap).mean()", "(1 / ratio - 1 + gap).mean()", DRIFT,
+    ),
+    Mutation(
+        "episodes without a token in the effective sample size", "objectives/drift.py",
+        ".sum(dim=1)[mask.any(dim=1)]", ".sum(dim=1)", DRIFT,
     ),
     Mutation(
         "an adapter at the rate of a whole model", "config/batch_defaults.py",

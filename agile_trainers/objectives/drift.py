@@ -77,13 +77,16 @@ def decision_weights(
         (B, K) float32. Turns after the last one have its weight.
     """
     gap = torch.where(mask, log_ratio, 0.0).float()
-    ids = torch.where(mask, turn_ids, -1)
-    weights = pool_to_turns(gap, ids, turns, "sum").cumsum(dim=1).exp()
+    weights = pool_to_turns(gap, turn_ids, turns, "sum").cumsum(dim=1).exp()
     return weights if clip_max is None else weights.clamp(max=clip_max)
 
 
 def decision_rewards(
-    turn_rewards: torch.Tensor, turn_mask: torch.Tensor, weights: torch.Tensor, gamma: float
+    turn_rewards: torch.Tensor,
+    turn_mask: torch.Tensor,
+    weights: torch.Tensor,
+    gamma: float,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute rewards whose returns estimate the returns of prox, for a credit rule that knows nothing of the drift.
 
@@ -94,20 +97,32 @@ def decision_rewards(
     The rule must use returns from the turn on. The sum over the whole episode contains earlier rewards, whose weights do
     not contain the turn's answer; advantages of whole trajectories need the weight of the whole sequence.
 
+    ``values`` reduce the variance without a bias (doubly robust: Jiang and Li, 2016). They are what a turn is expected to
+    earn before its answer is given; its ratio then weighs the difference to it alone.
+
     Args:
         turn_rewards: (B, K).
         turn_mask: (B, K) bool, the turns that happened; they come first in every row.
         weights: (B, K), of :func:`decision_weights`.
         gamma: Discount per turn, in [0, 1].
+        values: (B, K), estimates of the return from each turn on that do not depend on the turn's answer and what comes
+            after it, such as a mean over other episodes. Default: 0.
 
     Returns:
         (B, K) in the dtype of ``turn_rewards``, 0 where no turn happened. ``turn_rewards`` if all weights are equal.
     """
     weights = weights.double()
-    returns = discounted_returns(turn_rewards.double() * weights, turn_mask, gamma)
-    returns = returns / weights.clamp(min=torch.finfo(weights.dtype).tiny)
-    following = torch.cat([returns[:, 1:], returns.new_zeros(len(returns), 1)], dim=1)
-    return torch.where(turn_mask, returns - gamma * following, 0.0).to(turn_rewards.dtype)
+    known = torch.where(turn_mask, torch.zeros_like(weights) if values is None else values.double(), 0.0)
+    surprises = weights * (turn_rewards + gamma * _of_next(known) - known)
+    returns = (
+        discounted_returns(surprises, turn_mask, gamma) / weights.clamp(min=torch.finfo(weights.dtype).tiny) + known
+    )
+    return torch.where(turn_mask, returns - gamma * _of_next(returns), 0.0).to(turn_rewards.dtype)
+
+
+def _of_next(values: torch.Tensor) -> torch.Tensor:
+    """Give each turn the value of the next, (B, K); the last one gets 0."""
+    return torch.nn.functional.pad(values[:, 1:], (0, 1))
 
 
 def dppo_mask(

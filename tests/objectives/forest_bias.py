@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from forests import (
@@ -27,6 +29,7 @@ from forests import (
     summary,
 )
 
+from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.objectives.returns import discounted_returns, gae
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/paths.md"
@@ -114,6 +117,24 @@ def _others(kinds: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def leave_one_out(rows: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
     """The return minus the mean of the other members'."""
     return returns[:, 0] - returns[:, 1:].mean(dim=1)
+
+
+def in_pairs(forest: Forest, rewards: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    """(N, K), the expectation over the other member of a group of two of the library's leave-one-out advantage.
+
+    ``rewards`` (N, K) take the place of the forest's.
+    """
+    rewards = forest.rewards if rewards is None else rewards
+    pairs = torch.tensor(list(itertools.product(range(len(forest.calls)), repeat=2)))
+    rows = pairs.flatten()
+    advantages = group_advantages(
+        rewards[rows], forest.mask[rows], torch.zeros(len(rows)) > 0, group_size=2, scale="none",
+        baseline="leave_one_out", rewarded=forest.rewarded[rows],
+        **{name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in options.items()},
+    ).advantages  # fmt: skip
+    assert advantages.dtype == torch.float64
+    weighted = advantages * forest.probabilities[pairs.flip(1).flatten()][:, None]
+    return torch.zeros_like(rewards).index_add(0, rows, weighted) / 2
 
 
 # -------------------------------------------------------------------------------------------------- what others do

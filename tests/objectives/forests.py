@@ -241,16 +241,22 @@ class Forest:
         return logs.new_zeros(mask.shape).masked_scatter(mask, logs)
 
     @cached_property
-    def scores(self) -> torch.Tensor:
-        """(N, K, D), the gradient of each call's log-probability, in closed form: the symbol minus its probabilities."""
-        places, rows, symbols = self._sampled
+    def symbol_scores(self) -> torch.Tensor:
+        """(M, D), the gradient of the log-probability of every sampled symbol, in the order of calls: the symbol minus its
+        probabilities."""
+        _, rows, symbols = self._sampled
         probabilities = self.logits.detach().softmax(-1)
-        of_symbols = torch.zeros(len(places), *self.logits.shape).double()
-        number = torch.arange(len(places))
-        of_symbols[number, rows] = -probabilities[rows]
-        of_symbols[number, rows, symbols] += 1.0
+        scores = torch.zeros(len(rows), *self.logits.shape).double()
+        number = torch.arange(len(rows))
+        scores[number, rows] = -probabilities[rows]
+        scores[number, rows, symbols] += 1.0
+        return scores.flatten(1)
+
+    @cached_property
+    def scores(self) -> torch.Tensor:
+        """(N, K, D), the gradient of each call's log-probability."""
         scores = torch.zeros(self.mask.numel(), self.logits.numel()).double()
-        return scores.index_add(0, places, of_symbols.flatten(1)).view(*self.shape, -1)
+        return scores.index_add(0, self._sampled[0], self.symbol_scores).view(*self.shape, -1)
 
     @cached_property
     def probabilities(self) -> torch.Tensor:

@@ -6,34 +6,17 @@ expectation is over all of their episodes, in float64.
 
 from __future__ import annotations
 
-import itertools
-
 import forest_bias
 import pytest
 import torch
-from forest_bias import credited, drawn, estimates, returns, values
+from forest_bias import credited, drawn, estimates, in_pairs, returns, values
 from forests import PROGRAMS, Forest, World, asked_again_inside, error, rejected, rejected_beginning
 
-from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.objectives.returns import token_gae
 
 EXACT = 1e-10
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
 every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-
-
-def in_pairs(forest: Forest, **options) -> torch.Tensor:
-    """(N, K), the expectation over the other member of a group of two of the library's leave-one-out advantage."""
-    pairs = torch.tensor(list(itertools.product(range(len(forest.calls)), repeat=2)))
-    rows = pairs.flatten()
-    advantages = group_advantages(
-        forest.rewards[rows], forest.mask[rows], torch.zeros(len(rows)) > 0, group_size=2, scale="none",
-        baseline="leave_one_out", rewarded=forest.rewarded[rows],
-        **{name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in options.items()},
-    ).advantages  # fmt: skip
-    assert advantages.dtype == torch.float64
-    weighted = advantages * forest.probabilities[pairs.flip(1).flatten()][:, None]
-    return torch.zeros_like(forest.rewards).index_add(0, rows, weighted) / 2
 
 
 @SEEDS

@@ -1,0 +1,347 @@
+"""Weights for batches that an earlier policy has sampled: by hand, and by listing all episodes of two and three turns.
+
+Expectations are over everything that the snapshot samples, and are compared with the gradient of prox's expected return.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache
+
+import pytest
+import torch
+from drifting import Drift, three_turns, two_turns
+from forest_bias import in_pairs
+from forests import Forest, World, error
+
+from agile_trainers.objectives.drift import (
+    MODES,
+    decision_rewards,
+    decision_weights,
+    dppo_mask,
+    drift_metrics,
+    drift_weights,
+    effective_sample_size,
+)
+from agile_trainers.objectives.mismatch import importance_weights
+from agile_trainers.objectives.returns import discounted_returns
+from agile_trainers.objectives.segments import spread_to_tokens
+
+EXACT = 1e-6
+"""Weights are in float32."""
+BASELINES = torch.tensor([0.8, -0.5, 1.3], dtype=torch.float64)
+"""Of each turn, as far from its returns as that they matter."""
+every_tree = pytest.mark.parametrize(
+    ("program", "seed"),
+    list(itertools.product((two_turns, three_turns), range(3))),
+    ids=lambda value: getattr(value, "__name__", value),
+)
+drawn = cache(Drift.drawn)
+
+TURN_IDS = torch.tensor([[0, 0, -1, 1, 1], [0, 1, 1, -1, -1]])
+MASK = TURN_IDS >= 0
+RATIOS = torch.tensor([[2.0, 0.5, 99.0, 4.0, 2.0], [0.25, 1.0, 0.5, 99.0, 99.0]])
+"""Prox over snapshot. Products: turns 1 and 8, .25 and .5; episodes 8 and .125."""
+
+
+def returns(drift: Drift) -> torch.Tensor:
+    """(N, K), from each turn on."""
+    return discounted_returns(drift.prox.rewards, drift.prox.mask, 1.0)
+
+
+def on_tokens(drift: Drift, turns: torch.Tensor) -> torch.Tensor:
+    return spread_to_tokens(turns, drift.turn_ids)
+
+
+def weights(drift: Drift, mode: str, clip_max: float | None = None) -> torch.Tensor:
+    return drift_weights(drift.log_ratio, drift.mask, drift.turn_ids, mode, clip_max)
+
+
+def by_turn(drift: Drift) -> torch.Tensor:
+    return decision_weights(drift.log_ratio, drift.mask, drift.turn_ids, drift.turns)
+
+
+# ------------------------------------------------------------------------------------------------------------ exact
+
+
+@every_tree
+@pytest.mark.parametrize("whole", [False, True], ids=["return from the turn on", "return of the episode"])
+def test_the_sequence_weight_is_exact(program, seed, whole):
+    drift = drawn(program, seed)
+    earned = returns(drift)[:, :1] if whole else returns(drift)
+    advantages = on_tokens(drift, earned - BASELINES[: drift.turns])
+    assert error(drift.expected(weights(drift, "sequence_truncate") * advantages), drift.prox.exact) < EXACT
+    assert error(drift.expected(advantages), drift.prox.exact) > 0.1
+
+
+@every_tree
+def test_rewards_weighted_up_to_their_turn_are_exact(program, seed):
+    drift = drawn(program, seed)
+    weighted = discounted_returns(drift.prox.rewards * by_turn(drift), drift.prox.mask, 1.0)
+    assert error(drift.expected(on_tokens(drift, weighted)), drift.prox.exact) < EXACT
+
+
+@every_tree
+def test_baselines_are_weighted_up_to_their_turn(program, seed):
+    """`decision_rewards` leads to the exact gradient with any baselines and values; a baseline without weight does not."""
+    drift = drawn(program, seed)
+    for values in (None, BASELINES[: drift.turns].flip(0).expand_as(drift.prox.rewards)):
+        rewards = decision_rewards(drift.prox.rewards, drift.prox.mask, by_turn(drift), 1.0, values)
+        advantages = discounted_returns(rewards, drift.prox.mask, 1.0) - BASELINES[: drift.turns]
+        assert error(drift.expected(on_tokens(drift, advantages * by_turn(drift))), drift.prox.exact) < EXACT
+        in_the_loss = weights(drift, "decision") * on_tokens(drift, advantages)
+        assert error(drift.expected(in_the_loss), drift.prox.exact) < EXACT
+    weighted = discounted_returns(drift.prox.rewards * by_turn(drift), drift.prox.mask, 1.0)
+    assert error(drift.expected(on_tokens(drift, weighted - BASELINES[: drift.turns])), drift.prox.exact) > 0.1
+
+
+@every_tree
+def test_leave_one_out_is_exact(program, seed):
+    """The other member's returns do not depend on the episode, whichever policy they are of."""
+    drift = drawn(program, seed)
+    for mode, granularity in (("sequence_truncate", "trajectory"), ("sequence_truncate", "turn"), ("decision", "turn")):
+        rewards = drift.snapshot.rewards
+        if mode == "decision":
+            rewards = decision_rewards(rewards, drift.snapshot.mask, by_turn(drift), 1.0)
+        advantages = in_pairs(drift.snapshot, rewards, granularity=granularity, trajectory_fallback=True)
+        weighted = weights(drift, mode) * on_tokens(drift, advantages)
+        assert error(drift.expected(weighted), drift.prox.exact) < EXACT
+    plain = in_pairs(
+        drift.snapshot, drift.snapshot.rewards * by_turn(drift), granularity="turn", trajectory_fallback=True
+    )
+    assert error(drift.expected(on_tokens(drift, plain)), drift.prox.exact) > 0.02
+
+
+@every_tree
+def test_a_discount_is_that_of_the_returns(program, seed):
+    """Against the same estimator on policy, where every weight is 1."""
+    drift = drawn(program, seed)
+    discounted = discounted_returns(drift.prox.rewards, drift.prox.mask, 0.6)
+    expected = drift.prox.probabilities @ drift.estimates(on_tokens(drift, discounted))
+    for values in (None, BASELINES[: drift.turns].expand_as(drift.prox.rewards)):
+        rewards = decision_rewards(drift.prox.rewards, drift.prox.mask, by_turn(drift), 0.6, values)
+        advantages = discounted_returns(rewards, drift.prox.mask, 0.6) - BASELINES[: drift.turns]
+        assert error(drift.expected(weights(drift, "decision") * on_tokens(drift, advantages)), expected) < EXACT
+    sequence = weights(drift, "sequence_truncate") * on_tokens(drift, discounted)
+    assert error(drift.expected(sequence), expected) < EXACT
+
+
+@every_tree
+def test_exact_weights_have_the_mean_one(program, seed):
+    drift = drawn(program, seed)
+    chances = drift.snapshot.probabilities
+    assert (chances @ by_turn(drift).double()).tolist() == pytest.approx([1.0] * drift.turns, abs=EXACT)
+    sequence = weights(drift, "sequence_truncate")[:, 0].double()
+    assert (chances @ sequence).item() == pytest.approx(1.0, abs=EXACT)
+
+
+# ---------------------------------------------------------------------------------------------------------- not exact
+
+
+def test_a_turns_own_ratio_by_hand():
+    """An answer a (1/2 under the snapshot, 3/4 under prox) leads to a second turn, where a (1/4, 1/2) is rewarded.
+
+    By the logit of a, prox's gradient is 3/4 * 1/4 * 1/2 in the first turn, and 3/4 * 1/2 * 1/2 in the second. With a turn's
+    own ratio, the first turn is rewarded as the snapshot goes on, 3/4 * 1/4 * 1/4, and the second is reached as often as
+    under the snapshot, 1/2 * 1/2 * 1/2. Without weights: 1/2 * 1/4 * (1 - 3/4) and 1/2 * 1/4 * (1 - 1/2).
+    """
+
+    def program(world: World) -> None:
+        if world.ask("S") == "a":
+            world.ask("Sa on:")
+            world.calls[1].reward = float(world.calls[1].answer == "a")
+        world.calls[0].reward = 0.0
+
+    drift = Drift(Forest(program), Forest(program))
+    chances = {"S": (0.5, 0.75), "Sa on:": (0.25, 0.5)}
+    with torch.no_grad():
+        for prompt, both in chances.items():
+            for forest, chance in zip((drift.snapshot, drift.prox), both):
+                logits = torch.tensor([chance, (1 - chance) * 0.7, (1 - chance) * 0.3]).log()
+                forest.of_prompt(forest.logits, prompt).copy_(logits)
+
+    def of_a(gradient: torch.Tensor) -> list[float]:
+        return [drift.prox.of_prompt(gradient, prompt)[0].item() for prompt in chances]
+
+    advantages = on_tokens(drift, returns(drift))
+    assert of_a(drift.prox.exact) == pytest.approx([3 / 32, 3 / 16])
+    for mode, expected in {
+        "sequence_truncate": [3 / 32, 3 / 16],
+        "turn_truncate": [3 / 64, 1 / 8],
+        "token_truncate": [3 / 64, 1 / 8],
+    }.items():
+        assert of_a(drift.expected(weights(drift, mode) * advantages)) == pytest.approx(expected, rel=1e-6)
+    assert of_a(drift.expected(advantages)) == pytest.approx([1 / 32, 1 / 16])
+    assert error(drift.expected(weights(drift, "turn_truncate") * advantages), drift.prox.exact) > 0.3
+
+
+@every_tree
+def test_the_other_weights_are_biased(program, seed):
+    """So are the exact ones, once they are clipped."""
+    drift = drawn(program, seed)
+    advantages = on_tokens(drift, returns(drift) - BASELINES[: drift.turns])
+    for mode, clip_max in {
+        "token_truncate": None,
+        "turn_truncate": None,
+        "sequence_truncate": 1.5,
+        "sequence_mask": 1.5,
+    }.items():
+        assert error(drift.expected(weights(drift, mode, clip_max) * advantages), drift.prox.exact) > 0.02
+    rewards = decision_rewards(drift.prox.rewards, drift.prox.mask, by_turn(drift), 1.0)
+    advantages = on_tokens(drift, discounted_returns(rewards, drift.prox.mask, 1.0))
+    assert error(drift.expected(weights(drift, "decision", 1.5) * advantages), drift.prox.exact) > 0.02
+
+
+# ------------------------------------------------------------------------------------------------------------ by hand
+
+
+@pytest.mark.parametrize("clip_max", [None, 3.0])
+@pytest.mark.parametrize("mode", MODES[:-1])
+def test_modes_are_those_of_the_mismatch(mode, clip_max):
+    """`tests/objectives/test_mismatch.py` has them by hand."""
+    prox = torch.full_like(RATIOS, -1.0)
+    expected = importance_weights(prox, prox - RATIOS.log(), TURN_IDS, MASK, mode=mode, highest=clip_max).weights
+    torch.testing.assert_close(drift_weights(RATIOS.log(), MASK, TURN_IDS, mode, clip_max), expected)
+
+
+def test_decision_weights_by_hand():
+    found = decision_weights(RATIOS.log(), MASK, TURN_IDS, 3)
+    torch.testing.assert_close(found, torch.tensor([[1.0, 8.0, 8.0], [0.25, 0.125, 0.125]]))
+    assert found.dtype == torch.float32
+    found = decision_weights(RATIOS.log(), MASK, TURN_IDS, 2, clip_max=3.0)
+    torch.testing.assert_close(found, torch.tensor([[1.0, 3.0], [0.25, 0.125]]))
+    found = drift_weights(RATIOS.log(), MASK, TURN_IDS, "decision", 3.0)
+    torch.testing.assert_close(found, torch.tensor([[1.0, 1.0, 1.0, 3.0, 3.0], [0.25, 0.125, 0.125, 1.0, 1.0]]))
+
+
+def test_decision_rewards_by_hand():
+    """Weights 2, 6 and 3: the later turns have the ratios 3 and 1/2.
+
+    The returns are 1 + .5 * 3 * (2 + .5 * .5 * 4) = 5.5, 2 + .5 * .5 * 4 = 3, and 4.
+    """
+    rewards = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 7.0]])
+    weighted = torch.tensor([[2.0, 6.0, 3.0], [2.0, 6.0, 6.0]])
+    happened = torch.tensor([[True, True, True], [True, True, False]])
+    found = decision_rewards(rewards, happened, weighted, 0.5)
+    torch.testing.assert_close(
+        discounted_returns(found, happened, 0.5), torch.tensor([[5.5, 3.0, 4.0], [4.0, 2.0, 0.0]])
+    )
+    assert found[1, 2] == 0.0 and found.dtype == torch.float32
+    same = decision_rewards(rewards, happened, torch.full((2, 3), 7.0), 0.5)
+    torch.testing.assert_close(same, torch.where(happened, rewards, 0.0))
+    assert decision_rewards(rewards, happened, torch.zeros(2, 3), 0.5).isfinite().all()
+
+
+def test_values_take_the_place_of_what_ratios_weigh():
+    """Of a second turn with the ratio 3 that earns 2, when 4 or, of the second episode, exactly that was expected."""
+    rewards, weighted = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 9.0]]), torch.tensor([[2.0, 6.0]] * 3)
+    happened = torch.tensor([[True, True], [True, True], [True, False]])
+    values = torch.tensor([[7.0, 4.0], [7.0, 2.0], [7.0, 4.0]])
+    found = decision_rewards(rewards, happened, weighted, 0.5, values)
+    expected = torch.tensor([[1 + 0.5 * (4 + 3 * (2 - 4)), 2.0], [1 + 0.5 * 2, 2.0], [1.0, 0.0]])
+    torch.testing.assert_close(discounted_returns(found, happened, 0.5), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_that_do_not_count_have_no_influence(mode):
+    mask = MASK.clone()
+    mask[0, 3] = False
+    noisy, clean = (torch.where(mask, RATIOS.log(), torch.tensor(value)) for value in (math.nan, 0.0))
+    first, second = (drift_weights(one, mask, TURN_IDS, mode, 3.0) for one in (noisy, clean))
+    assert torch.equal(first, second) and (first[~mask] == 1).all()
+    assert drift_metrics(noisy, mask) == drift_metrics(clean, mask)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_drift_weighs_nothing(mode):
+    none = torch.zeros(2, 5)
+    assert torch.equal(drift_weights(none, MASK, TURN_IDS, mode, 1.0), torch.ones(2, 5))
+    nothing = torch.full((1, 2), -1)
+    assert torch.equal(drift_weights(none[:1, :2], nothing >= 0, nothing, mode), torch.ones(1, 2))
+
+
+def test_an_unknown_mode():
+    with pytest.raises(ValueError, match=r"mode.*'token_truncate'.*'decision'.*'word_mask'"):
+        drift_weights(RATIOS.log(), MASK, TURN_IDS, "word_mask")
+
+
+# ------------------------------------------------------------------------------------------------------------ the mask
+
+
+def test_dppos_mask_is_that_of_its_definition():
+    """Each case of the paper's equations 12 and 13, one by one."""
+    chances = [0.0, 0.05, 0.1, 0.3, 0.5, 0.75, 1.0]
+    cases = list(itertools.product(chances[1:], chances, (-2.0, 0.0, 0.5), (0.1, 0.15, 0.5)))
+    kept = 0
+    for snapshot, prox, advantage, threshold in cases:
+        ratio, divergence = prox / snapshot, abs(snapshot - prox)
+        expected = True
+        if advantage > 0 and ratio > 1 and divergence > threshold + 1e-6:
+            expected = False
+        if advantage < 0 and ratio < 1 and divergence > threshold + 1e-6:
+            expected = False
+        if abs(divergence - threshold) < 1e-6:
+            continue  # decided by rounding
+        log_probs = torch.tensor([[prox, snapshot]]).log()
+        found = dppo_mask(
+            log_probs[:, :1], log_probs[:, 1:], torch.tensor([[advantage]]), torch.tensor([[True]]), threshold
+        )
+        assert found.item() is expected, (snapshot, prox, advantage, threshold)
+        kept += expected
+    assert 0 < kept < len(cases)
+
+
+def test_dppos_mask_is_of_tokens_that_count():
+    log_probs = torch.tensor([[math.nan, math.log(0.2), math.log(0.9), math.nan]])
+    before = torch.tensor([[math.log(0.5), math.log(0.1), math.log(0.5), math.nan]])
+    mask = torch.tensor([[False, True, True, False]])
+    found = dppo_mask(log_probs, before, torch.ones(1, 4), mask, 0.15)
+    assert found.tolist() == [[False, True, False, False]]
+
+
+# --------------------------------------------------------------------------------------------------------- measurements
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([1.0] * 5, 5.0),
+        ([3.0, 1.0], 1.6),
+        ([0.0, 7.0, 0.0], 1.0),
+        ([1.0, 2.0, 3.0], 36 / 14),
+        ([0.0, 0.0], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_effective_sample_size_by_hand(weights, expected):
+    logs = torch.tensor(weights).double().log()
+    assert effective_sample_size(logs) == pytest.approx(expected)
+    assert effective_sample_size(logs + 1000.0) == pytest.approx(expected)
+
+
+def test_metrics_by_hand():
+    ratios = [2.0, 0.5, 4.0, 2.0, 0.25, 1.0, 0.5]
+    expected = {
+        "kl": sum(ratio - 1 - math.log(ratio) for ratio in ratios) / 7,
+        "ratio/min": 0.25,
+        "ratio/mean": sum(ratios) / 7,
+        "ratio/max": 4.0,
+        "effective_sample_size": (8 + 0.125) ** 2 / (64 + 0.125**2) / 2,
+    }
+    padded = torch.cat([RATIOS.log(), torch.zeros(1, 5)]), torch.cat([MASK, torch.zeros(1, 5) > 0])
+    for log_ratio, mask in ((RATIOS.log(), MASK), padded):
+        found = drift_metrics(log_ratio, mask)
+        assert found == pytest.approx({f"drift/{name}": value for name, value in expected.items()}, rel=1e-5)
+    assert drift_metrics(RATIOS.log(), torch.zeros_like(MASK)) == {}
+
+
+@every_tree
+def test_the_mean_of_k3_is_the_divergence(program, seed):
+    """Of an episode under the snapshot from prox, added up over its tokens."""
+    drift = drawn(program, seed)
+    chances = drift.snapshot.probabilities
+    exact = (chances * (chances / drift.prox.probabilities).log()).sum().item()
+    tokens = drift.mask.sum(1)
+    found = [drift_metrics(row[None], mask[None])["drift/kl"] for row, mask in zip(drift.log_ratio, drift.mask)]
+    assert (chances * tokens) @ torch.tensor(found).double() == pytest.approx(exact, rel=1e-6) and exact > 0.1
