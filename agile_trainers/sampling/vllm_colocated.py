@@ -187,11 +187,16 @@ class VllmPolicy(ServedPolicy):
         tokenizer: Any,
         adapter_of: Callable[[int], LoRARequest | None] = lambda episode: None,
     ) -> Iterator[Generator]:
-        """Make a generator on the engine, which steps together with the other processes of the group, if any."""
+        """Make a generator on the engine, which steps together with the other processes of the group, if any.
+
+        Every step of vLLM draws from torch's generators, also where requests have seeds of their own; the trainer's draws
+        after the rollout are those that they would have been without it.
+        """
         made = VllmGenerator(
             self.engine, eos_token_ids=eos_token_ids, settings=settings, tokenizer=tokenizer, adapter_of=adapter_of
         )
-        with closing(made):
+        devices = [torch.cuda.current_device()] if self._accelerator.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), closing(made):
             if self._group is None:
                 yield made
             else:

@@ -8,13 +8,15 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
+from requests import ConnectionError as RequestsConnectionError
 from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
 from transformers import PreTrainedTokenizerBase
@@ -119,7 +121,8 @@ class VllmServer(AdapterHost[str]):
         name = adapter or self.adapter
         fields = fields if name is None else {"model": name, **fields}
         self._usage.cached = None
-        answer = self.client.generate([token_ids], generation_kwargs=fields)
+        with self._reached():
+            answer = self.client.generate([token_ids], generation_kwargs=fields)
         logprobs = (position[0] for position in answer["logprobs"][0])
         values = [math.nan if logprob is None else logprob for logprob in logprobs]
         return answer["completion_ids"][0], values, self._usage.cached
@@ -130,8 +133,19 @@ class VllmServer(AdapterHost[str]):
             details = (response.json().get("usage") or {}).get("prompt_tokens_details") or {}
             self._usage.cached = details.get("cached_tokens")
 
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestsConnectionError as error:
+            raise RequestsConnectionError(
+                f"The vLLM server at {self.url} does not answer any more: {error}. Start it again, and resume from the last "
+                "checkpoint."
+            ) from error
+
     def _lora(self, action: str, body: dict[str, str]) -> None:
-        response = self.client.session.post(f"{self.url}/v1/{action}_lora_adapter", json=body)
+        with self._reached():
+            response = self.client.session.post(f"{self.url}/v1/{action}_lora_adapter", json=body)
         if response.status_code == 200:
             return
         hint = f"The server must be able to read {body.get('lora_path')}: choose an output_dir on a shared file system."

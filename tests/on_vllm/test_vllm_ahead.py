@@ -1,0 +1,139 @@
+"""Batches ahead on vLLM, in this process and on a server: each by its own adapter, the same to the bit at any timing."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from requests import ConnectionError
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
+
+import torch
+from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
+from games import Chatter, make_trainer
+from serving import Served, serving
+from test_batches_ahead import said, watched
+
+GAP = "sampling/sampling_logp_difference/max"
+RUN: dict[str, Any] = {
+    "max_steps": 5, "per_device_train_batch_size": 8, "learning_rate": 0.3, "use_vllm": True, "stop_strings": None,
+    "max_model_length": 256, "environment_workers": 4,
+}  # fmt: skip
+
+
+class Slow(Chatter):
+    """Takes a while now and then."""
+
+    chance: random.Random | None = None
+
+    def step(self, action: str) -> Any:
+        if self.chance is not None:
+            time.sleep(self.chance.choice([0, 0, 0, 0.05]))
+        return super().step(action)
+
+
+@pytest.fixture(scope="module")
+def server(embedded_model: Path) -> Iterator[Served]:
+    with serving(embedded_model, 256, more=["--max-loras", "8"]) as served:
+        yield served
+
+
+@pytest.fixture(scope="module", params=["colocate", "server"])
+def where(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "colocate":
+        return {"vllm_mode": "colocate"}
+    return {"vllm_mode": "server", "vllm_server_base_url": request.getfixturevalue("server").url}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    Slow.chance = None
+
+
+def trained(model: Path, folder: Path, ahead: int, **changes: Any) -> tuple[Any, list[Any]]:
+    trainer = make_trainer(model, folder, environment=Slow, batches_ahead=ahead, **{**RUN, **changes})
+    batches = watched(trainer)
+    trainer.train()
+    return trainer, [said(one) for one in batches]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_timing_changes_no_bit(embedded_model: Path, tmp_path: Path, where: dict[str, Any], ahead: int) -> None:
+    one, batches = trained(embedded_model, tmp_path / "one", ahead, **where)
+    logs = [log for log in one.state.log_history if GAP in log]
+    assert len(logs) == len(batches) == 5
+    assert max(log[GAP] for log in logs) < 1e-3, "the sampler is compared with the adapter that played"
+    assert all(log["drift/kl"] > 1e-4 for log in logs[1:])
+    Slow.chance = random.Random(ahead)
+    other, others = trained(embedded_model, tmp_path / "other", ahead, **where)
+    assert batches == others
+    assert_same(weights(one), weights(other))
+
+
+def test_a_killed_run_goes_on_to_the_bit(embedded_model: Path, tmp_path: Path, where: dict[str, Any]) -> None:
+    whole, _ = trained(embedded_model, tmp_path / "whole", 2, **where)
+    for kill in (1, 3, 99):
+        again = make_trainer(
+            embedded_model, tmp_path / "run", environment=Slow, batches_ahead=2, callbacks=[KillBefore(kill)],
+            **{**RUN, **SAVING, **where},
+        )  # fmt: skip
+        try:
+            again.train(resume_from_checkpoint="auto")
+        except Killed:
+            assert not [one for one in threading.enumerate() if one.name == "rollout"]
+    assert again.state.global_step == 5
+    assert_same(weights(again), weights(whole))
+
+
+def test_a_server_is_used_during_updates(embedded_model: Path, tmp_path: Path, server: Served) -> None:
+    trainer = make_trainer(
+        embedded_model, tmp_path, environment=Slow, batches_ahead=1, vllm_mode="server", vllm_server_base_url=server.url,
+        **{**RUN, "max_turns": 4},
+    )  # fmt: skip
+    loss, ended = trainer._compute_loss, []
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        ahead = trainer.rollouts.ahead
+        keys = [key for batch in ahead._open.values() for key in batch.keys]
+        before = sum(map(ahead._rollout.has_ended, keys))
+        deadline = time.monotonic() + 60
+        while keys and not all(map(ahead._rollout.has_ended, keys)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ended.append(sum(map(ahead._rollout.has_ended, keys)) - before)
+        return loss(*args, **kwargs)
+
+    trainer._compute_loss = slowly
+    trainer.train()
+    assert len(ended) == 5 and sum(ended) > 0
+    assert all(trainer.rollouts.ahead.versions.get(5) is None for _ in ended)
+
+
+def test_a_server_that_dies_is_named_within_seconds(embedded_model: Path, tmp_path: Path) -> None:
+    with serving(embedded_model, 256, more=["--max-loras", "8"]) as served:
+        trainer = make_trainer(
+            embedded_model, tmp_path, environment=Slow, batches_ahead=1, vllm_mode="server",
+            vllm_server_base_url=served.url, **{**RUN, "max_steps": 50},
+        )  # fmt: skip
+        loss, died = trainer._compute_loss, []
+
+        def dies(*args: Any, **kwargs: Any) -> Any:
+            if trainer.state.global_step == 2 and not died:
+                served.kill()
+                died.append(time.monotonic())
+            return loss(*args, **kwargs)
+
+        trainer._compute_loss = dies
+        with pytest.raises(ConnectionError, match=f"The vLLM server at {served.url} does not answer"):
+            trainer.train()
+    assert trainer.state.global_step == 3
+    assert not [one for one in threading.enumerate() if one.name == "rollout"]
