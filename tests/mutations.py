@@ -91,8 +91,62 @@ SELECTION = "tests/populations/test_selection.py"
 MACHINES = "tests/trainers/test_machines_two_processes.py"
 
 END = "tests/rollout/test_end_of_episodes.py"
+CLOCK = "tests/trainers/test_ahead_clock.py"
 
 MUTATIONS = [
+    Mutation(
+        "one batch fewer is ahead", "step/ahead.py",
+        "last = min(generation + self._ahead, self._last())",
+        "last = min(generation + max(self._ahead - 1, 0), self._last())", f"{CLOCK} -k heavy",
+    ),
+    Mutation(
+        "one batch more is ahead", "step/ahead.py",
+        "last = min(generation + self._ahead, self._last())", "last = min(generation + self._ahead + 1, self._last())",
+        f"{CLOCK} -k heavy",
+    ),
+    Mutation(
+        "batches are played beyond the end of the run", "step/ahead.py",
+        "last = min(generation + self._ahead, self._last())", "last = generation + self._ahead", f"{CLOCK} -k shape",
+    ),
+    Mutation(
+        "a batch names the policy of the batch before", "step/ahead.py",
+        "drawn = [self._add(index, generation) for", "drawn = [self._add(index, max(generation - 1, 0)) for",
+        f"{CLOCK} -k heavy",
+    ),
+    Mutation(
+        "no snapshot of the policy that plays ahead is kept", "step/ahead.py",
+        "self._snapshots.take(generation)", "pass", f"{CLOCK} -k heavy",
+    ),
+    Mutation(
+        "batches are played on by the policy of the update", "step/ahead.py",
+        "self._snapshots.holding(None if version == self._current else version)", "self._snapshots.holding(None)",
+        f"{CLOCK} -k 'heavy and paused'",
+    ),
+    Mutation(
+        "the policies of ended batches are kept", "step/ahead.py",
+        "self._snapshots.keep(self._playing())", "pass", f"{CLOCK} -k heavy",
+    ),
+    Mutation(
+        "the episodes of a batch come in another order", "step/ahead.py",
+        "trajectories = self._in_background(batch.keys) if self._sampler.overlaps else self._paused(batch.keys)",
+        "trajectories = (self._in_background if self._sampler.overlaps else self._paused)(batch.keys[::-1])",
+        f"{CLOCK} -k heavy",
+    ),
+    Mutation(
+        "an update waits for one more answer after its last episode", "rollout/engine.py",
+        "if tells or not done():", "if True:", f"{CLOCK} tests/rollout/test_open_rollout.py -k 'heavy or nobody_waits'",
+    ),
+    Mutation(
+        "recorded answers are lost with an error of the generator", "rollout/replay.py",
+        "return [self._answer(request) for request in staged]",
+        "return [*[self._answer(request) for request in staged], *self._generator.step()]",
+        "tests/rollout/test_open_rollout.py -k costs_no_recorded",
+    ),
+    Mutation(
+        "a resumed rollout asks for answers in a loop", "rollout/replay.py",
+        "self.listen = None if tells is None else partial(self._listen, tells)", "self.listen = None",
+        "tests/rollout/test_background.py -k sleeps",
+    ),
     Mutation(
         "an exit in an environment ends the run", "rollout/environment_pool.py",
         "except BaseException as error:  # in a thread,", "except Exception as error:  # in a thread,",

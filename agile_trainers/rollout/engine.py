@@ -639,8 +639,9 @@ class Rollout:
             for outcome in outcomes:
                 if outcome.method != _WAKE:
                     self._on_outcome(outcome, generator, on_finish)
-            for output in generator.step():
-                self._on_output(output, generator, on_finish)
+            if tells or not done():  # a step may last as long as an answer that nobody waits for
+                for output in generator.step():
+                    self._on_output(output, generator, on_finish)
 
     def wake(self) -> None:
         """Let a function of :meth:`playing` ask whether it is done, and what its generator has. From any thread."""

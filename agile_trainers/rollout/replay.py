@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -77,6 +78,14 @@ class ReplayingGenerator:
     ) -> None:
         self._generator, self._recorded, self._on_end = generator, recorded, on_end
         self._staged: list[GenerationRequest] = []
+        self._wake: Callable[[], None] = lambda: None
+        tells: Callable[[Callable[[], None]], None] | None = getattr(generator, "listen", None)
+        self.listen = None if tells is None else partial(self._listen, tells)
+        """Calls a function whenever an answer is there, if the other generator tells that."""
+
+    def _listen(self, tells: Callable[[Callable[[], None]], None], wake: Callable[[], None]) -> None:
+        self._wake = wake
+        tells(wake)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; see :class:`Generator`."""
@@ -92,12 +101,15 @@ class ReplayingGenerator:
             self._generator.submit(request)
         else:
             self._staged.append(request)
+            self._wake()
 
     def step(self) -> list[GenerationOutput]:
-        """Return the recorded answers that are due, and those of the other generator."""
+        """Return the recorded answers that are due; if none is, make progress with the other generator."""
         staged, self._staged = self._staged, []
-        given = [self._answer(request) for request in staged]
-        return [*given, *(self._generator.step() if self._generator.pending else ())]
+        if not staged:
+            return self._generator.step()
+        self._wake()  # it is asked next; an error of it costs no recorded answer
+        return [self._answer(request) for request in staged]
 
     def _answer(self, request: GenerationRequest) -> GenerationOutput:
         key, record = request.episode, self._recorded[request.episode]

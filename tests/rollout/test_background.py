@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from test_open_rollout import SPECS, Counting, answer, compared, make_engine, whole
+from test_open_rollout import SPECS, Countdown, Counting, answer, compared, make_engine, whole
 
 from agile_trainers.rollout.background import BackgroundRollout
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
+from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.replay import RecordedEpisode
 from agile_trainers.types import Trajectory
 
@@ -21,7 +22,7 @@ class Elsewhere:
     """Answers each request in a thread of its own after a while, and tells whoever listens, as a server's client does."""
 
     def __init__(self, seed: int = 0, fails_after: int | None = None) -> None:
-        self.chance, self.left, self.asked = random.Random(seed), fails_after, 0
+        self.chance, self.left, self.asked, self.steps = random.Random(seed), fails_after, 0, 0
         self.released: list[int] = []
         self._under_way: dict[int, GenerationRequest] = {}
         self._answers: queue.SimpleQueue[tuple[GenerationRequest, GenerationOutput]] = queue.SimpleQueue()
@@ -41,6 +42,7 @@ class Elsewhere:
         self._wake()
 
     def step(self) -> list[GenerationOutput]:
+        self.steps += 1
         outputs = []
         while not self._answers.empty():
             request, said = self._answers.get()
@@ -112,6 +114,24 @@ def test_what_another_process_needs_is_read_between_two_steps() -> None:
             background.close()
         assert compared(played) == whole()
         assert elsewhere.asked == sum(len(one.turns) for one in played) - known
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_it_sleeps_until_there_is_something_to_do(known: int) -> None:
+    """Also in a resumed run, with answers that are given again: a thread that asks in a loop slows the update."""
+    with make_engine(Counting, max_turns=8).open() as rollout:
+        rollout.admit(range(12), SPECS)
+        rollout.play_until(Countdown(3 * known), ScriptedGenerator(answer))
+        records = rollout.record(range(12))
+    with make_engine(Counting, max_turns=8).open() as rollout:
+        rollout.admit(range(12), SPECS, records if known else None)
+        elsewhere = Elsewhere()
+        background = BackgroundRollout(rollout, elsewhere)
+        background.start()
+        played = background.wait(range(12))
+        background.close()
+    assert compared(played) == whole()
+    assert elsewhere.asked > 6 and elsewhere.steps < 4 * sum(len(one.turns) for one in played)
 
 
 def test_an_error_arrives_where_one_waits() -> None:

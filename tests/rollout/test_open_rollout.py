@@ -119,6 +119,24 @@ def test_an_answer_that_was_being_sampled_is_sampled_again() -> None:
     assert compared([first, second]) == whole()[3:5]
 
 
+def test_nobody_waits_for_an_answer_after_the_last_episode() -> None:
+    """A step of a generator may take as long as an answer, of episodes that nobody waits for yet."""
+
+    class Counted(ScriptedGenerator):
+        steps = 0
+
+        def step(self) -> list[GenerationOutput]:
+            self.steps += 1
+            return super().step()
+
+    with make_engine(Counting, max_turns=8).open() as rollout:
+        rollout.admit(range(12), SPECS)
+        generator = Counted(answer, lambda request: 1 if request.episode in (0, 4) else 1000)
+        first, second = rollout.play([0, 4], generator)
+        assert generator.steps == max(len(first.turns), len(second.turns))
+        rollout.play([1], ScriptedGenerator(answer))
+
+
 @pytest.mark.parametrize("ended", [0, 3, 9])
 def test_another_process_plays_on(ended: int) -> None:
     """What an episode was answered is given again, without a generator; then it draws the numbers that it would have."""
@@ -138,8 +156,31 @@ def test_another_process_plays_on(ended: int) -> None:
             rest = rollout.play(range(ended, 12), ScriptedGenerator(counting))
         assert compared([*first, *rest]) == whole()
         turns = sum(len(one.turns) for one in [*first, *rest])
-        assert len(counting.asked) == turns - answers
+        asked = {(one.episode, len(one.token_ids)) for one in counting.asked}  # once more after the pause between both
+        assert len(asked) == turns - answers
         assert all(len(now["answers"]) >= len(then["answers"]) for now, then in zip(again, recorded[ended:]))
+
+
+def test_an_error_of_the_generator_costs_no_recorded_answer() -> None:
+    """Such as memory that runs out, after which the episodes are played on with fewer at once."""
+
+    class Full(ScriptedGenerator):
+        def step(self) -> list[GenerationOutput]:
+            raise MemoryError
+
+    with make_engine(Counting, max_turns=8).open() as rollout:
+        rollout.admit(range(6), SPECS[:6])
+        rollout.play_until(Countdown(9), ScriptedGenerator(answer))
+        recorded = rollout.record(range(6))
+    known, listening = sum(len(one.answers) for one in recorded), Listening()
+    with make_engine(Counting, max_turns=8).open() as rollout:
+        rollout.admit(range(12), SPECS, [*recorded, *[RecordedEpisode()] * 6])
+        for _ in range(3):
+            with pytest.raises(MemoryError):
+                rollout.play(range(12), Full(answer))
+        played = rollout.play(range(12), ScriptedGenerator(listening))
+    assert known > 6 and compared(played) == whole()
+    assert len(listening.asked) == sum(len(one.turns) for one in played) - known
 
 
 def test_an_environment_that_does_not_repeat_itself(caplog: pytest.LogCaptureFixture) -> None:
