@@ -16,7 +16,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from update_vs_trl import with_tables
 
 from agile_trainers.adapters.roles import POLICY
 from agile_trainers.adapters.snapshots import Snapshots
+from agile_trainers.checkpoints.record import AheadState
 from agile_trainers.embedded import make_word_tokenizer
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
@@ -115,7 +116,7 @@ class SharedClock(Clock):
     def __init__(self) -> None:
         super().__init__()
         self.begun = 0
-        """Number of the episodes that have begun; their keys are below it."""
+        """Number of the episodes that have begun."""
         self._awaited: range | None = None
         self._asked = set[int]()
         self._ended = set[int]()
@@ -337,6 +338,91 @@ class Run:
         return [said for said, holds in rules.items() if not holds]
 
 
+class Process:
+    """A process that trains in virtual time; see :func:`run` for the arguments.
+
+    Args:
+        result: Gets what the process does.
+        generation: Generation batches that the policy was trained on before.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        ahead: int,
+        slots: int,
+        plays_on: bool,
+        environment: Callable[[], Any],
+        result: Run,
+        generation: int = 0,
+    ) -> None:
+        self._arguments = work, ahead, slots, plays_on, environment, result
+        self._size, self._turns = len(work[0]), [one for batch in work for one in batch]
+        self._result, self._generation = result, generation
+        self.clock: Clock = SharedClock() if plays_on else Clock()
+        self._policy = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+        self._policy.weight.fill_(generation)
+        model = torch.nn.ModuleDict({"lora": torch.nn.ModuleDict({POLICY: self._policy})})
+        self._snapshots = Snapshots(lambda: model)
+        most = max(map(len, self._turns))
+        engine = RolloutEngine(EnvironmentPool(environment), CHAT, Limits(most, 4, 64 * (most + 1)))
+        make = partial(VirtualServer if plays_on else VirtualGenerator, self.clock, slots, self._turns)
+        sampler: Any = VirtualSampler(
+            self.clock, make, lambda: int(self._policy.weight.item()), lambda: self._of(self._generation), self._watch
+        )
+        self._scheduler = BatchesAhead(ahead, engine, sampler, self._snapshots, self._draw, lambda: len(work) - 1)
+        give_up = self.clock.give_up if isinstance(self.clock, SharedClock) else lambda: None
+        self._watchdog = threading.Timer(PATIENCE, give_up)
+        self._watchdog.daemon = True
+        self._watchdog.start()
+
+    def train(self, update: float) -> None:
+        """Play the next batch and train on it, for so long."""
+        _, trajectories, version = self._scheduler.play(self._generation)
+        self._result.trained.append([one.options["number"] for one in trajectories if one.options is not None])
+        self._result.versions.append({version} | said(trajectories))
+        if isinstance(self.clock, SharedClock):
+            self.clock.update(update)
+        else:
+            self.clock.now += update
+        self._policy.weight += 1
+        self._generation += 1
+
+    def resumed(self) -> Process:
+        """End; return the process that goes on from the checkpoint of this one, through JSON."""
+        state = self._scheduler.state()
+        batches = json.loads(json.dumps(state.batches))
+        weights = {
+            version: {name: weight.clone() for name, weight in named.items()}
+            for version, named in state.weights.items()
+        }
+        self.close()
+        other = Process(*self._arguments, generation=self._generation)
+        other.clock.now, other.clock.computed = self.clock.now, self.clock.computed
+        other._scheduler.restore(AheadState(batches, weights))
+        return other
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._watchdog.cancel()
+        self._scheduler.close()
+
+    def _of(self, generation: int) -> range:
+        """Return the numbers of a batch's episodes, which are their keys too."""
+        return range(generation * self._size, (generation + 1) * self._size)
+
+    def _draw(self, generation: int) -> Any:
+        own = self._of(generation)
+        if isinstance(self.clock, SharedClock):
+            self.clock.begun += len(own)
+        rows = [{"number": number, "turns": len(self._turns[number])} for number in own]
+        return SimpleNamespace(specs=[EpisodeSpec(it["number"] // MEMBERS, (it["number"],), it) for it in rows])
+
+    def _watch(self) -> None:
+        self._result.open.append(len(self._scheduler.versions))
+        self._result.policies.append(len(self._snapshots.weights))
+
+
 def run(
     work: Work,
     ahead: int,
@@ -345,60 +431,29 @@ def run(
     update: float = UPDATE,
     plays_on: bool = True,
     environment: Callable[[], Any] = Numbered,
+    killed: Collection[int] = (),
 ) -> Run:
     """Train on batches, in virtual time.
 
     Args:
-        work: Durations by batch, episode and turn.
+        work: Durations by batch, episode and turn; all batches have as many episodes.
         ahead: Batches ahead.
         slots: Answers that are computed at once.
         update: Duration of an update.
         plays_on: Let the generator play on during updates; False: it stops, and samples again what was under way.
         environment: Makes an environment that says its number.
+        killed: Batches after whose update the process ends, and another one goes on.
     """
-    clock: Clock = SharedClock() if plays_on else Clock()
-    result, size, turns = Run(), len(work[0]), [one for batch in work for one in batch]
-    layer = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
-    model = torch.nn.ModuleDict({"lora": torch.nn.ModuleDict({POLICY: layer})})
-    layer.weight.zero_()
-    snapshots = Snapshots(lambda: model)
-
-    def draw(generation: int) -> Any:
-        own = range(generation * size, generation * size + len(work[generation]))
-        if isinstance(clock, SharedClock):
-            clock.begun = own.stop
-        rows = [{"number": number, "turns": len(turns[number])} for number in own]
-        return SimpleNamespace(specs=[EpisodeSpec(it["number"] // MEMBERS, (it["number"],), it) for it in rows])
-
-    def watch() -> None:
-        result.open.append(len(scheduler.versions))
-        result.policies.append(len(snapshots.weights))
-
-    most = max(map(len, turns))
-    engine = RolloutEngine(EnvironmentPool(environment), CHAT, Limits(most, 4, 64 * (most + 1)))
-    make = partial(VirtualServer if plays_on else VirtualGenerator, clock, slots, turns)
-    generation = 0
-    sampler: Any = VirtualSampler(
-        clock, make, lambda: int(layer.weight.item()), lambda: range(generation * size, (generation + 1) * size), watch
-    )
-    scheduler = BatchesAhead(ahead, engine, sampler, snapshots, draw, lambda: len(work) - 1)
-    watchdog = threading.Timer(PATIENCE, clock.give_up if isinstance(clock, SharedClock) else lambda: None)
-    watchdog.daemon = True
-    watchdog.start()
+    result = Run()
+    process = Process(work, ahead, slots, plays_on, environment, result)
     try:
         for generation in range(len(work)):
-            _, trajectories, version = scheduler.play(generation)
-            result.trained.append([one.options["number"] for one in trajectories if one.options is not None])
-            result.versions.append({version} | said(trajectories))
-            if isinstance(clock, SharedClock):
-                clock.update(update)
-            else:
-                clock.now += update
-            layer.weight += 1
+            process.train(update)
+            if generation in killed:
+                process = process.resumed()
     finally:
-        watchdog.cancel()
-        scheduler.close()
-    result.makespan, result.computed = clock.now, clock.computed
+        process.close()
+    result.makespan, result.computed = process.clock.now, process.clock.computed
     return result
 
 

@@ -133,6 +133,11 @@ MUTATIONS = [
         f"{CLOCK} -k heavy",
     ),
     Mutation(
+        "a resumed run forgets which policy plays", "step/ahead.py",
+        'added = self._add(batch["generation"], batch["version"])', 'added = self._add(batch["generation"], 0)',
+        f"{CLOCK} -k goes_on",
+    ),
+    Mutation(
         "an update waits for one more answer after its last episode", "rollout/engine.py",
         "if tells or not done():", "if True:", f"{CLOCK} tests/rollout/test_open_rollout.py -k 'heavy or nobody_waits'",
     ),

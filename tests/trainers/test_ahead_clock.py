@@ -123,6 +123,17 @@ def test_any_shape_of_run(plays_on: bool) -> None:
         check(work_of(seed, count, size), chance.randint(0, 8), plays_on, **settings)
 
 
+@MODES
+def test_a_process_that_goes_on(plays_on: bool) -> None:
+    """Killed after any updates: the same episodes, each played to its end by the policy that it began with."""
+    chance = random.Random(2)
+    for seed in range(30):
+        count, size, ahead = chance.randint(2, 8), chance.choice([1, 2, 6]), chance.randint(0, 4)
+        killed = chance.sample(range(count), chance.randint(1, count))
+        done = bench.run(work_of(seed, count, size), ahead, slots=4, update=2.0, plays_on=plays_on, killed=killed)
+        assert not done.defects(ahead, size), (seed, killed)
+
+
 class Failing(bench.Numbered):
     """Some episodes fail: in ``reset``, or in the first step."""
 
