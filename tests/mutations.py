@@ -539,7 +539,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights that TRL's loss does not read", "trainers/trainer.py",
-        "self.use_vllm = bool(self.vllm_importance_sampling_correction)", "self.use_vllm = use_vllm", CORRECTION,
+        "self.use_vllm = self.vllm_importance_sampling_correction = weighed", "pass", CORRECTION,
     ),
     Mutation(
         "the disabled adapter as PiSSA's reference", "adapters/initialization.py",
@@ -1752,6 +1752,57 @@ MUTATIONS = [
     Mutation(
         "children of a killed script die before it", "envs/isolation/process_tree.py",
         "for process in below:", "for process in reversed(below):", "tests/envs/test_agent_command.py -k killed_script",
+    ),
+    Mutation(
+        "a paused answer keeps the numbers that it drew", "rollout/engine.py",
+        "episode.noise.bit_generator.state = episode.before", "pass", "tests/rollout/test_open_rollout.py -k pauses",
+    ),
+    Mutation(
+        "a resumed episode draws its first numbers again", "rollout/engine.py",
+        "set_noise_state(self._stepped[key].noise, record.noise)", "pass",
+        "tests/rollout/test_open_rollout.py -k another_process",
+    ),
+    Mutation(
+        "recorded answers are given to other prompts", "rollout/replay.py",
+        "record.answers[0].prompt != digest_of(request.token_ids)", "False",
+        "tests/rollout/test_open_rollout.py -k repeat_itself",
+    ),
+    Mutation(
+        "an older policy is scored with the current one", "adapters/snapshots.py",
+        "parameter.data = weights[name].to(parameter)", "pass", "tests/trainers/test_batches_ahead.py -k policy_that_played",
+    ),
+    Mutation(
+        "a snapshot changes with the policy", "adapters/snapshots.py",
+        "weight.detach().clone()", "weight.detach()", "tests/trainers/test_batches_ahead.py -k snapshots",
+    ),
+    Mutation(
+        "the sampler is compared with the policy of the update", "trainers/trainer.py",
+        "scores.old if scores.snapshot is None else scores.snapshot", "scores.old",
+        "tests/trainers/test_batches_ahead.py -k policy_that_played",
+    ),
+    Mutation(
+        "the rows ahead are those of the first epoch", "step/ahead.py",
+        "list(self._sampler), self._epoch + 1", "self._indices or list(self._sampler), self._epoch + 1",
+        "tests/trainers/test_batches_ahead.py -k order",
+    ),
+    Mutation(
+        "an evaluation plays in the open rollout's pool", "trainers/trainer.py",
+        "self.engine.beside() if args.batches_ahead else self.engine", "self.engine",
+        "tests/trainers/test_batches_ahead.py -k stays",
+    ),
+    Mutation(
+        "checkpoints forget the batches ahead", "trainers/trainer.py",
+        "None if self.rollouts.ahead is None else self.rollouts.ahead.state()", "None",
+        "tests/trainers/test_batches_ahead.py -k killed",
+    ),
+    Mutation(
+        "the drift is measured but not corrected", "step/batch.py",
+        "output.importance_sampling_ratio, metrics = corrected_drift(", "_, metrics = corrected_drift(",
+        "tests/trainers/test_batches_ahead.py -k weighed",
+    ),
+    Mutation(
+        "a background rollout's error is lost", "rollout/background.py",
+        "            raise self._error\n", "            pass\n", "tests/rollout/test_background.py -k error",
     ),
     Mutation(
         "orphans of an agent's program outlive it", "envs/isolation/process_tree.py",

@@ -91,7 +91,7 @@ class RolloutState:
 
 @dataclass
 class AheadState:
-    """What a resumed run needs of generation batches that are played ahead of their update."""
+    """State of the generation batches that are played ahead of their update."""
 
     batches: list[dict[str, Any]]
     """``generation``, ``version`` and ``episodes`` of each batch of this process, as JSON."""

@@ -38,7 +38,7 @@ class OpenBatch:
     version: int
     """Version of the policy that plays it: the number of generation batches that it was trained on."""
     drawn: Drawn
-    """What :class:`BatchesAhead` drew for it."""
+    """The episodes that were drawn for it."""
     keys: range
     """Keys of its episodes."""
 

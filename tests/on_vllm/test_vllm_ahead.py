@@ -17,8 +17,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 import torch
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
 from games import Chatter, make_trainer
+from scripted_runs import said, watched
 from serving import Served, serving
-from test_batches_ahead import said, watched
 
 GAP = "sampling/sampling_logp_difference/max"
 RUN: dict[str, Any] = {

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from test_open_rollout import SPECS, Countdown, Counting, answer, compared, make_engine, whole
+from episodes import make_engine
+from pausing import SPECS, Countdown, Counting, answer, compared, whole
 
 from agile_trainers.rollout.background import BackgroundRollout
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,12 @@ import torch
 from checkpointed_runs import weights
 from environment_agents import Gathers, NoiseByPrompt, Plays, scripted
 from games import Chatter, make_trainer
+from scripted_runs import by_script, sampling_with
 
 from agile_trainers.envs.agent import Agent
 from agile_trainers.rollout.engine import EpisodeSpec
-from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.types import Trajectory
-
-
-def sampling_with(trainer: Any, change: Callable[[Generator], Generator]) -> Any:
-    """Let a trainer's rollouts use a changed generator."""
-    generators = trainer.sampler.generators
-
-    @contextmanager
-    def changed(*arguments: Any, **options: Any) -> Iterator[Callable[[], Generator]]:
-        with generators(*arguments, **options) as make:
-            yield lambda: change(make())
-
-    trainer.sampler.generators = changed
-    return trainer
-
-
-def by_script(trainer: Any) -> Callable[[Generator], Generator]:
-    tokenizer = trainer.processing_class
-    say = scripted(tokenizer.eos_token_id, tokenizer.encode("aeiou0123456789 again start"))
-    return lambda _: NoiseByPrompt(ScriptedGenerator(say))  # type: ignore[return-value]
 
 
 def same_episodes(one: Trajectory, other: Trajectory) -> None:

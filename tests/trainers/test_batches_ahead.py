@@ -12,13 +12,12 @@ import torch
 from checkpointed_runs import SAVING, Told, assert_same, run_until, weights
 from datasets import Dataset
 from games import Chatter, make_trainer
-from test_agent_runs import by_script, sampling_with
+from scripted_runs import by_script, said, sampling_with, watched
 
 from agile_trainers.adapters.snapshots import Snapshots
 from agile_trainers.envs.agent import Agent
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
 from agile_trainers.step.ahead import RowOrder
-from agile_trainers.types import Trajectory
 
 ROWS = {"environment": Told, "train_dataset": Dataset.from_dict({"number": list(range(12))})}
 RUN: dict[str, Any] = {"max_steps": 6, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 0.3}
@@ -26,23 +25,6 @@ RUN: dict[str, Any] = {"max_steps": 6, "num_generations": 4, "per_device_train_b
 
 async def _solve(model: Any, task: Any) -> float:
     return 0.0
-
-
-def watched(trainer: Any) -> list[list[Trajectory]]:
-    """The episodes of each generation batch that a run trains on, filled as it trains."""
-    trained: list[list[Trajectory]] = []
-    rewarded = trainer.rollouts._rewarded
-
-    def watching(trajectories: list[Trajectory], rows: Any) -> Any:
-        trained.append(trajectories)
-        return rewarded(trajectories, rows)
-
-    trainer.rollouts._rewarded = watching
-    return trained
-
-
-def said(episodes: list[Trajectory]) -> list[tuple[int, list[int], list[int]]]:
-    return [(one.seed, one.prompt_ids, one.completion_ids) for one in episodes]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -155,6 +137,36 @@ def test_a_policy_that_stays_plays_the_same_whatever_is_ahead(
         assert len(evaluated) == 4 and len(set(evaluated)) == 1
     assert len(trained[0]) == len(trained[1]) == 8
     assert [said(one) for one in trained[0]] == [said(one) for one in trained[1]]
+
+
+def test_tokens_are_weighed_by_the_ratio_of_both_policies(embedded_model: Path, tmp_path: Path) -> None:
+    """From the log-probabilities that two checkpoints compute, with TRL's loss and its gradient."""
+    trainer = make_trainer(
+        embedded_model, tmp_path, batches_ahead=1, drift_correction="token_truncate", drift_clip_max=1.2,
+        **{**RUN, "max_steps": 2},
+    )  # fmt: skip
+    scores: list[Any] = []
+    batches: list[Any] = []
+    score, make = trainer._score_snapshot, trainer._train_batch
+
+    def scoring(batch: Any, scored: Any, version: int) -> None:
+        score(batch, scored, version)
+        scores.append(scored)
+
+    def making(*arguments: Any) -> Any:
+        batches.append(make(*arguments))
+        return batches[-1]
+
+    trainer._score_snapshot, trainer._train_batch = scoring, making
+    trainer.train()
+    (scored,), (first, second) = scores, batches
+    assert first.importance_sampling_ratio is None and (first.old_per_token_logps is not None)
+    trained = second.turn_ids >= 0
+    ratio = (scored.old - scored.snapshot).exp()
+    assert ((ratio > 1.2) & trained).any() and ((ratio < 0.9) & trained).any()
+    expected = torch.where(trained, ratio.clamp(max=1.2), 1.0)
+    assert torch.allclose(second.importance_sampling_ratio, expected, atol=1e-6)
+    assert torch.equal(second.old_per_token_logps, scored.old)
 
 
 def test_the_order_of_rows_can_be_read_ahead(embedded_model: Path, tmp_path: Path) -> None:
