@@ -308,12 +308,12 @@ def answer_of(policy: int) -> list[int]:
 
 @dataclass
 class Run:
-    """What a run did."""
+    """The course of a run."""
 
     trained: list[list[int]] = field(default_factory=list)
     """Numbers of the episodes of each batch, in the order in which it was trained on."""
     versions: list[set[int]] = field(default_factory=list)
-    """What the answers of each batch say of their policies, with the version that its trajectories name."""
+    """Policies that the answers of each batch name, and the version of its trajectories."""
     open: list[int] = field(default_factory=list)
     """Batches that were open while each was played."""
     policies: list[int] = field(default_factory=list)

@@ -96,7 +96,7 @@ def makespan(
 
 @dataclass
 class Discarding:
-    """What a run did that trains on groups in the order in which they end."""
+    """The course of a run that trains on groups in the order in which they end."""
 
     makespan: float = 0.0
     started: list[float] = field(default_factory=list)

@@ -10,6 +10,7 @@ import pytest
 from episodes import TOKENIZER, Factory, go_on, ids, make_engine
 from pausing import SPECS, WORDS, Countdown, Counting, Listening, answer, compared, slowly, whole
 
+from agile_trainers.rollout.generators.base import GenerationOutput
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
 from agile_trainers.types import StopReason, Trajectory
