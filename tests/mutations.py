@@ -2556,6 +2556,34 @@ MUTATIONS = [
         "tests/rollout/agents/test_episode.py -k megabytes",
     ),
     Mutation(
+        "an activity that began anew counts from there", "rollout/busy.py",
+        "            if not self._active:\n                self._since", "            if True:\n                self._since",
+        "tests/rollout/test_busy.py",
+    ),
+    Mutation(
+        "what went on before counts again", "rollout/busy.py",
+        "                self._since = now\n", "", "tests/rollout/test_busy.py",
+    ),
+    Mutation(
+        "a call that was given up keeps environments busy", "rollout/environment_pool.py",
+        "        del self._running[call.episode]\n        self.busy.end(call)\n",
+        "        del self._running[call.episode]\n", "tests/rollout/test_busy.py",
+    ),
+    Mutation(
+        "a call that was answered keeps environments busy until someone looks", "rollout/environment_pool.py",
+        "            self.busy.end(call)\n            self._answers", "            self._answers",
+        "tests/rollout/test_busy.py",
+    ),
+    Mutation(
+        "a sampler elsewhere is busy only while this process asks it", "rollout/engine.py",
+        "sampling.set(self, tells and generator.pending > 0)", "sampling.set(self, False)", "tests/rollout/test_busy.py",
+    ),
+    Mutation(
+        "a sampler of this process is busy while it waits for environments", "rollout/engine.py",
+        "sampling.set(self, tells and generator.pending > 0)", "sampling.set(self, generator.pending > 0)",
+        "tests/rollout/test_busy.py",
+    ),
+    Mutation(
         "a coroutine that blocks lets all later ones time out", "rollout/environment_pool.py",
         "self._loop.blocked():", "False:",
         "tests/rollout/agents/test_faults.py -k blocks_the_others",

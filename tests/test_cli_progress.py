@@ -65,6 +65,13 @@ def test_rows_of_training_and_evaluation() -> None:
     ]
 
 
+def test_who_was_busy_is_shown_where_batches_are_played_ahead() -> None:
+    log = {"success": 0.5, "busy/trainer": 0.4, "busy/sampler": 1.0, "busy/environments": 0.25, "turns/mean": 2.0}
+    title, row = printed(Trainer(), [log]).splitlines()
+    assert title.split()[3:] == ["trainer", "busy", "sampler", "busy", "envs", "busy", "turns"]
+    assert row.split()[2:] == ["0.500", "0.400", "1.000", "0.250", "2.000"]
+
+
 def test_columns_are_under_their_titles_and_fit_the_terminal() -> None:
     header, first, *_ = printed(Trainer(), LOGS).splitlines()
     assert header.index("loss") + 4 == first.index("2.0e-06") + 7 and len(header) == len(first)

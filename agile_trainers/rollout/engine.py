@@ -24,6 +24,7 @@ from agile_trainers.envs.checker import (
 from agile_trainers.envs.context import Context, History, Question, full
 from agile_trainers.imports import pass_on_interrupt
 from agile_trainers.rollout.agents.rollout import AgentRollout
+from agile_trainers.rollout.busy import BusyMeter
 from agile_trainers.rollout.cutting import cut_observation
 from agile_trainers.rollout.environment_pool import EnvironmentPool, EnvironmentTimeoutError, Outcome
 from agile_trainers.rollout.forest import Call, Fork, forest
@@ -245,6 +246,9 @@ class RolloutEngine:
         self.append_final_observation = append_final_observation
         self.reports_success: set[str | None] = set()
         """Names of the environments of which an episode has reported its success, on any process; others fill it."""
+        self.waiting = BusyMeter()
+        """Of callers that wait for episodes."""
+        self._sampling = BusyMeter()
         self._played: list[ref[Trajectory]] = []
         """Trajectories of the last rollout."""
 
@@ -271,7 +275,7 @@ class RolloutEngine:
             ValueError: If ``environment_timeout`` is set for an environment that is stepped inline.
             RuntimeError: If the generator never answers a request.
         """
-        with self.open() as rollout:
+        with self.waiting.active(), self.open() as rollout:
             rollout.admit(range(len(specs)), specs)
             return rollout.play(range(len(specs)), generator, on_finish)
 
@@ -299,6 +303,21 @@ class RolloutEngine:
         other = copy(self)
         other.pool, other._played = self.pool.another(), []
         return other
+
+    def busy(self) -> dict[str, float]:
+        """Return who was busy since the last call, as shares of the time.
+
+        Episodes of engines that :meth:`beside` made count too.
+
+        Returns:
+            ``busy/trainer``, in which no caller waited for episodes; ``busy/sampler``, in which a request was being sampled;
+            ``busy/environments``, in which a call of an environment was under way.
+        """
+        return {
+            "busy/trainer": 1.0 - self.waiting.take(),
+            "busy/sampler": self._sampling.take(),
+            "busy/environments": self.pool.busy.take(),
+        }
 
     def limits_of(self, environment: str | None) -> Limits:
         """Return the limits of an environment's episodes."""
@@ -616,6 +635,7 @@ class Rollout:
         try:
             yield lambda done: self._step_until(done, generator, on_finish, tells=listen is not None)
         finally:
+            self._engine._sampling.end(self)
             for key, episode in self._stepped.items():
                 if episode.before is not None:
                     generator.release(key)
@@ -629,8 +649,10 @@ class Rollout:
         *,
         tells: bool,
     ) -> None:
+        sampling = self._engine._sampling
         while self.under_way and not done():
             pending = generator.pending > 0
+            sampling.set(self, tells and pending)
             outcomes = self._pool.outcomes(block=tells or not pending, posted=tells and pending)
             if not pending and not outcomes:
                 raise RuntimeError(
@@ -640,7 +662,11 @@ class Rollout:
                 if outcome.method != _WAKE:
                     self._on_outcome(outcome, generator, on_finish)
             if tells or not done():  # a step may last as long as an answer that nobody waits for
-                for output in generator.step():
+                # One that tells samples elsewhere, the others in `step`.
+                sampling.set(self, generator.pending > 0)
+                outputs = generator.step()
+                sampling.set(self, tells and generator.pending > 0)
+                for output in outputs:
                     self._on_output(output, generator, on_finish)
 
     def wake(self) -> None:

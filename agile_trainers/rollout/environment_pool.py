@@ -19,6 +19,7 @@ from typing import Any
 from agile_trainers.envs.agent import Agent, Model, Task, agent_of, bound_play
 from agile_trainers.envs.base import Environment, EnvironmentFactory, bound_context, bound_end, bound_reset, bound_step
 from agile_trainers.imports import pass_on_interrupt
+from agile_trainers.rollout.busy import BusyMeter
 from agile_trainers.rollout.process_environment import ProcessEnvironment, pickled
 from agile_trainers.types import Message
 
@@ -123,6 +124,8 @@ class EnvironmentPool:
         self.workers, self.processes = workers, processes
         self.max_environments = processes or max_environments or sys.maxsize
         self.timeout = timeout
+        self.busy = BusyMeter()
+        """Of the calls; shared with :meth:`another`."""
         self._free_workers = workers
         self._idle: defaultdict[str | None, list[Environment]] = defaultdict(list)
         self._names: dict[int, str | None] = {}
@@ -144,7 +147,9 @@ class EnvironmentPool:
         """Make a pool of the same environments and limits, whose episodes know nothing of those of this one."""
         most = None if self.processes or self.max_environments == sys.maxsize else self.max_environments
         factories: Any = self._made  # of one environment, its name is None
-        return EnvironmentPool(factories, self.workers, self.timeout, processes=self.processes, max_environments=most)
+        pool = EnvironmentPool(factories, self.workers, self.timeout, processes=self.processes, max_environments=most)
+        pool.busy = self.busy
+        return pool
 
     def reset(self, episode: int, seed: int, options: dict[str, Any] | None, name: str | None = None) -> None:
         """Start an episode of the environment ``name`` once ``max_environments`` allows it; see :meth:`outcomes`."""
@@ -340,12 +345,15 @@ class EnvironmentPool:
         self._running[call.episode] = call
 
         def report(value: Any, error: BaseException | None) -> None:
+            self.busy.end(call)
             self._answers.put((call, Outcome(call.episode, call.method, value, error)))
 
+        self.busy.begin(call)
         call.cancel = self._launch(call.function, report)
 
     def _end(self, call: _Call) -> None:
         del self._running[call.episode]
+        self.busy.end(call)
         if call.in_thread:
             self._free_workers += 1
             self._start_waiting()

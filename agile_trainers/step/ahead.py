@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 import torch
+from accelerate.utils import gather_object
 from datasets import IterableDataset
 from peft import PeftModel
 
@@ -80,6 +83,7 @@ class BatchesAhead:
         self._version: dict[int, int] = {}
         """Key of an episode to its version."""
         self._current = 0
+        self._waited = 0.0
 
     @property
     def versions(self) -> dict[int, int]:
@@ -95,13 +99,27 @@ class BatchesAhead:
         Returns:
             What was drawn for it, its episodes, and the version that played it.
         """
-        self._begin(generation)
-        batch = self._open[generation]
-        trajectories = self._in_background(batch.keys) if self._sampler.overlaps else self._paused(batch.keys)
+        if self._rollout is None:
+            self._engine.busy()  # what was before says nothing of the first batch
+        started = time.perf_counter()
+        with self._engine.waiting.active():
+            self._begin(generation)
+            batch = self._open[generation]
+            trajectories = self._in_background(batch.keys) if self._sampler.overlaps else self._paused(batch.keys)
+        self._waited = time.perf_counter() - started
         del self._open[generation]
         for key, trajectory in zip(batch.keys, trajectories, strict=True):
             trajectory.version = self._version.pop(key)
         return batch.drawn, trajectories, batch.version
+
+    def metrics(self) -> dict[str, float]:
+        """Return who waited for whom since the last call, on average over the processes, all of which call it.
+
+        Returns:
+            ``time/waiting``, the seconds that the last batch was waited for, and :meth:`RolloutEngine.busy`.
+        """
+        shares = gather_object([{"time/waiting": self._waited, **self._engine.busy()}])
+        return {name: fmean(share[name] for share in shares) for name in shares[0]}
 
     def _paused(self, keys: range) -> list[Trajectory]:
         """Play until the episodes have ended; the others wait through the update."""

@@ -193,7 +193,9 @@ class GroupRollouts:
         if self.ahead is not None:
             with self._runner.timed():
                 first, trajectories, version = self.ahead.play(generation)
+            busy = self.ahead.metrics()
             played = self._rewarded(trajectories, first.rows)
+            played.metrics |= busy
             played.version = None if version == generation else version
             return played
         first = self.draw(inputs, generation)

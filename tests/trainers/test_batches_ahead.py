@@ -74,6 +74,18 @@ def test_the_sampler_is_compared_with_the_policy_that_played(run: Any, ahead: in
     assert all(0 < log["drift/effective_sample_size"] < 1 for log in logs[1:])
 
 
+def test_the_log_says_who_waits(run: Any, embedded_model: Path, tmp_path: Path) -> None:
+    """One process takes turns: what samples and plays does not train."""
+    for log in (log for log in run[0].state.log_history if "loss" in log):
+        busy = {name: log[f"busy/{name}"] for name in ("trainer", "sampler", "environments")}
+        assert min(busy.values()) >= 0 and sum(busy.values()) <= 1 + 1e-9
+        assert 0 <= log["time/waiting"] <= log["time/rollout"]
+    assert busy["trainer"] > 0
+    trainer = make_trainer(embedded_model, tmp_path, **{**RUN, "max_steps": 1})
+    trainer.train()
+    assert not [name for name in trainer.state.log_history[0] if name.startswith("busy") or name == "time/waiting"]
+
+
 @pytest.mark.parametrize("script", [True, False], ids=["script", "model"])
 def test_a_killed_run_goes_on(
     embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: bool, ahead: int
