@@ -138,6 +138,10 @@ MUTATIONS = [
         f"{CLOCK} -k goes_on",
     ),
     Mutation(
+        "each version of the policy decodes as many rows", "sampling/sampler.py",
+        "max(1, self.rows // versions)", "self.rows", "tests/trainers/test_batches_ahead.py -k share_the_rows",
+    ),
+    Mutation(
         "an update waits for one more answer after its last episode", "rollout/engine.py",
         "if tells or not done():", "if True:", f"{CLOCK} tests/rollout/test_open_rollout.py -k 'heavy or nobody_waits'",
     ),

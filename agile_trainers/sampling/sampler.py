@@ -134,7 +134,7 @@ class RolloutSampler:
             check_mergeable(trainer.accelerator.unwrap_model(trainer.model))
         if self.vllm is None:
             with self._on_transformers(settings) as make:
-                make()
+                make(self.rows)
         else:
             with self._on_engine(self.vllm, settings):
                 pass
@@ -189,8 +189,15 @@ class RolloutSampler:
         with self._on_transformers(settings) as make:
             if self.rows is None and self._room is not None and self._trainer.accelerator.device.type == "cuda":
                 self.rows = self._fewest(fitting_rows(self._room(), self._bytes_per_row()))
-            yield make if versions is None else lambda: VersionedGenerator(make, versions)
+            if versions is None:
+                yield lambda: make(self.rows)
+            else:
+                yield lambda: VersionedGenerator(lambda: make(self._share(len(versions.wanted()))), versions)
         self.rows = self._fewest(self.rows)
+
+    def _share(self, versions: int) -> int | None:
+        """Return how many rows each of some generators may decode at the same time as the others."""
+        return None if self.rows is None else max(1, self.rows // versions)
 
     def _bytes_per_row(self) -> int:
         args: Any = self._trainer.args
@@ -207,8 +214,8 @@ class RolloutSampler:
         return None if fewest == _ALL else fewest
 
     @contextmanager
-    def _on_transformers(self, settings: SamplingSettings) -> Iterator[Callable[[], Generator]]:
-        """Make generators on the unwrapped policy, in eval mode, as TRL does for its own generation."""
+    def _on_transformers(self, settings: SamplingSettings) -> Iterator[Callable[[int | None], Generator]]:
+        """Make generators of so many rows on the unwrapped policy, in eval mode, as TRL does for its own generation."""
         trainer, args = self._trainer, self._trainer.args
         training = trainer.model.training
         with (
@@ -227,13 +234,13 @@ class RolloutSampler:
             model = extract_model_from_parallel(model, keep_torch_compile=False)
             model.eval()
             try:
-                yield lambda: TransformersGenerator(
+                yield lambda rows: TransformersGenerator(
                     model,
                     eos_token_ids=self._engine.chat.eos_token_ids,
                     pad_token_id=self._tokenizer.pad_token_id,
                     settings=settings,
                     tokenizer=self._tokenizer,
-                    max_batch_size=self.rows,
+                    max_batch_size=rows,
                 )
             finally:
                 model.train(training)

@@ -16,6 +16,7 @@ from scripted_runs import by_script, said, sampling_with, watched
 
 from agile_trainers.adapters.snapshots import Snapshots
 from agile_trainers.envs.agent import Agent
+from agile_trainers.rollout.generators.versions import VersionedGenerator
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
 from agile_trainers.step.ahead import RowOrder
 
@@ -237,3 +238,24 @@ def test_a_run_by_hand_plays_its_own_batches(embedded_model: Path, tmp_path: Pat
     trainer = make_trainer(embedded_model, tmp_path, batches_ahead=1)
     with pytest.raises(ValueError, match="the caller plays them"):
         trainer.rollout()
+
+
+def test_the_versions_share_the_rows(
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, ahead: int
+) -> None:
+    """As many episodes are decoded at once as without batches ahead, since they need the same memory."""
+    rows: list[int] = []
+    stepped = VersionedGenerator.step
+
+    def step(generator: VersionedGenerator) -> Any:
+        outputs = stepped(generator)
+        made: list[Any] = [*generator._generators.values()]
+        rows.append(sum(len(one._with_cache()) for one in made))
+        return outputs
+
+    monkeypatch.setattr(VersionedGenerator, "step", step)
+    trainer = make_trainer(embedded_model, tmp_path, batches_ahead=ahead, generation_chunk_size=6, **RUN)
+    trained = watched(trainer)
+    trainer.train()
+    assert 4 <= max(rows) <= 6
+    assert [said(one) for one in trained] == [said(one) for one in run[1]]
