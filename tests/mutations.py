@@ -2588,6 +2588,15 @@ MUTATIONS = [
         "tests/rollout/test_busy.py",
     ),
     Mutation(
+        "a policy that learns from an old sampler is warned", "evaluation/diagnosis.py",
+        "reward.rose or not history.last(", "not history.last(",
+        DIAGNOSIS,
+    ),
+    Mutation(
+        "few episodes that count are enough for an old sampler", "evaluation/diagnosis.py",
+        "drift <= TOO_FAR or share >= TOO_FEW", "share >= TOO_FEW", DIAGNOSIS,
+    ),
+    Mutation(
         "a coroutine that blocks lets all later ones time out", "rollout/environment_pool.py",
         "self._loop.blocked():", "False:",
         "tests/rollout/agents/test_faults.py -k blocks_the_others",

@@ -52,6 +52,12 @@ PINNED = 1.0
 Var(A) / (2 beta^2) nats."""
 EVERY = 0.9
 """Share of the turns that could begin a new path from which a history rewrites at every turn."""
+TOO_FEW = 0.4
+"""Effective share of the episodes from which their policy is too old, and ``TOO_FAR``: every uncorrected run of
+``benchmarks/ahead_learning.py`` with four batches ahead crosses both bounds."""
+TOO_FAR = 0.1
+"""Divergence of the policy that trains from the one that played, in nats a token. In long episodes few count even where the
+two are close."""
 NEAR = 0.01
 """Divergence from the reference, in nats a token, up to which a policy plays as its reference."""
 
@@ -346,6 +352,19 @@ def _ratio_clipped(history: History, options: Any) -> Evidence | None:
     return Evidence(f"{share:.0%} of the tokens are clipped: the policy moves too far on one batch.", share)
 
 
+def _sampler_too_old(history: History, options: Any) -> Evidence | None:
+    drift, share = history.mean("drift/kl", UPDATES), history.mean("drift/effective_sample_size", UPDATES)
+    reward = history.shift("reward")
+    if drift is None or share is None or drift <= TOO_FAR or share >= TOO_FEW:
+        return None
+    if reward is None or reward.rose or not history.last("reward", 2 * UPDATES):
+        return None
+    return Evidence(
+        f"The policy that played is {drift:.2g} nats a token away from the one that trains: {share:.0%} of the episodes "
+        f"count, and the reward has not risen, from {reward.first:.3g} to {reward.now:.3g}."
+    )
+
+
 def _sampler_gap(history: History, options: Any) -> Evidence | None:
     text = history.notes.get("sampler_gap")
     gap = history.mean("sampling/sampling_logp_difference/mean", 1)
@@ -533,7 +552,7 @@ _EPISODES = ("success", "advantage/zero", "return/mean", "return/std", "return/m
 _MISSING = ("stop/environment_error", "stop/environment_timeout", "success/unreported", "rewards/nan")
 _LIMITS = ("truncated", "max_turns", "context_full", "rewrite_full")
 _COURSE = ("success", "reward", "reward_std")
-_CAUSES = ("reward_misses_success", "entropy_runaway", "worse_than_start")
+_CAUSES = ("reward_misses_success", "entropy_runaway", "worse_than_start", "sampler_too_old")
 """Findings that explain a task without success."""
 
 SYMPTOMS: tuple[Symptom, ...] = (
@@ -560,7 +579,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
         "worse_than_start", _COURSE, _worse_than_start,
         "Lower learning_rate, to a tenth first, and go on from a checkpoint before the fall. If it falls again, read the "
         "latest episodes: an environment that changed, or a reward for something else, looks the same.",
-        ("learning_rate",), unless=("reward_misses_success", "entropy_runaway"),
+        ("learning_rate",), unless=("reward_misses_success", "entropy_runaway", "sampler_too_old"),
     ),
     Symptom(
         "entropy_runaway", ("entropy", "answers_cut", *_COURSE), _entropy_runaway,
@@ -633,6 +652,13 @@ SYMPTOMS: tuple[Symptom, ...] = (
         "Lower learning_rate or num_iterations, make batches smaller in steps (steps_per_generation), or raise epsilon and "
         "epsilon_high.",
         ("learning_rate", "num_iterations", "steps_per_generation", "epsilon", "epsilon_high"),
+    ),
+    Symptom(
+        "sampler_too_old", ("drift/kl", "drift/effective_sample_size", "reward"), _sampler_too_old,
+        "Lower batches_ahead, then learning_rate: the policy moves too far while its batches wait. Without a weight, set "
+        "drift_correction.",
+        ("batches_ahead", "learning_rate", "drift_correction"),
+        unless=("solved", "reward_misses_success", "entropy_runaway"),
     ),
     Symptom(
         "sampler_gap", ("sampling/sampling_logp_difference/mean",), _sampler_gap,

@@ -247,7 +247,7 @@ class RolloutEngine:
         self.reports_success: set[str | None] = set()
         """Names of the environments of which an episode has reported its success, on any process; others fill it."""
         self.waiting = BusyMeter()
-        """Of callers that wait for episodes."""
+        """Measures when a caller waits for episodes."""
         self._sampling = BusyMeter()
         self._played: list[ref[Trajectory]] = []
         """Trajectories of the last rollout."""

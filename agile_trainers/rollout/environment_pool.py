@@ -125,7 +125,7 @@ class EnvironmentPool:
         self.max_environments = processes or max_environments or sys.maxsize
         self.timeout = timeout
         self.busy = BusyMeter()
-        """Of the calls; shared with :meth:`another`."""
+        """Measures when a call is under way, also one of a pool that :meth:`another` made."""
         self._free_workers = workers
         self._idle: defaultdict[str | None, list[Environment]] = defaultdict(list)
         self._names: dict[int, str | None] = {}

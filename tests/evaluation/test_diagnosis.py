@@ -212,6 +212,21 @@ PLANTED: dict[str, tuple[list[str], Planted, Options]] = {
         Options(beta=1.0),
     ),
     "a weak penalty, and a policy that stays": ([], always({"kl": 2e-4}), Options(beta=0.1)),
+    "a sampler that is too old": (
+        ["sampler_too_old"], always({"drift/kl": 0.3, "drift/effective_sample_size": 0.2}), Options(),
+    ),
+    "a sampler that is too old, and the policy is lost": (
+        ["sampler_too_old"],
+        lambda step: {"drift/kl": 0.3, "drift/effective_sample_size": 0.2} | (
+            {} if step < 25 else {"success": 0.0, "reward": 0.0, "advantage/zero": 1.0}
+        ),
+        Options(),
+    ),
+    "an old sampler, from which the policy learns": (
+        [], lambda step: {"drift/kl": 0.3, "drift/effective_sample_size": 0.2, "reward": 0.4 + 0.01 * step,
+                          "success": 0.4 + 0.01 * step},
+        Options(),
+    ),
     "one row": (
         ["one_task"], lambda step: {"distinct_tasks": 1.0, "success": min(0.4 + 0.05 * step, 1.0)}, Options(),
     ),
@@ -267,6 +282,8 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
         ("ratio_clipped", {"clip_ratio/region_mean": 0.29}, {}),
         ("ratio_clipped", {"clip_ratio/region_mean": 0.49}, {"importance_sampling_level": "sequence"}),
         ("kl_runaway", {"kl": 0.99}, {}),
+        ("sampler_too_old", {"drift/kl": 0.3, "drift/effective_sample_size": 0.41}, {}),
+        ("sampler_too_old", {"drift/kl": 0.099, "drift/effective_sample_size": 0.2}, {}),
         ("value_not_learning", {"value/error": 0.62}, {"has_critic": True}),
         ("no_weight_change", {"policy_change": 1.1e-3}, {}),
         ("kl_pins_policy", {"kl": 0.011}, {"beta": 10.0}),
@@ -292,7 +309,7 @@ def test_weights_that_stay_may_have_no_gradient() -> None:
     [("zero_advantage_groups", 5), ("solved", 5), ("cut_answers", 5), ("ratio_clipped", 10), ("no_weight_change", 15),
      ("value_not_learning", 30), ("environment_failing", 1), ("environment_ignores_seed", 1), ("one_task", 10),
      ("rewards_missing", 1),
-     ("kl_pins_policy", 15)],
+     ("kl_pins_policy", 15), ("sampler_too_old", 20)],
 )  # fmt: skip
 def test_patience(name: str, batches: int) -> None:
     """A condition must hold for a number of batches; failures of the environment are named at the first."""

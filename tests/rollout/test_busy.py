@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from episodes import Scripted, end, go_on, make_engine
-from test_background import Elsewhere
-from test_open_rollout import answer
+from pausing import answer
 
 from agile_trainers.rollout.background import BackgroundRollout
 from agile_trainers.rollout.busy import BusyMeter
@@ -86,15 +85,32 @@ def test_a_sampler_elsewhere_is_busy_until_it_answers(clock: Clock) -> None:
     """What this process does meanwhile is no time without requests: the trainer waits for 3 and computes for 7 seconds."""
     asked, go = threading.Event(), threading.Event()
 
-    class Far(Elsewhere):
-        def submit(self, request: GenerationRequest) -> None:
-            self._under_way[request.episode] = request
-            threading.Thread(target=self._later, args=(request,)).start()
+    class Far:
+        """Answers one request when it may, and tells whoever listens."""
 
-        def _later(self, request: GenerationRequest) -> None:
+        pending = 0
+
+        def listen(self, wake: Any) -> None:
+            self.wake = wake
+
+        def submit(self, request: GenerationRequest) -> None:
+            self.pending, self.request, self.done = 1, request, threading.Event()
+            threading.Thread(target=self._later).start()
+
+        def _later(self) -> None:
             asked.set()
             assert go.wait(60)
-            self._answer(request, answer(request))
+            self.done.set()
+            self.wake()
+
+        def step(self) -> list[GenerationOutput]:
+            if not (self.pending and self.done.is_set()):
+                return []
+            self.pending = 0
+            return [answer(self.request)]
+
+        def release(self, episode: int) -> None:
+            self.pending = 0
 
     engine = make_engine(Scripted)
     with engine.open() as rollout:
