@@ -2580,12 +2580,11 @@ MUTATIONS = [
     ),
     Mutation(
         "a sampler elsewhere is busy only while this process asks it", "rollout/engine.py",
-        "sampling.set(self, tells and generator.pending > 0)", "sampling.set(self, False)", "tests/rollout/test_busy.py",
+        "sampling.set(self, tells and pending)", "sampling.end(self)", "tests/rollout/test_busy.py",
     ),
     Mutation(
         "a sampler of this process is busy while it waits for environments", "rollout/engine.py",
-        "sampling.set(self, tells and generator.pending > 0)", "sampling.set(self, generator.pending > 0)",
-        "tests/rollout/test_busy.py",
+        "                if not tells:\n                    sampling.end(self)\n", "", "tests/rollout/test_busy.py",
     ),
     Mutation(
         "a policy that learns from an old sampler is warned", "evaluation/diagnosis.py",

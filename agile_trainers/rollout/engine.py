@@ -665,7 +665,8 @@ class Rollout:
                 # One that tells samples elsewhere, the others in `step`.
                 sampling.set(self, generator.pending > 0)
                 outputs = generator.step()
-                sampling.set(self, tells and generator.pending > 0)
+                if not tells:
+                    sampling.end(self)
                 for output in outputs:
                     self._on_output(output, generator, on_finish)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -145,6 +146,12 @@ def test_calls_that_end_and_calls_that_are_given_up_are_over(clock: Clock, worke
     assert failed.error is not None
     clock.now += 1
     assert engine.busy()["busy/environments"] == 0.0
+    pool.reset(2, 0, {})
+    while pool._answers.empty():
+        time.sleep(0.001)
+    clock.now += 1  # it was answered, and nobody has looked yet
+    assert engine.busy()["busy/environments"] == 0.0
+    assert pool.outcomes(block=True)
     if workers:
         pool.reset(1, 0, {"start": hang})
         assert began.wait(60)
