@@ -282,6 +282,12 @@ class MultiTurnConfig(GRPOConfig):
         "Weigh each token by the trainer's probability over the sampler's, by `vllm_importance_sampling_mode`, on any "
         "generator. Default: True with vLLM and with a `repetition_penalty`, else False.",
     )
+    vllm_server_start: bool = option(
+        False,
+        'Start the vLLM server of `vllm_mode="server"` from here, on this machine, with the settings that it needs, and end '
+        "it with this process ([a server](vllm.md#a-server)). It gets GPUs that no process of the trainer uses; without "
+        "such a GPU, it shares the trainer's.",
+    )
     batches_ahead: int = option(
         0,
         "Number of generation batches that are played ahead of the one that is trained on, each to its end by the policy as "

@@ -20,6 +20,7 @@ from agile_trainers.config.launch_checks import episode_split, uses_deepspeed
 from agile_trainers.config.options import default_of
 from agile_trainers.objectives.mismatch import MODES
 from agile_trainers.rollout.episode_options import LIMITS, EpisodeOptions
+from agile_trainers.sampling.vllm_checks import addresses
 
 Allows = Callable[[Any, Any], bool]
 """Maps a configuration and the option's value to whether that value is accepted."""
@@ -347,7 +348,7 @@ _VLLM = (
     acts_with(
         "use_vllm", (True,),
         *(one.name for one in fields(GRPOConfig) if re.match(r"vllm_(?!importance_sampling_)", one.name)),
-        "offload_policy_during_rollout",
+        "offload_policy_during_rollout", "vllm_server_start",
     ),
     acts_with("use_vllm", (False,), "merge_adapter_in_rollout", needed="the transformers generator (use_vllm=False)"),
     one_of("vllm_mode", "colocate", "server"),
@@ -356,11 +357,26 @@ _VLLM = (
     acts_with(
         "vllm_mode", ("server",),
         "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+        "vllm_server_start",
     ),
     acts_with(
-        "vllm_mode", ("colocate",),
-        "vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
-        "offload_policy_during_rollout", needed="an engine in this process (vllm_mode='colocate')",
+        "vllm_mode", ("colocate",), "vllm_enable_sleep_mode", "offload_policy_during_rollout",
+        needed="an engine in this process (vllm_mode='colocate')",
+    ),
+    acts_with(
+        "vllm_mode", lambda args: args.vllm_mode == "colocate" or args.vllm_server_start,
+        "vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_tensor_parallel_size",
+        needed="an engine in this process (vllm_mode='colocate') or a server that it starts (vllm_server_start=True)",
+    ),
+    Rule(
+        ("vllm_server_base_url",),
+        lambda args, value: value is None or _are_addresses(value),
+        "{name} must be an address, or different ones with commas between, such as 'http://one:8000,http://two:8000', got "
+        "{value!r}.",
+    ),
+    excludes(
+        "vllm_server_start", (True,), "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_group_port",
+        why="which starts a server at an address of its own",
     ),
 )  # fmt: skip
 
@@ -523,6 +539,11 @@ _TURN_RATIOS = (
 )  # fmt: skip
 
 
+def _are_addresses(value: Any) -> bool:
+    urls = addresses(value)
+    return bool(urls) and all(urls) and len(set(urls)) == len(urls)
+
+
 def _plays_ahead(args: Any) -> bool:
     return bool(args.batches_ahead > 0)
 
@@ -542,8 +563,9 @@ _AHEAD = (
         why="whose episodes are played by adapters as they are",
     ),
     excludes(
-        "batches_ahead", _plays_ahead, "vllm_enable_sleep_mode", "offload_policy_during_rollout",
-        "vllm_tensor_parallel_size", why="whose episodes wait in the engine through an update",
+        "batches_ahead", lambda args: _plays_ahead(args) and args.vllm_mode == "colocate", "vllm_enable_sleep_mode",
+        "offload_policy_during_rollout", "vllm_tensor_parallel_size",
+        why="whose episodes wait in the engine through an update",
     ),
     Rule(
         ("loss_type",),

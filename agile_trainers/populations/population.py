@@ -683,6 +683,7 @@ def _check(
             args.offload_policy_during_rollout,
             "would bring back a copy of the base that all members share",
         ),
+        "vllm_server_start": (args.vllm_server_start, "would start a server for each member"),
         "vllm_tensor_parallel_size": (args.vllm_tensor_parallel_size > 1, "would need several processes for a member"),
         "report_to": (
             any(one not in _OWN_LOGS for one in args.report_to), f"can log members apart with {' or '.join(_OWN_LOGS)} only"

@@ -215,6 +215,10 @@ class ServedPolicy(ABC):
         """Serve an adapter of :meth:`serve_versions` no longer."""
         self._adapters().drop_adapter(adapter)
 
+    def close(self) -> None:
+        """End what runs outside of this process for the policy, if anything does."""
+        return
+
     def release(self) -> None:
         """Take the policy's adapter from the engine."""
         self._moved_at_construction = None

@@ -87,11 +87,9 @@ def quantization(model: torch.nn.Module, served: Sequence[str], engine: str) -> 
     Raises:
         ValueError: If the engine cannot serve this quantization.
     """
-    config = getattr(base_model(model).config, "quantization_config", None)
-    if config is None:
+    method, settings = quantization_name(model), _quantization_settings(model)
+    if method is None or settings is None:
         return None
-    settings = config if isinstance(config, dict) else config.to_dict()
-    method = str(getattr(settings["quant_method"], "value", settings["quant_method"]))
     if method not in served or settings.get("load_in_8bit"):
         bits = " in 8 bit" if settings.get("load_in_8bit") else ""
         raise ValueError(
@@ -100,6 +98,17 @@ def quantization(model: torch.nn.Module, served: Sequence[str], engine: str) -> 
             f"{', or quantized by one of ' if served else ''}{', '.join(served)}."
         )
     return method
+
+
+def quantization_name(model: torch.nn.Module) -> str | None:
+    """Return the name of the base model's quantization, whether or not an engine can serve it; None without any."""
+    settings = _quantization_settings(model)
+    return None if settings is None else str(getattr(settings["quant_method"], "value", settings["quant_method"]))
+
+
+def _quantization_settings(model: torch.nn.Module) -> dict[str, Any] | None:
+    config = getattr(base_model(model).config, "quantization_config", None)
+    return config if config is None or isinstance(config, dict) else config.to_dict()
 
 
 def lora_rank(config: LoraConfig) -> int:
@@ -144,8 +153,16 @@ def check_server(
         max_model_length: Tokens of a conversation; None if nothing but the model limits it.
 
     Raises:
-        ValueError: With every difference, and the command that starts a suitable server.
+        ValueError: With every difference, and the command that starts a suitable server. Also for a server that runs copies
+            of the model side by side, if the policy is an adapter.
     """
+    copies = info["parallel_config"]["data_parallel_size"]
+    if rank is not None and copies > 1:
+        raise ValueError(
+            f"The vLLM server at {url} runs {copies} copies of the model (--data-parallel-size {copies}), and an adapter is "
+            "loaded on one of them only. Start a server for each copy, and name all of them, with commas between, in "
+            "vllm_server_base_url."
+        )
     served, highest = info["model_config"], (info["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]
     name = str(dtype).removeprefix("torch.")
     room = None if rank is None else next(size for size in RANKS if size >= rank)
@@ -180,6 +197,16 @@ def check_server(
             f"The vLLM server at {url} would not serve this policy: {'; '.join(wrong)}. Start it with\n"
             f"VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {command}"
         )
+
+
+def addresses(given: str | Sequence[str]) -> list[str]:
+    """List the addresses of a text with commas between them, or of a list."""
+    return [url.strip().rstrip("/") for url in (given.split(",") if isinstance(given, str) else given)]
+
+
+def server_urls(args: Any) -> list[str]:
+    """List the addresses of the servers of a run."""
+    return addresses(args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}")
 
 
 def _same(served: str, trained: str) -> bool:

@@ -1,4 +1,4 @@
-"""Serves the trainer's policy from a vLLM server that was started beside the trainer."""
+"""Serves the trainer's policy from vLLM servers beside the trainer, which it may have started itself."""
 
 from __future__ import annotations
 
@@ -6,70 +6,115 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig
+from transformers.utils import logging
 from trl.generation.vllm_generation import VLLMGeneration
 
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmServer
+from agile_trainers.rollout.generators.vllm.servers import VllmServers
 from agile_trainers.sampling.served_policy import ServedPolicy
-from agile_trainers.sampling.vllm_checks import base_model, base_source, check_server, lora_rank, quantization
+from agile_trainers.sampling.started_server import OwnServer, start_server
+from agile_trainers.sampling.vllm_checks import (
+    base_model,
+    base_source,
+    check_server,
+    lora_rank,
+    quantization,
+    server_urls,
+)
+
+logger = logging.get_logger(__name__)
+_Result = TypeVar("_Result")
 
 
 class ServerPolicy(ServedPolicy):
-    """A server that serves the policy to every process of the run.
+    """Servers that serve the policy to every process of the run: those that were started beside it, or one of its own.
 
-    With LoRA the first process writes the adapter to a folder below ``output_dir``, which the server reads. A model that is
-    trained whole is sent over NCCL, as TRL does.
+    With LoRA the first process writes the adapter to a folder below ``output_dir``, which all servers read. A model that is
+    trained whole is sent to one server over NCCL, as TRL does.
 
     Raises:
-        requests.exceptions.ConnectionError: If there is no server.
+        requests.exceptions.ConnectionError: If a server does not answer.
+        RuntimeError: If the trainer's own server does not start.
         ValueError: If the server would not serve this policy.
     """
 
     overlaps = True
     _keeps_adapter = False  # the server may be restarted in between
+    _started: OwnServer | None = None
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
-        model, accelerator = self._model, self._accelerator
-        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        self.server = VllmServer(
-            url,
-            timeout=args.vllm_server_timeout,
-            max_batch_size=rows,
-            vocab_size=base_model(model).config.get_text_config().vocab_size,
-            folder=Path(args.output_dir) / "vllm",
-        )
-        served = self.server.info["model_config"]["quantization"]
-        quantization(model, [] if served is None else [served], f"The vLLM server at {url}")
         if self._config is not None:
             lora_rank(self._config)
-        elif accelerator.device.type != "cuda":
+        elif self._accelerator.device.type != "cuda":
             raise ValueError(
                 "vllm_mode='server' takes a model that is trained whole over NCCL, which needs GPUs. Train a LoRA adapter "
                 "(peft_config), or use vllm_mode='colocate'."
             )
-        check_server(
-            self.server.info,
-            url,
-            model=base_source(model),
-            dtype=self.dtype,
-            rank=None if self._config is None else self._config.r,
-            max_model_length=max_model_length,
+        if not args.vllm_server_start:
+            self._connect_to(server_urls(args), args, rows, max_model_length)
+            return
+        self._started = start_server(
+            args, self._model, self._accelerator, dtype=self.dtype, rows=rows, max_model_length=max_model_length
         )
+        try:
+            self._connect_to([self._started.url], args, rows, max_model_length)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect_to(self, urls: list[str], args: Any, rows: int, max_model_length: int | None) -> None:
+        model = self._model
+        if self._config is None and len(urls) > 1:
+            raise ValueError(
+                f"vllm_server_base_url names {len(urls)} servers, and a model that is trained whole is sent to one. Name "
+                "one, or train a LoRA adapter (peft_config)."
+            )
+        more = {} if self._started is None else {"when_gone": self._started.when_gone}
+        servers = [
+            VllmServer(
+                url,
+                timeout=args.vllm_server_timeout,
+                max_batch_size=rows,
+                vocab_size=base_model(model).config.get_text_config().vocab_size,
+                folder=Path(args.output_dir) / "vllm",
+                **more,
+            )
+            for url in urls
+        ]
+        for server in servers:
+            served = server.info["model_config"]["quantization"]
+            quantization(model, [] if served is None else [served], f"The vLLM server at {server.url}")
+            check_server(
+                server.info,
+                server.url,
+                model=base_source(model),
+                dtype=self.dtype,
+                rank=None if self._config is None else self._config.r,
+                max_model_length=max_model_length,
+            )
+            _check_slots(server, args.batches_ahead)
+        self.server = VllmServers(servers)
         if self._config is None:
             self._whole = VLLMGeneration(
                 model,
-                accelerator,
+                self._accelerator,
                 processing_class=None,
                 mode="server",
-                server_base_url=url,
+                server_base_url=urls[0],
                 server_timeout=args.vllm_server_timeout,
                 group_port=args.vllm_group_port,
             )
+
+    def close(self) -> None:
+        """End the server, if the trainer has started it."""
+        if self._started is not None:
+            self._started.close()
 
     @property
     def max_model_length(self) -> int:
@@ -77,20 +122,25 @@ class ServerPolicy(ServedPolicy):
 
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         self._accelerator.wait_for_everyone()  # until the episodes of all processes are over
-        moved = self.server.load_adapter(weights, config) if self._accelerator.is_main_process else 0
-        (self.server.adapter,) = broadcast_object_list([self.server.adapter])
-        return moved
+        moved, self.server.adapter = self._on_main(
+            lambda: (self.server.load_adapter(weights, config), self.server.adapter)
+        )
+        return moved if self._accelerator.is_main_process else 0
 
     def _add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[str, int]:
-        added = self.server.add_adapter(weights, config) if self._accelerator.is_main_process else None
-        (added,) = broadcast_object_list([added])
-        assert added is not None
-        return added
+        return self._on_main(lambda: self.server.add_adapter(weights, config))
 
     def _drop_adapter(self, adapter: str) -> None:
         self._accelerator.wait_for_everyone()  # until the episodes of all processes are over
+        self._on_main(lambda: self.server.drop_adapter(adapter))
+
+    def _on_main(self, act: Callable[[], _Result]) -> _Result:
+        """Let the first process change what the servers serve; all get its result, and use the servers that it uses."""
+        told: list[Any] = [None, None]
         if self._accelerator.is_main_process:
-            self.server.drop_adapter(adapter)
+            told = [act(), self.server.used]
+        result, self.server.used = broadcast_object_list(told)
+        return cast(_Result, result)
 
     def _move_whole(self) -> int:
         self._whole.sync_weights()
@@ -99,7 +149,7 @@ class ServerPolicy(ServedPolicy):
             math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in self._whole._weight_metadata
         )
 
-    def _adapters(self) -> VllmServer:
+    def _adapters(self) -> VllmServers:
         return self.server
 
     @property
@@ -121,3 +171,14 @@ class ServerPolicy(ServedPolicy):
         )
         with closing(made):
             yield made
+
+
+def _check_slots(server: VllmServer, ahead: int) -> None:
+    """Warn if a server has to load adapters again that play at the same time."""
+    slots, wanted = (server.info["lora_config"] or {}).get("max_loras"), ahead + 2
+    if ahead and slots is not None and slots < wanted:
+        logger.warning(
+            "The vLLM server at %s computes with %d adapters at the same time, and batches_ahead=%d plays with up to %d. It "
+            "works, but slowly: requests wait for each other, and adapters are loaded again. Start it with --max-loras %d.",
+            server.url, slots, ahead, wanted, wanted,
+        )  # fmt: skip

@@ -270,6 +270,8 @@ class MultiTurnTrainer(GRPOTrainer):
             args, peft_config = setup.args, setup.peft_config
             train_dataset, eval_dataset = setup.train_dataset, setup.eval_dataset
             reward_funcs, reward_processing_classes = setup.reward_funcs, setup.reward_processing_classes
+            if args.vllm_server_start:  # the GPUs that this process leaves are the server's
+                args._n_gpu = min(args.n_gpu, 1)
         # With use_vllm TRL would make an engine of its own.
         use_vllm, args.use_vllm = args.use_vllm, args.use_vllm and setup is None
         inputs = load_adapter(TrainerInputs(model, args, processing_class, quantization_config, peft_config))

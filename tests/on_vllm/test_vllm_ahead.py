@@ -20,6 +20,8 @@ from games import Chatter, make_trainer
 from scripted_runs import said, watched
 from serving import Served, serving
 
+from agile_trainers.rollout.generators.vllm.server import VllmServer
+
 GAP = "sampling/sampling_logp_difference/max"
 RUN: dict[str, Any] = {
     "max_steps": 5, "per_device_train_batch_size": 8, "learning_rate": 0.3, "use_vllm": True, "stop_strings": None,
@@ -137,3 +139,31 @@ def test_a_server_that_dies_is_named_within_seconds(embedded_model: Path, tmp_pa
             trainer.train()
     assert trainer.state.global_step == 3
     assert not [one for one in threading.enumerate() if one.name == "rollout"]
+
+
+def test_a_server_of_two_that_dies_costs_no_token(embedded_model: Path, tmp_path: Path, server: Served) -> None:
+    with serving(embedded_model, 256, more=["--max-loras", "8"]) as other:
+        where = {"vllm_mode": "server", "vllm_server_base_url": f"{server.url},{other.url}"}
+        whole, batches = trained(embedded_model, tmp_path / "whole", 1, **where)
+        assert whole.sampler.vllm.server.used == (0, 1)
+        trainer = make_trainer(
+            embedded_model, tmp_path / "killed", environment=Slow, batches_ahead=1, **{**RUN, **where}
+        )
+        answer, killed = VllmServer.generate, []
+
+        def kills(self: VllmServer, *args: Any, **kwargs: Any) -> Any:
+            """When the server has just been asked for the third batch."""
+            if self.url == other.url and trainer.state.global_step == 2 and not killed:
+                killed.append(threading.Timer(0, other.kill))
+                killed[0].start()
+            return answer(self, *args, **kwargs)
+
+        VllmServer.generate = kills  # type: ignore[method-assign]
+        try:
+            others = watched(trainer)
+            trainer.train()
+        finally:
+            VllmServer.generate = answer  # type: ignore[method-assign]
+        assert killed and trainer.sampler.vllm.server.used == (0,)
+    assert batches == [said(one) for one in others]
+    assert_same(weights(whole), weights(trainer))

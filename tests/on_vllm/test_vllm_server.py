@@ -140,9 +140,7 @@ def test_a_new_adapter_takes_the_place_of_the_last(server: VllmServer, model: Pe
     assert before.logprobs != pytest.approx(after.logprobs, abs=1e-2)
     served = [entry["id"] for entry in requests.get(f"{server.url}/v1/models").json()["data"]]
     assert [name for name in served if name.startswith("policy-")] == [server.adapter]
-    assert server._written is not None and [path.name for path in Path(server._written.name).iterdir()] == [
-        server.adapter
-    ]
+    assert server.files.names() == [server.adapter]
 
 
 def test_what_a_request_comes_to_is_not_lost(server: VllmServer, model: PeftModel) -> None:
@@ -268,7 +266,7 @@ def test_a_server_that_dies_leaves_a_checkpoint(
         )
         monkeypatch.setattr(Fatal, "happens", happens, raising=False)
         # TRL's client would ask for a minute.
-        run.sampler.vllm.server.client.session.mount("http://", HTTPAdapter(max_retries=0))  # type: ignore[union-attr]
+        run.sampler.vllm.server.servers[0].client.session.mount("http://", HTTPAdapter(max_retries=0))  # type: ignore[union-attr]
         return run
 
     monkeypatch.setattr(Fatal, "at", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.rollout.generators.base import SamplingSettings
 from agile_trainers.sampling.sampler import sampling_settings
+from agile_trainers.sampling.started_server import gpus_of_server, server_command
 from agile_trainers.sampling.vllm_checks import (
     base_source,
     check_server,
     compute_dtype,
     lora_rank,
     quantization,
+    server_urls,
 )
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
@@ -121,6 +124,7 @@ SERVER = {
     },
     "lora_config": {"max_lora_rank": 16},
     "weight_transfer_config": None,
+    "parallel_config": {"data_parallel_size": 1},
 }  # fmt: skip
 
 
@@ -269,3 +273,101 @@ def test_sampling_settings_are_the_configurations(embedded_model: Path, tmp_path
     trainer = make_trainer(embedded_model, tmp_path, min_new_tokens=2, stop_strings=["a"], **changes)
     assert sampling_settings(trainer.args) == SamplingSettings(**changes, min_new_tokens=2, stop_strings=("a",))
     assert not sampling_settings(trainer.args, do_sample=False).do_sample
+
+
+def test_a_server_of_several_copies_is_refused(tmp_path: Path) -> None:
+    copies = {"parallel_config": {"data_parallel_size": 2}}
+    with pytest.raises(
+        ValueError, match=r"http://host:1 runs 2 copies .* loaded on one of them only.*vllm_server_base_url"
+    ):
+        server_of(copies)
+    server_of({**copies, "lora_config": None, "weight_transfer_config": {"backend": "nccl"}}, rank=None)
+
+
+@pytest.mark.parametrize(
+    ("given", "urls"),
+    [
+        ("http://a:1", ["http://a:1"]),
+        ("http://a:1, http://b:2/", ["http://a:1", "http://b:2"]),
+        (["http://a:1", "http://b:2"], ["http://a:1", "http://b:2"]),
+        (None, ["http://0.0.0.0:8000"]),
+    ],
+)
+def test_addresses_of_servers(tmp_path: Path, given: object, urls: list[str]) -> None:
+    made = config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=given).with_environment()
+    assert server_urls(made) == urls
+
+
+@pytest.mark.parametrize("given", ["http://a:1,", "http://a:1,http://a:1/", [""]])
+def test_addresses_that_are_none(tmp_path: Path, given: object) -> None:
+    with pytest.raises(ValueError, match=naming("vllm_server_base_url", repr(given))):
+        config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=given).with_environment()
+
+
+STARTS = {"use_vllm": True, "vllm_mode": "server", "vllm_server_start": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        (
+            {**STARTS, "vllm_server_base_url": "http://a:1"},
+            ["vllm_server_base_url='http://a:1'", "vllm_server_start=True"],
+        ),
+        ({**STARTS, "vllm_server_port": 9}, ["vllm_server_port=9", "vllm_server_start=True"]),
+        ({**STARTS, "vllm_enable_sleep_mode": True}, ["vllm_enable_sleep_mode=True", "engine in this process"]),
+        ({"use_vllm": True, "vllm_server_start": True}, ["vllm_server_start=True", "vllm_mode='server'"]),
+        ({"vllm_server_start": True}, ["vllm_server_start=True", "use_vllm=False"]),
+    ],
+)
+def test_a_server_of_ones_own_has_its_own_address(tmp_path: Path, changes: dict[str, Any], names: list[str]) -> None:
+    with pytest.raises(ValueError, match=naming(*names)):
+        config(tmp_path, **changes).with_environment()
+
+
+def test_a_server_of_ones_own_is_an_engine_of_ours(tmp_path: Path) -> None:
+    changes = {"vllm_gpu_memory_utilization": 0.5, "vllm_tensor_parallel_size": 2, "vllm_model_impl": "transformers"}
+    config(tmp_path, **STARTS, **changes, batches_ahead=1).with_environment()
+
+
+def test_the_command_of_a_server(embedded_model: Path, tmp_path: Path) -> None:
+    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(embedded_model), lora := LoraConfig(r=12))
+    args = config(tmp_path, **STARTS, batches_ahead=3, trust_remote_code=True).with_environment()
+
+    def command(**given: Any) -> str:
+        given = {"seqs": 16, "max_model_length": 512, "on_gpu": True} | given
+        return " ".join(server_command(args, policy, lora, torch.bfloat16, **given))
+
+    on_gpu = command()
+    for words in (
+        f"--model {embedded_model} --dtype bfloat16 --logprobs-mode processed_logprobs", "--max-lora-rank 16 --max-loras 5",
+        "--max-num-seqs 16 --max-num-batched-tokens 8192 --max-model-len 512", "--enable-lora", "--trust-remote-code",
+    ):  # fmt: skip
+        assert words in on_gpu
+    assert "--enforce-eager" not in on_gpu and "--revision" not in on_gpu and "--quantization" not in on_gpu
+    assert "--no-enable-chunked-prefill" in command(on_gpu=False) and "--max-model-len" not in command(
+        max_model_length=None
+    )
+    policy.get_base_model().config._commit_hash = "abc"
+    policy.get_base_model().config.quantization_config = {"quant_method": "fp8"}
+    assert "--quantization fp8 --revision abc --tokenizer-revision abc" in command()
+
+
+@pytest.mark.parametrize(
+    ("used", "visible", "wanted", "gpus"),
+    [
+        ([0], "01", 1, (["1"], False)),
+        ([0, 1], "2357", 2, (["5", "7"], False)),
+        ([1, 0], "456", 1, (["6"], False)),
+        ([0], "3", 1, (["3"], True)),
+        ([1, 0], "89", 1, (["9"], True)),
+    ],
+)
+def test_a_server_gets_the_gpus_that_are_left(used: list[int], visible: str, wanted: int, gpus: object) -> None:
+    assert gpus_of_server(used, list(visible), wanted) == gpus
+
+
+@pytest.mark.parametrize(("used", "visible"), [([0], "0"), ([0], "01"), ([0, 1], "012")])
+def test_too_few_gpus_for_a_server(used: list[int], visible: str) -> None:
+    with pytest.raises(ValueError, match=f"vllm_tensor_parallel_size=2 .* there are {len(visible) - len(used)}"):
+        gpus_of_server(used, list(visible), 2)

@@ -372,8 +372,33 @@ def _remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def keep_command(parent: int, command: list[str]) -> int:
+    """Run a command beside its parent, and return its exit code; whatever ends first takes everything below with it.
+
+    Args:
+        parent: The parent's process id.
+        command: The command. Its outputs are those of this process, whose input the parent closes to end it.
+    """
+    adopt_descendants()
+    with _Wakes(os.fdopen(0, "rb", buffering=0), parent) as wakes:
+        if os.getppid() != parent:
+            return -signal.SIGKILL
+        kept = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+        while (code := reap(kept.pid)) is None and not wakes.asked:
+            wakes.wait()
+    killed = kill_descendants(kept.pid)
+    kept.returncode = code if code is not None else killed if killed is not None else -signal.SIGKILL
+    return kept.returncode
+
+
 def main() -> None:
-    """Read a specification from the standard input, its length in eight bytes before it, and keep its program."""
+    """Read a specification from the standard input, its length in eight bytes before it, and keep its program.
+
+    With arguments, which are a process id and a command, keep the command beside that process.
+    """
+    if len(sys.argv) > 1:
+        code = keep_command(int(sys.argv[1]), sys.argv[2:])
+        sys.exit(code if code >= 0 else 128 - code)
     control, report = os.fdopen(0, "rb", buffering=0), os.fdopen(1, "wb")
     size, given = int.from_bytes(control.read(8), "big"), b""
     while len(given) < size:

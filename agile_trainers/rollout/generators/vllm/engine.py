@@ -10,16 +10,14 @@ import gc
 import math
 import os
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from peft import LoraConfig
-from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import ensure_master_addr_port
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
@@ -30,54 +28,11 @@ from vllm.sampling_params import RequestOutputKind
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import Conversations, check_room, check_token_ids, tokens_of_a_step
 from agile_trainers.rollout.generators.transformers.decoding import NO_TOKEN, left_pad, stop_criteria
+from agile_trainers.rollout.generators.vllm.adapter_host import AdapterHost, write_adapter
 
 TEMPERATURES = 0.01, 2.0
 """Bounds of vLLM's temperature: it raises lower values to the first and rejects values above the second."""
 _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
-
-
-Handle = TypeVar("Handle")
-
-
-class AdapterHost(ABC, Generic[Handle]):
-    """Serves one adapter to all requests that name none, and others to those that name them."""
-
-    adapter: Handle | None = None
-    """The adapter of requests that name none; None for the base model."""
-
-    @abstractmethod
-    def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Handle, int]:
-        """Serve a further adapter, to requests that name it.
-
-        It gets a name of its own, so that cache entries of other adapters are not reused.
-
-        Args:
-            weights: Parameter name to tensor, as ``get_peft_model_state_dict`` returns them.
-            config: Configuration of the adapter.
-
-        Returns:
-            What a request names it by, and the number of bytes transferred.
-
-        Raises:
-            ValueError: If it cannot be served.
-        """
-
-    @abstractmethod
-    def drop_adapter(self, adapter: Handle) -> None:
-        """Serve an adapter no longer."""
-
-    def load_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
-        """Replace the adapter of requests that name none, and return the bytes transferred; see :meth:`add_adapter`."""
-        adapter, moved = self.add_adapter(weights, config)
-        self.remove_adapter()
-        self.adapter = adapter
-        return moved
-
-    def remove_adapter(self) -> None:
-        """Serve the base model alone to requests that name no adapter."""
-        if self.adapter is not None:
-            self.drop_adapter(self.adapter)
-        self.adapter = None
 
 
 class VllmEngine(AdapterHost[LoRARequest]):
@@ -368,14 +323,6 @@ def _launched_as(rank: int, local_rank: int, processes: int) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-def write_adapter(folder: Path, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:
-    """Write an adapter in PEFT's format for vLLM. Return the bytes of its weights."""
-    config.save_pretrained(str(folder))
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def check_logprobs(episode: int, logprobs: list[float]) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
-import shutil
-import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +16,7 @@ from peft import LoraConfig
 from requests import ConnectionError as RequestsConnectionError
 from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
+from requests.exceptions import ChunkedEncodingError, RetryError
 from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
@@ -26,14 +24,14 @@ from urllib3.util.retry import Retry
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.checks import Conversations, check_room, check_token_ids
 from agile_trainers.rollout.generators.transformers.decoding import stop_criteria
+from agile_trainers.rollout.generators.vllm.adapter_host import AdapterFolder, AdapterHost
 from agile_trainers.rollout.generators.vllm.engine import (
-    AdapterHost,
     check_logprobs,
     check_settings,
     sampling_fields,
     seed_of,
-    write_adapter,
 )
+from agile_trainers.rollout.generators.vllm.servers import VllmServers
 
 PATIENCE = 0.005
 """Seconds that a step waits for an answer, before environments are polled again."""
@@ -65,6 +63,7 @@ class VllmServer(AdapterHost[str]):
         max_batch_size: Maximum number of requests at the same time; the others wait in this process.
         vocab_size: Size of the model's vocabulary.
         folder: Folder in which adapters are written for the server. Default: the system's folder for temporary files.
+        when_gone: What to do when the server does not answer any more, for the error.
 
     Raises:
         requests.exceptions.ConnectionError: If the server is not up in time.
@@ -72,7 +71,14 @@ class VllmServer(AdapterHost[str]):
     """
 
     def __init__(
-        self, url: str, *, timeout: float, max_batch_size: int, vocab_size: int, folder: str | Path | None = None
+        self,
+        url: str,
+        *,
+        timeout: float,
+        max_batch_size: int,
+        vocab_size: int,
+        folder: str | Path | None = None,
+        when_gone: str = "Start it again, and resume from the last checkpoint.",
     ) -> None:
         self.client = VLLMClient(base_url=url, connection_timeout=timeout)
         for prefix in ("http://", "https://"):
@@ -83,32 +89,27 @@ class VllmServer(AdapterHost[str]):
         self.info: dict[str, Any] = self.client.get_server_info()
         """Configuration of the server, vLLM's ``VllmConfig``."""
         self.max_model_length: int = self.info["model_config"]["max_model_len"]
-        self._folder = folder
-        self._written: tempfile.TemporaryDirectory[str] | None = None
+        self.files = AdapterFolder(folder)
+        """Where adapters are written for the server."""
+        self._when_gone = when_gone
 
     def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[str, int]:
-        if self._written is None:
-            if self._folder is not None:
-                Path(self._folder).mkdir(parents=True, exist_ok=True)
-            self._written = tempfile.TemporaryDirectory(prefix="vllm-policy-", dir=self._folder)
-            Path(self._written.name).chmod(0o755)  # the server may run as another user
-        name = f"policy-{uuid.uuid4().hex}"
-        folder = Path(self._written.name).resolve() / name
-        try:
-            moved = write_adapter(folder, weights, config)
-            for path in (folder, *folder.iterdir()):
-                path.chmod(0o755 if path.is_dir() else 0o644)
-            self._lora("load", {"lora_name": name, "lora_path": str(folder)})
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        with self.files.written(weights, config) as (name, folder, moved):
+            self.load(name, folder)
         return name, moved
 
     def drop_adapter(self, adapter: str) -> None:
         """Serve an adapter no longer, and delete its files."""
-        assert self._written is not None
-        self._lora("unload", {"lora_name": adapter})
-        shutil.rmtree(Path(self._written.name) / adapter)
+        self.unload(adapter)
+        self.files.delete(adapter)
+
+    def load(self, name: str, folder: Path) -> None:
+        """Serve the adapter in a folder, under a name."""
+        self._lora("load", {"lora_name": name, "lora_path": str(folder)})
+
+    def unload(self, name: str) -> None:
+        """Serve an adapter no longer."""
+        self._lora("unload", {"lora_name": name})
 
     def generate(
         self, token_ids: list[int], fields: dict[str, Any], adapter: str | None = None
@@ -137,10 +138,10 @@ class VllmServer(AdapterHost[str]):
     def _reached(self) -> Iterator[None]:
         try:
             yield
-        except RequestsConnectionError as error:
+        # An engine that ends lets its server answer with status 500 for a moment.
+        except (RequestsConnectionError, RetryError, ChunkedEncodingError) as error:
             raise RequestsConnectionError(
-                f"The vLLM server at {self.url} does not answer any more: {error}. Start it again, and resume from the last "
-                "checkpoint."
+                f"The vLLM server at {self.url} does not answer any more: {error}. {self._when_gone}"
             ) from error
 
     def _lora(self, action: str, body: dict[str, str]) -> None:
@@ -160,12 +161,12 @@ class VllmServer(AdapterHost[str]):
 
 
 class ServerGenerator:
-    """Samples with a :class:`VllmServer`. A turn reads only the ids that the server's prefix cache does not hold.
+    """Samples with vLLM servers. A turn reads only the ids that the server's prefix cache does not hold.
 
     Requests are seeded as in :class:`~agile_trainers.rollout.generators.vllm.engine.VllmGenerator`.
 
     Args:
-        server: The server. Others may use it at the same time.
+        server: The server, or several. Others may use it at the same time.
         eos_token_ids: Tokens that end an answer; they belong to it.
         settings: Sampling options. The server finds stop strings with its own tokenizer.
         tokenizer: Needed for ``settings.stop_strings`` only.
@@ -178,7 +179,7 @@ class ServerGenerator:
 
     def __init__(
         self,
-        server: VllmServer,
+        server: VllmServer | VllmServers,
         *,
         eos_token_ids: Sequence[int],
         settings: SamplingSettings,
@@ -188,7 +189,8 @@ class ServerGenerator:
         check_settings(settings)
         _check_stop_strings(settings)
         check_token_ids("eos_token_ids", eos_token_ids, server.vocab_size)
-        self._server, self._adapter_of = server, adapter_of
+        self._server = server if isinstance(server, VllmServers) else VllmServers([server])
+        self._adapter_of = adapter_of
         self._settings, self._eos = settings, frozenset(eos_token_ids)
         self._fields = sampling_fields(settings, eos_token_ids)
         self._stop = stop_criteria(settings, tokenizer)
@@ -263,7 +265,8 @@ class ServerGenerator:
     def _ask(self, request: GenerationRequest, fields: dict[str, Any]) -> None:
         answer: Any
         try:
-            answer = self._server.generate(list(request.token_ids), fields, self._adapter_of(request.episode))
+            adapter = self._adapter_of(request.episode)
+            answer = self._server.generate(list(request.token_ids), fields, adapter, request.episode)
         except BaseException as error:
             answer = error
         self._answers.put((request, answer))

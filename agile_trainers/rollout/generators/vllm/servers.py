@@ -1,0 +1,103 @@
+"""Several vLLM servers that serve the same adapters, so that any of them can answer a request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig
+from requests import ConnectionError as RequestsConnectionError
+from transformers.utils import logging
+
+from agile_trainers.rollout.generators.vllm.adapter_host import AdapterHost
+
+if TYPE_CHECKING:
+    from agile_trainers.rollout.generators.vllm.server import VllmServer
+
+logger = logging.get_logger(__name__)
+
+
+class VllmServers(AdapterHost[str]):
+    """A fixed list of servers. Each adapter is loaded on all of them, under the same name.
+
+    The requests of an episode go to one server, whose prefix cache holds its conversation. A server that does not answer is
+    left out from then on, with a warning, and its requests are sent to another one. The last server is never left out: its
+    error is raised.
+
+    Args:
+        servers: At least one. Their adapters are read from the folder of the first.
+    """
+
+    def __init__(self, servers: Sequence[VllmServer]) -> None:
+        self.servers = tuple(servers)
+        self.used: tuple[int, ...] = tuple(range(len(servers)))
+        """Indices of the servers that have not been left out."""
+        first = self.servers[0]
+        self.files, self.max_batch_size, self.vocab_size = first.files, first.max_batch_size, first.vocab_size
+        self.max_model_length = min(server.max_model_length for server in servers)
+        self._lock = threading.Lock()
+
+    def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[str, int]:
+        loaded: list[VllmServer] = []
+        with self.files.written(weights, config) as (name, folder, moved):
+
+            def load(server: VllmServer) -> None:
+                server.load(name, folder)
+                loaded.append(server)
+
+            try:
+                self._on_each(load)
+            except BaseException:
+                for server in loaded:  # its files are deleted
+                    with suppress(Exception):
+                        server.unload(name)
+                raise
+        return name, moved
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Serve an adapter no longer, and delete its files."""
+        self._on_each(lambda server: server.unload(adapter))
+        self.files.delete(adapter)
+
+    def generate(
+        self, token_ids: list[int], fields: dict[str, Any], adapter: str | None = None, episode: int = 0
+    ) -> tuple[list[int], list[float], int | None]:
+        """Request an answer of the episode's server; see ``VllmServer.generate``. Thread-safe.
+
+        Raises:
+            requests.exceptions.ConnectionError: If no server answers.
+        """
+        while True:
+            place = self._of(episode)
+            try:
+                return self.servers[place].generate(token_ids, fields, adapter or self.adapter)
+            except RequestsConnectionError as error:
+                self._leave_out(place, error)
+
+    def _of(self, episode: int) -> int:
+        """Return the episode's server; only the episodes of one that was left out move to another."""
+        used, place = self.used, episode % len(self.servers)
+        return place if place in used else used[episode % len(used)]
+
+    def _on_each(self, act: Callable[[VllmServer], None]) -> None:
+        for place in self.used:
+            try:
+                act(self.servers[place])
+            except RequestsConnectionError as error:
+                self._leave_out(place, error)
+
+    def _leave_out(self, place: int, error: RequestsConnectionError) -> None:
+        with self._lock:
+            left = tuple(other for other in self.used if other != place)
+            if not left:
+                raise error
+            if place in self.used:
+                self.used = left
+                others = " and ".join(self.servers[other].url for other in left)
+                logger.warning(
+                    "The vLLM server at %s does not answer and is left out from now on; its requests go to %s. %s",
+                    self.servers[place].url, others, error.__cause__ or error,
+                )  # fmt: skip

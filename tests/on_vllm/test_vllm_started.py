@@ -1,0 +1,78 @@
+"""A server that the trainer starts: it trains, ends with the trainer however that ends, and says why it did not start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from requests import ConnectionError
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
+
+from games import Chatter, make_trainer
+
+RUN: dict[str, Any] = {
+    "max_steps": 2, "per_device_train_batch_size": 8, "use_vllm": True, "vllm_mode": "server", "vllm_server_start": True,
+    "stop_strings": None, "max_model_length": 256, "batches_ahead": 1,
+}  # fmt: skip
+HERE = Path(__file__).parent
+
+
+def tree(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+def ended(processes: list[psutil.Process]) -> bool:
+    _, left = psutil.wait_procs(processes, timeout=60)
+    return all(one.status() == psutil.STATUS_ZOMBIE for one in left if one.is_running())
+
+
+def test_the_trainer_starts_a_server_and_ends_it(embedded_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(embedded_model, tmp_path, environment=Chatter, **RUN)
+    policy: Any = trainer.sampler.vllm
+    server = tree(psutil.Process(policy._started.started._keeper.pid))
+    assert len(server) >= 3, "the keeper, the server, its engine"
+    assert policy.server.servers[0].info["lora_config"]["max_loras"] == 3
+    trainer.train()
+    gaps = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history if "loss" in log]
+    assert len(gaps) == 2 and max(gaps) < 1e-3
+    policy.close()
+    assert ended(server)
+    with pytest.raises(
+        ConnectionError, match=r"The trainer started it, and its output is in .*vllm/server\.log\. Resume"
+    ):
+        policy.server.generate([3], {})
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, "exits"])
+def test_no_server_outlives_the_trainer(embedded_model: Path, tmp_path: Path, how: Any) -> None:
+    """Also while a fork of the trainer holds what the trainer held."""
+    command = [sys.executable, str(HERE / "run_with_server.py"), str(embedded_model), str(tmp_path), str(how)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    keeper, fork = map(int, next(line for line in run.stdout if line.startswith("ids ")).split()[1:])
+    server = tree(psutil.Process(keeper))
+    try:
+        if how == "exits":
+            run.communicate("\n")
+        else:
+            run.send_signal(how)
+            run.wait()
+        assert ended(server)
+        assert psutil.pid_exists(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def test_a_server_that_does_not_start(embedded_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ended with exit code 1 before it was up.*server\.log.*max_model_len"):
+        make_trainer(embedded_model, tmp_path, environment=Chatter, **{**RUN, "max_model_length": 1 << 29})
+    with pytest.raises(RuntimeError, match=r"is not up after vllm_server_timeout=0\.5 seconds"):
+        make_trainer(embedded_model, tmp_path, environment=Chatter, **RUN, vllm_server_timeout=0.5)
+    assert not [one for one in psutil.Process().children() if "process_tree" in " ".join(one.cmdline())]

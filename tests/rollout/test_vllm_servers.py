@@ -1,0 +1,170 @@
+"""Several servers that serve the same adapters; those that do not answer are left out. No vLLM is needed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+from peft import LoraConfig
+from requests import ConnectionError
+
+from agile_trainers.rollout.generators.vllm.adapter_host import AdapterFolder
+from agile_trainers.rollout.generators.vllm.servers import VllmServers
+
+
+class Server(ThreadingHTTPServer):
+    """Loads, unloads and answers as vLLM's does, and with the adapter's name for an answer."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.adapters: dict[str, bool] = {}
+        """Name to whether its files were there when it was loaded."""
+        self.asked: list[int] = []
+        self.refuses, self.meanwhile = False, threading.Event()
+        self.meanwhile.set()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def end(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        adapters, status = self.server.adapters, 200
+        if self.path == "/load":
+            adapters[body["name"]] = (Path(body["folder"]) / "adapter_model.safetensors").exists()
+            status = 400 if self.server.refuses else 200
+        elif self.path == "/unload":
+            status = 200 if adapters.pop(body["name"], None) else 404
+        else:
+            self.server.asked.append(body["ids"][0])
+            self.server.meanwhile.wait(20)
+            status = 200 if body["model"] in adapters else 404
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Client:
+    """What `VllmServer` does, without TRL's client, which needs vLLM."""
+
+    def __init__(self, server: Server, folder: Path, length: int) -> None:
+        self.url, self.files = server.url, AdapterFolder(folder)
+        self.max_batch_size, self.vocab_size, self.max_model_length = 8, 40, length
+
+    def _post(self, route: str, **body: Any) -> None:
+        if not (answer := requests.post(f"{self.url}/{route}", json=body)).ok:
+            raise ValueError(f"{route}: {answer.status_code}")
+
+    def load(self, name: str, folder: Path) -> None:
+        self._post("load", name=name, folder=str(folder))
+
+    def unload(self, name: str) -> None:
+        self._post("unload", name=name)
+
+    def generate(self, ids: list[int], fields: dict[str, Any], adapter: str | None) -> Any:
+        self._post("generate", ids=ids, model=adapter)
+        return ids, [0.0], None
+
+
+@pytest.fixture
+def running() -> Iterator[list[Server]]:
+    made = [Server() for _ in range(3)]
+    yield made
+    for server in made:
+        server.meanwhile.set()
+        server.end()
+
+
+@pytest.fixture
+def servers(running: list[Server], tmp_path: Path) -> VllmServers:
+    clients: list[Any] = [Client(server, tmp_path, 64 + place) for place, server in enumerate(running)]
+    return VllmServers(clients)
+
+
+def load(servers: VllmServers) -> str:
+    return servers.add_adapter({"weight": torch.ones(2)}, LoraConfig())[0]
+
+
+def test_an_adapter_is_loaded_on_each_and_an_episode_stays(running: list[Server], servers: VllmServers) -> None:
+    name = load(servers)
+    assert [server.adapters for server in running] == [{name: True}] * 3
+    for _ in range(2):
+        for episode in range(7):
+            servers.generate([episode], {}, name, episode)
+    assert [server.asked for server in running] == [[0, 3, 6] * 2, [1, 4] * 2, [2, 5] * 2]
+    assert servers.max_model_length == 64
+    assert servers.files.names() == [name]
+    servers.drop_adapter(name)
+    assert [server.adapters for server in running] == [{}] * 3 and servers.files.names() == []
+
+
+def test_the_adapter_of_requests_that_name_none(running: list[Server], servers: VllmServers) -> None:
+    for _ in range(2):
+        servers.load_adapter({"weight": torch.ones(2)}, LoraConfig())
+        servers.generate([1], {}, None, 1)
+    assert [list(server.adapters) for server in running] == [[servers.adapter]] * 3
+
+
+def test_requests_of_a_server_that_ends_go_elsewhere(
+    running: list[Server], servers: VllmServers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of the others stay where they are; several requests find it dead at the same time."""
+    name = load(servers)
+    running[1].end()
+    with ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(lambda episode: servers.generate([episode], {}, name, episode), range(12)))
+    assert [ids for ids, *_ in answers] == [[episode] for episode in range(12)]
+    assert servers.used == (0, 2) and running[1].asked == []
+    assert Counter(running[0].asked) == Counter([0, 3, 6, 9, 4, 10]) and Counter(running[2].asked) == Counter(
+        [2, 5, 8, 11, 1, 7]
+    )
+    (warned,) = [record.getMessage() for record in caplog.records]
+    assert f"{running[1].url} does not answer" in warned and running[0].url in warned and running[2].url in warned
+    servers.drop_adapter(name)
+    again = load(servers)
+    assert [list(running[place].adapters) for place in (0, 2)] == [[again]] * 2
+
+
+def test_a_server_that_is_gone_before_an_adapter_is_loaded(running: list[Server], servers: VllmServers) -> None:
+    running[0].end()
+    name = load(servers)
+    assert servers.used == (1, 2) and running[2].adapters == {name: True}
+    servers.generate([0], {}, name, 0)
+
+
+def test_the_last_server_is_not_left_out(running: list[Server], servers: VllmServers) -> None:
+    name = load(servers)
+    for server in running:
+        server.end()
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            servers.generate([0], {}, name, 0)
+        assert len(servers.used) == 1
+    with pytest.raises(ConnectionError):
+        load(servers)
+    assert servers.files.names() == [name]
+
+
+def test_an_adapter_that_one_refuses_is_left_on_none(running: list[Server], servers: VllmServers) -> None:
+    running[1].refuses = True
+    with pytest.raises(ValueError, match="load: 400"):
+        load(servers)
+    assert running[0].adapters == {} and running[2].adapters == {} and servers.files.names() == []
