@@ -51,6 +51,8 @@ class Mutation:
 
 ENUMERATION = "tests/trainers/test_enumeration.py"
 STOPPING = "tests/trainers/test_enumeration_stopping.py"
+SERVERS = "tests/rollout/test_vllm_servers.py"
+STARTED = "tests/trainers/test_started_server.py"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 GAE = "tests/objectives/test_gae.py"
 PATHS = "tests/objectives/test_forest_enumeration.py"
@@ -1810,7 +1812,8 @@ MUTATIONS = [
     ),
     Mutation(
         "orphans of an agent's program outlive it", "envs/isolation/process_tree.py",
-        "    adopt_descendants()\n", "    pass\n", "tests/envs/test_agent_command.py -k what_a_program_leaves",
+        "    adopt_descendants()\n    remove_abandoned(", "    remove_abandoned(",
+        "tests/envs/test_agent_command.py -k what_a_program_leaves",
     ),
     Mutation(
         "a killed trainer leaves its agents' programs", "envs/isolation/process_tree.py",
@@ -2626,6 +2629,46 @@ MUTATIONS = [
         "a process gathers an evaluation while another waits for it in the engine", "trainers/evaluation.py",
         "            results = gather_evaluation(", "                results = gather_evaluation(",
         "tests/trainers/test_evaluation.py -k leaves_its_generator",
+    ),
+    Mutation(
+        "an adapter is loaded on the first server alone", "rollout/generators/vllm/servers.py",
+        "for place in self.used:", "for place in self.used[:1]:", SERVERS,
+    ),
+    Mutation(
+        "all episodes change their server when one ends", "rollout/generators/vllm/servers.py",
+        "place if place in used else used[episode % len(used)]", "used[episode % len(used)]", SERVERS,
+    ),
+    Mutation(
+        "a request is lost with its server", "rollout/generators/vllm/servers.py",
+        "                self._leave_out(place, error)\n\n    def _of", "                raise\n\n    def _of", SERVERS,
+    ),
+    Mutation(
+        "no server is left, and a request is sent to none", "rollout/generators/vllm/servers.py",
+        "            if not left:\n                raise error\n", "", SERVERS,
+    ),
+    Mutation(
+        "an adapter that one server refuses stays on the others", "rollout/generators/vllm/servers.py",
+        "for server in loaded:", "for server in ():", SERVERS,
+    ),
+    Mutation(
+        "the engines of a trainer's server outlive it", "envs/isolation/process_tree.py",
+        "    killed = kill_descendants(kept.pid)\n    kept.", "    killed = None\n    kept.", STARTED,
+    ),
+    Mutation(
+        "a server does not end with its trainer", "envs/isolation/process_tree.py",
+        "(code := reap(kept.pid)) is None and not wakes.asked:", "(code := reap(kept.pid)) is None:", STARTED,
+    ),
+    Mutation(
+        "a fork of the trainer ends its server", "sampling/started_server.py",
+        "if os.getpid() != owner:", "if False:", STARTED,
+    ),
+    Mutation(
+        "a server gets a GPU of the trainer", "sampling/started_server.py",
+        "if place not in used]", "]", "tests/trainers/test_vllm_options.py -k gpus",
+    ),
+    Mutation(
+        "one of the copies of a server serves the adapter", "sampling/vllm_checks.py",
+        "rank is not None and copies > 1", "False", "tests/trainers/test_vllm_options.py -k copies",
     ),
 ]  # fmt: skip
 

@@ -133,7 +133,7 @@ def _end(keeper: subprocess.Popen[bytes], owner: int) -> None:
 
 @dataclass
 class OwnServer:
-    """What each process of a run knows of the server that the first one has started."""
+    """The server of a run, as each of its processes knows it; the first one has started it."""
 
     url: str
     log: str
@@ -143,7 +143,7 @@ class OwnServer:
 
     @property
     def when_gone(self) -> str:
-        """What to do when it does not answer any more."""
+        """Advice for when it does not answer any more."""
         return f"The trainer started it, and its output is in {self.log}. Resume from the last checkpoint."
 
     def close(self) -> None:

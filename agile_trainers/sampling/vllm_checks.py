@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, PeftType
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from agile_trainers.adapters.folders import NOT_LORA_SETTINGS
 from agile_trainers.adapters.initialization import changes_base
 from agile_trainers.rollout.generators.checks import fitting_context
 from agile_trainers.rollout.generators.transformers.memory import bytes_per_token
+
+logger = logging.get_logger(__name__)
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM can be started with."""
@@ -197,6 +200,24 @@ def check_server(
             f"The vLLM server at {url} would not serve this policy: {'; '.join(wrong)}. Start it with\n"
             f"VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {command}"
         )
+
+
+def check_slots(info: dict[str, Any], url: str, ahead: int) -> None:
+    """Warn if a server has to load adapters again that play at the same time.
+
+    Args:
+        info: As for :func:`check_server`.
+        url: Its address.
+        ahead: ``batches_ahead``.
+    """
+    slots, wanted = (info["lora_config"] or {}).get("max_loras"), ahead + 2
+    if ahead and slots is not None and slots < wanted:
+        logger.warning(
+            "The vLLM server at %s computes with at most %d adapters at the same time, and batches_ahead=%d plays with up "
+            "to %d. It works, but slowly: requests wait for each other, and adapters are loaded again. Start it with "
+            "--max-loras %d.",
+            url, slots, ahead, wanted, wanted,
+        )  # fmt: skip
 
 
 def addresses(given: str | Sequence[str]) -> list[str]:

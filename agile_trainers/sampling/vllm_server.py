@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig
-from transformers.utils import logging
 from trl.generation.vllm_generation import VLLMGeneration
 
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
@@ -23,12 +22,12 @@ from agile_trainers.sampling.vllm_checks import (
     base_model,
     base_source,
     check_server,
+    check_slots,
     lora_rank,
     quantization,
     server_urls,
 )
 
-logger = logging.get_logger(__name__)
 _Result = TypeVar("_Result")
 
 
@@ -98,7 +97,7 @@ class ServerPolicy(ServedPolicy):
                 rank=None if self._config is None else self._config.r,
                 max_model_length=max_model_length,
             )
-            _check_slots(server, args.batches_ahead)
+            check_slots(server.info, server.url, args.batches_ahead)
         self.server = VllmServers(servers)
         if self._config is None:
             self._whole = VLLMGeneration(
@@ -171,14 +170,3 @@ class ServerPolicy(ServedPolicy):
         )
         with closing(made):
             yield made
-
-
-def _check_slots(server: VllmServer, ahead: int) -> None:
-    """Warn if a server has to load adapters again that play at the same time."""
-    slots, wanted = (server.info["lora_config"] or {}).get("max_loras"), ahead + 2
-    if ahead and slots is not None and slots < wanted:
-        logger.warning(
-            "The vLLM server at %s computes with %d adapters at the same time, and batches_ahead=%d plays with up to %d. It "
-            "works, but slowly: requests wait for each other, and adapters are loaded again. Start it with --max-loras %d.",
-            server.url, slots, ahead, wanted, wanted,
-        )  # fmt: skip

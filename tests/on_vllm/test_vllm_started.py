@@ -55,15 +55,16 @@ def test_no_server_outlives_the_trainer(embedded_model: Path, tmp_path: Path, ho
     """Also while a fork of the trainer holds what the trainer held."""
     command = [sys.executable, str(HERE / "run_with_server.py"), str(embedded_model), str(tmp_path), str(how)]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
-    assert run.stdout is not None
+    assert run.stdout is not None and run.stdin is not None
     keeper, fork = map(int, next(line for line in run.stdout if line.startswith("ids ")).split()[1:])
     server = tree(psutil.Process(keeper))
     try:
         if how == "exits":
-            run.communicate("\n")
+            run.stdin.write("\n")
+            run.stdin.flush()
         else:
             run.send_signal(how)
-            run.wait()
+        run.wait()
         assert ended(server)
         assert psutil.pid_exists(fork)
     finally:

@@ -54,10 +54,10 @@ def test_it_ends_with_its_process(tmp_path: Path) -> None:
     if (trainer := os.fork()) == 0:
         try:
             server = StartedServer(started, url, tmp_path / "server.log", environment=os.environ, timeout=30)
-            if (fork := os.fork()) == 0:
-                time.sleep(100)
-                os._exit(0)
-            os.write(write, " ".join(map(str, (fork, *below(server)))).encode())
+            if os.fork() == 0:
+                ids = below(server)
+                server.close()  # a fork's exit does not end what is its parent's
+                os.write(write, " ".join(map(str, (os.getpid(), *ids))).encode())
             time.sleep(100)
         finally:
             os._exit(1)

@@ -21,6 +21,7 @@ from agile_trainers.sampling.started_server import gpus_of_server, server_comman
 from agile_trainers.sampling.vllm_checks import (
     base_source,
     check_server,
+    check_slots,
     compute_dtype,
     lora_rank,
     quantization,
@@ -371,3 +372,14 @@ def test_a_server_gets_the_gpus_that_are_left(used: list[int], visible: str, wan
 def test_too_few_gpus_for_a_server(used: list[int], visible: str) -> None:
     with pytest.raises(ValueError, match=f"vllm_tensor_parallel_size=2 .* there are {len(visible) - len(used)}"):
         gpus_of_server(used, list(visible), 2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "ahead", "warns"), [(1, 0, False), (2, 1, True), (3, 1, False), (3, 2, True), (8, 2, False)]
+)
+def test_a_server_with_too_few_slots(caplog: pytest.LogCaptureFixture, slots: int, ahead: int, warns: bool) -> None:
+    check_slots({"lora_config": {"max_lora_rank": 8, "max_loras": slots}}, "http://a:1", ahead)
+    said = [record.getMessage() for record in caplog.records]
+    assert (
+        (len(said) == 1 and f"--max-loras {ahead + 2}" in said[0] and "http://a:1" in said[0]) if warns else said == []
+    )
