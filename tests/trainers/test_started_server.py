@@ -66,7 +66,8 @@ def test_it_ends_with_its_process(tmp_path: Path) -> None:
     os.close(read)
     try:
         assert len(ids) == 3, "the keeper, the server and what it has started"
-        assert all(map(psutil.pid_exists, ids))
+        gone, _ = psutil.wait_procs(list(map(psutil.Process, ids)), timeout=1)
+        assert not gone
         os.kill(trainer, signal.SIGKILL)
         os.waitpid(trainer, 0)
         assert ended(ids)
