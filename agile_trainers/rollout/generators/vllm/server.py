@@ -90,7 +90,7 @@ class VllmServer(AdapterHost[str]):
         """Configuration of the server, vLLM's ``VllmConfig``."""
         self.max_model_length: int = self.info["model_config"]["max_model_len"]
         self.files = AdapterFolder(folder)
-        """Where adapters are written for the server."""
+        """The folder of adapters that are written for the server."""
         self._when_gone = when_gone
 
     def add_adapter(self, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[str, int]:
