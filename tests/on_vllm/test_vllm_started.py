@@ -71,9 +71,10 @@ def test_no_server_outlives_the_trainer(embedded_model: Path, tmp_path: Path, ho
         os.kill(fork, signal.SIGKILL)
 
 
-def test_a_server_that_does_not_start(embedded_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)ended with exit code 1 before it was up.*server\.log.*max_model_len"):
-        make_trainer(embedded_model, tmp_path, environment=Chatter, **{**RUN, "max_model_length": 1 << 29})
+def test_a_server_that_does_not_start(embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "nonsense")
+    with pytest.raises(RuntimeError, match=r"(?s)ended with exit code 1 before it was up.*server\.log.*nonsense"):
+        make_trainer(embedded_model, tmp_path, environment=Chatter, **RUN)
     with pytest.raises(RuntimeError, match=r"is not up after vllm_server_timeout=0\.5 seconds"):
         make_trainer(embedded_model, tmp_path, environment=Chatter, **RUN, vllm_server_timeout=0.5)
     assert not [one for one in psutil.Process().children() if "process_tree" in " ".join(one.cmdline())]
