@@ -71,6 +71,8 @@ CASES = {
         "resample_zero_advantage_groups": 2,
         "max_steps": 2,
     },
+    # Each process keeps the policies that play and draws its share of rows that are not due yet.
+    "ahead": {"batches_ahead": 1, "numbers": list(range(12)), "num_generations": 2, "max_steps": 2},
     "kl-in-the-reward": {"kl_placement": "reward", "beta": 0.1, "max_steps": 2},
 }
 
