@@ -25,7 +25,13 @@ from transformers.utils import logging
 from agile_trainers.adapters import POLICY
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.rollout.generators.checks import tokens_of_a_step
-from agile_trainers.sampling.vllm_checks import base_model, base_source, lora_rank, quantization_name
+from agile_trainers.sampling.vllm_checks import (
+    base_model,
+    base_source,
+    check_batch_invariant,
+    lora_rank,
+    quantization_name,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -182,6 +188,7 @@ def start_server(
         )
     config: Any = model.peft_config[POLICY]
     on_gpu = accelerator.device.type == "cuda"
+    check_batch_invariant(os.environ, on_cpu=not on_gpu)
     processes = gather_object([(socket.gethostname(), accelerator.device.index or 0)])
     if len({host for host, _ in processes}) > 1:
         raise ValueError(

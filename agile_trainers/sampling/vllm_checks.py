@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,23 @@ def lora_rank(config: LoraConfig) -> int:
             f"vLLM serves adapters of up to rank {RANKS[-1]}, got r={config.r}. Lower it, or set use_vllm=False."
         )
     return room
+
+
+def check_batch_invariant(environment: Mapping[str, str], *, on_cpu: bool) -> None:
+    """Refuse vLLM's batch invariance on a CPU, where an engine ends at its first request.
+
+    Args:
+        environment: The environment variables.
+        on_cpu: True if vLLM computes on a CPU.
+
+    Raises:
+        ValueError: If ``VLLM_BATCH_INVARIANT`` asks for it there.
+    """
+    if on_cpu and environment.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        raise ValueError(
+            f"VLLM_BATCH_INVARIANT={environment['VLLM_BATCH_INVARIANT']} ends vLLM at its first request on a CPU. Unset it: "
+            "with one thread (OMP_NUM_THREADS=1) in fp32 a run repeats itself to the bit there."
+        )
 
 
 def check_server(

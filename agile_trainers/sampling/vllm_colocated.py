@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
@@ -21,7 +22,14 @@ from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 from agile_trainers.rollout.generators.vllm.tensor_parallel import TogetherGenerator
 from agile_trainers.sampling.served_policy import ServedPolicy
-from agile_trainers.sampling.vllm_checks import base_model, base_source, longest_served, lora_rank, quantization
+from agile_trainers.sampling.vllm_checks import (
+    base_model,
+    base_source,
+    check_batch_invariant,
+    longest_served,
+    lora_rank,
+    quantization,
+)
 
 
 def make_engine(
@@ -124,6 +132,7 @@ class VllmPolicy(ServedPolicy):
         return _group(self._accelerator, args.vllm_tensor_parallel_size)
 
     def _connect(self, args: Any, rows: int, max_model_length: int | None) -> None:
+        check_batch_invariant(os.environ, on_cpu=current_platform.is_cpu())
         accelerator, parallel = self._accelerator, args.vllm_tensor_parallel_size
         if args.max_model_length is None and max_model_length is not None and accelerator.device.type == "cuda":
             memory = int(torch.cuda.mem_get_info(accelerator.device)[1] * args.vllm_gpu_memory_utilization)

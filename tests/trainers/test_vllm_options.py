@@ -20,6 +20,7 @@ from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.sampling.started_server import gpus_of_server, server_command
 from agile_trainers.sampling.vllm_checks import (
     base_source,
+    check_batch_invariant,
     check_server,
     check_slots,
     compute_dtype,
@@ -383,3 +384,14 @@ def test_a_server_with_too_few_slots(caplog: pytest.LogCaptureFixture, slots: in
     assert (
         (len(said) == 1 and f"--max-loras {ahead + 2}" in said[0] and "http://a:1" in said[0]) if warns else said == []
     )
+
+
+def test_batch_invariance_that_ends_a_cpu_engine() -> None:
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT=1 ends vLLM at its first request on a CPU"):
+        check_batch_invariant({"VLLM_BATCH_INVARIANT": "1"}, on_cpu=True)
+    for environment, on_cpu in (
+        ({}, True),
+        ({"VLLM_BATCH_INVARIANT": "0"}, True),
+        ({"VLLM_BATCH_INVARIANT": "1"}, False),
+    ):
+        check_batch_invariant(environment, on_cpu=on_cpu)
