@@ -110,13 +110,13 @@ class MultiTurnConfig(GRPOConfig):
     system_prompt: str | None = option(None, "System message before a first observation that has no system message.")
     training_chat_template: bool = option(
         False,
-        "Use a version of the chat template that keeps earlier turns, and save it with the model, for templates that "
-        "rewrite them, such as Qwen3's. The version is TRL's, or our own where TRL's rewrites them too.",
+        "Use a version of the chat template that keeps earlier turns, and save it with the model. Templates such as "
+        "Qwen3's rewrite them. The version is TRL's, or our own where TRL's rewrites them too.",
     )
     on_rewrite: str = option(
         EpisodeOptions.on_rewrite,
-        "Treatment of a chat template that rewrites earlier turns: `fork` trains on conversations as they are served "
-        "and begins a new path there ([chat templates](chat_templates.md)); `refuse` is an error.",
+        "Treatment of a chat template that rewrites earlier turns: `fork` trains on conversations as they are served, "
+        "with new paths ([chat templates](chat_templates.md)); `refuse` is an error.",
     )
     history: dict[str, str] | str | None = option(
         None,
@@ -167,7 +167,7 @@ class MultiTurnConfig(GRPOConfig):
     task_sampling: str = option(
         "uniform",
         "Choice of the tasks that groups start from: `uniform` (rows in TRL's order, environments by their weights), or "
-        "`adaptive`, by how often the groups of a task still carry a signal. `adaptive` changes the objective, see "
+        "`adaptive`, by how often a task still has a signal. `adaptive` changes the objective, see "
         "[task sampling](task_sampling.md).",
     )
     task_column: str | None = option(
@@ -187,7 +187,7 @@ class MultiTurnConfig(GRPOConfig):
     generation_chunk_size: int | None = option(
         None,
         "Number of episodes that are decoded at once; with a vLLM server, concurrent requests of a process. Default: all, "
-        "on a GPU as many as fit into its memory; with vLLM those of one generation batch.",
+        "on a GPU as many as fit; with vLLM those of a batch.",
     )
     merge_adapter_in_rollout: bool = option(
         False,
@@ -207,40 +207,38 @@ class MultiTurnConfig(GRPOConfig):
     )
     diagnosis_interval: int = option(
         50,
-        "Generation batches from one measurement of the policy to the next, for the run's diagnosis: whether answers "
-        "depend on their prompt, and whether updates move the policy. Each reads up to 68 prompts with an answer, without "
-        "gradient. 0: none.",
+        "Generation batches from one measurement of the policy to the next, for the run's diagnosis. It tells whether "
+        "answers depend on their prompt, and whether updates move the policy. Each reads up to 68 prompts with an answer, "
+        "without gradient. 0: none.",
     )
     kl_placement: str = option(
         "loss",
-        "Place of the penalty for leaving the reference, which `beta` weighs: `loss` (TRL's k3), `reward` (summed over "
-        "a turn) or `advantage` (each token).",
+        "Place of the penalty for leaving the reference, which `beta` weighs: `loss` (k3), `reward` (of a turn) or "
+        "`advantage` (each token).",
     )
     skip_zero_advantage: str = option(
         "auto",
-        "Leave episodes without advantage out of the forward passes: `auto`, `True` or `False`. Loss and gradient stay "
-        "those of the whole batch; TRL's metrics (entropy, clip ratios) are over the remaining episodes. `auto` does so "
-        "unless something trains episodes without advantage: `beta` with `kl_placement=loss`, an entropy bonus or "
-        "quantile, a router's auxiliary loss, a critic. `True` is rejected with these.",
+        "Leave episodes without advantage out of the forward passes: `auto`, `True` or `False`. Loss and gradient stay; "
+        "TRL's metrics (entropy, clip ratios) are over the remaining episodes. `auto` does so unless something trains "
+        "them: `beta` with `kl_placement=loss`, an entropy bonus or quantile, a router's auxiliary loss, a critic.",
     )
     max_tokens_per_micro_batch: int | None = option(
         None,
-        "Tokens of one forward and backward pass, at most; a longer episode has a pass of its own. A micro-batch is split "
-        "into passes of episodes of similar length; its loss and gradient stay the same. It is rejected with terms that "
-        "need the whole micro-batch at once: an adaptive entropy bonus, an entropy quantile, a router's auxiliary loss. "
-        "Default: 2000 on CPU, where longer passes are slower, and up to 16000 for episodes that share most of their "
-        "tokens; on a GPU what fits, and half of that when it did not.",
+        "Tokens of one forward and backward pass, at most; a longer episode has a pass of its own. Loss and gradient stay "
+        "the same. It is rejected with terms that need the whole micro-batch at once: an adaptive entropy bonus, an entropy "
+        "quantile, a router's auxiliary loss. Default: 2000 on CPU (up to 16000 for episodes that share most tokens), on "
+        "a GPU what fits.",
     )
     sequence_packing: str = option(
         "auto",
-        "Packing of the rows of a forward pass: `prefix` computes every distinct prefix of the rows once, without padding; "
+        "Packing of the rows of a forward pass: `prefix` computes every prefix once, without padding; "
         "`none` pads the rows. `auto` packs where that costs less, checks once that packed and padded rows agree, and logs "
         "why where rows must stay padded; with `prefix` that is an error.",
     )
     zero_advantage_eps: float = option(
         1e-6,
-        "Largest absolute advantage of a turn that counts as none: for `skip_zero_advantage`, adaptive draws, replaced "
-        "groups and metrics. A zero-advantage group is one in which no turn of any member has a larger one.",
+        "Largest absolute advantage of a turn that counts as none. It acts on `skip_zero_advantage`, adaptive draws, "
+        "replaced groups and metrics. A zero-advantage group is one in which no turn of any member has a larger one.",
     )
     reference_adapter: bool = option(
         False,
@@ -248,7 +246,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     reference_update_steps: int | None = option(
         None,
-        "Number of optimizer steps after which the current policy becomes the reference, again and again. LoRA needs "
+        "Number of optimizer steps from one policy that becomes the reference to the next. LoRA needs "
         "`reference_adapter`. Default: never.",
     )
     lora_target_scope: str | None = option(
@@ -256,7 +254,7 @@ class MultiTurnConfig(GRPOConfig):
     )
     entropy_coef_schedule: str = option(
         "constant",
-        "Schedule of `entropy_coef` over the run: `constant`, or `linear` (to 0), with which the policy explores early.",
+        "Schedule of `entropy_coef` over the run: `constant` or `linear` (to 0).",
     )
     activation_offload: bool = option(
         False, "Keep activations in the CPU's memory between forward and backward pass. Needs a GPU."
@@ -274,8 +272,8 @@ class MultiTurnConfig(GRPOConfig):
     max_logprob_gap: float | None = option(
         None,
         "Largest mean difference of log-probs between sampler and trainer, in nats a token (training-inference mismatch). A "
-        "larger one gives a warning; in the first batch it is an error where rounding cannot be the cause: in fp32 without "
-        "TF32, quantization, dropout, penalties and filters. Default: .001 where rounding cannot be the cause, else .1.",
+        "larger one gives a warning; in the first batch it is an error where rounding cannot be the cause. Default: .001 "
+        "there, else .1.",
     )
     vllm_importance_sampling_correction: bool | None = option(
         None,
@@ -284,38 +282,34 @@ class MultiTurnConfig(GRPOConfig):
     )
     vllm_server_start: bool = option(
         False,
-        'Start the vLLM server of `vllm_mode="server"` from here, on this machine, with the settings that it needs, and end '
-        "it with this process ([a server](vllm.md#a-server)). It gets GPUs that no process of the trainer uses; without "
-        "such a GPU, it shares the trainer's.",
+        'Start the server of `vllm_mode="server"`. It ends with this process ([a server](vllm.md#a-server)). '
+        "It gets GPUs that the trainer does not use, if there are any.",
     )
     batches_ahead: int = option(
         0,
-        "Number of generation batches that are played ahead of the one that is trained on, each to its end by the policy as "
-        "it was when it began ([rollouts that do not wait](async.md)). An update waits for its own episodes only. 0: each "
-        "batch is played by the policy that it trains.",
+        "Number of generation batches that are played ahead of the one that is trained on. Their policies are as many "
+        "batches old ([rollouts that do not wait](async.md)).",
     )
     drift_correction: str | None = option(
         "turn_truncate",
-        "Weight of a token that an earlier policy sampled (`batches_ahead`): the product of the ratios of both policies "
-        "over the `token`, its `turn` or the `sequence`; `_truncate` cuts products above `drift_clip_max`, `_mask` sets "
-        "them to 0. None: no weight.",
+        "Weight of a token of `batches_ahead`: the ratio of its `token`, `turn` or `sequence`. `_truncate` cuts it to "
+        "`drift_clip_max`, `_mask` sets it to 0 above. None: no weight.",
     )
     drift_clip_max: float | None = option(2.0, "Largest weight of `drift_correction`. None: no bound.")
     max_wall_seconds: float | None = option(
         None,
-        "Seconds after which the run saves and ends with exit code 0, rollouts and evaluations included. The optimizer "
-        "step is finished first. A resumed run has as many again. The learning rate's schedule still ends at "
-        "`max_steps`. Default: no limit.",
+        "Seconds after which the run finishes its optimizer step, saves and ends with exit code 0; a resumed run has as "
+        "many again. The learning rate's schedule still ends at `max_steps`. Default: no limit.",
     )
     hub_extras: list[str] = option(
         [],
-        "Parts of the run that are pushed to the Hub besides the policy: any of `reference`, `critic` and `rollouts` (the "
-        "episodes in `output_dir/rollouts/`).",
+        "Parts of the run that are pushed to the Hub besides the policy: `reference`, `critic` and `rollouts`. The last are "
+        "the episodes in `output_dir/rollouts/`.",
     )
     public_values: list[str] = option(
         [],
         "Environment arguments and options whose values may leave the machine, such as `level`, or `guess.level` of one of "
-        "several environments. Other arguments, and options that are texts, lists or dictionaries, are written as their "
+        "several. Other arguments, and options that are texts, lists or dictionaries, are written as their "
         "type and a digest into records, model cards and trackers ([what leaves the "
         "machine](checkpoints.md#what-leaves-the-machine)).",
     )

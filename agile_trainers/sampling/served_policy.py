@@ -78,9 +78,10 @@ class ServedPolicy(ABC):
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         """Move an adapter to the engine and return its bytes."""
 
-    @abstractmethod
     def _add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[Any, int]:
         """Serve a further adapter; return what requests name it by, and its bytes."""
+        added: tuple[Any, int] = self._adapters().add_adapter(weights, config)
+        return added
 
     @abstractmethod
     def _move_whole(self) -> int:

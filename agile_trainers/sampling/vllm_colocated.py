@@ -171,9 +171,6 @@ class VllmPolicy(ServedPolicy):
     def _move_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> int:
         return self.engine.load_adapter(weights, config)
 
-    def _add_adapter(self, weights: dict[str, torch.Tensor], config: LoraConfig) -> tuple[LoRARequest, int]:
-        return self.engine.add_adapter(weights, config)
-
     def _move_whole(self) -> int:
         return self.engine.load_weights(_WholeModel(self._model, self._accelerator).weights())
 

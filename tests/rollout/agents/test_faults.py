@@ -303,8 +303,8 @@ class _LatePost(EnvironmentPool):
             assert self.looked.wait(60)
         super().post(outcome)
 
-    def outcomes(self, block: bool) -> list[Any]:
-        taken = super().outcomes(block)
+    def outcomes(self, block: bool, **options: Any) -> list[Any]:
+        taken = super().outcomes(block, **options)
         if self.looks and self.arrived.is_set():
             self.looked.set()
         return taken
