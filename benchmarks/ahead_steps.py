@@ -178,7 +178,7 @@ def main() -> int:
         model = make_embedded_model(Path(folder) / "model")
         for part in options.parts:
             results[part] = (on_server if part == "server" else in_process)(model, options.repetitions)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     found = {part: median(one["ratio"] for one in ones) for part, ones in results.items()}
     for part, value in found.items():
         print(f"{part}: {value:.2f}, bar {BARS[part]}")
