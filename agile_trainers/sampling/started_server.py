@@ -91,7 +91,7 @@ class StartedServer:
 
     def _wait(self, timeout: float) -> None:
         started = told = time.monotonic()
-        while not self._is_up():
+        while not _is_up(self.url):
             code, now = self._keeper.poll(), time.monotonic()
             if code is not None:
                 raise RuntimeError(
@@ -109,17 +109,19 @@ class StartedServer:
                 logger.warning("The vLLM server is not up after %d s: %s", now - started, last)
             time.sleep(_PAUSE)
 
-    def _is_up(self) -> bool:
-        with requests.Session() as session:
-            session.trust_env = False  # no proxy is asked
-            with suppress(requests.RequestException):
-                return session.get(f"{self.url}/health", timeout=5).ok
-        return False
-
     def _output(self) -> str:
         with self.log.open("rb") as output:
             output.seek(max(self._begin, output.seek(0, os.SEEK_END) - _TAIL))
             return output.read().decode("utf-8", "replace")
+
+
+def _is_up(url: str) -> bool:
+    # No method: errors of a connection hold the frames that they went through, and with them what these refer to.
+    with requests.Session() as session:
+        session.trust_env = False  # no proxy is asked
+        with suppress(requests.RequestException):
+            return session.get(f"{url}/health", timeout=5).ok
+    return False
 
 
 def _end(keeper: subprocess.Popen[bytes], owner: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -85,6 +86,7 @@ def test_it_ends_when_it_is_closed_or_deleted(tmp_path: Path) -> None:
         if closes:
             server.close()
         del server
+        gc.collect()
         assert ended(ids)
 
 
