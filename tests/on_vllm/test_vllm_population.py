@@ -17,7 +17,7 @@ from agile_trainers.adapters.folders import read_json
 from agile_trainers.evaluation import EpisodeOptions, evaluate_policy, policy
 from agile_trainers.populations import Population
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine
-from agile_trainers.rollout.generators.vllm.server import VllmServer
+from agile_trainers.rollout.generators.vllm.servers import VllmServers
 from agile_trainers.rollout.seeds import SELECTION
 
 EPISODES = 6
@@ -141,13 +141,13 @@ def test_a_member_that_crashes_loses_only_itself(embedded_model: Path, tmp_path:
 
 def test_members_are_served_by_a_server(embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    generate = VllmServer.generate
+    generate = VllmServers.generate
 
-    def watched(self: VllmServer, ids: list[int], fields: dict[str, Any], adapter: str | None = None) -> Any:
+    def watched(self: VllmServers, ids: Any, fields: Any, adapter: str | None = None, episode: int = 0) -> Any:
         asked.append(str(adapter))
-        return generate(self, ids, fields, adapter)
+        return generate(self, ids, fields, adapter, episode)
 
-    monkeypatch.setattr(VllmServer, "generate", watched)
+    monkeypatch.setattr(VllmServers, "generate", watched)
     with serving(embedded_model, 256) as served:
         made = population(embedded_model, tmp_path, vllm_mode="server", vllm_server_base_url=served.url, **GREEDY)
         made.run()
