@@ -1802,6 +1802,11 @@ MUTATIONS = [
         "tests/trainers/test_batches_ahead.py -k killed",
     ),
     Mutation(
+        "a checkpoint that was pushed without its open episodes is resumed", "checkpoints/record.py",
+        'if position.get("ahead") and not any(', "if False and not any(",
+        "tests/trainers/test_batches_ahead.py -k without_its",
+    ),
+    Mutation(
         "the drift is measured but not corrected", "step/batch.py",
         "output.importance_sampling_ratio, metrics = corrected_drift(", "_, metrics = corrected_drift(",
         "tests/trainers/test_batches_ahead.py -k weighed",

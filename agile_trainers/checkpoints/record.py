@@ -257,7 +257,12 @@ class RunCheckpoints:
                 "so the run cannot resume exactly. Resume from a checkpoint between two batches, push with "
                 f"hub_extras=['rollouts'], or start a new run with model={str(folder)!r}."
             )
-        if position["position"]:
+        if position.get("ahead") and not any((folder / _ROLLOUT).glob("ahead-*.json")):
+            raise CheckpointError(
+                f"{folder} was pushed without the episodes that it had begun ahead of their update, so the run cannot "
+                f"resume exactly. Resume from a copy that was not pushed, or start a new run with model={str(folder)!r}."
+            )
+        if position["position"] or position.get("ahead"):
             pairs |= {name: (position["geometry"].get(name), value) for name, value in self._geometry().items()}
         different = [f"{name} is {a!r} there and {b!r} here" for name, (a, b) in pairs.items() if a != b]
         shown, arguments = ours["environment_arguments"], flat_environment(self._environment)["environment_arguments"]
@@ -409,6 +414,7 @@ class RunCheckpoints:
                 "rows": rollout.rows,
                 "packing": rollout.packing,
                 "tasks": rollout.tasks,
+                "ahead": [] if rollout.ahead is None else [one["generation"] for one in rollout.ahead.batches],
                 "geometry": self._geometry(),
             }
             write_json(folder / _ROLLOUT / _POSITION, state)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from datasets import Dataset
 from games import Chatter, make_trainer
 from scripted_runs import by_script, said, sampling_with, watched
 
+from agile_trainers.adapters.folders import CheckpointError
 from agile_trainers.adapters.snapshots import Snapshots
+from agile_trainers.checkpoints.integrity import MARKER, mark_complete
 from agile_trainers.envs.agent import Agent
 from agile_trainers.rollout.generators.versions import VersionedGenerator
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
@@ -112,6 +116,17 @@ def test_a_killed_run_goes_on(
     again = run_until(99, "ahead", embedded_model, tmp_path / "run", resume="auto")
     assert again.state.global_step == 7
     assert_same(weights(again), weights(whole))
+
+
+def test_a_checkpoint_without_its_open_episodes(embedded_model: Path, tmp_path: Path, run: Any, ahead: int) -> None:
+    """As the Hub has it: the run would play them again with another policy, and nobody would know."""
+    copied = shutil.copytree(run[2] / "checkpoint-3", tmp_path / "checkpoint-3")
+    (copied / "rollout" / "ahead-0.json").unlink()
+    files = json.loads((copied / MARKER).read_text())["files"]
+    mark_complete(copied, {name: one for name, one in files.items() if not name.endswith("ahead-0.json")})
+    trainer = make_trainer(embedded_model, tmp_path, batches_ahead=ahead, **RUN, **SAVING)
+    with pytest.raises(CheckpointError, match="without the episodes that it had begun ahead of their update"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_timing_changes_nothing(embedded_model: Path, tmp_path: Path, run: Any, ahead: int) -> None:
