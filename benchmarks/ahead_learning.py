@@ -30,6 +30,7 @@ from datasets import disable_progress_bars
 from matplotlib.figure import Figure
 from peft import LoraConfig
 from scipy import stats
+from taught import taught
 from transformers import PrinterCallback
 from transformers.utils import logging
 
@@ -99,18 +100,15 @@ class Chain:
         return shown, right / (2 * self.turns), over, False, {"success": over and self._right == 2 * self.turns}
 
 
-def taught(seed: int) -> Path:
-    """Return the folder of the seed's model, which answers with any two digits. It is trained once."""
-    folder = BASES / str(seed)
-    if not (folder / "sft" / "done").is_file():
+def base(seed: int) -> Path:
+    """Return the folder of the seed's model, which answers with any two digits."""
+
+    def trainer_of(untrained: Path, output: Path) -> Any:
         rows = demonstrate(Chain(), lambda messages, chance: " ".join(chance.choices("012", k=2)), range(1500))
-        model = make_embedded_model(folder / "untrained", words=words_of(rows, "end"), seed=seed)
-        trainer = sft_trainer(model, rows, folder / "sft", seed=seed, max_steps=60)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        trainer.save_model()
-        (folder / "sft" / "done").touch()
-    return folder / "sft"
+        model = make_embedded_model(untrained, words=words_of(rows, "end"), seed=seed)
+        return sft_trainer(model, rows, output, seed=seed, max_steps=60)
+
+    return taught(BASES / str(seed), trainer_of)
 
 
 def wanted() -> list[Run]:
@@ -134,7 +132,7 @@ def run(lag: int, correction: str, seed: int, rate: float) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         ahead = {"batches_ahead": lag, **CORRECTIONS[correction]} if lag else {}
         trainer = MultiTurnGRPOTrainer(
-            model=str(taught(seed)),
+            model=str(base(seed)),
             environment=Chain,
             args=MultiTurnGRPOConfig(
                 output_dir=folder, seed=seed, max_steps=STEPS, max_turns=Chain.turns, max_new_tokens=2,

@@ -24,6 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import probes
 import torch
 from datasets import concatenate_datasets, disable_progress_bars
+from taught import taught
 from transformers import PrinterCallback
 from transformers.utils import logging
 
@@ -122,17 +123,13 @@ def _game(algorithm: str, task: str, unit: str, seed: int) -> Run:
 
 
 def _supervised(seed: int, budget: demo.Budget) -> Path:
-    """Return the folder of the seed's supervised model, which is trained once."""
-    folder = BASES / str(seed)
-    if not (folder / "sft" / "done").is_file():
+    """Return the folder of the seed's supervised model."""
+
+    def trainer_of(untrained: Path, output: Path) -> Any:
         words = words_of(demonstrations(100), "invalid", "correct")
-        untrained = make_embedded_model(folder / "untrained", words=words, seed=seed)
-        trainer = demo.sft_trainer(untrained, folder / "sft", seed, budget)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        trainer.save_model()
-        (folder / "sft" / "done").touch()
-    return folder / "sft"
+        return demo.sft_trainer(make_embedded_model(untrained, words=words, seed=seed), output, seed, budget)
+
+    return taught(BASES / str(seed), trainer_of)
 
 
 def saved_runs() -> list[Run]:
