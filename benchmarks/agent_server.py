@@ -27,9 +27,10 @@ from update_vs_trl import PAGE, with_tables
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import Agent, Model, Task
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 
 RESULTS = Path(__file__).resolve().parent / "results" / "agent_server.json"
 TURNS, SAMPLING, SPREAD, BAR = 8, 0.2, 0.05, 1.05

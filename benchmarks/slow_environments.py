@@ -18,9 +18,10 @@ from sleepers import HANGS, SECONDS, TURNS, AsyncSleeper, Sleeper
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import StopReason
 
 EPISODES = 64

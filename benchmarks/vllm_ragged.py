@@ -28,10 +28,11 @@ import torch
 
 from agile_trainers.embedded import make_embedded_model, make_tokenizer
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator, SamplingSettings
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 
 TURNS, TOKENS, SECONDS = (1, 8), (4, 64), 0.02
 MEMORY = {"kv_cache_memory_bytes": 1 << 30}

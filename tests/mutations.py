@@ -144,7 +144,7 @@ MUTATIONS = [
         "max(1, self.rows // versions)", "self.rows", "tests/trainers/test_batches_ahead.py -k share_the_rows",
     ),
     Mutation(
-        "an update waits for one more answer after its last episode", "rollout/engine.py",
+        "an update waits for one more answer after its last episode", "rollout/rollout.py",
         "if tells or not done():", "if True:", f"{CLOCK} tests/rollout/test_open_rollout.py -k 'heavy or nobody_waits'",
     ),
     Mutation(
@@ -245,7 +245,7 @@ MUTATIONS = [
         "if here is None and not trust_remote_code:", "if False:", "tests/evaluation/test_modules.py -k consent",
     ),
     Mutation(
-        "the reward at a limit is dropped", "rollout/engine.py",
+        "the reward at a limit is dropped", "rollout/stepped.py",
         "episode.turns[-1].reward += episode.end_reward", "pass", END,
     ),
     Mutation(
@@ -1187,40 +1187,40 @@ MUTATIONS = [
         "if started != accelerator.num_processes:", "if not started:", "tests/trainers/test_launch_checks.py",
     ),
     Mutation(
-        "what an environment answered ends the run", "rollout/engine.py",
+        "what an environment answered ends the run", "rollout/stepped.py",
         "    except BaseException as error:\n        pass_on_interrupt(error)\n        _fail",
         "    except ValueError as error:\n        pass_on_interrupt(error)\n        _fail",
         "tests/rollout/test_misbehaving.py -k inline",
     ),
     Mutation(
-        "a fork is asked for as if it went on", "rollout/engine.py",
+        "a fork is asked for as if it went on", "rollout/stepped.py",
         "extends=episode.asked.fork is None", "extends=True", "tests/rollout/test_history.py",
     ),
     Mutation(
-        "the context's limit is that of all paths", "rollout/engine.py",
+        "the context's limit is that of all paths", "rollout/stepped.py",
         "return self.limits.max_model_length - len(self.paths[-1])",
         "return self.limits.max_model_length - sum(map(len, self.paths))", "tests/rollout/test_history.py",
     ),
     Mutation(
-        "the environment gets the answer to a question", "rollout/engine.py",
+        "the environment gets the answer to a question", "rollout/stepped.py",
         "        if not question:\n", "        if True:\n", "tests/rollout/test_history.py",
     ),
     Mutation(
-        "a context with an edited answer goes on by ids", "rollout/engine.py",
+        "a context with an edited answer goes on by ids", "rollout/stepped.py",
         "said = messages[end:] if messages[:end] == known[:end] else []", "said = messages[end:]",
         "tests/rollout/test_history.py",
     ),
     Mutation(
-        "a template's rewrites are not looked for", "rollout/engine.py",
-        "if not self.chat.goes_on(", "if False and not self.chat.goes_on(", "tests/rollout/test_template_forks.py",
+        "a template's rewrites are not looked for", "rollout/stepped.py",
+        "if not self._chat.goes_on(", "if False and not self._chat.goes_on(", "tests/rollout/test_template_forks.py",
     ),
     Mutation(
-        "a rewritten context that does not fit is called full", "rollout/engine.py",
+        "a rewritten context that does not fit is called full", "rollout/stepped.py",
         "episode.stop_reason = StopReason.REWRITE_FULL if fork is Fork.CONTEXT else StopReason.CONTEXT_FULL",
         "episode.stop_reason = StopReason.CONTEXT_FULL", "tests/rollout/test_history.py",
     ),
     Mutation(
-        "a turn does not say what it was shown", "rollout/engine.py",
+        "a turn does not say what it was shown", "rollout/stepped.py",
         "episode.ask(None if unchanged and fork is None else messages, fork, question)",
         "episode.ask(None, fork, question)", "tests/rollout/test_history.py",
     ),
@@ -1249,34 +1249,34 @@ MUTATIONS = [
         "tests/envs/test_trl_tools.py",
     ),
     Mutation(
-        "an environment's own context is not asked for", "rollout/engine.py",
-        "history is full or (history is None and not self.pool.rewrites(index))", "history is full or history is None",
+        "an environment's own context is not asked for", "rollout/stepped.py",
+        "history is full or (history is None and not self._pool.rewrites(index))", "history is full or history is None",
         "tests/rollout/test_history.py",
     ),
     Mutation(
-        "questions keep episodes comparable by turn", "rollout/engine.py",
+        "questions keep episodes comparable by turn", "rollout/stepped.py",
         '"linear": not any(turn.question for turn in self.turns),', '"linear": True,', "tests/rollout/test_history.py",
     ),
     Mutation(
-        "a path is asked about by the roles of the first prompt", "rollout/engine.py",
+        "a path is asked about by the roles of the first prompt", "rollout/stepped.py",
         "for message in episode.begun]", "for message in episode.prompt]",
         "tests/rollout/test_template_forks.py -k roles_make",
     ),
     Mutation(
-        "a question stays in the prompt that a function gets", "rollout/engine.py",
+        "a question stays in the prompt that a function gets", "rollout/stepped.py",
         "Context(episode.context, episode.first, tokens", "Context(episode.context, episode.prompt or episode.first, tokens",
         "tests/rollout/test_history.py -k at_the_first_prompt",
     ),
     Mutation(
-        "an observation of the model's role is taken for its answer", "rollout/engine.py",
+        "an observation of the model's role is taken for its answer", "rollout/stepped.py",
         "if not unchanged and any(", "if any(", "tests/rollout/test_history.py -k role_of_the_model",
     ),
     Mutation(
-        "a function that failed has no name", "rollout/engine.py",
+        "a function that failed has no name", "rollout/stepped.py",
         "with _costs(episode, name):", "with _costs(episode):", "tests/rollout/test_history.py -k hostile",
     ),
     Mutation(
-        "messages without text are no work", "rollout/engine.py",
+        "messages without text are no work", "rollout/stepped.py",
         'sum(len(one["content"]) + 1 for one in messages)', 'sum(len(one["content"]) for one in messages)',
         "tests/rollout/test_history.py -k many_empty",
     ),
@@ -1346,7 +1346,7 @@ MUTATIONS = [
         "room = memory - weights - ENGINE_BYTES", "room = memory - weights", "tests/test_cli_advice.py -k longest",
     ),
     Mutation(
-        "a row shared by environments", "rollout/engine.py",
+        "a row shared by environments", "rollout/stepped.py",
         "deepcopy(spec.options), spec.environment", "spec.options, spec.environment", "tests/rollout/test_engine.py",
     ),
     Mutation(
@@ -1760,12 +1760,12 @@ MUTATIONS = [
         "for process in below:", "for process in reversed(below):", "tests/envs/test_agent_command.py -k killed_script",
     ),
     Mutation(
-        "a paused answer keeps the numbers that it drew", "rollout/engine.py",
+        "a paused answer keeps the numbers that it drew", "rollout/stepped.py",
         "episode.noise.bit_generator.state = episode.before", "pass", "tests/rollout/test_open_rollout.py -k pauses",
     ),
     Mutation(
-        "a resumed episode draws its first numbers again", "rollout/engine.py",
-        "set_noise_state(self._stepped[key].noise, record.noise)", "pass",
+        "a resumed episode draws its first numbers again", "rollout/stepped.py",
+        "set_noise_state(self._episodes[key].noise, record.noise)", "pass",
         "tests/rollout/test_open_rollout.py -k another_process",
     ),
     Mutation(
@@ -2587,11 +2587,11 @@ MUTATIONS = [
         "tests/rollout/test_busy.py",
     ),
     Mutation(
-        "a sampler elsewhere is busy only while this process asks it", "rollout/engine.py",
+        "a sampler elsewhere is busy only while this process asks it", "rollout/rollout.py",
         "sampling.set(self, tells and pending)", "sampling.end(self)", "tests/rollout/test_busy.py",
     ),
     Mutation(
-        "a sampler of this process is busy while it waits for environments", "rollout/engine.py",
+        "a sampler of this process is busy while it waits for environments", "rollout/rollout.py",
         "                if not tells:\n                    sampling.end(self)\n", "", "tests/rollout/test_busy.py",
     ),
     Mutation(

@@ -24,10 +24,11 @@ from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.forest import Call, forest
 from agile_trainers.rollout.players import play_in_seat
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import Message, StopReason, Trajectory, Turn
 
 

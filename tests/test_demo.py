@@ -19,9 +19,9 @@ from agile_trainers.cli.demo import report
 from agile_trainers.cli.demo.command import Budget
 from agile_trainers.cli.demo.report import Score
 from agile_trainers.records.writer import RecordWriter, episode_row
-from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import StopReason, Trajectory, Turn
 
 TINY = Budget(sft_steps=2, sft_batch=4, rl_steps=2, eval_episodes=36)

@@ -305,6 +305,8 @@ def test_no_private_attribute_of_a_trainer_is_known_to_another_file() -> None:
         ("objectives/*.py", {"trl", "transformers", "peft", "datasets", "accelerate"}),
         ("rollout/**/*.py", {"datasets", "accelerate"}),
         ("rollout/engine.py", {"trl", "transformers"}),
+        ("rollout/rollout.py", {"trl", "transformers"}),
+        ("rollout/stepped.py", {"trl", "transformers"}),
         ("rollout/environment_pool.py", {"trl", "transformers", "torch"}),
         ("envs/**/*.py", {"trl", "transformers", "peft", "torch", "accelerate"}),
     ],

@@ -17,9 +17,10 @@ from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import agent_of
 from agile_trainers.envs.base import EnvironmentFactory, Observation
 from agile_trainers.envs.registry import make_environment_factory
-from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.players import answer_calls, play_in_seat
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Message, Trajectory
 
 _ABOUT = "Lets you play in place of the model, in the terminal, through the trainers' rollout engine."

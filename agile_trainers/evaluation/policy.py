@@ -17,13 +17,14 @@ from agile_trainers.envs.registry import environment_factories
 from agile_trainers.evaluation.loading import load_model, tokenizer_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.evaluation.served import ServedModel
-from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_probe import check_first_prompt, probe_environment
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine, end_token_ids
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import EVALUATION, HELD_OUT, preserved_random_state
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Trajectory
 
 

@@ -19,11 +19,12 @@ from transformers.utils import logging
 
 from agile_trainers.evaluation.failures import failed_value
 from agile_trainers.evaluation.statistics import within
-from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.metrics import environments_with_success, episode_metrics, summarize, with_success
 from agile_trainers.rollout.mixture import Mixture
 from agile_trainers.rollout.seeds import EVALUATION, evaluation_specs
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import StopReason, Trajectory
 
 logger = logging.get_logger(__name__)

@@ -25,9 +25,9 @@ from agile_trainers.checkpoints.integrity import checkpoints, step_of
 from agile_trainers.evaluation.results import EpisodeResults, evaluation_episodes, play_evaluation
 from agile_trainers.evaluation.statistics import numbered
 from agile_trainers.populations.base import SharedBase
-from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.seeds import HELD_OUT, SELECTION, preserved_random_state
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import sampling_settings
 from agile_trainers.sampling.served_policy import SavedAdapter
 from agile_trainers.trainers.evaluation_data import rows_of

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from agile_trainers.rollout.engine import Rollout
 from agile_trainers.rollout.generators.base import Generator
+from agile_trainers.rollout.rollout import Rollout
 from agile_trainers.types import Trajectory
 
 _Result = TypeVar("_Result")

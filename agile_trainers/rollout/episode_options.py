@@ -13,9 +13,10 @@ from transformers.utils import logging
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.context import History, Summary, as_history
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.engine import Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.architecture import same_up_to
+from agile_trainers.rollout.spec import Limits
 
 logger = logging.get_logger(__name__)
 

@@ -15,9 +15,10 @@ from agile_trainers.envs.base import Environment, EnvironmentFactory, Observatio
 from agile_trainers.envs.checker import validate_context, validate_reset, validate_step
 from agile_trainers.envs.context import Context, History, Question, full
 from agile_trainers.envs.players import Player
-from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Message, Trajectory, common_prefix
 
 Hear = Callable[[str | None, Observation, float | None], None]

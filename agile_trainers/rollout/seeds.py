@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.mixture import Mixture
+from agile_trainers.rollout.spec import EpisodeSpec
 
 TRAINING, EVALUATION, SELECTION, HELD_OUT = 0, 1, 5, 6
 """First key of every random stream: of training, of evaluations during a run, of those by which a population selects, and of

@@ -17,9 +17,11 @@ from peft import PeftModel
 from agile_trainers.adapters.snapshots import Snapshots
 from agile_trainers.checkpoints.record import AheadState
 from agile_trainers.rollout.background import BackgroundRollout
-from agile_trainers.rollout.engine import EpisodeSpec, Rollout, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.versions import Versions
 from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
+from agile_trainers.rollout.rollout import Rollout
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.token_batches import within_memory
 from agile_trainers.types import Trajectory

@@ -9,8 +9,8 @@ from typing import Any
 from datasets import Dataset
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.mixture import COLUMN, Mixture
+from agile_trainers.rollout.spec import EpisodeSpec
 
 _STREAMED = 1000
 """Number of rows of a stream that are read before training."""

@@ -13,9 +13,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.mixture import COLUMN, Mixture
 from agile_trainers.rollout.seeds import training_specs
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.credit import CreditAssignment, Judged
 from agile_trainers.step.mixture import with_names

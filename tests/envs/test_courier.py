@@ -25,9 +25,10 @@ from agile_environments.courier import (
 from agile_trainers.embedded import make_tokenizer, make_word_tokenizer, words_of
 from agile_trainers.envs import check_environment, play
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import StopReason, Trajectory
 
 TOKENIZER = make_word_tokenizer(words_of(demonstrations(16, level="hard"), "over", "yes"))

@@ -17,9 +17,10 @@ from agile_trainers.envs import check_environment, list_environments, make_envir
 from agile_trainers.envs.libraries.reasoning_gym import ReasoningGymEnvironment, listed
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators import GenerationRequest, ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 
 EPISODES = 8
 SLOW = ("acre", "futoshiki", "intermediate_integration", "knight_swap", "puzzle24", "quantum_lock")

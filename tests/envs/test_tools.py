@@ -17,10 +17,11 @@ from agile_trainers.envs.tools.calls import MalformedCall, ToolCall, argument_er
 from agile_trainers.envs.tools.environment import ToolEnvironment
 from agile_trainers.envs.tools.toolbox import Toolbox, describe_tools
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import Message, Trajectory
 
 TOKENIZER = make_tokenizer()

@@ -18,12 +18,12 @@ from thinkers import ThreeTurns, make_thinker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.envs.agent import Agent
-from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.episode_options import EpisodeOptions, build_engine
 from agile_trainers.rollout.generators import SamplingSettings, TransformersGenerator
 from agile_trainers.rollout.generators.base import Generator
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine, VllmGenerator
 from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmServer
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Trajectory
 
 GREEDY = SamplingSettings(do_sample=False)

@@ -7,10 +7,11 @@ from typing import Any
 
 from agile_trainers.embedded import make_word_tokenizer
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 
 TOKENIZER = make_word_tokenizer(["system", "go", "up", "down", "end", "a", "b", "c"])
 CHAT = ChatRenderer(TOKENIZER)

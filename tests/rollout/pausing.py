@@ -9,9 +9,10 @@ from typing import Any
 
 from episodes import Scripted, end, go_on, ids, make_engine
 
-from agile_trainers.rollout.engine import EpisodeSpec, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Trajectory
 
 WORDS = ("a", "b", "c")

@@ -9,10 +9,11 @@ from episodes import Scripted, go_on, specs
 
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.chat.template_check import THOUGHT, answers_as_sampled
-from agile_trainers.rollout.engine import Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import Limits
 from agile_trainers.types import Message
 
 

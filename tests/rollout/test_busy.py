@@ -12,9 +12,9 @@ from pausing import answer
 
 from agile_trainers.rollout.background import BackgroundRollout
 from agile_trainers.rollout.busy import BusyMeter
-from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec
 
 
 class Clock:

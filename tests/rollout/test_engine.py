@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators.base import GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.metrics import episode_metrics, summarize
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import StopReason, Trajectory
 
 PROMPT = "[ user ↵ go ] ↵ [ assistant ↵"

@@ -13,9 +13,10 @@ from agile_trainers.envs.libraries import LIBRARIES
 from agile_trainers.envs.libraries.gem import GemEnvironment
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators import GenerationRequest, ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 
 QUICK = ("game:GuessTheNumber-v0-easy", "game:Sudoku-v0-easy", "game:Mastermind-v0-easy", "game:Minesweeper-v0-easy")
 

@@ -15,9 +15,10 @@ from agile_trainers.records.reader import read_records
 from agile_trainers.records.writer import episode_row, write_episodes
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.collate import collate
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.generators import SamplingSettings, TransformersGenerator
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import Trajectory
 
 SOUND = 40

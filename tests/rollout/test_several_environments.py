@@ -9,8 +9,9 @@ import pytest
 from elsewhere import Elsewhere, Toy
 from episodes import CHAT, Factory, Player, Scripted, go_on, specs
 
-from agile_trainers.rollout.engine import EpisodeSpec, Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
 from agile_trainers.types import StopReason
 
 MAX_TURNS, TERMINATED = StopReason.MAX_TURNS, StopReason.TERMINATED

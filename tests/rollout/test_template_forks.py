@@ -13,10 +13,11 @@ from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.context import Context
 from agile_trainers.rollout.chat.renderer import ChatRenderer
 from agile_trainers.rollout.chat.template_check import THOUGHT
-from agile_trainers.rollout.engine import Limits, RolloutEngine
+from agile_trainers.rollout.engine import RolloutEngine
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.forest import Fork
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import Limits
 from agile_trainers.types import Message
 
 SERVED = [

@@ -16,8 +16,8 @@ from games import Chatter, make_trainer
 from scripted_runs import by_script, sampling_with
 
 from agile_trainers.envs.agent import Agent
-from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Trajectory
 
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.envs.players import Player
 from agile_trainers.rollout.agents.players import play_agent
-from agile_trainers.rollout.engine import EpisodeSpec
 from agile_trainers.rollout.forest import Fork
+from agile_trainers.rollout.spec import EpisodeSpec
 from agile_trainers.types import Trajectory, common_prefix
 
 _BEFORE, _AFTER = 24, 32

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from hashlib import sha256
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from transformers.utils import logging
@@ -42,10 +42,8 @@ from agile_trainers.rollout.agents.requests import (
 from agile_trainers.rollout.environment_pool import EnvironmentTimeoutError
 from agile_trainers.rollout.forest import Call, Fork, conversation, forest
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
+from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits
 from agile_trainers.types import Message, StopReason, Trajectory, common_prefix
-
-if TYPE_CHECKING:
-    from agile_trainers.rollout.engine import Chat, EpisodeSpec, Limits
 
 logger = logging.get_logger(__name__)
 

@@ -6,21 +6,23 @@ import secrets
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agile_trainers.envs.agent import Endpoint, Model, Task
 from agile_trainers.envs.checker import LARGEST_REWARD
 from agile_trainers.rollout.agents.episode import AgentEpisode, over, refuse
 from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket
 from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
-from agile_trainers.rollout.generators.base import GenerationRequest
-
-if TYPE_CHECKING:
-    from agile_trainers.rollout.engine import Chat, EpisodeSpec, Limits
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
+from agile_trainers.rollout.replay import RecordedEpisode
+from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits
+from agile_trainers.types import Trajectory
 
 
 class AgentRollout:
-    """Plays the agents' episodes of one rollout; a context manager, outside of which nothing listens.
+    """Plays the agents' episodes of one rollout, as :class:`~agile_trainers.rollout.rollout.Episodes`.
+
+    It is a context manager, outside of which nothing listens.
 
     The server's thread posts requests to the environment pool, whose outcomes the rollout loop takes.
 
@@ -30,7 +32,7 @@ class AgentRollout:
     """
 
     def __init__(self, pool: EnvironmentPool, chat: Chat) -> None:
-        self.episodes: dict[int, AgentEpisode] = {}
+        self._episodes: dict[int, AgentEpisode] = {}
         self._pool, self._chat = pool, chat
         from agile_trainers.rollout.agents.server import AgentServer  # aiohttp, which stepped environments do not need
 
@@ -49,17 +51,17 @@ class AgentRollout:
         self._server.__exit__(kind, error, trace)
         self._refuse_posted()
 
-    def start(self, index: int, spec: EpisodeSpec, limits: Limits) -> None:
+    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> None:
         """Let the agent of an episode begin."""
         agent = self._pool.agent(spec.environment)
         assert agent is not None
-        self.episodes[index] = episode = AgentEpisode(index, spec, limits, self._chat, agent)
+        self._episodes[key] = episode = AgentEpisode(key, spec, limits, self._chat, agent)
         model = Model(self._server.base_url, self._exchange.admit(episode), POLICY)
-        self._pool.play(index, model, Task(deepcopy(spec.options), spec.seed), spec.environment)
+        self._pool.play(key, model, Task(deepcopy(spec.options), spec.seed), spec.environment)
 
     def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
         """Take what the server or the pool has for an episode. Return what is to be sampled."""
-        episode, value = self.episodes[outcome.episode], outcome.value
+        episode, value = self._episodes[outcome.episode], outcome.value
         if episode.stop_reason is not None:
             if outcome.method == "call":
                 refuse(value, over())
@@ -77,6 +79,27 @@ class AgentRollout:
                 self._exchange.dismiss(episode)
                 episode.end(value, outcome.error)
         return []
+
+    def on_output(self, output: GenerationOutput) -> list[GenerationRequest]:
+        """Take an answer. Nothing is to be sampled before the client has read it."""
+        self._episodes[output.episode].answered(output)
+        return []
+
+    def unanswered(self, key: int) -> list[GenerationRequest]:
+        """Return nothing: rollouts of agents do not pause."""
+        return []
+
+    def ended(self, key: int) -> Trajectory | None:
+        """Return an episode whose agent has returned; None if it has not."""
+        episode = self._episodes[key]
+        return None if episode.stop_reason is None else episode.finished()
+
+    def record(self, key: int) -> RecordedEpisode:
+        """Refuse: what agents are answered is not recorded."""
+        raise NotImplementedError("An agent's episode is not recorded.")
+
+    def replayed(self, key: int, record: RecordedEpisode) -> None:
+        """Leave the episode as it is: its answers draw no numbers of a common stream."""
 
     def _refuse_posted(self) -> None:
         """Refuse requests that came too late to be taken, so that the next rollout does not find them."""

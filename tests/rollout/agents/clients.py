@@ -9,8 +9,8 @@ from typing import Any
 from agile_trainers.envs.agent import Agent
 from agile_trainers.rollout.agents.episode import AgentEpisode
 from agile_trainers.rollout.agents.requests import POLICY, Answer, CalledTool, ChatRequest, Choice, Marks, Ticket
-from agile_trainers.rollout.engine import Chat, EpisodeSpec, Limits
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest
+from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits
 from agile_trainers.types import Message
 
 Sampled = tuple[list[int], FinishReason]

@@ -13,8 +13,8 @@ from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import Agent, Endpoint
 from agile_trainers.rollout.agents.requests import Marks, Refusal
 from agile_trainers.rollout.chat.renderer import ChatRenderer
-from agile_trainers.rollout.engine import Limits
 from agile_trainers.rollout.forest import Fork
+from agile_trainers.rollout.spec import Limits
 from agile_trainers.types import StopReason
 
 HELLO = [{"role": "user", "content": "hello"}]

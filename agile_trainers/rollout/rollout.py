@@ -1,0 +1,271 @@
+"""Episodes under way: takes what happened to each, and brings its requests to a generator and the answers back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import ref
+
+from agile_trainers.rollout.busy import BusyMeter
+from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
+from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
+from agile_trainers.rollout.replay import RecordedEpisode, ReplayingGenerator
+from agile_trainers.rollout.spec import EpisodeSpec, Limits
+from agile_trainers.rollout.stepped import record_of
+from agile_trainers.types import Trajectory
+
+_WAKE = "wake"
+"""Outcome that belongs to no episode."""
+
+
+class Episodes(Protocol):
+    """The episodes of a rollout that go on in the same way: stepped environments, or agents."""
+
+    def start(self, key: int, spec: EpisodeSpec, limits: Limits) -> None:
+        """Let an episode begin."""
+
+    def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
+        """Take what the pool has for an episode, also for one that has ended. Return what is to be sampled."""
+
+    def on_output(self, output: GenerationOutput) -> list[GenerationRequest]:
+        """Take an answer. Return what is to be sampled."""
+
+    def unanswered(self, key: int) -> list[GenerationRequest]:
+        """Return the requests of an episode that wait for their answers, to be sampled again from the same noise."""
+
+    def ended(self, key: int) -> Trajectory | None:
+        """Return an episode that has ended, once; None if it has not."""
+
+    def record(self, key: int) -> RecordedEpisode:
+        """Return the answers of an episode that has not ended."""
+
+    def replayed(self, key: int, record: RecordedEpisode) -> None:
+        """Note that an episode was given all answers of its record."""
+
+
+class Rollout:
+    """Episodes under way; see :meth:`~agile_trainers.rollout.engine.RolloutEngine.open`.
+
+    Args:
+        pool: Runs the environments.
+        limits_of: Returns the limits of an environment's episodes.
+        episodes_of: Returns what an environment's episodes are played by.
+        sampling: Measures when a request is being sampled.
+        kept: Gets the trajectories that have their environment's instance; None: they have none.
+    """
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        limits_of: Callable[[str | None], Limits],
+        episodes_of: Callable[[str | None], Episodes],
+        sampling: BusyMeter,
+        kept: list[ref[Trajectory]] | None,
+    ) -> None:
+        self._pool, self._limits_of, self._episodes_of = pool, limits_of, episodes_of
+        self._sampling, self._kept = sampling, kept
+        self._playing: dict[int, Episodes] = {}
+        """Key of an episode that has begun and not ended to what plays it."""
+        self._kinds: list[Episodes] = []
+        self._finished: dict[int, Trajectory] = {}
+        self._recorded: dict[int, RecordedEpisode] = {}
+
+    @property
+    def under_way(self) -> int:
+        """Number of episodes that have begun and not ended."""
+        return len(self._playing)
+
+    def admit(
+        self,
+        keys: Sequence[int],
+        specs: Sequence[EpisodeSpec],
+        recorded: Sequence[RecordedEpisode] | None = None,
+    ) -> None:
+        """Let episodes begin.
+
+        Args:
+            keys: Of each, different from those of all earlier ones.
+            specs: Their specifications.
+            recorded: What :meth:`record` returned of them in an earlier process: these answers are given again.
+        """
+        if recorded is not None:
+            for key, record in zip(keys, recorded, strict=True):
+                if record.answers:
+                    self._recorded[key] = record
+        for key, spec in zip(keys, specs, strict=True):
+            episodes = self._episodes_of(spec.environment)
+            if episodes not in self._kinds:
+                self._kinds.append(episodes)
+            self._playing[key] = episodes
+            episodes.start(key, spec, self._limits_of(spec.environment))
+
+    def play(
+        self,
+        keys: Sequence[int],
+        generator: Generator,
+        on_finish: Callable[[Trajectory], None] | None = None,
+    ) -> list[Trajectory]:
+        """Play until some episodes have ended; the others go on meanwhile, and wait afterwards.
+
+        Args:
+            keys: Of these episodes.
+            generator: Samples the actions.
+            on_finish: Called with each trajectory when it ends, also with those of other episodes.
+
+        Returns:
+            The trajectories, in the order of ``keys``.
+
+        Raises:
+            Exception: As :meth:`~agile_trainers.rollout.engine.RolloutEngine.run`.
+        """
+        missing = set(keys) - self._finished.keys()
+
+        def ended() -> bool:
+            missing.difference_update(self._finished)
+            return not missing
+
+        self.play_until(ended, generator, on_finish)
+        return self.take(keys)
+
+    def has_ended(self, key: int) -> bool:
+        """Return whether an episode has ended. From any thread."""
+        return key in self._finished
+
+    def take(self, keys: Sequence[int]) -> list[Trajectory]:
+        """Return the trajectories of episodes that have ended, once."""
+        return [self._finished.pop(key) for key in keys]
+
+    def play_until(
+        self,
+        done: Callable[[], bool],
+        generator: Generator,
+        on_finish: Callable[[Trajectory], None] | None = None,
+    ) -> None:
+        """Play until all episodes that have begun have ended, or ``done()``, which is asked before every step.
+
+        An answer that is being sampled then is sampled again by the next generator, from the same noise. A call of an
+        environment goes on.
+        """
+        with self.playing(generator, on_finish) as go_on_until:
+            go_on_until(done)
+
+    @contextmanager
+    def playing(
+        self, generator: Generator, on_finish: Callable[[Trajectory], None] | None = None
+    ) -> Iterator[Callable[[Callable[[], bool]], None]]:
+        """Give a function that plays until its argument returns True, as often as one likes, with one generator.
+
+        Between its calls the generator keeps its requests; see :meth:`play_until` for what happens at the end of the block.
+        """
+        if self._recorded:
+            generator = ReplayingGenerator(generator, self._recorded, self._replayed)
+        # One that tells when it has an answer need not be asked again and again.
+        listen: Callable[[Callable[[], None]], None] | None = getattr(generator, "listen", None)
+        if listen is not None:
+            listen(self.wake)
+        for key, episodes in self._playing.items():
+            for request in episodes.unanswered(key):
+                generator.submit(request)
+        try:
+            yield lambda done: self._step_until(done, generator, on_finish, tells=listen is not None)
+        finally:
+            self._sampling.end(self)
+            for key, episodes in self._playing.items():
+                if episodes.unanswered(key):
+                    generator.release(key)
+
+    def _step_until(
+        self,
+        done: Callable[[], bool],
+        generator: Generator,
+        on_finish: Callable[[Trajectory], None] | None,
+        *,
+        tells: bool,
+    ) -> None:
+        sampling = self._sampling
+        while self.under_way and not done():
+            pending = generator.pending > 0
+            sampling.set(self, tells and pending)
+            outcomes = self._pool.outcomes(block=tells or not pending, posted=tells and pending)
+            if not pending and not outcomes:
+                raise RuntimeError(
+                    f"{type(generator).__name__} lost a request: it was not answered, but none is pending."
+                )
+            for outcome in outcomes:
+                if outcome.method != _WAKE:
+                    self._on_outcome(outcome, generator, on_finish)
+            if tells or not done():  # a step may last as long as an answer that nobody waits for
+                # One that tells samples elsewhere, the others in `step`.
+                sampling.set(self, generator.pending > 0)
+                outputs = generator.step()
+                if not tells:
+                    sampling.end(self)
+                for output in outputs:
+                    self._on_output(output, generator, on_finish)
+
+    def wake(self) -> None:
+        """Let a function of :meth:`playing` ask whether it is done, and what its generator has. From any thread."""
+        self._pool.post(Outcome(-1, _WAKE))
+
+    def record(self, keys: Sequence[int]) -> list[RecordedEpisode]:
+        """Return the answers of some episodes so far, ended or not, from which another process plays them on."""
+        return [self._record(key) for key in keys]
+
+    def _record(self, key: int) -> RecordedEpisode:
+        if (ended := self._finished.get(key)) is not None:
+            return record_of(ended)
+        record = self._playing[key].record(key)
+        if (left := self._recorded.get(key)) is not None:  # it is being played again itself
+            return RecordedEpisode([*record.answers, *left.answers], left.noise)
+        return record
+
+    def _replayed(self, key: int, record: RecordedEpisode) -> None:
+        self._playing[key].replayed(key, record)
+
+    def _on_outcome(
+        self, outcome: Outcome, generator: Generator, on_finish: Callable[[Trajectory], None] | None
+    ) -> None:
+        """Process what a call of an environment, or an agent's client, has brought."""
+        episodes = self._playing.get(outcome.episode)
+        if episodes is None:  # a client's request that came too late
+            for kind in self._kinds:
+                kind.on_outcome(outcome)
+        else:
+            self._proceed(outcome.episode, episodes.on_outcome(outcome), generator, on_finish)
+
+    def _on_output(
+        self, output: GenerationOutput, generator: Generator, on_finish: Callable[[Trajectory], None] | None
+    ) -> None:
+        """Process an answer."""
+        requests = self._playing[output.episode].on_output(output)
+        self._proceed(output.episode, requests, generator, on_finish)
+
+    def _proceed(
+        self,
+        key: int,
+        requests: list[GenerationRequest],
+        generator: Generator,
+        on_finish: Callable[[Trajectory], None] | None,
+    ) -> None:
+        for request in requests:
+            generator.submit(request)
+        if (trajectory := self._playing[key].ended(key)) is not None:
+            del self._playing[key]
+            self._finish(key, trajectory, generator, on_finish)
+
+    def _finish(
+        self,
+        key: int,
+        trajectory: Trajectory,
+        generator: Generator,
+        on_finish: Callable[[Trajectory], None] | None,
+    ) -> None:
+        generator.release(key)
+        self._finished[key] = trajectory
+        if self._kept is not None and not trajectory.stop_reason.failed:
+            trajectory.environment = self._pool.environment(key)
+            self._kept.append(ref(trajectory))
+        self._pool.release(key, reusable=not trajectory.stop_reason.failed)
+        if on_finish is not None:
+            on_finish(trajectory)

@@ -1,0 +1,69 @@
+"""Defines an episode: its seeds and row, its limits, and the chat frames that it is held in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agile_trainers.envs.base import Observation
+from agile_trainers.types import Message
+
+
+class Chat(Protocol):
+    """Interface of chat frames that the loop uses; see :class:`agile_trainers.rollout.chat.renderer.ChatRenderer`."""
+
+    eos_token_ids: list[int]
+    """Ids that end an answer."""
+    chat_template: str | None
+    """The template in use; None for plain text."""
+    rewrite: Any
+    """A turn that the template rewrites later; None if it keeps them."""
+    forks: bool
+    """True if a conversation is rendered again where the template rewrites earlier turns."""
+
+    @property
+    def longest_token(self) -> int: ...
+
+    def first(self, observation: Observation, *, sampled: bool = False) -> list[int]: ...
+
+    def goes_on(
+        self, messages: list[Message], prompt: Sequence[str], action_ids: Sequence[int], observation: list[Message]
+    ) -> bool: ...
+
+    def frame(self, observation: Observation, last_action_id: int) -> list[int]: ...
+
+    def decode(self, action_ids: list[int]) -> str: ...
+
+    def with_tools(self, tools: list[dict[str, Any]]) -> Chat: ...
+
+    def parsed(self, prompt_ids: list[int], action_ids: Sequence[int]) -> Message | None: ...
+
+    def spliced(self, messages: list[Message], answers: Mapping[int, Sequence[int]]) -> list[int] | None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an episode, in tokens unless stated otherwise."""
+
+    max_turns: int
+    max_new_tokens: int
+    """Tokens of one answer."""
+    max_model_length: int
+    """Tokens of a conversation, prompt included."""
+    max_observation_length: int | None = None
+    """Characters of one observation; longer ones are cut, with a note. None: no limit."""
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """Specification from which an episode is reproducible, independent of process and batch."""
+
+    seed: int
+    """The environment's seed."""
+    stream: tuple[int, ...]
+    """Entropy of the sampling noise; it differs between the members of a group, unlike the seed."""
+    options: dict[str, Any] | None = None
+    """The dataset row, passed to ``reset``."""
+    environment: str | None = None
+    """Name of the environment in a run of several."""
