@@ -141,7 +141,22 @@ MUTATIONS = [
     ),
     Mutation(
         "each version of the policy decodes as many rows", "sampling/sampler.py",
-        "max(1, self.rows // versions)", "self.rows", "tests/trainers/test_batches_ahead.py -k share_the_rows",
+        "max(1, self.rows // len(versions.wanted()))", "self.rows", "tests/trainers/test_batches_ahead.py -k share_the_rows",
+    ),
+    Mutation(
+        "a trainer drops the adapters of one that lives", "rollout/generators/vllm/adapter_host.py",
+        "_locked(Path(self._made.name), fcntl.LOCK_SH)", "os.open(self._made.name, os.O_RDONLY)",
+        f"{SERVERS} -k killed_process",
+    ),
+    Mutation(
+        "a killed trainer's adapters stay on the servers", "rollout/generators/vllm/servers.py",
+        "self._on_each(partial(_unload_if_served, adapter))", "pass",
+        f"{SERVERS} -k killed_process",
+    ),
+    Mutation(
+        "more versions decode than there are rows", "rollout/generators/versions.py",
+        "sorted(versions.wanted())[:most]", "sorted(versions.wanted())",
+        "tests/trainers/test_batches_ahead.py -k share_the_rows",
     ),
     Mutation(
         "an update waits for one more answer after its last episode", "rollout/rollout.py",

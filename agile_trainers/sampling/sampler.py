@@ -192,12 +192,13 @@ class RolloutSampler:
             if versions is None:
                 yield lambda: make(self.rows)
             else:
-                yield lambda: VersionedGenerator(lambda: make(self._share(len(versions.wanted()))), versions)
+                yield lambda: self._versioned(make, versions)
         self.rows = self._fewest(self.rows)
 
-    def _share(self, versions: int) -> int | None:
-        """Return how many rows each of some generators may decode at the same time as the others."""
-        return None if self.rows is None else max(1, self.rows // versions)
+    def _versioned(self, make: Callable[[int | None], Generator], versions: Versions) -> Generator:
+        """Make a generator whose versions share the rows."""
+        rows = None if self.rows is None else max(1, self.rows // len(versions.wanted()))
+        return VersionedGenerator(lambda: make(rows), versions, self.rows)
 
     def _bytes_per_row(self) -> int:
         args: Any = self._trainer.args

@@ -99,6 +99,7 @@ class ServerPolicy(ServedPolicy):
             )
             check_slots(server.info, server.url, args.batches_ahead)
         self.server = VllmServers(servers)
+        self._on_main(self.server.drop_left)
         if self._config is None:
             self._whole = VLLMGeneration(
                 model,

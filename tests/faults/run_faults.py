@@ -2,13 +2,14 @@
 """Kill runs at random moments and see that nothing is lost (``make faults``).
 
 Trainings, populations, chains and evaluations. Each setting runs once undisturbed, and once while SIGKILL and SIGTERM hit it
-at random times, and at random file operations inside a save. After every signal it is started again: a training with
-``resume_from_checkpoint="auto"``, a command as it was. Counted are the optimizer steps that were finished but not saved (at
-most one each), processes that outlive the run (none), files of episode records that cannot be read (none), entries of the
-temporary folder that outlive the run (none), and weights, results or episode records that differ at the end (none for
-environments stepped inline). Then each command runs on a disk that becomes full and on one that becomes read-only: it must
-end with a message that names the folder, and go on when there is room again, to an equal result. The exit code is 1 if a
-count is too high.
+at random moments of a random step, and at random file operations inside a save. After every signal it is started again: a
+training with ``resume_from_checkpoint="auto"``, a command as it was. Counted are the optimizer steps that were finished but
+not saved (at most one each), processes that outlive the run (none), files of episode records that cannot be read (none),
+entries of the temporary folder that outlive the run (none), and weights, results or episode records that differ at the end
+(none for environments stepped inline, and none with ``batches_ahead``, where environments take random times and everything
+but log-probabilities is compared). Then each command runs on a disk that becomes full and on one that becomes read-only: it
+must end with a message that names the folder, and go on when there is room again, to an equal result. The exit code is 1 if
+a count is too high.
 
 Resumable: finished settings are read from ``runs/faults/results.jsonl``. Everything is seeded, except when a signal arrives.
 """
@@ -27,7 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,7 @@ from chain_files import start_process
 from commands import Command, weights
 from games import Chatter, make_trainer
 from ppo_games import make_ppo
+from scripted_runs import by_script, sampling_with
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -70,11 +74,14 @@ class Setting:
     environments: str
     ranks: int
     packing: bool = False
+    ahead: int = 0
+    scripted: bool = False
 
     @property
     def name(self) -> str:
         whole = f"{self.algorithm}, {'LoRA' if self.lora else 'whole model'}, {self.environments}, {self.ranks} rank(s)"
-        return whole + (", packed" if self.packing else "")
+        whole += (", packed" if self.packing else "") + (f", {self.ahead} ahead" if self.ahead else "")
+        return whole + (", scripted" if self.scripted else "")
 
     def play(self, model: Path, run: Path) -> None:
         """Train to the end, from the newest checkpoint if there is one."""
@@ -85,7 +92,15 @@ class Setting:
 
     def result(self, run: Path) -> Any:
         """What must be equal, killed or not."""
-        return weights(run / "final"), trained(run)
+        return weights(run / "final"), [self._exact(episode) for episode in trained(run)]
+
+    def _exact(self, episode: dict[str, Any]) -> dict[str, Any]:
+        """What timing may not change.
+
+        The last bits of a sampler's log-probabilities depend on its batch, and a record rounds the trainer's to them.
+        """
+        inexact = ("sampling_logprobs", "logprobs", "ratios", "kl") if self.ahead else ()
+        return {name: value for name, value in episode.items() if name not in inexact}
 
 
 SETTINGS: list[Setting | Command] = [
@@ -98,6 +113,12 @@ SETTINGS += [
     Setting("ppo", True, environments, ranks, packing=True)
     for ranks in (1, 2)
     for environments in ("inline", "processes")
+]
+SETTINGS += [
+    Setting("grpo", True, environments, ranks, ahead=ahead, scripted=scripted)
+    for environments, ranks in (("threads", 1), ("processes", 1), ("threads", 2))
+    for ahead in (1, 2)
+    for scripted in (False, True)
 ]
 SETTINGS += [
     Command(command, environments) for command in ("evolve", "chain") for environments in ("inline", "processes")
@@ -139,6 +160,16 @@ class Slow(Chatter):
         return super().step(action)
 
 
+class Late(Chatter):
+    """Takes a random time."""
+
+    chance = random.Random()
+
+    def step(self, action: str) -> Any:
+        time.sleep(self.chance.choice([0.0, 0.0, 0.01, 0.05]))
+        return super().step(action)
+
+
 class SlowBesideProcess(Slow):
     """The same in a process of its own; what it starts must end with it."""
 
@@ -168,11 +199,16 @@ def train(setting: Setting, model: Path, run: Path) -> None:
         options["environment_workers"] = 4
     elif setting.environments == "processes":
         options |= {"environment_processes": 2, "environment": SlowBesideProcess}
+    if setting.ahead:
+        late = {"environment": Late, "steps_per_generation": 4 // setting.ahead, "max_logprob_gap": 1e9}
+        options |= {"batches_ahead": setting.ahead, **late}
     if setting.algorithm == "ppo":
         trainer: Any = make_ppo(model, run, **options)
     else:
         groups = {"num_generations": 1} if setting.algorithm == "reinforce" else {}
         trainer = make_trainer(model, run, algorithm=setting.algorithm, lora=setting.lora, **options, **groups)
+    if setting.scripted:
+        sampling_with(trainer, by_script(trainer))
     trainer.train(resume_from_checkpoint="auto")
     trainer.save_model(str(run / "final"))
     trainer.accelerator.end_training()
@@ -278,6 +314,10 @@ def _newest(run: Path) -> str:
     return newest_complete(run)[0].name if checkpoints(run) else ""
 
 
+def _saved(run: Path) -> int:
+    return int(_newest(run).rpartition("-")[2] or 0)
+
+
 def unreadable(run: Path) -> int:
     """Number of runs of which some record cannot be read."""
     if not (run / "rollouts").is_dir() or not any((run / "rollouts").iterdir()):
@@ -297,6 +337,18 @@ def trained(run: Path) -> list[dict[str, Any]]:
     """The training episodes of the last run in a folder; earlier ones died before their first checkpoint."""
     runs = [records for records in open_records(run) if records.info.get("kind") == "training"]
     return [episode for episode in runs[-1].episodes() if episode["phase"] == "train"]
+
+
+def differences(expected: Any, found: Any, place: str = "") -> Iterator[str]:
+    """Say where two results differ."""
+    if isinstance(expected, dict) and isinstance(found, dict) and expected.keys() == found.keys():
+        for name in expected:
+            yield from differences(expected[name], found[name], f"{place}.{name}")
+    elif isinstance(expected, list | tuple) and isinstance(found, list | tuple) and len(expected) == len(found):
+        for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+            yield from differences(one, other, f"{place}[{index}]")
+    elif expected != found:
+        yield f"{place}: expected {expected!s:.200}, found {found!s:.200}"
 
 
 def disturb(setting: Setting | Command, model: Path, folder: Path, signals: int, chance: random.Random) -> Outcome:
@@ -322,7 +374,7 @@ def disturb(setting: Setting | Command, model: Path, folder: Path, signals: int,
         inside = chance.random() < 0.4
         processes = start(setting, model, run, die_at=chance.randint(1, 120) if inside else None)
         if not inside:
-            time.sleep(chance.uniform(0.1, 0.9) * duration)
+            _wait_for_moment(setting, run, duration, chance)
             number = chance.choice([signal.SIGKILL, signal.SIGTERM])
             victims = processes if chance.random() < 0.5 else [chance.choice(processes)]
             for victim in victims:
@@ -338,8 +390,7 @@ def disturb(setting: Setting | Command, model: Path, folder: Path, signals: int,
         outcome.kills += inside and hit
         progress = run.parent / "progress"
         if progress.is_file():
-            saved = int(newest_complete(run)[0].name.rpartition("-")[2]) if checkpoints(run) else 0
-            outcome.lost_steps.append(int(progress.read_text()) - saved)
+            outcome.lost_steps.append(int(progress.read_text()) - _saved(run))
         if not hit and not setting.finished(run) and before == _newest(run):
             raise RuntimeError(f"{setting.name} failed by itself; see {run.parent}/log-0")
         if setting.finished(run) and outcome.signals < signals:
@@ -349,9 +400,24 @@ def disturb(setting: Setting | Command, model: Path, folder: Path, signals: int,
     found = setting.result(run)
     outcome.equal = found == expected
     if not outcome.equal:
-        print(f"{setting.name}: expected {expected}, found {found}", flush=True)
+        print(f"{setting.name}: {'; '.join(islice(differences(expected, found), 5))}", flush=True)
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+def _wait_for_moment(setting: Setting | Command, run: Path, duration: float, chance: random.Random) -> None:
+    """Wait until a random moment of a random step of a run; of a command, a random moment."""
+    if isinstance(setting, Command):
+        time.sleep(chance.uniform(0.1, 0.9) * duration)
+        return
+    saved = _saved(run)
+    step, begun = chance.randrange(min(saved, STEPS - 1), STEPS), time.monotonic()
+    progress = run.parent / "progress"
+    while step > saved and not (progress.is_file() and int(progress.read_text() or 0) >= step):
+        if time.monotonic() - begun > PATIENCE:
+            raise RuntimeError(f"{setting.name} did not come to step {step}; see {run.parent}/log-0")
+        time.sleep(0.002)
+    time.sleep(chance.uniform(0.0, 1.0) * duration / STEPS if step > saved else chance.uniform(0.1, 0.5) * duration)
 
 
 def on_disks(setting: Setting | Command, model: Path, folder: Path, fraction: float) -> tuple[list[str], list[str]]:
@@ -440,8 +506,8 @@ def main() -> int:
     if not options.only:
         inside = [sys.executable, __file__, "--disks", "--output", str(options.output), "--seed", str(options.seed)]
         disks = subprocess.run(["unshare", "-rm", *inside]).returncode
-        return _verdict(done) or disks
-    return _verdict(done)
+        return _verdict(done, LEAST_SIGNALS) or disks
+    return _verdict(done, least=0)
 
 
 def _all_disks(settings: list[Setting | Command], model: Path, options: argparse.Namespace) -> int:
@@ -464,20 +530,21 @@ def _row(outcome: Outcome) -> str:
     )
 
 
-def _verdict(done: list[Outcome]) -> int:
+def _verdict(done: list[Outcome], least: int) -> int:
     signals = sum(outcome.signals for outcome in done)
     lost = max((max(outcome.lost_steps, default=0) for outcome in done), default=0)
     left = sum(outcome.left_behind for outcome in done)
     broken = sum(outcome.unreadable for outcome in done)
     temporary = sum(outcome.temporary for outcome in done)
-    unequal = [outcome.setting for outcome in done if not outcome.equal and "inline" in outcome.setting]
+    repeat = [outcome for outcome in done if "inline" in outcome.setting or "ahead" in outcome.setting]
+    unequal = [outcome.setting for outcome in repeat if not outcome.equal]
     kills, inside = (sum(getattr(outcome, name) for outcome in done) for name in ("kills", "inside_saves"))
     print(
         f"\n{len(done)} settings, {signals} signals ({kills} SIGKILL, {inside} inside a save): at most {lost} step(s) lost "
         f"each, {left} processes left behind, {temporary} temporary entries, {broken} runs with unreadable records, "
         f"{sum(outcome.equal for outcome in done)} of {len(done)} bit-equal at the end"
     )
-    return int(lost > 1 or left > 0 or temporary > 0 or broken > 0 or bool(unequal) or signals < LEAST_SIGNALS)
+    return int(lost > 1 or left > 0 or temporary > 0 or broken > 0 or bool(unequal) or signals < least)
 
 
 def _become_subreaper() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +17,8 @@ from requests import ConnectionError
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
+import ahead_run
+import requests
 import torch
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
 from games import Chatter, make_trainer
@@ -95,6 +100,34 @@ def test_a_killed_run_goes_on_to_the_bit(embedded_model: Path, tmp_path: Path, w
             assert not [one for one in threading.enumerate() if one.name == "rollout"]
     assert again.state.global_step == 5
     assert_same(weights(again), weights(whole))
+
+
+def test_sigkill_beside_a_server_that_goes_on(embedded_model: Path, tmp_path: Path, server: Served) -> None:
+    """While it answers, while a checkpoint is written: the next trainer plays on to the bit, and leaves nothing there."""
+
+    def names() -> set[str]:
+        answer = requests.get(f"{server.url}/v1/models").json()["data"]
+        return {one["id"] for one in answer if one["parent"] is not None}
+
+    def files() -> set[str]:
+        return {path.name for path in tmp_path.glob("*/vllm/*/*")}
+
+    before = names()
+    whole = ahead_run.trainer(embedded_model, tmp_path / "whole", server.url)
+    whole.train()
+    script, chance = Path(ahead_run.__file__), random.Random(0)
+    for step in (1, 2, 4):
+        asked = [script, embedded_model, tmp_path / "run", server.url, step, chance.uniform(0.0, 0.3)]
+        killed = subprocess.run([sys.executable, *map(str, asked)], capture_output=True, text=True, timeout=300)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    left = {path.name for path in tmp_path.glob("run/vllm/*/*")}
+    assert left and left <= names(), "what the last one was killed with"
+    again = ahead_run.trainer(embedded_model, tmp_path / "run", server.url)
+    assert not left & names() and not left & files()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 6
+    assert_same(weights(again), weights(whole))
+    assert names() - before == files(), "of the two that live"
 
 
 def test_a_server_is_used_during_updates(embedded_model: Path, tmp_path: Path, server: Served) -> None:

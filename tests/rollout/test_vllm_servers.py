@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -121,6 +123,27 @@ def test_the_adapter_of_requests_that_name_none(running: list[Server], servers: 
         servers.load_adapter({"weight": torch.ones(2)}, LoraConfig())
         servers.generate([1], {}, None, 1)
     assert [list(server.adapters) for server in running] == [[servers.adapter]] * 3
+
+
+def test_what_a_killed_process_has_left_is_dropped(running: list[Server], servers: VllmServers, tmp_path: Path) -> None:
+    """Of one that lives nothing is, nor of a server that was started since."""
+    kept, (place,) = load(servers), tmp_path.iterdir()
+    killed = os.fork()
+    if killed == 0:
+        try:
+            others = VllmServers([Client(server, tmp_path, 64) for server in running[:2]])  # type: ignore[misc]
+            load(others)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert [len(server.adapters) for server in running] == [2, 2, 1] and len(list(tmp_path.iterdir())) == 2
+    resumed = VllmServers([Client(server, tmp_path, 64) for server in running])  # type: ignore[misc]
+    resumed.drop_left()
+    assert [list(server.adapters) for server in running] == [[kept]] * 3
+    assert list(tmp_path.iterdir()) == [place] and servers.files.names() == [kept]
+    load(resumed)
+    servers.drop_left()
+    assert [len(server.adapters) for server in running] == [2] * 3
 
 
 def test_requests_of_a_server_that_ends_go_elsewhere(

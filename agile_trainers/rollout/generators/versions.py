@@ -26,16 +26,21 @@ class VersionedGenerator:
 
     Args:
         make: Makes the generator of a version.
-        versions: The versions.
+        versions: The versions, the same ones as long as this generator is used.
+        most: Number of versions that have a generator, the oldest ones. Requests of the others are left to the next
+            versioned generator. Default: no limit.
     """
 
-    def __init__(self, make: Callable[[], Generator], versions: Versions) -> None:
+    def __init__(self, make: Callable[[], Generator], versions: Versions, most: int | None = None) -> None:
         self._make, self._versions = make, versions
+        self._computed = frozenset(sorted(versions.wanted())[:most])
         self._generators: dict[int, Generator] = {}
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; see :class:`Generator`."""
         version = self._versions.of(request.episode)
+        if version not in self._computed:
+            return
         if version not in self._generators:
             self._generators[version] = self._make()
         self._generators[version].submit(request)
@@ -51,7 +56,7 @@ class VersionedGenerator:
 
     @property
     def pending(self) -> int:
-        """Number of requests submitted and not yet returned."""
+        """Number of requests submitted and not yet returned, without those that are left to the next generator."""
         return sum(generator.pending for generator in self._generators.values())
 
     def release(self, episode: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import tempfile
 import uuid
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -59,8 +62,13 @@ class AdapterHost(ABC, Generic[Handle]):
         self.adapter = None
 
 
+_PREFIX = "vllm-policy-"
+
+
 class AdapterFolder:
     """A folder from which servers read adapters. Each adapter has a name of its own, and a folder of that name.
+
+    It is locked as long as this process lives, so that the next one can tell what a killed one has left.
 
     Args:
         place: Where the folder is made, with the first adapter. Default: the system's folder for temporary files.
@@ -76,8 +84,10 @@ class AdapterFolder:
         if self._made is None:
             if self._place is not None:
                 Path(self._place).mkdir(parents=True, exist_ok=True)
-            self._made = tempfile.TemporaryDirectory(prefix="vllm-policy-", dir=self._place)
+            self._made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self._place)
             Path(self._made.name).chmod(0o755)  # the server may run as another user
+            with suppress(OSError):  # some file systems have no locks
+                weakref.finalize(self, os.close, _locked(Path(self._made.name), fcntl.LOCK_SH))
         name = f"policy-{uuid.uuid4().hex}"
         folder = Path(self._made.name).resolve() / name
         try:
@@ -89,6 +99,16 @@ class AdapterFolder:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
+    def left(self) -> list[Path]:
+        """List the folders in the same place whose processes were killed. Empty where files cannot be locked."""
+        places = [] if self._place is None else sorted(Path(self._place).glob(f"{_PREFIX}*"))
+        left = []
+        for folder in places:
+            with suppress(OSError):  # somebody holds it
+                os.close(_locked(folder, fcntl.LOCK_EX))
+                left.append(folder)
+        return left
+
     def names(self) -> list[str]:
         """List the adapters that are there."""
         return [] if self._made is None else [path.name for path in Path(self._made.name).iterdir()]
@@ -97,6 +117,17 @@ class AdapterFolder:
         """Delete an adapter."""
         assert self._made is not None
         shutil.rmtree(Path(self._made.name) / name)
+
+
+def _locked(folder: Path, how: int) -> int:
+    """Lock a folder and return its descriptor, which holds the lock."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def write_adapter(folder: Path, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +64,13 @@ class VllmServers(AdapterHost[str]):
         self._on_each(lambda server: server.unload(adapter))
         self.files.delete(adapter)
 
+    def drop_left(self) -> None:
+        """Serve the adapters no longer that killed processes have left in the folder, and delete their files."""
+        for folder in self.files.left():
+            for adapter in sorted(path.name for path in folder.iterdir()):
+                self._on_each(partial(_unload_if_served, adapter))
+            shutil.rmtree(folder, ignore_errors=True)
+
     def generate(
         self, token_ids: list[int], fields: dict[str, Any], adapter: str | None = None, episode: int = 0
     ) -> tuple[list[int], list[float], int | None]:
@@ -101,3 +110,8 @@ class VllmServers(AdapterHost[str]):
                     "The vLLM server at %s does not answer and is left out from now on; its requests go to %s. %s",
                     self.servers[place].url, others, error.__cause__ or error,
                 )  # fmt: skip
+
+
+def _unload_if_served(name: str, server: VllmServer) -> None:
+    with suppress(ValueError):  # a server that was started since does not know it
+        server.unload(name)
