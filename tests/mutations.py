@@ -154,6 +154,21 @@ MUTATIONS = [
         f"{SERVERS} -k killed_process",
     ),
     Mutation(
+        "the plan forgets the adapters of earlier policies", "cli/check/memory_plan.py",
+        "snapshots=args.batches_ahead + 1 if args.batches_ahead else 0", "snapshots=0",
+        "tests/test_cli_check_server.py -k runs",
+    ),
+    Mutation(
+        "a server on the trainer's GPU takes nothing of it in the plan", "cli/check/memory_plan.py",
+        'args.vllm_mode == "colocate" or shares else None', 'args.vllm_mode == "colocate" else None',
+        "tests/test_cli_check_server.py -k runs",
+    ),
+    Mutation(
+        "the plan's server gets the GPUs of the trainer", "cli/check/server.py",
+        "range(launch.processes), list(map(str, range(gpus)))", "range(0), list(map(str, range(gpus)))",
+        "tests/test_cli_check_server.py -k runs",
+    ),
+    Mutation(
         "more versions decode than there are rows", "rollout/generators/versions.py",
         "sorted(versions.wanted())[:most]", "sorted(versions.wanted())",
         "tests/trainers/test_batches_ahead.py -k share_the_rows",

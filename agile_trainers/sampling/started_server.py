@@ -43,6 +43,10 @@ _OF_THE_LAUNCH = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|WORLD_NAME|NAME)|(MASTER|TORCHELASTIC|ACCELERATE|FSDP)_\w+"
 )
 """Names of the variables by which the trainer's processes find each other; vLLM would take them for its own."""
+NO_WHOLE_MODEL = (
+    "vllm_server_start=True starts a server of LoRA adapters, and this model is trained whole. Pass a peft_config, "
+    "use vllm_mode='colocate', or start the server yourself (vllm_server_base_url)."
+)
 _PAUSE = 0.2
 _TELLS_SECONDS = 30.0
 _ENDING_SECONDS = 20.0
@@ -184,10 +188,7 @@ def start_server(
         ValueError: If the model is trained whole, the run has processes on another machine, or there are too few GPUs.
     """
     if not isinstance(model, PeftModel):
-        raise ValueError(
-            "vllm_server_start=True starts a server of LoRA adapters, and this model is trained whole. Pass a peft_config, "
-            "use vllm_mode='colocate', or start the server yourself (vllm_server_base_url)."
-        )
+        raise ValueError(NO_WHOLE_MODEL)
     config: Any = model.peft_config[POLICY]
     on_gpu = accelerator.device.type == "cuda"
     check_batch_invariant(os.environ, on_cpu=not on_gpu)
@@ -213,8 +214,8 @@ def start_server(
                 gpus, shares = gpus_of_server(used, visible.split(","), args.vllm_tensor_parallel_size)
                 where = f"GPU {', '.join(gpus)}{' of the trainer' if shares else ''}"
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-                if shares or args.vllm_gpu_memory_utilization != type(args).vllm_gpu_memory_utilization:
-                    command += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+                if (share := share_of_gpu(args, shares)) is not None:
+                    command += ["--gpu-memory-utilization", str(share)]
             started = _start(command, args, environment | SWITCHES, where)
             told = started.url, str(started.log)
         except Exception as caught:
@@ -246,7 +247,7 @@ def _start(command: list[str], args: Any, environment: dict[str, str], where: st
 
 def server_command(
     args: Any,
-    model: torch.nn.Module,
+    model: Any,
     config: LoraConfig,
     dtype: torch.dtype,
     *,
@@ -258,7 +259,7 @@ def server_command(
 
     Args:
         args: The trainer's.
-        model: The policy.
+        model: The policy, or what has its ``config``.
         config: Configuration of its adapter.
         dtype: In which the trainer computes.
         seqs: Requests that are decoded at the same time.
@@ -271,7 +272,7 @@ def server_command(
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",  # ignores the model's sampling defaults
         "max-lora-rank": lora_rank(config),
-        "max-loras": args.batches_ahead + 2,  # those of the open batches, and the one that comes
+        "max-loras": adapter_slots(args),
         "max-num-seqs": seqs,
         "max-num-batched-tokens": tokens_of_a_step(seqs, max_model_length, chunks=on_gpu),
         "max-model-len": max_model_length,
@@ -286,6 +287,22 @@ def server_command(
     command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     command += ["--enable-lora", "--enable-prompt-tokens-details"]
     return [*command, *(["--trust-remote-code"] if args.trust_remote_code else []), *(() if on_gpu else _ON_CPU)]
+
+
+def adapter_slots(args: Any) -> int:
+    """Return how many adapters a server computes with at once: those of the open batches, and the one that comes."""
+    return int(args.batches_ahead) + 2
+
+
+def share_of_gpu(args: Any, shares: bool) -> float | None:
+    """Return the share of each of its GPUs that a server is told to take; None for vLLM's own default.
+
+    Args:
+        args: The trainer's.
+        shares: True if the trainer uses the GPU too.
+    """
+    given: float = args.vllm_gpu_memory_utilization
+    return given if shares or given != type(args).vllm_gpu_memory_utilization else None
 
 
 def gpus_of_server(used: Sequence[int], visible: Sequence[str], wanted: int) -> tuple[list[str], bool]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,11 @@ from requests import ConnectionError
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
 
+import started_run
 from games import Chatter, make_trainer
+from launched_runs import distance, launch, weights
+
+from agile_trainers.sampling.started_server import _is_up
 
 RUN: dict[str, Any] = {
     "max_steps": 2, "per_device_train_batch_size": 8, "use_vllm": True, "vllm_mode": "server", "vllm_server_start": True,
@@ -78,3 +84,21 @@ def test_a_server_that_does_not_start(embedded_model: Path, tmp_path: Path, monk
     with pytest.raises(RuntimeError, match=r"is not up after vllm_server_timeout=0\.5 seconds"):
         make_trainer(embedded_model, tmp_path, environment=Chatter, **RUN, vllm_server_timeout=0.5)
     assert not [one for one in psutil.Process().children() if "process_tree" in " ".join(one.cmdline())]
+
+
+def test_two_processes_have_one_server(embedded_model: Path, tmp_path: Path) -> None:
+    """The first starts it, the other waits for its address; they play and train as one process does."""
+    (one := tmp_path / "one").mkdir()
+    (two := tmp_path / "two").mkdir()
+    done = launch("cpu/ddp", Path(started_run.__file__), embedded_model, two)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [json.loads((two / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["started"] for rank in ranks] == [True, False] and ranks[0]["url"] == ranks[1]["url"]
+    until = time.monotonic() + 60
+    while _is_up(ranks[0]["url"]):
+        assert time.monotonic() < until, "it ends with its trainer"
+        time.sleep(0.1)
+    started_run.play(embedded_model, one)
+    single = json.loads((one / "rank-0.json").read_text())
+    assert single["said"] == [first + second for first, second in zip(*(rank["said"] for rank in ranks), strict=True)]
+    assert distance(weights(one / "end"), weights(two / "end")) < 1e-5

@@ -73,7 +73,15 @@ class CheckArguments:
         None, "GiB of the GPU to plan for. Default: those of this machine's GPU, if there is one."
     )
 
+    gpus: int | None = option(
+        None,
+        "GPUs of the machine to plan for, which decide where a server of `vllm_server_start` runs. Default: those of this "
+        "machine, or with `gpu_memory` on one without, as many as the processes and the server need.",
+    )
+
     def __post_init__(self) -> None:
+        if self.gpus is not None and self.gpus < 1:
+            raise ValueError(f"gpus must be a positive number of GPUs, got {self.gpus}.")
         if self.gpu_memory is not None and not self.gpu_memory > 0:
             raise ValueError(f"gpu_memory must be a positive number of GiB, got {self.gpu_memory}.")
         if self.episodes is not None and self.episodes < 2:
@@ -217,6 +225,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
                 time_limit=check.time_limit,
                 gpu_memory=check.gpu_memory,
                 launch=launch,
+                gpus=check.gpus,
             )
             report.about = f"{name}: " if several else ""
             check_run(report, run)

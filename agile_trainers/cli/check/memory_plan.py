@@ -16,6 +16,8 @@ from agile_trainers.cli.check.tracing import Shape, Step, trace_step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.rollout.generators.transformers.kv_cache import capacity
+from agile_trainers.sampling.started_server import adapter_slots
+from agile_trainers.sampling.vllm_checks import RANKS
 from agile_trainers.step.token_batches import optimizer_values
 
 QUANTIZED = {"4 bit": 0.5 + 4 / 64, "4 bit, double": 0.5 + 1 / 64, "8 bit": 1.0}
@@ -38,17 +40,19 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class Engine:
-    """A vLLM engine, in this process or in a server on other GPUs."""
+    """A vLLM engine, in this process or in a server."""
 
     server: bool = False
     share: int | None = None
-    """Bytes of the process's GPU that an engine takes; None if the GPU is not known."""
+    """Bytes of the process's GPU that an engine takes; None if the GPU is not known, or a server has others."""
     parallel: int = 1
     """Processes that share an engine."""
     sleeps: bool = False
     """True if the engine's memory is free outside of rollouts."""
     parks: bool = False
     """True if the policy's weights are in the CPU's memory in rollouts."""
+    slots: int = 0
+    """Adapters of which a server that the run starts has copies on its GPUs."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class MemoryPlan:
     """Processes, and what they share."""
     engine: Engine | None = None
     """The vLLM engine of the rollouts; None for the transformers generator."""
+    snapshots: int = 0
+    """Adapters of earlier policies that are kept (``batches_ahead``)."""
 
 
 def plan_memory(
@@ -97,6 +103,7 @@ def plan_memory(
     observation: int,
     launch: Launch = SINGLE,
     gpu: int | None = None,
+    shares: bool = False,
 ) -> MemoryPlan:
     """Make the plan of a run with episodes as long as its limits allow.
 
@@ -109,6 +116,7 @@ def plan_memory(
         observation: Tokens of the longest observation between two answers.
         launch: How the run is launched.
         gpu: Bytes of a GPU, of which vLLM takes a share.
+        shares: True if a server that the run starts has no GPU of its own.
     """
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     room = args.max_model_length or longest
@@ -121,10 +129,11 @@ def plan_memory(
     share = None if gpu is None else int(args.vllm_gpu_memory_utilization * gpu)
     engine = Engine(
         server=args.vllm_mode == "server",
-        share=share if args.vllm_mode == "colocate" else None,
+        share=share if args.vllm_mode == "colocate" or shares else None,
         parallel=args.vllm_tensor_parallel_size,
         sleeps=args.vllm_enable_sleep_mode,
         parks=args.offload_policy_during_rollout,
+        slots=adapter_slots(args) if args.vllm_server_start else 0,
     )
     tokens, decoded = min(tokens, room), min(decoded, room)
     rows, budget = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
@@ -147,6 +156,7 @@ def plan_memory(
         trust_remote_code=args.trust_remote_code,
         launch=launch,
         engine=engine if args.use_vllm else None,
+        snapshots=args.batches_ahead + 1 if args.batches_ahead else 0,
     )
 
 
@@ -209,7 +219,7 @@ def estimate_memory(config: PretrainedConfig, plan: MemoryPlan, step: Step | Non
         "an update": fixed + update,
         "a rollout": fixed + sum(item.size * _COPIES.get(item.name, 1) for item in rollout),
     }
-    if plan.engine is not None and not plan.engine.server:
+    if plan.engine is not None and rollout[0].size:
         engine = rollout[0].size
         most["an update"] += 0 if plan.engine.sleeps else engine
         most["a rollout"] = fixed - (state[0].size if plan.engine.parks else 0) + engine
@@ -260,6 +270,10 @@ def _state(plan: MemoryPlan, step: Step) -> list[MemoryItem]:
         )
 
     dtype = _name(plan, per_weight)
+    size = plan.snapshots * per_trained * step.trained
+    snapshots = MemoryItem(
+        "snapshots", size, f"{plan.snapshots} x {step.trained:,} x {per_trained} bytes (batches_ahead)"
+    )
     return [
         item("weights", weights, f"{copies}{sizes} x {per_weight} bytes ({dtype}){adapters}"),
         item(
@@ -274,6 +288,7 @@ def _state(plan: MemoryPlan, step: Step) -> list[MemoryItem]:
             if copied
             else f"{trained:,} trained x {states} x {per_state} bytes ({plan.optimizer})",
         ),
+        *([snapshots] if plan.snapshots else []),
     ]
 
 
@@ -309,7 +324,7 @@ def _gathered(plan: MemoryPlan, step: Step) -> MemoryItem | None:
 def _rollout(plan: MemoryPlan, step: Step, weights: int) -> list[MemoryItem]:
     """Return what a rollout takes beside the state: KV cache and gathered weights, or a vLLM engine."""
     columns = capacity(plan.decoded, plan.new_tokens)
-    if plan.engine is not None and plan.engine.server:
+    if plan.engine is not None and plan.engine.server and plan.engine.share is None:
         return [MemoryItem("vLLM", 0, "a server on other GPUs, with weights and cache of its own")]
     if plan.engine is not None:
         needed = serving(plan, step)
@@ -336,7 +351,7 @@ class Serving:
     """Memory that a vLLM engine needs."""
 
     weights: int
-    """Bytes of the model on each GPU of the engine."""
+    """Bytes of the model, and of the adapters of a server that the run starts, on each GPU of the engine."""
     episode: int
     """Bytes of the cache of the longest episode, on each GPU of the engine."""
 
@@ -360,7 +375,11 @@ def serving(plan: MemoryPlan, step: Step, parallel: int | None = None) -> Servin
     """
     gpus = parallel or (plan.engine.parallel if plan.engine else 1)
     computes = (plan.autocast or plan.dtype).itemsize
-    return Serving((step.linear + step.others) * computes // gpus, plan.decoded * step.cached * computes // gpus)
+    weights = step.linear + step.others
+    if plan.engine and plan.engine.slots:
+        rank = getattr(plan.peft_config, "r", 1)
+        weights += plan.engine.slots * step.trained * next((room for room in RANKS if room >= rank), rank) // rank
+    return Serving(weights * computes // gpus, plan.decoded * step.cached * computes // gpus)
 
 
 def _name(plan: MemoryPlan, per_weight: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,16 @@ from trl import ModelConfig
 
 from agile_trainers.cli.check.advice import remedies
 from agile_trainers.cli.check.agents import call_lines, changes_every_call, first_difference, player_scores
-from agile_trainers.cli.check.memory_plan import MemoryPlan, estimate_memory, plan_memory, readable, serving, trace
+from agile_trainers.cli.check.memory_plan import (
+    MemoryPlan,
+    Serving,
+    estimate_memory,
+    plan_memory,
+    readable,
+    serving,
+    trace,
+)
+from agile_trainers.cli.check.server import PlannedServer, planned_server
 from agile_trainers.cli.check.tracing import Step
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.layout import draw_layout
@@ -79,6 +89,17 @@ class Run:
     gpu_memory: float | None = None
     """GiB of the GPU that the run is planned for; None for this machine's GPU, if there is one."""
     launch: Launch = SINGLE
+    gpus: int | None = None
+    """GPUs of the machine that the run is planned for; None for this machine's, or as many as the run needs."""
+
+    @property
+    def gpu_count(self) -> int | None:
+        """Return the number of GPUs of the machine that the run is planned for; None for a CPU."""
+        if self.gpu is None or self.gpus is not None:
+            return self.gpus
+        if self.gpu_memory is None:
+            return torch.cuda.device_count()
+        return self.launch.processes + self.args.vllm_tensor_parallel_size
 
     @property
     def gpu(self) -> int | None:
@@ -506,6 +527,11 @@ def check_scores(
 def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> None:
     """Report the memory plan for the batch and the limits of the run."""
     prompt, observation = _parts(played)
+    try:
+        server = planned_server(run.args, run.model, run.config, run.launch, run.gpu_count)
+    except ValueError as error:
+        report.problem(str(error))
+        return
     plan = plan_memory(
         run.config,
         run.args,
@@ -515,6 +541,7 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
         observation=observation,
         launch=run.launch,
         gpu=run.gpu,
+        shares=server is not None and server.shares,
     )
     report.section(f"Memory of one process, planned for episodes of {plan.tokens:,} tokens")
     report.line(
@@ -542,7 +569,9 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
     for item in items:
         table.add_row(f"  {item.name}", readable(item.size), item.formula)
     report.show(table)
-    if plan.engine is not None:
+    if server is not None:
+        report_server(report, run, plan, step, server)
+    elif plan.engine is not None:
         report_engine(report, run, plan, step)
     if run.gpu is None:
         return
@@ -561,6 +590,37 @@ def report_memory(report: Report, run: Run, played: Sequence[Trajectory]) -> Non
         )
 
 
+def report_server(report: Report, run: Run, plan: MemoryPlan, step: Step, server: PlannedServer) -> None:
+    """Report where the server runs that the trainer starts, its command, and how many of the longest episodes fit."""
+    assert plan.engine is not None
+    on = f"GPU{'s' if len(server.gpus) > 1 else ''} {', '.join(server.gpus)}" if server.gpus else "the CPU"
+    also = ", which the first process of the trainer uses too" if server.shares else ""
+    report.line(
+        f"The trainer starts a server on {on}{also}, with room for {plan.engine.slots} adapters "
+        f"(batches_ahead={run.args.batches_ahead}).",
+        "vLLM",
+    )
+    report.line(shlex.join(server.command), "")
+    needed, played = serving(plan, step), plan.episodes * plan.launch.processes
+    each = f"{readable(needed.weights)} of weights and adapters and {readable(needed.episode)} of cache for an episode"
+    if run.gpu is None or not server.gpus:
+        report.line(f"It needs {each}; {played:,} episodes are played at the same time.", "")
+        return
+    share = server.share or SERVER_SHARE
+    size, room = int(share * run.gpu), f"{share:.0%} of {readable(run.gpu)}"
+    fit = needed.episodes(size)
+    if fit == 0:
+        report.problem(
+            f"The server needs {each} on each of its GPUs, and gets {room}. Raise vllm_gpu_memory_utilization or "
+            "vllm_tensor_parallel_size, or lower max_model_length."
+        )
+        return
+    _check_longest(report, run, plan, needed, size)
+    report.line(
+        f"It needs {each}. At {room}, {fit:,} of the longest episodes fit at the same time; {played:,} are played.", ""
+    )
+
+
 def report_engine(report: Report, run: Run, plan: MemoryPlan, step: Step) -> None:
     """Report how many of the longest episodes fit into vLLM's memory, beside how many are played at the same time."""
     assert plan.engine is not None
@@ -577,13 +637,7 @@ def report_engine(report: Report, run: Run, plan: MemoryPlan, step: Step) -> Non
                 f"{readable(engine.share)}: raise it."
             )
             return
-        context = run.args.max_model_length or getattr(run.config.get_text_config(), "max_position_embeddings", None)
-        if needed.weights + needed.episode * (context or 0) // plan.decoded > engine.share:
-            report.problem(
-                f"vLLM starts only if its {readable(engine.share)} hold a conversation of max_model_length={context} tokens "
-                f"beside {readable(needed.weights)} of weights, and these limits end at {plan.decoded}: set "
-                f"max_model_length={plan.decoded}."
-            )
+        _check_longest(report, run, plan, needed, engine.share)
         report.line(f"It holds {fit:,} of the longest episodes at the same time; {played:,} are played.", "vLLM")
         return
     played = plan.episodes * plan.launch.processes
@@ -596,6 +650,17 @@ def report_engine(report: Report, run: Run, plan: MemoryPlan, step: Step) -> Non
             f"Of the longest ones, these fit at the same time at {SERVER_SHARE:.0%} of {readable(run.gpu)}: {shown} GPUs "
             "(tensor parallelism). The others wait.",
             "",
+        )
+
+
+def _check_longest(report: Report, run: Run, plan: MemoryPlan, needed: Serving, share: int) -> None:
+    """Report an engine whose share of a GPU does not hold the longest conversation that it is started for."""
+    context = run.args.max_model_length or getattr(run.config.get_text_config(), "max_position_embeddings", None)
+    if needed.weights + needed.episode * (context or 0) // plan.decoded > share:
+        report.problem(
+            f"vLLM starts only if its {readable(share)} hold a conversation of max_model_length={context} tokens "
+            f"beside {readable(needed.weights)} of weights, and these limits end at {plan.decoded}: set "
+            f"max_model_length={plan.decoded}."
         )
 
 
