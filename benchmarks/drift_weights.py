@@ -26,12 +26,11 @@ from drifting import Drift, moved
 from forests import Forest, World, error
 
 from agile_trainers.objectives.drift import (
-    decision_rewards,
     decision_weights,
     dppo_mask,
     drift_weights,
 )
-from agile_trainers.objectives.returns import discounted_returns
+from agile_trainers.objectives.returns import discounted_returns, gae
 from agile_trainers.objectives.segments import spread_to_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +52,7 @@ WEIGHTINGS: dict[str, tuple[str | None, float | None]] = {
     "per decision": ("decision", None),
     "per decision, values": ("decision_values", None),
     f"per decision, at most {CAP:g}": ("decision", CAP),
+    f"per decision, values, at most {CAP:g}": ("decision_values", CAP),
 }
 """Mode and bound of each row of the tables."""
 EXACT = ("sequence", "per decision", "per decision, values")
@@ -89,10 +89,13 @@ def weighted(drift: Drift, mode: str | None, bound: float | None) -> torch.Tenso
     chances = drift.snapshot.probabilities[:, None] * happened
     baselines = (chances * discounted_returns(rewards, happened, 1.0)).sum(0) / chances.sum(0)
     if mode in ("decision", "decision_values"):
-        weights = decision_weights(ratio, mask, turn_ids, drift.turns, bound)
-        values = baselines.expand_as(rewards) if mode == "decision_values" else None
-        rewards, mode = decision_rewards(rewards, happened, weights, 1.0, values), "decision"
-        baselines = (chances * discounted_returns(rewards, happened, 1.0)).sum(0) / chances.sum(0)
+        weights = decision_weights(ratio, mask, turn_ids, drift.turns, bound).double()
+        if mode == "decision_values":
+            values, none = baselines.expand_as(rewards), rewards.new_zeros(len(rewards))
+            weighted = gae(rewards, values, none, happened, gamma=1.0, gae_lambda=1.0, weights=weights)
+        else:
+            weighted = discounted_returns(weights * rewards, happened, 1.0) - weights * baselines
+        return spread_to_tokens(weighted, turn_ids)
     advantages = spread_to_tokens(discounted_returns(rewards, happened, 1.0) - baselines, turn_ids)
     if mode is None:
         return advantages

@@ -68,6 +68,7 @@ LABELS = "tests/viewer/test_labels.py"
 ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 DRIFT = "tests/objectives/test_drift.py"
+DRIFT_OPTIONS = "tests/trainers/test_drift_correction.py"
 GAP = "tests/trainers/test_gap.py"
 CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
@@ -480,7 +481,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an episode's turns are compared with themselves if it alone comes to their state", "objectives/advantages.py",
-        "torch.where(again, alone_again, alone)", "alone", f"{ADVANTAGES} -k compared_with_itself",
+        "for one in fields(_Compared):", "for one in fields(_Compared)[:1] + fields(_Compared)[2:]:",
+        f"{ADVANTAGES} -k compared_with_itself",
     ),
     Mutation(
         "a reward given before a call was submitted is in its return", "objectives/returns.py",
@@ -603,12 +605,77 @@ MUTATIONS = [
         '"sum").cumsum(dim=1).exp()', '"sum").exp()', DRIFT,
     ),
     Mutation(
-        "rewards weighted by the turns before as well", "objectives/drift.py",
-        " / weights.clamp(min=torch.finfo(weights.dtype).tiny) + known", " + known", DRIFT,
+        "returns of another policy without their weights", "objectives/returns.py",
+        "happened, weights[:, k] * delta + gamma", "happened, delta + gamma", DRIFT,
     ),
     Mutation(
-        "control variates with another mean", "objectives/drift.py",
-        "weights * (turn_rewards + gamma * _of_next(known) - known)", "weights * (turn_rewards - known)", DRIFT,
+        "the value of a path's next call without its weight", "objectives/returns.py",
+        "weights.gather(1, (last - 1).clamp(min=0)) * next_values", "next_values", DRIFT,
+    ),
+    Mutation(
+        "the value of a path's call without its weight", "objectives/returns.py",
+        "- weights[:, k] * values[:, k]\n", "- values[:, k]\n", DRIFT,
+    ),
+    Mutation(
+        "a member's own return among the values of its turns", "objectives/advantages.py",
+        "others = torch.where(has_others, self.values - apart, 0.0)",
+        "others = torch.where(has_others, self.values - centred, 0.0)", DRIFT,
+    ),
+    Mutation(
+        "a turn with nothing to compare is its own value", "objectives/advantages.py",
+        "others = torch.where(has_others, self.values - apart, 0.0)", "others = self.values - apart",
+        f"{DRIFT_OPTIONS} -k without_comparison",
+    ),
+    Mutation(
+        "the group's share of its baseline is forgotten where rewards are weighted", "objectives/advantages.py",
+        "factor = factor * (count - 1) / count.clamp(min=1)", "pass", f"{DRIFT_OPTIONS} -k takes_its_share",
+    ),
+    Mutation(
+        "weighted rewards without their scale", "objectives/advantages.py",
+        "torch.where(differ, factor / (std + STD_EPSILON), 0.0)", "factor", f"{DRIFT_OPTIONS} -k advantages_by_hand",
+    ),
+    Mutation(
+        "REINFORCE forgets the weights of rewards", "algorithms/reinforce.py",
+        "None if turns.weights is None else functools", "None if True else functools",
+        f"{DRIFT_OPTIONS} -k reinforce_is_exact",
+    ),
+    Mutation(
+        "the critic learns weighted returns", "algorithms/ppo.py",
+        "advantages = advantages_with()\n", "advantages = advantages_with(weights=turns.weights)\n",
+        f"{DRIFT_OPTIONS} -k ppo_is_exact",
+    ),
+    Mutation(
+        "credit comes before the weights of rewards", "trainers/trainer.py",
+        "weighs = args.drift_correction == DECISION and played.version is not None", "weighs = False",
+        f"{DRIFT_OPTIONS} -k grpo_is_exact",
+    ),
+    Mutation(
+        "rewards are weighted by trained tokens alone", "step/drift.py",
+        "log_ratio, batch.valid_mask, batch.turn_ids",
+        "log_ratio, batch.valid_mask & ~batch.truncated[:, None], batch.turn_ids",
+        f"{DRIFT_OPTIONS} -k without_loss",
+    ),
+    Mutation(
+        "rewards are weighted without the bound", "step/drift.py",
+        "turns, args.drift_clip_max)", "turns)", f"{DRIFT_OPTIONS} -k advantages_by_hand",
+    ),
+    Mutation(
+        "DPPO's tokens that are left out are trained", "step/drift.py",
+        '"token_truncate") * (trained | ~mask)', '"token_truncate")', f"{DRIFT_OPTIONS} -k brute_force",
+    ),
+    Mutation(
+        "DPPO's ratios have a bound", "step/drift.py",
+        'turn_ids, "token_truncate")', 'turn_ids, "token_truncate", args.drift_clip_max)',
+        f"{DRIFT_OPTIONS} -k brute_force",
+    ),
+    Mutation(
+        "a rule of one's own passes for one that weighs", "trainers/trainer.py",
+        '{"targets_by_row", "weighs_decisions"}', '{"targets_by_row"}', f"{DRIFT_OPTIONS} -k declares",
+    ),
+    Mutation(
+        "weights of rewards stay on their process", "step/credit.py",
+        "accelerator.gather(accelerator.pad_across_processes(weights, dim=1))", "weights",
+        "tests/trainers/test_two_processes.py -k ahead",
     ),
     Mutation(
         "tokens that do not count in the products", "objectives/drift.py",
@@ -2168,7 +2235,7 @@ MUTATIONS = [
     ),
     Mutation(
         "MaxRL divides by the deviation", "objectives/advantages.py",
-        "torch.where(differ, centred / mean, 0.0)", "torch.where(differ, centred / std, 0.0)",
+        "torch.where(differ, value / mean, 0.0)", "torch.where(differ, value / std, 0.0)",
         "tests/objectives/test_advantages.py -k mean_scale",
     ),
     Mutation(
@@ -2253,8 +2320,8 @@ MUTATIONS = [
     ),
     Mutation(
         "credit of the rewards before the penalty is reused", "trainers/trainer.py",
-        'if judged is None or read is not None or self.args.kl_placement == "reward":',
-        "if judged is None or read is not None:",
+        'read is not None or weights is not None or self.args.kl_placement == "reward":',
+        "read is not None or weights is not None:",
         "tests/trainers/test_kl_placement.py -k reused",
     ),
     Mutation(

@@ -75,7 +75,9 @@ def test_what_the_page_says_of_the_figures() -> None:
             continue
         assert bias["turn"] < bias["token"] < bias["none"]
         assert deviation["per decision, values"] < deviation["per decision"]
-        assert lag == "1" or deviation["per decision, values"] < deviation["sequence"]
+        assert deviation["per decision, values"] < deviation["sequence"]
+        bounded = {name: bias[name] for name, (_, bound) in bench.WEIGHTINGS.items() if bound == bench.CAP}
+        assert bounded["per decision, values, at most 2"] <= min(bounded.values()) + 1e-6
         if lag == "8":
             assert bias["none"] > 1.0 and min(errors.values()) > 0.95
         else:

@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
-from agile_trainers.config.rules import Rule, acts_with, one_of
+from agile_trainers.config.rules import Rule, acts_with, one_of, weighs_decisions_with
 from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.step.credit import Credit, CreditInputs
 
@@ -60,6 +60,8 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
             "scale_rewards={value!r} takes rewards of at least 0, and kl_placement='reward' subtracts from them. Set "
             "kl_placement='advantage' or 'loss', or scale_rewards='group'.",
         ),
+        weighs_decisions_with("advantage_granularity", "turn"),
+        weighs_decisions_with("turn_credit", "return"),
     )
 
 
@@ -75,6 +77,7 @@ class GRPO:
     _paper: ClassVar[dict[str, str]] = GRPOTrainer._paper
     config_class = MultiTurnGRPOConfig
     needs_environment = False
+    weighs_decisions = True
 
     @property
     def needs_anchors(self) -> bool:
@@ -95,13 +98,16 @@ class GRPO:
             trajectory_fallback=args.turn_advantage_trajectory_fallback is not False and args.turn_credit == "return",
             anchors=turns.anchors,
             rewarded=turns.rewarded,
+            weights=turns.weights,
         )
         result = advantages_at(granularity=args.advantage_granularity)
         if args.advantage_granularity == "trajectory":
             return Credit(result.advantages)
         metrics, advantages = {"turns_without_comparison": result.uncompared_turns}, result.advantages
-        if args.advantage_granularity == "turn" and turns.linear is not None and not turns.linear.all():
+        several = args.advantage_granularity == "turn" and turns.linear is not None and not turns.linear.all()
+        if several and turns.weights is None:  # with weights a baseline is exact, however little it says
             # The k-th turns of such episodes have nothing to do with each other.
+            assert turns.linear is not None
             linear = turns.linear.view(-1, self.num_generations).all(dim=1)
             metrics["groups_by_trajectory"] = 1.0 - linear.double().mean().item()
             by_turn = linear.repeat_interleave(self.num_generations)[:, None]

@@ -1,5 +1,6 @@
 """Multi-turn PPO: advantages are generalized advantage estimates over turns, from the values of a critic."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -7,7 +8,15 @@ import torch
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import option, with_args
-from agile_trainers.config.rules import Rule, acts_with, at_least, in_unit_interval, one_of, positive
+from agile_trainers.config.rules import (
+    Rule,
+    acts_with,
+    at_least,
+    in_unit_interval,
+    one_of,
+    positive,
+    weighs_decisions_with,
+)
 from agile_trainers.objectives.returns import gae
 from agile_trainers.objectives.value_loss import explained_variance
 from agile_trainers.step.credit import Credit, CreditInputs
@@ -101,6 +110,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         ),
         acts_with("importance_sampling_level", ("token",), "advantage_granularity"),
         acts_with("turn_value_position", ("state",), "advantage_granularity"),
+        weighs_decisions_with("advantage_granularity", "turn"),
     )
 
 
@@ -113,11 +123,13 @@ class PPO:
     _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
     config_class = MultiTurnPPOConfig
     targets_by_row = True
+    weighs_decisions = True
 
     def assign_credit(self, turns: CreditInputs) -> Credit:
         """Compute generalized advantage estimates over turns, and the targets of the critic."""
         assert turns.values is not None and turns.final_values is not None
-        advantages = gae(
+        advantages_with = functools.partial(
+            gae,
             turns.rewards,
             turns.values,
             turns.final_values,
@@ -127,6 +139,7 @@ class PPO:
             following=turns.following,
             rewarded=turns.rewarded,
         )
+        advantages = advantages_with()
         targets = torch.where(turns.mask, advantages + turns.values, 0.0)
         predicted, target = turns.values[turns.mask], targets[turns.mask]
         metrics = {"value/explained_variance": explained_variance(predicted, target)}
@@ -134,4 +147,6 @@ class PPO:
             metrics["value/mean"] = predicted.mean().item()
             metrics["value/error"] = (predicted - target).square().mean().sqrt().item()
             metrics["value/spread"] = target.std(correction=0).item()
+        if turns.weights is not None:  # the critic learns from the episodes as they were played
+            advantages = advantages_with(weights=turns.weights)
         return Credit(advantages, metrics, {TARGETS: targets})

@@ -1,13 +1,16 @@
 """Multi-turn REINFORCE with return batch normalization (ReBN)."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import torch
 
 from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.options import changed_default, option, with_args
 from agile_trainers.config.rules import Rule, one_of
 from agile_trainers.objectives.advantages import whiten_each
-from agile_trainers.objectives.returns import discounted_returns
+from agile_trainers.objectives.returns import discounted_returns, gae
 from agile_trainers.step.credit import Credit, CreditInputs
 
 
@@ -54,10 +57,25 @@ class REINFORCE:
     _tag_names: ClassVar[list[str]] = ["trl", "reinforce", "agile-trainers"]
     _paper: ClassVar[dict[str, str]] = {"title": "GEM: A Gym for Agentic LLMs", "id": "2510.01051"}
     config_class = MultiTurnREINFORCEConfig
+    weighs_decisions = True
 
     def assign_credit(self, turns: CreditInputs) -> Credit:
         returns = discounted_returns(turns.rewards, turns.mask, self.args.gamma, turns.rewarded)
         granularity = self.args.advantage_granularity
         by_token = granularity == "token" or (granularity == "auto" and turns.mask.sum(dim=1).max() <= 1)
-        weights = turns.lengths if by_token else None
-        return Credit(whiten_each(returns, turns.mask, weights, turns.environments), {})
+        counts = turns.lengths if by_token else None
+        centre = None if turns.weights is None else functools.partial(self._weighted, turns)
+        return Credit(whiten_each(returns, turns.mask, counts, turns.environments, centre), {})
+
+    def _weighted(self, turns: CreditInputs, mean: torch.Tensor) -> torch.Tensor:
+        """Weigh the returns (B, K) of episodes of another policy, and the mean return, which is the value of each turn."""
+        rewards = turns.rewards.double()
+        return gae(
+            rewards,
+            mean.expand_as(rewards),
+            rewards.new_zeros(len(rewards)),
+            turns.mask,
+            gamma=self.args.gamma,
+            gae_lambda=1.0,
+            weights=turns.weights,
+        )

@@ -293,9 +293,18 @@ class MultiTurnConfig(GRPOConfig):
     drift_correction: str | None = option(
         "turn_truncate",
         "Weight of a token of `batches_ahead`: the ratio of its `token`, `turn` or `sequence`. `_truncate` cuts it to "
-        "`drift_clip_max`, `_mask` sets it to 0 above. None: no weight.",
+        "`drift_clip_max`, `_mask` sets it to 0 above. `decision_truncate`: weight of each reward of a return, the ratio of "
+        "all turns up to it; for advantages of turns. `dppo_mask`: the token's ratio, 0 if `drift_divergence_max` leaves it "
+        "out. None: no weight. [What is exact](async.md#what-is-exact-and-what-is-not).",
     )
-    drift_clip_max: float | None = option(2.0, "Largest weight of `drift_correction`. None: no bound.")
+    drift_clip_max: float | None = option(
+        2.0, "Largest weight of `drift_correction`. None: no bound, which `dppo_mask` never has."
+    )
+    drift_divergence_max: float = option(
+        0.15,
+        "Largest change of a sampled token's probability, from the policy that played to the one that is trained, that "
+        "`dppo_mask` trains further in the direction of the advantage (DPPO, https://huggingface.co/papers/2602.04879).",
+    )
     max_wall_seconds: float | None = option(
         None,
         "Seconds after which the run finishes its optimizer step, saves and ends with exit code 0; a resumed run has as "

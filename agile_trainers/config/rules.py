@@ -18,6 +18,7 @@ from trl import GRPOConfig
 
 from agile_trainers.config.launch_checks import episode_split, uses_deepspeed
 from agile_trainers.config.options import default_of
+from agile_trainers.objectives import drift
 from agile_trainers.objectives.mismatch import MODES
 from agile_trainers.rollout.episode_options import LIMITS, EpisodeOptions
 from agile_trainers.sampling.vllm_checks import addresses
@@ -207,6 +208,22 @@ def excludes(other: str, clashing: Condition, *options: str, why: str) -> Rule:
     )
 
 
+def weighs_decisions_with(other: str, *accepted: Any) -> Rule:
+    """Make a rule for an option that per-decision weights of drift need a value of.
+
+    Args:
+        other: Its name.
+        *accepted: These values.
+    """
+    return Rule(
+        ("drift_correction",),
+        lambda args, value: value != drift.DECISION or getattr(args, other) in accepted,
+        f"{{name}}={{value!r}} weighs each reward of a return from the turn on, and cannot be combined with "
+        f"{other}={{args.{other}!r}}. Set {other}={' or '.join(map(repr, accepted))}, or "
+        "drift_correction='sequence_truncate', which acts on any advantage.",
+    )
+
+
 def _holds(args: Any, other: str, values: Condition) -> bool:
     return bool(values(args)) if callable(values) else getattr(args, other) in values
 
@@ -268,7 +285,7 @@ VALUES: tuple[Rule, ...] = (
     Rule(("epsilon",), lambda _, value: _is_number(value), _explain_bound),
     Rule(("epsilon_high",), lambda _, value: value is None or _is_number(value), _explain_bound),
     positive("sapo_temperature_pos", "sapo_temperature_neg"),
-    positive("drift_clip_max"),
+    positive("drift_clip_max", "drift_divergence_max"),
     positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds", "log_rollouts_max_gb"),
     at_least(0, "epsilon", "epsilon_high", "beta", "zero_advantage_eps", "diagnosis_interval", "weight_decay"),
     at_least(0, "learning_rate", "off_policy_mask_threshold", "resample_zero_advantage_groups", "min_new_tokens"),
@@ -298,7 +315,7 @@ VALUES: tuple[Rule, ...] = (
     one_of("entropy_coef_schedule", "constant", "linear"),
     one_of("vllm_importance_sampling_mode", *MODES, optional=True),
     one_of("task_sampling", "uniform", "adaptive"),
-    one_of("drift_correction", *MODES, optional=True),
+    one_of("drift_correction", *drift.CORRECTIONS, optional=True),
 )  # fmt: skip
 """Rules for values, checked at construction."""
 
@@ -434,6 +451,24 @@ def check_own_loss(args: Any, needs: str) -> None:
     check_rules(args, unread + list(_WHOLE_MICRO_BATCH if needs == "micro_batch" else ()))
 
 
+def check_weighs_decisions(args: Any, trainer: type[Any]) -> None:
+    """Check that the credit rule of a run applies the weights per decision, if the run has them.
+
+    Args:
+        args: A ``MultiTurnConfig``.
+        trainer: The class of the trainer.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if args.drift_correction == drift.DECISION and not trainer.weighs_decisions:
+        raise ValueError(
+            f"drift_correction={drift.DECISION!r} weighs rewards in the credit rule, and {trainer.__name__} has one of its "
+            "own. Multiply returns by CreditInputs.weights and declare weighs_decisions = True beside assign_credit, or set "
+            "drift_correction='sequence_truncate', which acts on any advantage."
+        )
+
+
 def _uses_reference(args: Any) -> bool:
     return bool(args.beta != 0.0)
 
@@ -549,7 +584,18 @@ def _plays_ahead(args: Any) -> bool:
 
 
 _AHEAD = (
-    acts_with("batches_ahead", _plays_ahead, "drift_correction", "drift_clip_max", needed="1 or more batches ahead"),
+    acts_with(
+        "batches_ahead", _plays_ahead, "drift_correction", "drift_clip_max", "drift_divergence_max",
+        needed="1 or more batches ahead",
+    ),
+    acts_with(
+        "drift_correction", tuple(one for one in drift.CORRECTIONS if one != drift.DPPO), "drift_clip_max",
+        needed="a weight that it bounds",
+    ),
+    acts_with("drift_correction", (drift.DPPO,), "drift_divergence_max"),
+    weighs_decisions_with("importance_sampling_level", "token", "turn"),
+    weighs_decisions_with("whiten_advantages", False),
+    weighs_decisions_with("kl_placement", "loss", "reward"),
     excludes(
         "batches_ahead", _plays_ahead, "task_sampling", "resample_zero_advantage_groups",
         why="since what an update finds would act on batches that are under way already",

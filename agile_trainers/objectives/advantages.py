@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
 import torch
 
-from agile_trainers.objectives.returns import discounted_returns
+from agile_trainers.objectives.returns import discounted_returns, gae
 
 Granularity = Literal["turn", "trajectory", "anchor"]
 TurnCredit = Literal["return", "reward"]
@@ -30,6 +31,29 @@ class GroupAdvantages:
 
 
 @dataclass
+class _Compared:
+    """Values beside the others of their sets. All tensors have the shape of the values, and are 0 outside the mask."""
+
+    advantages: torch.Tensor
+    alone: torch.Tensor
+    """bool, True on values that are alone in their set."""
+    others: torch.Tensor
+    """Mean of the others; 0 where there are none."""
+    factor: torch.Tensor
+    """Factor from the difference of value and ``others`` to the advantage; 0 where the rule has no advantage."""
+
+    def where(self, chosen: torch.Tensor, other: _Compared) -> _Compared:
+        """Take the chosen values from another one."""
+        names = (one.name for one in fields(self))
+        return _Compared(*(torch.where(chosen, getattr(other, name), getattr(self, name)) for name in names))
+
+    def weighted(self, rewards: torch.Tensor, mask: torch.Tensor, gamma: float, weights: torch.Tensor) -> torch.Tensor:
+        """Compute the advantages (B, K) of returns whose rewards are weighted, from the rewards of turns."""
+        final = rewards.new_zeros(len(rewards))
+        return self.factor * gae(rewards, self.others, final, mask, gamma=gamma, gae_lambda=1.0, weights=weights)
+
+
+@dataclass
 class _Comparison:
     """Values and the sets within which they are compared. All tensors have one shape."""
 
@@ -39,10 +63,8 @@ class _Comparison:
     mask: torch.Tensor
     """bool, False on values that are ignored."""
 
-    def advantages(
-        self, scale: Scale, baseline: Baseline, batch: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute advantages (0 outside the mask), and the mask of values that are alone in their set.
+    def compared(self, scale: Scale, baseline: Baseline, batch: torch.Tensor | None = None) -> _Compared:
+        """Compute advantages.
 
         ``batch`` holds the values whose deviation ``scale="batch"`` divides by. Default: the compared values.
         """
@@ -53,16 +75,24 @@ class _Comparison:
         # Rounding gives equal rewards a tiny spread instead of 0, which must not be scaled up.
         differ = self.mask & (count >= 2) & (std > 1e-6 * mean.abs().clamp(min=1.0))
         centred = torch.where(differ, centred, 0.0)
+        apart = centred * count / (count - 1).clamp(min=1)
+        has_others = self.mask & (count >= 2)
+        others = torch.where(has_others, self.values - apart, 0.0)
+        factor = has_others.to(centred.dtype)
         if baseline == "leave_one_out":
-            centred = centred * count / (count - 1).clamp(min=1)
+            centred = apart
+        else:
+            factor = factor * (count - 1) / count.clamp(min=1)
         if scale == "group":
             centred = centred / (std + STD_EPSILON)
+            factor = torch.where(differ, factor / (std + STD_EPSILON), 0.0)
         elif scale == "batch":
             batch = self.values[self.mask] if batch is None else batch
-            centred = centred / ((batch.std() if batch.numel() > 1 else 0.0) + STD_EPSILON)
+            deviation = (batch.std() if batch.numel() > 1 else 0.0) + STD_EPSILON
+            centred, factor = centred / deviation, factor / deviation
         elif scale == "mean":
-            centred = torch.where(differ, centred / mean, 0.0)
-        return centred, self.mask & (count < 2)
+            centred, factor = (torch.where(differ, value / mean, 0.0) for value in (centred, factor))
+        return _Compared(centred, self.mask & (count < 2), others, factor)
 
     @cached_property
     def count(self) -> torch.Tensor:
@@ -94,6 +124,7 @@ def group_advantages(
     trajectory_fallback: bool = False,
     anchors: torch.Tensor | None = None,
     rewarded: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> GroupAdvantages:
     """Compute group-relative advantages (GRPO: Shao et al., 2024, eq. 3), per trajectory or per turn.
 
@@ -107,6 +138,11 @@ def group_advantages(
     that comes to a state twice is not compared with itself there (in GiGPO it is). If no other member reached the turn,
     ``trajectory_fallback`` compares its ``R`` with the discounted returns of the other members' whole episodes, which
     estimate the value of the group's initial state. Without it, a turn that few episodes reach is hardly trained.
+
+    With ``weights`` the episodes are of another policy, and advantages are those of
+    :func:`~agile_trainers.objectives.returns.gae` at lambda 1. The value of a turn is the mean of the other members that it
+    is compared with. That mean, and what advantages are scaled by, are of the returns as they were played: a baseline is
+    exact without weights of its own, varies less, and gives members of equal returns no advantage.
 
     Args:
         turn_rewards: (B, K); rows ``i * group_size`` to ``(i + 1) * group_size`` are one group.
@@ -126,6 +162,8 @@ def group_advantages(
         anchors: (B, K) int64, the state each turn started from, 0 for none. For ``"anchor"`` only.
         rewarded: (B, K) int64, the number of calls whose rewards had been given when a turn's call was submitted, see
             :func:`~agile_trainers.objectives.returns.discounted_returns`. Default: the turn's index.
+        weights: (B, K), of :func:`~agile_trainers.objectives.drift.decision_weights`. For ``"turn"`` with
+            ``turn_credit="return"`` only. Default: 1.
 
     Returns:
         The advantages and their statistics. Computed in float64, returned as float32, or float64 if the rewards are.
@@ -142,11 +180,11 @@ def group_advantages(
         )
     groups = (torch.arange(len(rewards), device=rewards.device) // group_size)[:, None].expand_as(rewards)
     episodes = _Comparison(rewards.sum(dim=1), groups[:, 0], ~failed)
-    whole, uncompared = episodes.advantages(scale, baseline)
-    whole = whole[:, None] * valid
+    found = episodes.compared(scale, baseline)
+    whole = found.advantages[:, None] * valid
     dtype = torch.promote_types(turn_rewards.dtype, torch.float32)
     if granularity == "trajectory":
-        return _result(whole, uncompared, ~failed, dtype)
+        return _result(whole, found.alone, ~failed, dtype)
 
     values = discounted_returns(rewards, valid, gamma, rewarded) if turn_credit == "return" else rewards
     indices = torch.arange(rewards.size(1), device=rewards.device).expand_as(groups)
@@ -158,18 +196,18 @@ def group_advantages(
         compared, keys = valid & (anchors != 0), anchors
     sets = _numbered(groups, keys)
     comparison = _Comparison(values, sets, compared)
-    advantages, alone = comparison.advantages(scale, baseline)
-    rule = (group_size, scale, baseline)
+    found, rule = comparison.compared(scale, baseline), (group_size, scale, baseline)
     if granularity == "anchor":
         rows = torch.arange(len(rewards), device=rewards.device)[:, None].expand_as(sets)
         again = compared & (_Comparison(values, _numbered(rows, sets), compared).count > 1)
         if again.any():
-            others, alone_again = _against_others(values, again, comparison, values[compared], *rule)
-            advantages, alone = torch.where(again, others, advantages), torch.where(again, alone_again, alone)
-        return _result(whole + advantages, alone | (valid & ~compared), valid, dtype)
+            found = found.where(again, _against_others(values, again, comparison, values[compared], *rule))
+        return _result(whole + found.advantages, found.alone | (valid & ~compared), valid, dtype)
+    alone = found.alone
     if trajectory_fallback and alone.any():
         episodes = _Comparison(values[:, :1], torch.zeros_like(sets[:, :1]), ~failed[:, None])
-        advantages = torch.where(alone, _against_others(values, alone, episodes, values[valid], *rule)[0], advantages)
+        found = found.where(alone, _against_others(values, alone, episodes, values[valid], *rule))
+    advantages = found.advantages if weights is None else found.weighted(rewards, valid, gamma, weights)
     return _result(advantages, alone, valid, dtype)
 
 
@@ -187,7 +225,7 @@ def _against_others(
     group_size: int,
     scale: Scale,
     baseline: Baseline,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> _Compared:
     """Compare chosen turns, each with the values of its set that other members of its group have.
 
     Args:
@@ -197,11 +235,11 @@ def _against_others(
         batch: The values whose deviation ``scale="batch"`` divides by.
 
     Returns:
-        Advantages (B, K), 0 where not chosen, and (B, K) bool, the chosen turns with nothing to compare.
+        What the chosen turns are beside those values, (B, K); 0 and False where not chosen.
     """
     rows, turns = chosen.nonzero(as_tuple=True)
     columns = torch.arange(others.values.size(1), device=rows.device)
-    advantages, alone = torch.zeros_like(values), torch.zeros_like(chosen)
+    found = _Compared(*(torch.zeros_like(one) for one in (values, chosen, values, values)))
     at_once = max(1, 2**20 // (group_size * len(columns)))
     for row, turn in zip(rows.split(at_once), turns.split(at_once)):
         number, place = torch.arange(len(row), device=rows.device), turn.clamp(max=len(columns) - 1)
@@ -214,10 +252,11 @@ def _against_others(
             number[:, None, None].expand_as(itself),
             itself | (alike & ~own),
         )
-        compared, lonely = comparison.advantages(scale, baseline, batch)
+        compared = comparison.compared(scale, baseline, batch)
         at = (number, row % group_size, place)
-        advantages[row, turn], alone[row, turn] = compared[at], lonely[at]
-    return advantages, alone
+        for one in fields(_Compared):
+            getattr(found, one.name)[row, turn] = getattr(compared, one.name)[at]
+    return found
 
 
 def _result(
@@ -257,8 +296,16 @@ def zero_advantage_groups(advantages: torch.Tensor, mask: torch.Tensor, eps: flo
     return ~with_advantage(advantages, mask, eps).view(-1, group_size).any(dim=1)
 
 
+Centre = Callable[[torch.Tensor], torch.Tensor]
+"""Maps a mean (0-d) to what is scaled, (B, K), such as advantages minus that mean."""
+
+
 def whiten_each(
-    advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor | None, sets: torch.Tensor
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    weights: torch.Tensor | None,
+    sets: torch.Tensor,
+    centre: Centre | None = None,
 ) -> torch.Tensor:
     """Apply :func:`whiten` within each set of episodes.
 
@@ -267,15 +314,18 @@ def whiten_each(
         mask: (B, K) bool.
         weights: (B, K), or None.
         sets: (B,) int64, the set each episode belongs to.
+        centre: See :func:`whiten`.
     """
     whitened = torch.zeros_like(advantages, dtype=torch.float32)
     for one in sets.unique():
         chosen = mask & (sets == one)[:, None]
-        whitened = torch.where(chosen, whiten(advantages, chosen, weights), whitened)
+        whitened = torch.where(chosen, whiten(advantages, chosen, weights, centre), whitened)
     return whitened
 
 
-def whiten(advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+def whiten(
+    advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor | None = None, centre: Centre | None = None
+) -> torch.Tensor:
     """Shift and scale to mean 0 and standard deviation 1 over every (episode, turn) that the mask keeps.
 
     A spread below ``1e-6 * max(1, |mean|)`` gives exactly zero.
@@ -284,6 +334,7 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor |
         advantages: (B, K).
         mask: (B, K) bool.
         weights: (B, K) non-negative counts: how often each turn enters the statistics. Default: once.
+        centre: Subtracts the mean from something else, which the deviation then scales. Default: from the advantages.
 
     Returns:
         (B, K) float32, 0 where the mask is False. Statistics are in float64, the deviation with ddof 1.
@@ -297,7 +348,8 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor |
     std = ((counts * (values - mean) ** 2).sum() / (total - 1)).sqrt()
     if std <= 1e-6 * max(1.0, abs(mean.item())):
         return torch.zeros_like(advantages, dtype=torch.float32)
-    return torch.where(mask, (values - mean) / (std + 1e-8), 0.0).float()
+    centred = values - mean if centre is None else centre(mean)
+    return torch.where(mask, centred / (std + 1e-8), 0.0).float()
 
 
 def pool_over_turns(advantages: torch.Tensor, turn_mask: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,9 @@ Two weights make the expected gradient that of prox, if they are not clipped and
 the product of all ratios of the episode, and, for each reward, the product up to the turn that it was given for (Precup et
 al., 2000, "Eligibility traces for off-policy policy evaluation"; per-decision importance sampling). A ratio of a token or of
 a turn alone leaves the states distributed as under the snapshot, and later answers as the snapshot gave them.
+
+Most weights multiply the loss of a token. The weights per decision are one for each reward of a return, and are applied
+where returns are computed, by :func:`~agile_trainers.objectives.returns.gae`.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ from __future__ import annotations
 import torch
 
 from agile_trainers.objectives import mismatch
-from agile_trainers.objectives.returns import discounted_returns
-from agile_trainers.objectives.segments import pool_to_turns, spread_to_tokens
+from agile_trainers.objectives.segments import pool_to_turns
 
-MODES = (*mismatch.MODES, "decision")
-"""Modes of :func:`drift_weights`: those of the mismatch, and the product of ratios up to the end of the token's turn."""
+DECISION = "decision_truncate"
+"""Correction by :func:`decision_weights`, in the credit."""
+DPPO = "dppo_mask"
+"""Correction by :func:`dppo_mask` and the token's ratio without a bound."""
+CORRECTIONS = (*mismatch.MODES, DECISION, DPPO)
+"""Corrections of drift by name: those of :func:`drift_weights`, whose names are the mismatch's, and two more."""
 
 
 def drift_weights(
@@ -33,9 +39,8 @@ def drift_weights(
             influence.
         mask: (B, T) bool, the tokens that count.
         turn_ids: (B, T) int64.
-        mode: One of ``MODES``. ``"sequence_truncate"`` without a bound is exact with any advantage whose baseline does not
-            depend on the episode. ``"decision"`` is exact with advantages that were computed from
-            :func:`decision_rewards`.
+        mode: One of the mismatch's modes (:data:`agile_trainers.objectives.mismatch.MODES`). ``"sequence_truncate"`` without
+            a bound is exact with any advantage whose baseline does not depend on the episode.
         clip_max: Largest ratio; it is reduced to this value, or to 0 in the ``mask`` modes. Default: no bound.
 
     Returns:
@@ -44,12 +49,6 @@ def drift_weights(
     Raises:
         ValueError: For another mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}.")
-    if mode == "decision":
-        turns = max(int(turn_ids.max()) + 1, 1)
-        weights = spread_to_tokens(decision_weights(log_ratio, mask, turn_ids, turns, clip_max), turn_ids)
-        return torch.where(mask, weights, 1.0)
     none = torch.zeros_like(log_ratio)
     return mismatch.importance_weights(log_ratio, none, turn_ids, mask, mode=mode, highest=clip_max).weights
 
@@ -59,10 +58,13 @@ def decision_weights(
 ) -> torch.Tensor:
     """Compute the weight of each turn's reward: the product of the ratios of all tokens up to the end of that turn.
 
-    With ``w`` the weights, ``sum over t' >= t of w[t'] * r[t']`` takes the place of the return from turn t on, before
-    returns are computed. Ratios of later turns are left out, since they have the mean 1 whatever happened before; this is
-    why it varies less than the product over the episode. A baseline b of turn t must be weighted too, by ``w[t]``:
-    the gradient of prox has the mean 0 under prox, not under the snapshot. :func:`decision_rewards` does both.
+    With ``w`` the weights, ``sum over t' >= t of w[t'] * r[t']`` takes the place of the return from turn t on. Ratios of
+    later turns are left out, since they have the mean 1 whatever happened before; this is why it varies less than the
+    product over the episode. A baseline b of turn t must be weighted too, by ``w[t]``: the gradient of prox has the mean 0
+    under prox, not under the snapshot. :func:`~agile_trainers.objectives.returns.gae` does both.
+
+    The sum over the whole episode contains earlier rewards, whose weights do not contain the turn's answer: advantages of
+    whole trajectories need the weight of the whole sequence.
 
     Args:
         log_ratio: (B, T), log-probability under prox minus that under the snapshot. Values outside the mask have no
@@ -79,50 +81,6 @@ def decision_weights(
     gap = torch.where(mask, log_ratio, 0.0).float()
     weights = pool_to_turns(gap, turn_ids, turns, "sum").cumsum(dim=1).exp()
     return weights if clip_max is None else weights.clamp(max=clip_max)
-
-
-def decision_rewards(
-    turn_rewards: torch.Tensor,
-    turn_mask: torch.Tensor,
-    weights: torch.Tensor,
-    gamma: float,
-    values: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute rewards whose returns estimate the returns of prox, for a credit rule that knows nothing of the drift.
-
-    The discounted return from turn t on of the result is ``sum over t' >= t of gamma^(t'-t) * w[t'] / w[t] * r[t']``: each
-    reward is weighted by the ratios of the turns after t. Multiply the rule's advantages by ``w[t]``, or the loss by
-    :func:`drift_weights` in the mode ``"decision"``, and the reward is weighted by ``w[t']`` and the baseline by ``w[t]``.
-
-    The rule must use returns from the turn on. The sum over the whole episode contains earlier rewards, whose weights do
-    not contain the turn's answer; advantages of whole trajectories need the weight of the whole sequence.
-
-    ``values`` reduce the variance without a bias (doubly robust: Jiang and Li, 2016). They are what a turn is expected to
-    earn before its answer is given; its ratio then weighs the difference to it alone.
-
-    Args:
-        turn_rewards: (B, K).
-        turn_mask: (B, K) bool, the turns that happened; they come first in every row.
-        weights: (B, K), of :func:`decision_weights`.
-        gamma: Discount per turn, in [0, 1].
-        values: (B, K), estimates of the return from each turn on that do not depend on the turn's answer and what comes
-            after it, such as a mean over other episodes. Default: 0.
-
-    Returns:
-        (B, K) in the dtype of ``turn_rewards``, 0 where no turn happened. ``turn_rewards`` if all weights are equal.
-    """
-    weights = weights.double()
-    known = torch.where(turn_mask, torch.zeros_like(weights) if values is None else values.double(), 0.0)
-    surprises = weights * (turn_rewards + gamma * _of_next(known) - known)
-    returns = (
-        discounted_returns(surprises, turn_mask, gamma) / weights.clamp(min=torch.finfo(weights.dtype).tiny) + known
-    )
-    return torch.where(turn_mask, returns - gamma * _of_next(returns), 0.0).to(turn_rewards.dtype)
-
-
-def _of_next(values: torch.Tensor) -> torch.Tensor:
-    """Give each turn the value of the next, (B, K); the last one gets 0."""
-    return torch.nn.functional.pad(values[:, 1:], (0, 1))
 
 
 def dppo_mask(

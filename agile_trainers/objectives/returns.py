@@ -74,6 +74,7 @@ def gae(
     gae_lambda: float,
     following: torch.Tensor | None = None,
     rewarded: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute generalized advantage estimates over turns (Schulman et al., 2016, eq. 16; a turn is one step).
 
@@ -85,6 +86,12 @@ def gae(
     + gamma^(j-k) * lambda * A_j``. Lambda counts steps on the path, gamma counts calls. A call without a next one gets
     the plain return of the rest of the episode minus ``V(s_k)``: no later prompt contains its answer, so that no later value
     says what the answer was worth.
+
+    With ``weights`` an episode of another policy is weighted per decision, and each turn's ``delta`` counts ``weights[k]``
+    times: ``A_k = sum over j >= k of (gamma * lambda)^(j-k) * weights[j] * delta_j``. At lambda 1 the gradient has the
+    expectation of ``sum over j >= k of gamma^(j-k) * weights[j] * r_j - weights[k] * V(s_k)``, and values of later turns
+    reduce its variance (doubly robust: Jiang and Li, 2016). It is exact with any values that do not depend on the turn's
+    answer and what comes after it, such as means over other episodes.
 
     Args:
         turn_rewards: (B, K).
@@ -100,13 +107,15 @@ def gae(
             prompt and answer a prompt begins with, the last of equals. Were it every call that fits, a value would be
             bootstrapped from by siblings that were thrown away, which it says nothing of.
         rewarded: (B, K) int64, see :func:`discounted_returns`. Default: k.
+        weights: (B, K), of :func:`~agile_trainers.objectives.drift.decision_weights`. Default: 1.
 
     Returns:
-        (B, K), 0 where no turn happened. ``A_k + V(s_k)`` is the lambda return, the critic's target.
+        (B, K), 0 where no turn happened. Without weights, ``A_k + V(s_k)`` is the lambda return, the critic's target.
 
     Raises:
         ValueError: If a next call does not come later, or as :func:`discounted_returns` does.
     """
+    weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
     if following is not None or rewarded is not None:
         index = torch.arange(values.size(1), device=values.device).expand_as(values)
         return _gae_on_paths(
@@ -118,13 +127,14 @@ def gae(
             gae_lambda,
             index + 1 if following is None else following,
             _first_rewards(index if rewarded is None else rewarded, turn_mask, gamma),
+            weights,
         )
     advantages = torch.zeros_like(values)
     running, next_values = torch.zeros_like(final_values), final_values
     for k in range(values.size(1) - 1, -1, -1):
         happened = turn_mask[:, k]
         delta = turn_rewards[:, k] + gamma * next_values - values[:, k]
-        running = torch.where(happened, delta + gamma * gae_lambda * running, running)
+        running = torch.where(happened, weights[:, k] * delta + gamma * gae_lambda * running, running)
         next_values = torch.where(happened, values[:, k], next_values)
         advantages[:, k] = torch.where(happened, running, 0.0)
     return advantages
@@ -139,8 +149,9 @@ def _gae_on_paths(
     gae_lambda: float,
     following: torch.Tensor,
     first: torch.Tensor,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute :func:`gae` with given next calls and first rewards. ``rewards`` are 0 where no turn happened.
+    """Compute :func:`gae` with given next calls, first rewards and weights. ``rewards`` are 0 where no turn happened.
 
     The end of the episode is a call behind the last one, whose value is ``final_values`` and whose advantage is 0.
     """
@@ -155,15 +166,16 @@ def _gae_on_paths(
     end = turn_mask.sum(dim=1, keepdim=True)
     next_values = torch.where(goes_on, values.gather(1, later), final_values[:, None])
     last = torch.where(goes_on, first.gather(1, later), end)
+    next_values = weights.gather(1, (last - 1).clamp(min=0)) * next_values
     discounts = gamma ** (torch.where(goes_on, following, end) - index).clamp(min=0).double()
     decays = (discounts * gae_lambda).to(values.dtype)
     discounts = discounts.to(values.dtype)
     advantages = torch.zeros_like(values)
     for k in range(len(index) - 1, -1, -1):
         step = (index >= first[:, k, None]) & (index < last[:, k, None])
-        weights = gamma ** (index - k).clamp(min=0).to(rewards.dtype)
-        reward = torch.where(step, weights * rewards, 0.0).sum(dim=1)
-        delta = reward + discounts[:, k] * next_values[:, k] - values[:, k]
+        discounted = gamma ** (index - k).clamp(min=0).to(rewards.dtype) * weights * rewards
+        reward = torch.where(step, discounted, 0.0).sum(dim=1)
+        delta = reward + discounts[:, k] * next_values[:, k] - weights[:, k] * values[:, k]
         after = torch.where(goes_on[:, k], advantages.gather(1, later[:, k, None])[:, 0], 0.0)
         advantages[:, k] = torch.where(turn_mask[:, k], delta + decays[:, k] * after, 0.0)
     return advantages

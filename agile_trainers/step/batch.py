@@ -66,7 +66,7 @@ def train_batch(
         accelerator: The trainer's.
 
     Returns:
-        The batch, and the metrics of the mismatch between sampler and trainer where it is corrected.
+        The batch, and the metrics of what is corrected: drift, or the mismatch between sampler and trainer.
     """
     live = with_advantage(credit.advantages, batch.turn_mask, args.zero_advantage_eps)
     if args.kl_placement == "advantage":
@@ -102,7 +102,7 @@ def train_batch(
         assert scores.old is not None
         scored = trained & scores.scored[:, None]
         output.importance_sampling_ratio, metrics = corrected_drift(
-            args, scores.old, scores.snapshot, batch.turn_ids, scored, accelerator
+            args, scores.old, scores.snapshot, spread, batch.turn_ids, scored, accelerator
         )
         return output, metrics
     if not args.vllm_importance_sampling_correction:

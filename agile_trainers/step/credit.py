@@ -42,6 +42,10 @@ class CreditInputs:
     """(B, K), V(s_k) of the critic; None without one."""
     final_values: torch.Tensor | None = None
     """(B,), V of the final state of an episode cut short, 0 of the others; None without a critic."""
+    weights: torch.Tensor | None = None
+    """(B, K), weight of each turn's reward in episodes that an earlier policy played, with
+    ``drift_correction="decision_truncate"``; see :func:`~agile_trainers.objectives.returns.gae`. A rule that applies them
+    declares ``weighs_decisions``. None: all are 1."""
 
 
 @dataclass
@@ -91,7 +95,11 @@ class CreditAssignment:
         self._rule, self._args, self._accelerator, self._per_sequence = rule, args, accelerator, per_sequence
 
     def judge(
-        self, batch: TurnBatch, values: torch.Tensor | None = None, final_values: torch.Tensor | None = None
+        self,
+        batch: TurnBatch,
+        values: torch.Tensor | None = None,
+        final_values: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> Judged:
         """Apply the credit rule.
 
@@ -99,8 +107,9 @@ class CreditAssignment:
             batch: The episodes of this process, before TRL shuffles rows.
             values: (B, K), of a critic.
             final_values: (B,), of a critic.
+            weights: (B, K), of episodes of an earlier policy.
         """
-        turns = gather_turns(batch, self._accelerator, values, final_values)
+        turns = gather_turns(batch, self._accelerator, values, final_values, weights)
         credit, args = self._rule(turns), self._args
         zero = zero_advantage_groups(credit.advantages, turns.mask, args.zero_advantage_eps, args.num_generations)
         return Judged(turns, credit, zero)
@@ -154,6 +163,7 @@ def gather_turns(
     accelerator: Accelerator,
     values: torch.Tensor | None = None,
     final_values: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> CreditInputs:
     """Gather the turns of all processes, before TRL shuffles rows.
 
@@ -162,6 +172,7 @@ def gather_turns(
         accelerator: The trainer's.
         values: (B, K), of a critic.
         final_values: (B,), of a critic.
+        weights: (B, K), of episodes of an earlier policy.
     """
     own, last = own_turns(batch), batch.turn_mask.size(1)
     following = torch.where(batch.following < last, batch.following, -1)
@@ -178,6 +189,8 @@ def gather_turns(
     if values is not None:
         inputs.values = accelerator.gather(accelerator.pad_across_processes(values, dim=1))
         inputs.final_values = accelerator.gather(final_values)
+    if weights is not None:
+        inputs.weights = accelerator.gather(accelerator.pad_across_processes(weights, dim=1))
     return inputs
 
 

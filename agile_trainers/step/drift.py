@@ -7,13 +7,44 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from agile_trainers.objectives.drift import drift_metrics, drift_weights
+from agile_trainers.objectives.drift import (
+    DECISION,
+    DPPO,
+    decision_weights,
+    dppo_mask,
+    drift_metrics,
+    drift_weights,
+)
+from agile_trainers.step.log_probs import Scores
+from agile_trainers.types import TurnBatch
+
+
+def weights_of_turns(args: Any, batch: TurnBatch, scores: Scores | None) -> torch.Tensor | None:
+    """Weigh the rewards of a batch that an earlier policy played, per decision.
+
+    The products run over every token that was sampled, also of episodes that ``mask_truncated_completions`` leaves out: what
+    a reward depends on does not change with what is trained.
+
+    Args:
+        args: A ``MultiTurnConfig``.
+        batch: The episodes of this process.
+        scores: Their log-probabilities, of all rows.
+
+    Returns:
+        (B, K); None without this correction, and where the policy itself played.
+    """
+    if args.drift_correction != DECISION or scores is None or scores.snapshot is None:
+        return None
+    assert scores.old is not None
+    log_ratio, turns = scores.old - scores.snapshot, batch.turn_mask.size(1)
+    return decision_weights(log_ratio, batch.valid_mask, batch.turn_ids, turns, args.drift_clip_max)
 
 
 def corrected_drift(
     args: Any,
     log_probs: torch.Tensor,
     snapshot: torch.Tensor,
+    advantages: torch.Tensor,
     turn_ids: torch.Tensor,
     mask: torch.Tensor,
     accelerator: Accelerator,
@@ -26,18 +57,25 @@ def corrected_drift(
         args: A ``MultiTurnConfig``.
         log_probs: (B, T), under the policy that the update starts from.
         snapshot: (B, T), under the policy that played the episodes.
+        advantages: (B, T), of which ``dppo_mask`` reads the sign.
         turn_ids: (B, T) int64.
         mask: (B, T) bool, the tokens that were scored and are trained on.
         accelerator: Gathers for the metrics.
 
     Returns:
-        The weights (B, T), None without a correction; and metrics under ``drift/``, over all processes.
+        The weights (B, T), None without a correction or with one of :func:`weights_of_turns`; and metrics under ``drift/``,
+        over all processes.
     """
-    log_ratio = torch.where(mask, log_probs - snapshot, 0.0)
-    ours, counted = (
-        accelerator.gather(accelerator.pad_across_processes(column, dim=1)) for column in (log_ratio, mask.long())
+    log_ratio, mode = torch.where(mask, log_probs - snapshot, 0.0), args.drift_correction
+    trained = dppo_mask(log_probs, snapshot, advantages, mask, args.drift_divergence_max) if mode == DPPO else mask
+    ours, counted, kept = (
+        accelerator.gather(accelerator.pad_across_processes(column, dim=1))
+        for column in (log_ratio, mask.long(), trained.long())
     )
     metrics = drift_metrics(ours, counted.bool())
-    if args.drift_correction is None:
+    if mode is None or mode == DECISION:
         return None, metrics
-    return drift_weights(log_ratio, mask, turn_ids, args.drift_correction, args.drift_clip_max), metrics
+    if mode != DPPO:
+        return drift_weights(log_ratio, mask, turn_ids, mode, args.drift_clip_max), metrics
+    metrics["drift/masked"] = 1.0 - (kept.sum() / counted.sum().clamp(min=1)).item()
+    return drift_weights(log_ratio, mask, turn_ids, "token_truncate") * (trained | ~mask), metrics

@@ -73,7 +73,7 @@ class LossInputs:
     turn_ids: torch.Tensor
     """(B, T) int64, the turn of each token; -1 outside of actions."""
     weights: torch.Tensor
-    """(B, T) float32, the correction of the training-inference mismatch; 1 without one."""
+    """(B, T) float32, the correction of the training-inference mismatch or of drift; 1 without one."""
     entropies: torch.Tensor
     """(B, T) float32, entropy in nats of the policy before each token, with gradient."""
 

@@ -53,7 +53,7 @@ from agile_trainers.checkpoints.stopping import GracefulStop
 from agile_trainers.config.batch_defaults import decide_learning_rate
 from agile_trainers.config.launch_checks import check_engine
 from agile_trainers.config.multi_turn import MultiTurnConfig
-from agile_trainers.config.rules import check_own_loss, skips_zero_advantage
+from agile_trainers.config.rules import check_own_loss, check_weighs_decisions, skips_zero_advantage
 from agile_trainers.envs.base import EnvironmentFactory
 from agile_trainers.monitor.episode_log import EpisodeLog
 from agile_trainers.monitor.evaluation_table import Evaluated, completions_table
@@ -61,6 +61,7 @@ from agile_trainers.monitor.health_checks import HealthChecks, PolicyMeasurement
 from agile_trainers.monitor.nonfinite import StepGuard, check_finite
 from agile_trainers.monitor.rollout_log import RolloutLog
 from agile_trainers.objectives.advantages import with_advantage
+from agile_trainers.objectives.drift import DECISION
 from agile_trainers.packing.packer import Packer, PackingState
 from agile_trainers.paths import Paths
 from agile_trainers.rollout.engine import RolloutEngine
@@ -72,6 +73,7 @@ from agile_trainers.step.ahead import BatchesAhead, Drawn, RowOrder, check_plays
 from agile_trainers.step.batch import penalize, scores_old_policy, train_batch, trained_tokens
 from agile_trainers.step.credit import Credit, CreditAssignment, CreditInputs, Judged
 from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, add_critic
+from agile_trainers.step.drift import weights_of_turns
 from agile_trainers.step.dropout import switch_off_noise
 from agile_trainers.step.log_probs import Models, Scorer, Scores
 from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, averages, checked, divisor
@@ -162,6 +164,8 @@ class MultiTurnTrainer(GRPOTrainer):
     """True for an algorithm that trains on episodes only; others are TRL's GRPO without an environment."""
     targets_by_row: ClassVar[bool] = False
     """True if the critic's targets of a row depend on that row alone; declared beside ``assign_credit``."""
+    weighs_decisions: ClassVar[bool] = False
+    """True if the credit rule multiplies rewards by ``CreditInputs.weights``; declared beside ``assign_credit``."""
     loss: Callable[[LossInputs], LossOutput] | None = None
     """The loss of one forward pass: a method ``loss(self, inputs: LossInputs) -> LossOutput``. None: TRL's."""
     loss_needs: ClassVar[Literal["episodes", "micro_batch"]] = "episodes"
@@ -206,8 +210,9 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "assign_credit" in vars(cls) and "targets_by_row" not in vars(cls):
-            cls.targets_by_row = False
+        if "assign_credit" in vars(cls):
+            for declared in {"targets_by_row", "weighs_decisions"} - vars(cls).keys():
+                setattr(cls, declared, False)
         if cls._name == GRPOTrainer._name:  # TRL's own; records and model cards name the algorithm by it
             cls._name = cls.__name__
 
@@ -255,6 +260,7 @@ class MultiTurnTrainer(GRPOTrainer):
             args = args.without_environment() if isinstance(args, MultiTurnConfig) else args
         else:
             check_arguments(type(self), model, args, given)
+            check_weighs_decisions(args, type(self))
             if self.loss is not None:
                 check_own_loss(args, self.loss_needs)
             self.setup = setup = prepare_run(
@@ -712,17 +718,16 @@ class MultiTurnTrainer(GRPOTrainer):
             played = self.rollouts.play(inputs, generation)
         batch = played.batch
         self.scorer.prepare_packing(models, batch)
-        # With a reference every row is scored, and before credit, since the penalty may enter it.
-        scores = self._score(batch) if self.beta != 0.0 else None
+        # Every row is scored before credit where it may depend on the scores: by a penalty, or by weights of drift.
+        weighs = args.drift_correction == DECISION and played.version is not None
+        scores = self._score(batch, played.version) if self.beta != 0.0 or weighs else None
         if scores is not None and args.kl_placement != "loss":
             self._add_metrics(penalize(batch, scores, args, self.accelerator))
         trained = trained_tokens(batch, args)
         read = self.critic.read(models.policy, batch, trained, self._step, one_update=self._batch_is_one_update)
-        judged, credit = self._credit(played, read)
+        judged, credit = self._credit(played, read, weights_of_turns(args, batch, scores))
         own = credit.local(own_rows(self.accelerator, len(batch.turn_mask)), batch.turn_mask.size(1))
-        scores = scores or self._score(batch, own.advantages)
-        if played.version is not None:
-            self._score_snapshot(batch, scores, played.version)
+        scores = scores or self._score(batch, played.version, own.advantages)
         output = self._train_batch(batch, own, scores, read)
         self._open_mismatch(batch, scores, output.tool_mask > 0)
         self._log_batch(generation, played, judged, credit)
@@ -736,13 +741,19 @@ class MultiTurnTrainer(GRPOTrainer):
         steps = self.args.steps_per_generation
         return self.is_in_train and self.num_iterations == 1 and self.current_gradient_accumulation_steps == steps
 
-    def _score(self, batch: TurnBatch, advantages: torch.Tensor | None = None) -> Scores:
-        """Score policy and reference where the step needs them; with ``advantages`` (B, K), maybe only rows with one."""
+    def _score(self, batch: TurnBatch, version: int | None, advantages: torch.Tensor | None = None) -> Scores:
+        """Score policy, reference and the version that played, where the step needs them.
+
+        With ``advantages`` (B, K), maybe only rows with one.
+        """
         rows = None
         if advantages is not None and self._skips_zero_advantage:
             rows = self.scorer.even_rows(with_advantage(advantages, batch.turn_mask, self.args.zero_advantage_eps))
         old = scores_old_policy(self.args) or self.args.kl_placement != "loss"
-        return self.scorer.score(self._models, batch, old=old, reference=self.beta != 0.0, rows=rows)
+        scores = self.scorer.score(self._models, batch, old=old, reference=self.beta != 0.0, rows=rows)
+        if version is not None:
+            self._score_snapshot(batch, scores, version)
+        return scores
 
     def _score_snapshot(self, batch: TurnBatch, scores: Scores, version: int) -> None:
         """Score the rows that were scored under the version of the policy that played them."""
@@ -750,12 +761,14 @@ class MultiTurnTrainer(GRPOTrainer):
         with self.snapshots.holding(version):
             scores.snapshot = self.scorer.score(self._models, batch, old=True, reference=False, rows=rows).old
 
-    def _credit(self, played: PlayedGroups, read: CriticValues | None) -> tuple[Judged, Credit]:
+    def _credit(
+        self, played: PlayedGroups, read: CriticValues | None, weights: torch.Tensor | None = None
+    ) -> tuple[Judged, Credit]:
         """Assign the credit of all processes, before TRL shuffles rows."""
-        judged = played.judged  # unless values or a penalty changed what it was computed from
-        if judged is None or read is not None or self.args.kl_placement == "reward":
-            values = (None, None) if read is None else (read.turn_values, read.final_values)
-            judged = self.credit.judge(played.batch, *values)
+        judged = played.judged  # unless values, a penalty or weights changed what it was computed from
+        if judged is None or read is not None or weights is not None or self.args.kl_placement == "reward":
+            values, final_values = (None, None) if read is None else (read.turn_values, read.final_values)
+            judged = self.credit.judge(played.batch, values, final_values, weights)
         credit = self.credit.finish(judged)
         self._add_metrics(credit.metrics)
         return judged, credit

@@ -15,17 +15,16 @@ from drifting import Drift, three_turns, two_turns
 from forest_bias import in_pairs
 from forests import Forest, World, error
 
+from agile_trainers.objectives.advantages import group_advantages
 from agile_trainers.objectives.drift import (
-    MODES,
-    decision_rewards,
     decision_weights,
     dppo_mask,
     drift_metrics,
     drift_weights,
     effective_sample_size,
 )
-from agile_trainers.objectives.mismatch import importance_weights
-from agile_trainers.objectives.returns import discounted_returns
+from agile_trainers.objectives.mismatch import MODES, importance_weights
+from agile_trainers.objectives.returns import discounted_returns, gae
 from agile_trainers.objectives.segments import spread_to_tokens
 
 EXACT = 1e-6
@@ -58,8 +57,15 @@ def weights(drift: Drift, mode: str, clip_max: float | None = None) -> torch.Ten
     return drift_weights(drift.log_ratio, drift.mask, drift.turn_ids, mode, clip_max)
 
 
-def by_turn(drift: Drift) -> torch.Tensor:
-    return decision_weights(drift.log_ratio, drift.mask, drift.turn_ids, drift.turns)
+def by_turn(drift: Drift, clip_max: float | None = None) -> torch.Tensor:
+    return decision_weights(drift.log_ratio, drift.mask, drift.turn_ids, drift.turns, clip_max)
+
+
+def surprises(drift: Drift, values: torch.Tensor, gamma: float = 1.0, clip_max: float | None = None) -> torch.Tensor:
+    """(N, K), rewards and values (K,), weighted per decision."""
+    rewards, none = drift.prox.rewards, torch.zeros(len(drift.mask)).double()
+    values = values[: drift.turns].expand_as(rewards)
+    return gae(rewards, values, none, drift.prox.mask, gamma=gamma, gae_lambda=1.0, weights=by_turn(drift, clip_max))
 
 
 # ------------------------------------------------------------------------------------------------------------ exact
@@ -84,15 +90,11 @@ def test_rewards_weighted_up_to_their_turn_are_exact(program, seed):
 
 @every_tree
 def test_baselines_are_weighted_up_to_their_turn(program, seed):
-    """`decision_rewards` leads to the exact gradient with any baselines and values; a baseline without weight does not."""
+    """The gradient is exact with any baselines, and with any values; a baseline without weight adds a bias."""
     drift = drawn(program, seed)
-    for values in (None, BASELINES[: drift.turns].flip(0).expand_as(drift.prox.rewards)):
-        rewards = decision_rewards(drift.prox.rewards, drift.prox.mask, by_turn(drift), 1.0, values)
-        advantages = discounted_returns(rewards, drift.prox.mask, 1.0) - BASELINES[: drift.turns]
-        assert error(drift.expected(on_tokens(drift, advantages * by_turn(drift))), drift.prox.exact) < EXACT
-        in_the_loss = weights(drift, "decision") * on_tokens(drift, advantages)
-        assert error(drift.expected(in_the_loss), drift.prox.exact) < EXACT
     weighted = discounted_returns(drift.prox.rewards * by_turn(drift), drift.prox.mask, 1.0)
+    for advantages in (weighted - by_turn(drift) * BASELINES[: drift.turns], surprises(drift, BASELINES)):
+        assert error(drift.expected(on_tokens(drift, advantages)), drift.prox.exact) < EXACT
     assert error(drift.expected(on_tokens(drift, weighted - BASELINES[: drift.turns])), drift.prox.exact) > 0.1
 
 
@@ -100,13 +102,12 @@ def test_baselines_are_weighted_up_to_their_turn(program, seed):
 def test_leave_one_out_is_exact(program, seed):
     """The other member's returns do not depend on the episode, whichever policy they are of."""
     drift = drawn(program, seed)
-    for mode, granularity in (("sequence_truncate", "trajectory"), ("sequence_truncate", "turn"), ("decision", "turn")):
-        rewards = drift.snapshot.rewards
-        if mode == "decision":
-            rewards = decision_rewards(rewards, drift.snapshot.mask, by_turn(drift), 1.0)
-        advantages = in_pairs(drift.snapshot, rewards, granularity=granularity, trajectory_fallback=True)
-        weighted = weights(drift, mode) * on_tokens(drift, advantages)
+    for granularity in ("trajectory", "turn"):
+        advantages = in_pairs(drift.snapshot, granularity=granularity, trajectory_fallback=True)
+        weighted = weights(drift, "sequence_truncate") * on_tokens(drift, advantages)
         assert error(drift.expected(weighted), drift.prox.exact) < EXACT
+    advantages = in_pairs(drift.snapshot, granularity="turn", trajectory_fallback=True, weights=by_turn(drift))
+    assert error(drift.expected(on_tokens(drift, advantages)), drift.prox.exact) < EXACT
     plain = in_pairs(
         drift.snapshot, drift.snapshot.rewards * by_turn(drift), granularity="turn", trajectory_fallback=True
     )
@@ -119,10 +120,8 @@ def test_a_discount_is_that_of_the_returns(program, seed):
     drift = drawn(program, seed)
     discounted = discounted_returns(drift.prox.rewards, drift.prox.mask, 0.6)
     expected = drift.prox.probabilities @ drift.estimates(on_tokens(drift, discounted))
-    for values in (None, BASELINES[: drift.turns].expand_as(drift.prox.rewards)):
-        rewards = decision_rewards(drift.prox.rewards, drift.prox.mask, by_turn(drift), 0.6, values)
-        advantages = discounted_returns(rewards, drift.prox.mask, 0.6) - BASELINES[: drift.turns]
-        assert error(drift.expected(weights(drift, "decision") * on_tokens(drift, advantages)), expected) < EXACT
+    for values in (torch.zeros(3), BASELINES):
+        assert error(drift.expected(on_tokens(drift, surprises(drift, values, 0.6))), expected) < EXACT
     sequence = weights(drift, "sequence_truncate") * on_tokens(drift, discounted)
     assert error(drift.expected(sequence), expected) < EXACT
 
@@ -188,16 +187,15 @@ def test_the_other_weights_are_biased(program, seed):
         "sequence_mask": 1.5,
     }.items():
         assert error(drift.expected(weights(drift, mode, clip_max) * advantages), drift.prox.exact) > 0.02
-    rewards = decision_rewards(drift.prox.rewards, drift.prox.mask, by_turn(drift), 1.0)
-    advantages = on_tokens(drift, discounted_returns(rewards, drift.prox.mask, 1.0))
-    assert error(drift.expected(weights(drift, "decision", 1.5) * advantages), drift.prox.exact) > 0.02
+    clipped = on_tokens(drift, surprises(drift, BASELINES, clip_max=1.5))
+    assert error(drift.expected(clipped), drift.prox.exact) > 0.02
 
 
 # ------------------------------------------------------------------------------------------------------------ by hand
 
 
 @pytest.mark.parametrize("clip_max", [None, 3.0])
-@pytest.mark.parametrize("mode", MODES[:-1])
+@pytest.mark.parametrize("mode", MODES)
 def test_modes_are_those_of_the_mismatch(mode, clip_max):
     """`tests/objectives/test_mismatch.py` has them by hand."""
     prox = torch.full_like(RATIOS, -1.0)
@@ -211,36 +209,53 @@ def test_decision_weights_by_hand():
     assert found.dtype == torch.float32
     found = decision_weights(RATIOS.log(), MASK, TURN_IDS, 2, clip_max=3.0)
     torch.testing.assert_close(found, torch.tensor([[1.0, 3.0], [0.25, 0.125]]))
-    found = drift_weights(RATIOS.log(), MASK, TURN_IDS, "decision", 3.0)
-    torch.testing.assert_close(found, torch.tensor([[1.0, 1.0, 1.0, 3.0, 3.0], [0.25, 0.125, 0.125, 1.0, 1.0]]))
 
 
-def test_decision_rewards_by_hand():
-    """Weights 2, 6 and 3: the later turns have the ratios 3 and 1/2.
-
-    The returns are 1 + .5 * 3 * (2 + .5 * .5 * 4) = 5.5, 2 + .5 * .5 * 4 = 3, and 4.
-    """
-    rewards = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 7.0]])
-    weighted = torch.tensor([[2.0, 6.0, 3.0], [2.0, 6.0, 6.0]])
-    happened = torch.tensor([[True, True, True], [True, True, False]])
-    found = decision_rewards(rewards, happened, weighted, 0.5)
-    torch.testing.assert_close(
-        discounted_returns(found, happened, 0.5), torch.tensor([[5.5, 3.0, 4.0], [4.0, 2.0, 0.0]])
-    )
-    assert found[1, 2] == 0.0 and found.dtype == torch.float32
-    same = decision_rewards(rewards, happened, torch.full((2, 3), 7.0), 0.5)
-    torch.testing.assert_close(same, torch.where(happened, rewards, 0.0))
-    assert decision_rewards(rewards, happened, torch.zeros(2, 3), 0.5).isfinite().all()
+def test_a_turn_weighs_its_surprise():
+    """Of a first turn that earns 1 and 2 later where 7 was expected and 4 of the second, which earns 2; no third."""
+    rewards, weighted = torch.tensor([[1.0, 2.0, 0.0], [1.0, 9.0, 9.0]]), torch.tensor([[2.0, 6.0, 6.0]] * 2)
+    happened = torch.tensor([[True, True, False], [True, False, False]])
+    values = torch.tensor([[7.0, 4.0, 5.0]] * 2)
+    found = gae(rewards, values, torch.tensor([0.0, 3.0]), happened, gamma=0.5, gae_lambda=1.0, weights=weighted)
+    second = 6 * (2 - 4.0)
+    expected = torch.tensor([[2 * (1 + 0.5 * 4 - 7) + 0.5 * second, second, 0.0], [2 * (1 + 0.5 * 3 - 7), 0.0, 0.0]])
+    torch.testing.assert_close(found, expected)
 
 
-def test_values_take_the_place_of_what_ratios_weigh():
-    """Of a second turn with the ratio 3 that earns 2, when 4 or, of the second episode, exactly that was expected."""
-    rewards, weighted = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 9.0]]), torch.tensor([[2.0, 6.0]] * 3)
-    happened = torch.tensor([[True, True], [True, True], [True, False]])
-    values = torch.tensor([[7.0, 4.0], [7.0, 2.0], [7.0, 4.0]])
-    found = decision_rewards(rewards, happened, weighted, 0.5, values)
-    expected = torch.tensor([[1 + 0.5 * (4 + 3 * (2 - 4)), 2.0], [1 + 0.5 * 2, 2.0], [1.0, 0.0]])
-    torch.testing.assert_close(discounted_returns(found, happened, 0.5), expected)
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(
+    "following", [None, [[1, 2, 3]] * 2, [[2, 3, 3], [3, 3, 3]]], ids=["next", "named", "skipping"]
+)
+def test_weights_of_paths(gae_lambda, following):
+    """By the definition: rewards up to the next call on the path, then its value, then what it surprised by."""
+    values, gamma = torch.tensor([[7.0, 4.0, 5.0], [1.0, -2.0, 0.5]]).double(), 0.9
+    rewards, weighted = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).double(), RATIOS[:, :3].double()
+    final, happened = torch.tensor([3.0, 0.0]).double(), torch.tensor([[True] * 3, [True, True, False]])
+    given = None if following is None else torch.tensor(following)
+    found = gae(rewards, values, final, happened, gamma=gamma, gae_lambda=gae_lambda, following=given, weights=weighted)
+    for row, count in enumerate((3, 2)):
+        expected = [0.0] * 4
+        for k in reversed(range(count)):
+            j = (k + 1) if following is None else following[row][k]
+            goes_on, end = j < count, min(j, count)
+            total = sum(gamma ** (i - k) * weighted[row, i] * rewards[row, i] for i in range(k, end))
+            value = values[row, j] if goes_on else final[row]
+            total += gamma ** (end - k) * weighted[row, end - 1] * value - weighted[row, k] * values[row, k]
+            expected[k] = total + (gamma ** (j - k) * gae_lambda * expected[j] if goes_on else 0.0)
+        assert found[row].tolist() == pytest.approx([float(one) for one in expected[:3]])
+
+
+def test_a_group_of_equal_returns_has_no_advantage():
+    """Whatever the weights are: what others earn is what a turn is expected to earn."""
+    rewards, happened = torch.tensor([[1.0, 2.0], [3.0, 0.0], [2.0, 1.0]]), torch.ones(3, 2) > 0
+    weighted = torch.tensor([[2.0, 6.0], [0.1, 0.3], [1.0, 5.0]])
+    failed = torch.zeros(3) > 0
+    options = {"group_size": 3, "scale": "none", "baseline": "leave_one_out", "weights": weighted}
+    equal = group_advantages(torch.tensor([[1.0, 2.0]] * 3), happened, failed, **options).advantages
+    assert torch.equal(equal, torch.zeros(3, 2))
+    found = group_advantages(rewards, happened, failed, **options).advantages
+    expected = [2 * (1 + 0.5 - 3.0) + 6 * (2 - 0.5), 6 * (2 - 0.5)]
+    assert found[0].tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -262,7 +277,7 @@ def test_no_drift_weighs_nothing(mode):
 
 
 def test_an_unknown_mode():
-    with pytest.raises(ValueError, match=r"mode.*'token_truncate'.*'decision'.*'word_mask'"):
+    with pytest.raises(ValueError, match=r"mode.*'token_truncate'.*'sequence_mask'.*'word_mask'"):
         drift_weights(RATIOS.log(), MASK, TURN_IDS, "word_mask")
 
 

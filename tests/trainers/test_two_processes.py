@@ -12,6 +12,7 @@ LOGGED = ["return/mean", "return/std", "advantage/std", "advantage/mean", "turns
           "reward_std", "frac_reward_zero_std", "completions/min_length", "completions/clipped_ratio", "judge/turns",
           "rewards/judge/mean", "rewards/judge/std", "stop/environment_error", "prompt_information", "advantage/zero",
           "return/answers_cut", "episodes_played", "rewrites/context", "rewrites/questions", "tokens_read_again",
+          "drift/kl", "drift/masked",
 ]  # fmt: skip
 
 
@@ -73,6 +74,18 @@ CASES = {
     },
     # Each process keeps the policies that play and draws its share of rows that are not due yet.
     "ahead": {"batches_ahead": 1, "numbers": list(range(12)), "num_generations": 2, "max_steps": 2},
+    "ahead-by-decision": {
+        "batches_ahead": 1,
+        "drift_correction": "decision_truncate",
+        "num_generations": 8,
+        "max_steps": 2,
+    },
+    "ahead-masked": {
+        "batches_ahead": 1,
+        "drift_correction": "dppo_mask",
+        "drift_divergence_max": 1e-3,
+        "max_steps": 2,
+    },
     "kl-in-the-reward": {"kl_placement": "reward", "beta": 0.1, "max_steps": 2},
 }
 
