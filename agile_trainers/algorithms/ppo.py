@@ -129,16 +129,9 @@ class PPO:
         """Compute generalized advantage estimates over turns, and the targets of the critic."""
         assert turns.values is not None and turns.final_values is not None
         advantages_with = functools.partial(
-            gae,
-            turns.rewards,
-            turns.values,
-            turns.final_values,
-            turns.mask,
-            gamma=self.args.gamma,
-            gae_lambda=self.args.gae_lambda,
-            following=turns.following,
-            rewarded=turns.rewarded,
-        )
+            gae, turns.rewards, turns.values, turns.final_values, turns.mask, gamma=self.args.gamma,
+            gae_lambda=self.args.gae_lambda, following=turns.following, rewarded=turns.rewarded,
+        )  # fmt: skip
         advantages = advantages_with()
         targets = torch.where(turns.mask, advantages + turns.values, 0.0)
         predicted, target = turns.values[turns.mask], targets[turns.mask]
