@@ -12,13 +12,14 @@ from transformers import Qwen2Config
 from trl import ModelConfig
 
 from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory
+from agile_trainers.cli.check.server import planned_server
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.train import MultiTurnScriptArguments
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 SIX = {
     "8x80gb_7b_lora_server": Launch("ddp", 6, "bf16"), "8x80gb_7b_whole_server": Launch("zero3", 6, "bf16"),
-    "8x80gb_14b_lora": Launch("ddp", 8, "bf16"),
+    "8x80gb_14b_lora": Launch("ddp", 8, "bf16"), "8x80gb_7b_ahead": Launch("ddp", 6, "bf16"),
 }  # fmt: skip
 """How the pages launch the recipes of several GPUs."""
 PROMPT, OBSERVATION = 512, 256
@@ -45,11 +46,13 @@ def fields(kind: type) -> set[str]:
 
 
 def planned(path: Path) -> float:
-    """Planned peak of one GPU, in GiB."""
-    return peak_of(yaml.safe_load(path.read_text(encoding="utf-8")), SIX.get(path.stem, SINGLE))
+    """Planned peak of one GPU, in GiB, on the machine that the file is named after."""
+    ((several, memory),) = re.findall(r"^(?:(\d+)x)?(\d+)gb_", path.name)
+    options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return peak_of(options, SIX.get(path.stem, SINGLE), gpus=int(several or 1), memory=int(memory))
 
 
-def peak_of(options: dict[str, Any], launch: Launch = SINGLE) -> float:
+def peak_of(options: dict[str, Any], launch: Launch = SINGLE, *, gpus: int = 1, memory: int | None = None) -> float:
     unknown = options.keys() - fields(ModelConfig) - fields(MultiTurnGRPOConfig) - fields(MultiTurnScriptArguments)
     assert not unknown
     model = ModelConfig(**{name: value for name, value in options.items() if name in fields(ModelConfig)})
@@ -58,5 +61,10 @@ def peak_of(options: dict[str, Any], launch: Launch = SINGLE) -> float:
     args.bf16 = True  # as on a GPU, which is not here
     size = re.findall(r"-([\d.]+B)-", options["model_name_or_path"])[0]
     config = Qwen2Config(**SHAPES[size], max_position_embeddings=32768, dtype="bfloat16")
-    plan = plan_memory(config, args, model, critic=False, prompt=PROMPT, observation=OBSERVATION, launch=launch)
+    config._name_or_path = options["model_name_or_path"]
+    server = planned_server(args, model, config, launch, gpus)
+    plan = plan_memory(
+        config, args, model, critic=False, prompt=PROMPT, observation=OBSERVATION, launch=launch,
+        gpu=None if memory is None else memory * 2**30, shares=server is not None and server.shares,
+    )  # fmt: skip
     return estimate_memory(config, plan)[-1].size / 2**30

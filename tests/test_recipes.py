@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
 def test_every_recipe_is_on_the_page() -> None:
     everything = {path.name for path in (ROOT / "examples/recipes").iterdir()}
     assert everything == {path.name for path in (*RECIPES, POPULATION)} and POPULATION.name in PAGE
-    assert len(RECIPES) == 6 and all(f"examples/recipes/{path.name}" in PAGE for path in RECIPES)
+    assert len(RECIPES) == 9 and all(f"examples/recipes/{path.name}" in PAGE for path in RECIPES)
 
 
 @pytest.mark.parametrize(
