@@ -15,6 +15,7 @@ from agile_trainers.cli.check.memory_plan import estimate_memory, plan_memory
 from agile_trainers.cli.check.server import planned_server
 from agile_trainers.cli.launch_configs import SINGLE, Launch
 from agile_trainers.cli.train import MultiTurnScriptArguments
+from agile_trainers.embedded import make_tokenizer
 from agile_trainers.trainers import MultiTurnGRPOConfig
 
 SIX = {
@@ -39,6 +40,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Shapes of Qwen2.5's public configurations."""
+TINY = {**SHAPES["7B"], "hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 600}
+
+
+def folder_of(shape: dict[str, Any], folder: Path) -> Path:
+    """A model's folder as the planner needs it: configuration and tokenizer, no weights."""
+    Qwen2Config(**shape, max_position_embeddings=32768, dtype="bfloat16").save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    return folder / "model"
 
 
 def fields(kind: type) -> set[str]:

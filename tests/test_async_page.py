@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from recipe_plans import SHAPES
-from test_eight_gpus import TINY, folder_of
+from recipe_plans import SHAPES, TINY, folder_of
 
 from agile_trainers.cli import main
 

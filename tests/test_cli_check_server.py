@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_plans import SHAPES
-from transformers import Qwen2Config
+from recipe_plans import TINY, folder_of
 
 from agile_trainers.cli import main
-from agile_trainers.embedded import make_tokenizer
 
-TINY = {**SHAPES["7B"], "hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 600}
 RUN = """check grpo --environment agile:guess_number --episodes 2 --use_peft true --lora_r 12
 --lora_target_modules all-linear --dtype bfloat16 --max_model_length 512 --use_vllm true --vllm_mode server
 --vllm_server_start true --batches_ahead 1 --gpu_memory 24 --per_device_train_batch_size 4
@@ -22,10 +19,7 @@ RUN = """check grpo --environment agile:guess_number --episodes 2 --use_peft tru
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    Qwen2Config(**TINY, max_position_embeddings=32768, dtype="bfloat16").save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+    return folder_of(TINY, tmp_path_factory.mktemp("plans"))
 
 
 def check(model: Path, folder: Path, capsys: Any, more: str) -> tuple[int, str]:

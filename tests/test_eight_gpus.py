@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from recipe_plans import SHAPES, SIX, planned
-from transformers import Qwen2Config
+from recipe_plans import SHAPES, SIX, TINY, folder_of, planned
 from trl.import_utils import is_vllm_available
 
 from agile_trainers.cli import main
-from agile_trainers.embedded import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/eight_gpus.md").read_text(encoding="utf-8")
-
-TINY = {**SHAPES["7B"], "hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 600}
 
 
 def commands(program: str) -> list[list[str]]:
@@ -48,13 +44,6 @@ def check(words: list[str], model: Path, folder: Path, capsys: Any) -> tuple[int
     words = words if words[0] == "check" else ["check", *words, "--gpu_memory", "79"]
     code = main.main([*words, "--model_name_or_path", str(model), "--episodes", "2", "--output_dir", str(folder)])
     return code, capsys.readouterr().out
-
-
-def folder_of(shape: dict[str, Any], folder: Path) -> Path:
-    """A model's folder as the planner needs it: configuration and tokenizer, no weights."""
-    Qwen2Config(**shape, max_position_embeddings=32768, dtype="bfloat16").save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
-    return folder / "model"
 
 
 @pytest.mark.skipif(is_vllm_available(), reason="vLLM is installed here")
