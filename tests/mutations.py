@@ -180,8 +180,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recorded answers are lost with an error of the generator", "rollout/replay.py",
-        "return [self._answer(request) for request in staged]",
-        "return [*[self._answer(request) for request in staged], *self._generator.step()]",
+        "return [self._answer(request, answer) for request, answer in staged]",
+        "return [*[self._answer(request, answer) for request, answer in staged], *self._generator.step()]",
         "tests/rollout/test_open_rollout.py -k costs_no_recorded",
     ),
     Mutation(
@@ -1866,8 +1866,99 @@ MUTATIONS = [
         "tests/rollout/test_open_rollout.py -k another_process",
     ),
     Mutation(
+        "a client's request is lost in a pause", "rollout/agents/rollout.py",
+        'return self._episodes[key].unanswered()',
+        'return []',
+        "tests/rollout/agents/test_pausing.py -k pauses_change_nothing",
+    ),
+    Mutation(
+        "an agent's answer that is sampled again goes on with its noise", "rollout/agents/episode.py",
+        "noise = cache(partial(noise_of, self.spec.stream, sample.prompt, sample.occurrence, trained=asked.trained))",
+        'noise = vars(sample).setdefault("noise", '
+        "cache(partial(noise_of, self.spec.stream, sample.prompt, sample.occurrence, trained=asked.trained)))",
+        "tests/rollout/agents/test_pausing.py -k pauses_change_nothing",
+    ),
+    Mutation(
+        "an agent's answers are not recorded", "rollout/agents/episode.py",
+        'answered = [one for one in self._samples if one.choice is not None]',
+        'answered: list[_Sample] = []',
+        "tests/rollout/agents/test_pausing.py -k another_process",
+    ),
+    Mutation(
+        "answers that are not trained are not recorded", "rollout/agents/episode.py",
+        'answered = [one for one in self._samples if one.choice is not None]',
+        'answered = [one for one in self._samples if one.choice is not None and one.asked.trained]',
+        "tests/rollout/agents/test_pausing.py -k another_process",
+    ),
+    Mutation(
+        "a judge gets the policy's recorded answer to the same prompt", "rollout/agents/episode.py",
+        '[self.prompt.hex(), self.asked.trained, self.occurrence]',
+        '[self.prompt.hex(), self.occurrence]',
+        "tests/rollout/agents/test_pausing.py -k another_process",
+    ),
+    Mutation(
+        "an equal prompt gets another one's recorded answer", "rollout/agents/episode.py",
+        '[self.prompt.hex(), self.asked.trained, self.occurrence]',
+        '[self.prompt.hex(), self.asked.trained]',
+        "tests/rollout/agents/test_pausing.py -k another_process",
+    ),
+    Mutation(
+        "an agent is given its answers in the order in which they were recorded", "rollout/replay.py",
+        'if request.identity is not None:',
+        'if False:',
+        "tests/rollout/agents/test_pausing.py -k another_process",
+    ),
+    Mutation(
+        "another recorded answer is spent than the one that is given", "rollout/replay.py",
+        'record.answers.remove(answer)',
+        'record.answers.pop()',
+        "tests/rollout/agents/test_pausing.py -k another_process",
+    ),
+    Mutation(
+        "an agent that does not ask for its answers again goes unnoticed", "rollout/rollout.py",
+        '            warn_of(left)\n',
+        '            pass\n',
+        "tests/rollout/agents/test_pausing.py -k repeat_itself",
+    ),
+    Mutation(
+        "an update counts as an agent's time", "rollout/environment_pool.py",
+        'if call.method == "play":',
+        'if False:',
+        "tests/rollout/agents/test_pausing.py -k agents_time",
+    ),
+    Mutation(
+        "an agent has all the time in the world after an update", "rollout/environment_pool.py",
+        'call.deadline = now + left',
+        'pass',
+        "tests/rollout/agents/test_pausing.py -k agents_time",
+    ),
+    Mutation(
+        "clients wait for a rollout that is closed", "rollout/agents/rollout.py",
+        '            episode.close()\n',
+        '            pass\n',
+        "tests/rollout/agents/test_pausing.py -k are_refused",
+    ),
+    Mutation(
+        "ended agents stay in the open rollout", "rollout/agents/rollout.py",
+        'episode = self._episodes.pop(key)',
+        'episode = self._episodes[key]',
+        "tests/rollout/agents/test_pausing.py -k leave_nothing",
+    ),
+    Mutation(
+        "keys of ended agents stay in the open rollout", "rollout/agents/rollout.py",
+        'del self._episodes[self._keys.pop(episode)]',
+        'self._keys.pop(episode).upper()',
+        "tests/rollout/agents/test_pausing.py -k leave_nothing",
+    ),
+    Mutation(
+        "an agent that waits for an answer is busy", "rollout/environment_pool.py",
+        'self.busy.set(call, not waits)',
+        'pass',
+        "tests/rollout/agents/test_pausing.py -k is_not_busy",
+    ),
+    Mutation(
         "recorded answers are given to other prompts", "rollout/replay.py",
-        "record.answers[0].prompt != digest_of(request.token_ids)", "False",
+        "record.answers[0].prompt == digest_of(request.token_ids)", "True",
         "tests/rollout/test_open_rollout.py -k repeat_itself",
     ),
     Mutation(
@@ -2613,8 +2704,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a request that overtakes the end of its episode is sampled", "rollout/agents/rollout.py",
-        'if episode.stop_reason is not None:',
-        'if False:',
+        'if outcome.method == "call":\n                refuse(value, over())',
+        'if outcome.method == "call":\n                pass',
         "tests/rollout/agents/test_faults.py -k overtakes",
     ),
     Mutation(

@@ -138,7 +138,7 @@ class RolloutEngine:
 
         Returns:
             ``busy/trainer``, in which no caller waited for episodes; ``busy/sampler``, in which a request was being sampled;
-            ``busy/environments``, in which a call of an environment was under way.
+            ``busy/environments``, in which a call of an environment was under way, or an agent waited for no answer.
         """
         return {
             "busy/trainer": 1.0 - self.waiting.take(),

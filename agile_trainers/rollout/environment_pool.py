@@ -125,7 +125,8 @@ class EnvironmentPool:
         self.max_environments = processes or max_environments or sys.maxsize
         self.timeout = timeout
         self.busy = BusyMeter()
-        """Measures when a call is under way, also one of a pool that :meth:`another` made."""
+        """Measures when a call is under way, except while :meth:`waits` says otherwise, also in a pool that :meth:`another`
+        made."""
         self._free_workers = workers
         self._idle: defaultdict[str | None, list[Environment]] = defaultdict(list)
         self._names: dict[int, str | None] = {}
@@ -135,6 +136,8 @@ class EnvironmentPool:
         self._queued: deque[Callable[[], None]] = deque()
         """Resets that wait until another episode ends."""
         self._running: dict[int, _Call] = {}
+        self._paused: dict[_Call, float] = {}
+        """Calls whose time stands still, to the seconds that they have left."""
         self._given_up: set[_Call] = set()
         """Calls whose episode is over. Their instance is closed when they answer."""
         # The only attribute that other threads use; the caller's thread owns all others.
@@ -168,11 +171,30 @@ class EnvironmentPool:
     def play(self, episode: int, model: Model, task: Task, name: str | None = None) -> None:
         """Let an agent play a whole episode once ``max_environments`` allows it; see :meth:`outcomes`.
 
-        ``timeout`` counts for the whole episode.
+        ``timeout`` counts for the whole episode, without the time from :meth:`pause` to :meth:`go_on`.
         """
         self._names[episode] = name
         self._queued.append(partial(self._call, episode, "play", bound_play, model, task))
         self._start_queued()
+
+    def pause(self) -> None:
+        """Let the time of agents' episodes stand still, since nobody answers their requests."""
+        now = time.monotonic()
+        for call in self._running.values():
+            if call.method == "play":
+                self._paused[call], call.deadline = call.deadline - now, float("inf")
+
+    def go_on(self) -> None:
+        """Let the time of agents' episodes go on."""
+        now = time.monotonic()
+        for call, left in self._paused.items():
+            call.deadline = now + left
+        self._paused.clear()
+
+    def waits(self, episode: int, waits: bool) -> None:
+        """Note whether an agent waits for an answer, so that :attr:`busy` does not measure it."""
+        if (call := self._running.get(episode)) is not None:
+            self.busy.set(call, not waits)
 
     def post(self, outcome: Outcome) -> None:
         """Let :meth:`outcomes` return what happened to an episode outside the pool. May be called from any thread."""

@@ -12,6 +12,7 @@ import numpy as np
 from transformers.utils import logging
 
 from agile_trainers.rollout.generators.base import FinishReason, GenerationOutput, GenerationRequest, Generator
+from agile_trainers.types import Trajectory
 
 logger = logging.get_logger(__name__)
 
@@ -21,7 +22,7 @@ class RecordedAnswer:
     """An answer, and the prompt that it was sampled after."""
 
     prompt: str
-    """Digest of the prompt's ids."""
+    """Digest of the prompt's ids, or the request's ``identity``."""
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
@@ -33,7 +34,16 @@ class RecordedEpisode:
 
     answers: list[RecordedAnswer] = field(default_factory=list)
     noise: dict[str, Any] | None = None
-    """State of its stream of random numbers; None if the episode has ended."""
+    """State of its stream of random numbers; None if the episode has ended, or has no such stream."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An episode that has ended."""
+
+    trajectory: Trajectory
+    record: Callable[[], RecordedEpisode]
+    """Returns its answers."""
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
@@ -62,7 +72,8 @@ def set_noise_state(noise: np.random.Generator, state: dict[str, Any]) -> None:
 class ReplayingGenerator:
     """Gives the answers that were recorded, and leaves the rest to another generator.
 
-    An environment that does not repeat itself sends another prompt: from there on the episode is sampled.
+    An environment that does not repeat itself sends another prompt: from there on the episode is sampled. Requests with an
+    ``identity`` are answered in any order; those that were not answered before are sampled.
 
     Args:
         generator: The other generator.
@@ -77,7 +88,7 @@ class ReplayingGenerator:
         on_end: Callable[[int, RecordedEpisode], None],
     ) -> None:
         self._generator, self._recorded, self._on_end = generator, recorded, on_end
-        self._staged: list[GenerationRequest] = []
+        self._staged: list[tuple[GenerationRequest, RecordedAnswer]] = []
         self._wake: Callable[[], None] = lambda: None
         tells: Callable[[Callable[[], None]], None] | None = getattr(generator, "listen", None)
         self.listen = None if tells is None else partial(self._listen, tells)
@@ -89,19 +100,27 @@ class ReplayingGenerator:
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; see :class:`Generator`."""
-        record = self._recorded.get(request.episode)
-        if record is not None and record.answers[0].prompt != digest_of(request.token_ids):
-            del self._recorded[request.episode]
-            logger.warning(
-                "An environment did not repeat itself after a checkpoint: the same actions led to another observation. Its "
-                "episode goes on with new answers."
-            )
-            record = None
-        if record is None:
+        answer = self._recorded_for(request)
+        if answer is None:
             self._generator.submit(request)
         else:
-            self._staged.append(request)
+            self._staged.append((request, answer))
             self._wake()
+
+    def _recorded_for(self, request: GenerationRequest) -> RecordedAnswer | None:
+        record = self._recorded.get(request.episode)
+        if record is None:
+            return None
+        if request.identity is not None:
+            return next((answer for answer in record.answers if answer.prompt == request.identity), None)
+        if record.answers[0].prompt == digest_of(request.token_ids):
+            return record.answers[0]
+        del self._recorded[request.episode]
+        logger.warning(
+            "An environment did not repeat itself after a checkpoint: the same actions led to another observation. Its "
+            "episode goes on with new answers."
+        )
+        return None
 
     def step(self) -> list[GenerationOutput]:
         """Return the recorded answers that are due; if none is, make progress with the other generator."""
@@ -109,11 +128,11 @@ class ReplayingGenerator:
         if not staged:
             return self._generator.step()
         self._wake()  # it is asked next; an error of it costs no recorded answer
-        return [self._answer(request) for request in staged]
+        return [self._answer(request, answer) for request, answer in staged]
 
-    def _answer(self, request: GenerationRequest) -> GenerationOutput:
+    def _answer(self, request: GenerationRequest, answer: RecordedAnswer) -> GenerationOutput:
         key, record = request.episode, self._recorded[request.episode]
-        answer = record.answers.pop(0)
+        record.answers.remove(answer)
         if not record.answers:
             del self._recorded[key]
             self._on_end(key, record)
@@ -127,5 +146,14 @@ class ReplayingGenerator:
 
     def release(self, episode: int) -> None:
         """Forget an episode; see :class:`Generator`."""
-        self._staged = [request for request in self._staged if request.episode != episode]
+        self._staged = [staged for staged in self._staged if staged[0].episode != episode]
         self._generator.release(episode)
+
+
+def warn_of(left: RecordedEpisode) -> None:
+    """Say that an episode has ended before all its recorded answers were given."""
+    logger.warning(
+        "An agent or an environment did not repeat itself after a checkpoint: its episode ended without %d of the answers "
+        "that it had been given before.",
+        len(left.answers),
+    )

@@ -10,9 +10,8 @@ from weakref import ref
 from agile_trainers.rollout.busy import BusyMeter
 from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest, Generator
-from agile_trainers.rollout.replay import RecordedEpisode, ReplayingGenerator
+from agile_trainers.rollout.replay import Ended, RecordedEpisode, ReplayingGenerator, warn_of
 from agile_trainers.rollout.spec import EpisodeSpec, Limits
-from agile_trainers.rollout.stepped import record_of
 from agile_trainers.types import Trajectory
 
 _WAKE = "wake"
@@ -34,7 +33,7 @@ class Episodes(Protocol):
     def unanswered(self, key: int) -> list[GenerationRequest]:
         """Return the requests of an episode that wait for their answers, to be sampled again from the same noise."""
 
-    def ended(self, key: int) -> Trajectory | None:
+    def ended(self, key: int) -> Ended | None:
         """Return an episode that has ended, once; None if it has not."""
 
     def record(self, key: int) -> RecordedEpisode:
@@ -68,7 +67,7 @@ class Rollout:
         self._playing: dict[int, Episodes] = {}
         """Key of an episode that has begun and not ended to what plays it."""
         self._kinds: list[Episodes] = []
-        self._finished: dict[int, Trajectory] = {}
+        self._finished: dict[int, Ended] = {}
         self._recorded: dict[int, RecordedEpisode] = {}
 
     @property
@@ -134,7 +133,7 @@ class Rollout:
 
     def take(self, keys: Sequence[int]) -> list[Trajectory]:
         """Return the trajectories of episodes that have ended, once."""
-        return [self._finished.pop(key) for key in keys]
+        return [self._finished.pop(key).trajectory for key in keys]
 
     def play_until(
         self,
@@ -164,6 +163,7 @@ class Rollout:
         listen: Callable[[Callable[[], None]], None] | None = getattr(generator, "listen", None)
         if listen is not None:
             listen(self.wake)
+        self._pool.go_on()
         for key, episodes in self._playing.items():
             for request in episodes.unanswered(key):
                 generator.submit(request)
@@ -171,6 +171,7 @@ class Rollout:
             yield lambda done: self._step_until(done, generator, on_finish, tells=listen is not None)
         finally:
             self._sampling.end(self)
+            self._pool.pause()
             for key, episodes in self._playing.items():
                 if episodes.unanswered(key):
                     generator.release(key)
@@ -214,7 +215,7 @@ class Rollout:
 
     def _record(self, key: int) -> RecordedEpisode:
         if (ended := self._finished.get(key)) is not None:
-            return record_of(ended)
+            return ended.record()
         record = self._playing[key].record(key)
         if (left := self._recorded.get(key)) is not None:  # it is being played again itself
             return RecordedEpisode([*record.answers, *left.answers], left.noise)
@@ -250,19 +251,21 @@ class Rollout:
     ) -> None:
         for request in requests:
             generator.submit(request)
-        if (trajectory := self._playing[key].ended(key)) is not None:
+        if (ended := self._playing[key].ended(key)) is not None:
             del self._playing[key]
-            self._finish(key, trajectory, generator, on_finish)
+            self._finish(key, ended, generator, on_finish)
 
     def _finish(
         self,
         key: int,
-        trajectory: Trajectory,
+        ended: Ended,
         generator: Generator,
         on_finish: Callable[[Trajectory], None] | None,
     ) -> None:
         generator.release(key)
-        self._finished[key] = trajectory
+        if (left := self._recorded.pop(key, None)) is not None:
+            warn_of(left)
+        self._finished[key], trajectory = ended, ended.trajectory
         if self._kept is not None and not trajectory.stop_reason.failed:
             trajectory.environment = self._pool.environment(key)
             self._kept.append(ref(trajectory))

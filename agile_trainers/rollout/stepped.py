@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from agile_trainers.rollout.environment_pool import EnvironmentPool, Environment
 from agile_trainers.rollout.forest import Call, Fork, forest
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
 from agile_trainers.rollout.replay import (
+    Ended,
     RecordedAnswer,
     RecordedEpisode,
     digest_of,
@@ -202,11 +204,12 @@ class SteppedRollout:
         episode.noise.bit_generator.state = episode.before
         return [_request(key, episode)]
 
-    def ended(self, key: int) -> Trajectory | None:
+    def ended(self, key: int) -> Ended | None:
         """Return an episode that has ended, once; None if it has not."""
         if not self._episodes[key].ended:
             return None
-        return self._episodes.pop(key).finished()
+        trajectory = self._episodes.pop(key).finished()
+        return Ended(trajectory, partial(_record_of, trajectory))
 
     def record(self, key: int) -> RecordedEpisode:
         """Return the answers of an episode that has not ended."""
@@ -386,7 +389,7 @@ class SteppedRollout:
                 self._propose(output.episode, episode)
 
 
-def record_of(ended: Trajectory) -> RecordedEpisode:
+def _record_of(ended: Trajectory) -> RecordedEpisode:
     """Return the answers of an episode that has ended."""
     answers = []
     for k, turn in enumerate(ended.turns):

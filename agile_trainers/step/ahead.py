@@ -221,29 +221,24 @@ class BatchesAhead:
             self._admit(added, list(_recorded(batch["episodes"])))
 
 
-def check_plays_ahead(model: torch.nn.Module, dataset: Any, engine: RolloutEngine) -> None:
+def check_plays_ahead(model: torch.nn.Module, dataset: Any) -> None:
     """Check that a run can play batches ahead.
 
     Args:
         model: The policy, unwrapped.
         dataset: The rows.
-        engine: Plays the episodes.
 
     Raises:
-        ValueError: If the model is trained whole, the rows cannot be read in any order, or an agent plays.
+        ValueError: If the model is trained whole, or the rows cannot be read in any order.
     """
-    fix = "Leave batches_ahead unset."
     if not isinstance(model, PeftModel):
         raise ValueError(
             "batches_ahead keeps copies of the adapter that plays, and this model is trained whole. Pass a "
             "peft_config, or leave batches_ahead unset."
         )
     if isinstance(dataset, IterableDataset):
-        raise ValueError(f"batches_ahead reads rows before their update, and an IterableDataset has one order. {fix}")
-    if agents := [name for name in engine.pool.factories if engine.pool.agent(name) is not None]:
         raise ValueError(
-            f"batches_ahead cannot pause an agent{'' if agents == [None] else f' ({agents[0]!r})'}, whose clients would "
-            f"wait through an update. {fix}"
+            "batches_ahead reads rows before their update, and an IterableDataset has one order. Leave batches_ahead unset."
         )
 
 

@@ -423,7 +423,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def _play_ahead(self, engine: RolloutEngine) -> None:
         """Let generation batches be played before their update; see :class:`BatchesAhead`."""
         args, every = self.args, self.micro_steps_per_generation
-        check_plays_ahead(self.accelerator.unwrap_model(self.model), self.train_dataset, engine)
+        check_plays_ahead(self.accelerator.unwrap_model(self.model), self.train_dataset)
         self.snapshots = Snapshots(lambda: self.accelerator.unwrap_model(self.model))
         order = RowOrder(super()._get_train_sampler, args.generation_batch_size, every)
         size = args.generation_batch_size // self.accelerator.num_processes

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ import ahead_run
 import requests
 import torch
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
+from environment_agents import Gathers, Plays
 from games import Chatter, make_trainer
 from scripted_runs import said, watched
 from serving import Served, serving
 
+from agile_trainers.envs.agent import Agent
 from agile_trainers.rollout.generators.vllm.server import VllmServer
 
 GAP = "sampling/sampling_logp_difference/max"
@@ -128,6 +130,43 @@ def test_sigkill_beside_a_server_that_goes_on(embedded_model: Path, tmp_path: Pa
     assert again.state.global_step == 6
     assert_same(weights(again), weights(whole))
     assert names() - before == files(), "of the two that live"
+
+
+AGENTS: dict[str, Callable[[random.Random], Agent]] = {
+    "in turn": lambda chance: Agent(Plays(Chatter, lambda task, number: chance.choice([0, 0, 0, 0.05]))),
+    "at once": lambda chance: Agent(Gathers(lambda number: chance.choice([0, 0.002, 0.02]))),
+}
+"""Agents that wait before their calls."""
+
+
+@pytest.mark.parametrize("kind", ["in turn", "at once"])
+def test_agents_play_ahead(embedded_model: Path, tmp_path: Path, where: dict[str, Any], kind: str) -> None:
+    """At any timing, and killed and resumed, to the bit; their clients wait through updates, or are answered meanwhile."""
+    runs = []
+    settings = {
+        **RUN, **where, "environment_workers": 0, "max_turns": 9, "advantage_granularity": "trajectory", "batches_ahead": 2,
+    }  # fmt: skip
+    for name, delays in (("whole", random.Random(1)), ("late", random.Random(2))):
+        trainer = make_trainer(embedded_model, tmp_path / name, environment=AGENTS[kind](delays), **settings)
+        batches = watched(trainer)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if GAP in log]
+        assert len(logs) == len(batches) == 5 and max(log[GAP] for log in logs) < 1e-3
+        assert not [one.error for batch in batches for one in batch if one.error]
+        assert [{one.version for one in batch} for batch in batches] == [{0}, {0}, {0}, {1}, {2}]
+        runs.append(([[(*said([one]), one.paths) for one in batch] for batch in batches], weights(trainer)))
+    for kill in (1, 3, 99):
+        again = make_trainer(
+            embedded_model, tmp_path / "run", environment=AGENTS[kind](random.Random(kill)), callbacks=[KillBefore(kill)],
+            **{**settings, **SAVING},
+        )  # fmt: skip
+        try:
+            again.train(resume_from_checkpoint="auto")
+        except Killed:
+            assert not [one for one in threading.enumerate() if one.name in ("rollout", "agent-server")]
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[0][1], runs[1][1])
+    assert_same(weights(again), runs[0][1])
 
 
 def test_a_server_is_used_during_updates(embedded_model: Path, tmp_path: Path, server: Served) -> None:

@@ -13,7 +13,6 @@ from pausing import SPECS, WORDS, Countdown, Counting, Listening, answer, compar
 from agile_trainers.rollout.generators.base import GenerationOutput
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
 from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
-from agile_trainers.rollout.stepped import record_of
 from agile_trainers.types import StopReason, Trajectory
 
 
@@ -136,8 +135,9 @@ def test_an_environment_that_does_not_repeat_itself(caplog: pytest.LogCaptureFix
 
     with make_engine(Fickle, max_turns=4).open() as rollout:
         rollout.admit([0], SPECS[:1])
-        (first,) = rollout.play([0], ScriptedGenerator(answer))
-        recorded = record_of(first)
+        rollout.play_until(lambda: rollout.has_ended(0), ScriptedGenerator(answer))
+        (recorded,) = rollout.record([0])
+        (first,) = rollout.take([0])
     with make_engine(Fickle, max_turns=4).open() as rollout:
         rollout.admit([0], SPECS[:1], [recorded])
         (second,) = rollout.play([0], ScriptedGenerator(answer))

@@ -19,17 +19,12 @@ from scripted_runs import by_script, said, sampling_with, watched
 from agile_trainers.adapters.folders import CheckpointError
 from agile_trainers.adapters.snapshots import Snapshots
 from agile_trainers.checkpoints.integrity import MARKER, mark_complete
-from agile_trainers.envs.agent import Agent
 from agile_trainers.rollout.generators.versions import VersionedGenerator
 from agile_trainers.rollout.seeds import TRAINING, environment_seed
 from agile_trainers.step.ahead import RowOrder
 
 ROWS = {"environment": Told, "train_dataset": Dataset.from_dict({"number": list(range(12))})}
 RUN: dict[str, Any] = {"max_steps": 6, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 0.3}
-
-
-async def _solve(model: Any, task: Any) -> float:
-    return 0.0
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -238,7 +233,6 @@ def test_snapshots_hold_and_give_back(embedded_model: Path, tmp_path: Path) -> N
             "which drift_correction takes the place of",
         ),
         ({"batches_ahead": 1, "repetition_penalty": 1.1}, "whose episodes are played by adapters as they are"),
-        ({"batches_ahead": 1, "environment": Agent(_solve)}, "cannot pause an agent"),
         ({"batches_ahead": 1, "drift_correction": "word"}, "drift_correction must be one of"),
         ({"drift_correction": None}, "has no effect with batches_ahead=0"),
         ({"drift_clip_max": 3.0}, "has no effect with batches_ahead=0"),

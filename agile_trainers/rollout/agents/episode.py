@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any
@@ -42,6 +42,7 @@ from agile_trainers.rollout.agents.requests import (
 from agile_trainers.rollout.environment_pool import EnvironmentTimeoutError
 from agile_trainers.rollout.forest import Call, Fork, conversation, forest
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
+from agile_trainers.rollout.replay import RecordedAnswer, RecordedEpisode
 from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits
 from agile_trainers.types import Message, StopReason, Trajectory, common_prefix
 
@@ -81,6 +82,16 @@ class _Sample:
     read: int | None = None
     begins: bool = False
     """True if it was asked for before there was any answer."""
+
+    @cached_property
+    def prompt(self) -> bytes:
+        """Digest of the prompt's ids."""
+        return _digest_of(self.prompt_ids)
+
+    @property
+    def identity(self) -> str:
+        """Digest of what the answer's noise depends on within its episode."""
+        return sha256(_text([self.prompt.hex(), self.asked.trained, self.occurrence]).encode()).hexdigest()
 
     @property
     def order(self) -> tuple[list[int], tuple[int, ...]]:
@@ -259,11 +270,31 @@ class AgentEpisode:
         if self._error is not None and self._refused:
             counts = ", ".join(f"{code}: {count}" for code, count in self._refused.items())
             self._error += f" (requests that were refused: {counts})"
+        self.close()
+
+    def close(self) -> None:
+        """Refuse the requests that are still open."""
         for asked in self.asked.values():
             for ticket in asked.waiting:
                 refuse(ticket, over())
 
     # ------------------------------------------------------------------------------------------------- what comes out
+
+    @property
+    def waits(self) -> bool:
+        """True if an answer is being sampled."""
+        return bool(self._pending)
+
+    def unanswered(self) -> list[GenerationRequest]:
+        """Return the requests that wait for their answers, each with its noise from the beginning."""
+        return [self._requested(number) for number in sorted(self._pending)]
+
+    def record(self) -> RecordedEpisode:
+        """Return the answers so far, those too that are not trained."""
+        answered = [one for one in self._samples if one.choice is not None]
+        return RecordedEpisode(
+            [RecordedAnswer(one.identity, one.ids, one.logprobs, one.finish_reason) for one in answered]
+        )
 
     def finished(self) -> Trajectory:
         """Return the episode."""
@@ -366,11 +397,10 @@ class AgentEpisode:
         if room < 1:
             raise self._too_long(len(first.prompt_ids))
         label = () if ticket.marks.occurrence is None else tuple(_words(ticket.marks.occurrence.encode()))
-        prompt = _digest_of(first.prompt_ids)
         requests = []
         for _ in range(request.n):
-            count = self._occurrences[prompt, asked.trained, label]
-            self._occurrences[prompt, asked.trained, label] += 1
+            count = self._occurrences[first.prompt, asked.trained, label]
+            self._occurrences[first.prompt, asked.trained, label] += 1
             sample = _Sample(
                 asked,
                 first.prompt_ids,
@@ -383,7 +413,7 @@ class AgentEpisode:
             )
             sample.fork = self._fork(sample)
             asked.samples.append(sample)
-            requests.append(self._submitted(sample, prompt, room))
+            requests.append(self._submitted(sample))
         self.asked[self._id(asked)] = asked
         self._by_digest[digest].append(asked)
         if ticket.marks.key is not None:
@@ -508,9 +538,8 @@ class AgentEpisode:
         sample.info["parts"] = {"token": place, "was": was[:_SHOWN], "now": now[:_SHOWN]}
         return sample.fork
 
-    def _submitted(self, sample: _Sample, prompt: bytes, room: int) -> GenerationRequest:
-        asked, limit = sample.asked, min(self.limits.max_new_tokens, room)
-        number = len(self._samples)
+    def _submitted(self, sample: _Sample) -> GenerationRequest:
+        asked, number = sample.asked, len(self._samples)
         sample.begins = all(one.choice is None for one in self._samples)
         self._samples.append(sample)
         self._pending.add(number)
@@ -523,7 +552,14 @@ class AgentEpisode:
         if asked.request.sampling:
             sample.info["asked"] = asked.request.sampling
             _warn_of(asked.request.sampling)
-        noise = cache(partial(noise_of, self.spec.stream, prompt, sample.occurrence, trained=asked.trained))
+        return self._requested(number)
+
+    def _requested(self, number: int) -> GenerationRequest:
+        """Return the request of a sample, whose noise begins anew."""
+        sample = self._samples[number]
+        asked = sample.asked
+        limit = min(self.limits.max_new_tokens, self.limits.max_model_length - len(sample.prompt_ids))
+        noise = cache(partial(noise_of, self.spec.stream, sample.prompt, sample.occurrence, trained=asked.trained))
         return GenerationRequest(
             episode=self.index,
             token_ids=list(sample.prompt_ids),
@@ -531,6 +567,7 @@ class AgentEpisode:
             uniforms=lambda n: noise().random(n).tolist(),
             call=number,
             extends=False,
+            identity=sample.identity,
         )
 
     def _keep(self, sample: _Sample, output: GenerationOutput) -> None:
@@ -543,7 +580,7 @@ class AgentEpisode:
         text, stop = cut_at_stop(sample.text, request.stop)
         calls: tuple[CalledTool, ...] = ()
         if request.tools and request.calls_tools:
-            identity = _digest_of(sample.prompt_ids) + _text(sample.occurrence).encode()
+            identity = sample.prompt + _text(sample.occurrence).encode()
             chat = self.chat.with_tools(request.tools)
             whole = sample.finish_reason == "stop" and stop is None  # else a call that broke off might be completed
             parse = partial(chat.parsed, sample.prompt_ids, sample.ids) if whole else lambda: None

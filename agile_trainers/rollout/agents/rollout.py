@@ -14,9 +14,8 @@ from agile_trainers.rollout.agents.episode import AgentEpisode, over, refuse
 from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket
 from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
-from agile_trainers.rollout.replay import RecordedEpisode
+from agile_trainers.rollout.replay import Ended, RecordedEpisode
 from agile_trainers.rollout.spec import Chat, EpisodeSpec, Limits
-from agile_trainers.types import Trajectory
 
 
 class AgentRollout:
@@ -48,6 +47,8 @@ class AgentRollout:
     ) -> None:
         self._exchange.close()
         self._refuse_posted()
+        for episode in self._episodes.values():
+            episode.close()
         self._server.__exit__(kind, error, trace)
         self._refuse_posted()
 
@@ -61,14 +62,15 @@ class AgentRollout:
 
     def on_outcome(self, outcome: Outcome) -> list[GenerationRequest]:
         """Take what the server or the pool has for an episode. Return what is to be sampled."""
-        episode, value = self._episodes[outcome.episode], outcome.value
-        if episode.stop_reason is not None:
+        episode, value = self._episodes.get(outcome.episode), outcome.value
+        requests: list[GenerationRequest] = []
+        if episode is None:
             if outcome.method == "call":
                 refuse(value, over())
-            return []
+            return requests
         match outcome.method:
             case "call":
-                return episode.ask(value)
+                requests = episode.ask(value)
             case "delivered":
                 episode.delivered(value)
             case "abandoned":
@@ -78,25 +80,30 @@ class AgentRollout:
             case "play":
                 self._exchange.dismiss(episode)
                 episode.end(value, outcome.error)
-        return []
+        self._pool.waits(outcome.episode, episode.waits)
+        return requests
 
     def on_output(self, output: GenerationOutput) -> list[GenerationRequest]:
         """Take an answer. Nothing is to be sampled before the client has read it."""
-        self._episodes[output.episode].answered(output)
+        episode = self._episodes[output.episode]
+        episode.answered(output)
+        self._pool.waits(output.episode, episode.waits)
         return []
 
     def unanswered(self, key: int) -> list[GenerationRequest]:
-        """Return nothing: rollouts of agents do not pause."""
-        return []
+        """Return the requests of an episode that wait for their answers; their clients wait meanwhile."""
+        return self._episodes[key].unanswered()
 
-    def ended(self, key: int) -> Trajectory | None:
-        """Return an episode whose agent has returned; None if it has not."""
-        episode = self._episodes[key]
-        return None if episode.stop_reason is None else episode.finished()
+    def ended(self, key: int) -> Ended | None:
+        """Return an episode whose agent has returned, once; None if it has not."""
+        if self._episodes[key].stop_reason is None:
+            return None
+        episode = self._episodes.pop(key)
+        return Ended(episode.finished(), episode.record)
 
     def record(self, key: int) -> RecordedEpisode:
-        """Refuse: what agents are answered is not recorded."""
-        raise NotImplementedError("An agent's episode is not recorded.")
+        """Return the answers of an episode so far."""
+        return self._episodes[key].record()
 
     def replayed(self, key: int, record: RecordedEpisode) -> None:
         """Leave the episode as it is: its answers draw no numbers of a common stream."""
@@ -115,18 +122,19 @@ class _Exchange:
         self._post = post
         self._episodes: dict[str, AgentEpisode] = {}
         self._keys: dict[AgentEpisode, str] = {}
-        self._ended: set[str] = set()
+        self._first = f"sk-{secrets.token_urlsafe(8)}-"
+        """The first characters of all keys, by which those of episodes that have ended are known."""
         self._closed = False
 
     def admit(self, episode: AgentEpisode) -> str:
         """Make an episode's key."""
-        key = f"sk-{secrets.token_urlsafe(32)}"
+        key = self._first + secrets.token_urlsafe(32)
         self._episodes[key], self._keys[episode] = episode, key
         return key
 
     def dismiss(self, episode: AgentEpisode) -> None:
         """Take no more requests of an episode."""
-        self._ended.add(self._keys[episode])
+        del self._episodes[self._keys.pop(episode)]
 
     def close(self) -> None:
         """Take no more requests."""
@@ -164,12 +172,13 @@ class _Exchange:
         return self._find(key).agent.models
 
     def _note(self, key: str, what: str, ticket: Ticket) -> None:
-        if not self._closed and key in self._episodes and key not in self._ended:
-            self._post(Outcome(self._episodes[key].index, what, ticket))
+        if not self._closed and (episode := self._episodes.get(key)) is not None:
+            self._post(Outcome(episode.index, what, ticket))
 
     def _find(self, key: str) -> AgentEpisode:
-        if key not in self._episodes:
+        if not key.startswith(self._first):
             raise Refusal("The key is of no episode of this rollout; expected model.api_key.", 401, "invalid_api_key")
-        if self._closed or key in self._ended:
+        episode = self._episodes.get(key)
+        if self._closed or episode is None:
             raise over()
-        return self._episodes[key]
+        return episode

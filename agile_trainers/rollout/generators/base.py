@@ -65,6 +65,9 @@ class GenerationRequest:
     """Key of the request among those of its episode that are pending at the same time."""
     extends: bool = True
     """False for ids that need not extend the episode's last request: a rewritten context, or a question on the side."""
+    identity: str | None = None
+    """Digest by which another process knows the request among all of its episode, which come in any order. None: they come
+    one after the other."""
 
 
 @dataclass

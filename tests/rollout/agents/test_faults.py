@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import faulty
-import psutil
 import pytest
+from leftovers import nothing_is_left
 
 from agile_trainers.embedded import make_tokenizer
 from agile_trainers.envs.agent import Agent, Model, Task
@@ -68,19 +68,6 @@ def trained(episodes: Sequence[Trajectory]) -> Counter[Any]:
 
 def content(episode: Trajectory) -> Any:
     return episode.error, episode.prompt_ids, episode.completion_ids, episode.rewards, episode.sampling_logprobs
-
-
-def listening() -> set[int]:
-    connections = psutil.Process().net_connections(kind="tcp")
-    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
-
-
-@contextmanager
-def nothing_is_left() -> Iterator[None]:
-    before = listening()
-    yield
-    assert listening() == before
-    assert not [one for one in threading.enumerate() if one.name.startswith("agent-server")]
 
 
 @contextmanager
