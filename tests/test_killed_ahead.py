@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_kills_at_random_moments_change_no_bit(tmp_path: Path) -> None:
-    """Two each, with a script and with a model, while environments take random times; ``make faults`` has sixty."""
+    """Two each, with a script and with a model, while environments take random times; ``make faults`` has 64."""
     only = "threads, 1 rank(s), 1 ahead"
     script = ROOT / "tests" / "faults" / "run_faults.py"
     done = forks.run([script, "--only", only, "--signals", "2", "--output", tmp_path])

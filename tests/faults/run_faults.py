@@ -47,7 +47,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import psutil
 import torch
 from chain_files import start_process
-from commands import Command, weights
+from commands import FINISHED, Command, weights
+from environment_agents import Plays
 from games import Chatter, make_trainer
 from ppo_games import make_ppo
 from scripted_runs import by_script, sampling_with
@@ -56,6 +57,7 @@ from transformers.utils import logging
 
 from agile_trainers.checkpoints.integrity import checkpoints, newest_complete
 from agile_trainers.embedded import make_embedded_model
+from agile_trainers.envs.agent import Agent
 from agile_trainers.records.reader import RecordsError, open_records
 
 STEPS = 6
@@ -88,7 +90,7 @@ class Setting:
         train(self, model, run)
 
     def finished(self, run: Path) -> bool:
-        return (run / "final").is_dir()
+        return (run.parent / FINISHED).is_file()
 
     def result(self, run: Path) -> Any:
         """What must be equal, killed or not."""
@@ -116,7 +118,7 @@ SETTINGS += [
 ]
 SETTINGS += [
     Setting("grpo", True, environments, ranks, ahead=ahead, scripted=scripted)
-    for environments, ranks in (("threads", 1), ("processes", 1), ("threads", 2))
+    for environments, ranks in (("threads", 1), ("processes", 1), ("threads", 2), ("agents", 1))
     for ahead in (1, 2)
     for scripted in (False, True)
 ]
@@ -202,6 +204,10 @@ def train(setting: Setting, model: Path, run: Path) -> None:
     if setting.ahead:
         late = {"environment": Late, "steps_per_generation": 4 // setting.ahead, "max_logprob_gap": 1e9}
         options |= {"batches_ahead": setting.ahead, **late}
+    if setting.environments == "agents":
+        chance = random.Random()
+        options["environment"] = Agent(Plays(Chatter, lambda task, number: chance.choice([0.0, 0.0, 0.01, 0.05])))
+        options["advantage_granularity"] = "trajectory"
     if setting.algorithm == "ppo":
         trainer: Any = make_ppo(model, run, **options)
     else:
@@ -211,6 +217,8 @@ def train(setting: Setting, model: Path, run: Path) -> None:
         sampling_with(trainer, by_script(trainer))
     trainer.train(resume_from_checkpoint="auto")
     trainer.save_model(str(run / "final"))
+    if trainer.accelerator.is_main_process:  # a kill inside the last save leaves a part of it
+        (run.parent / FINISHED).touch()
     trainer.accelerator.end_training()
 
 
@@ -396,7 +404,7 @@ def disturb(setting: Setting | Command, model: Path, folder: Path, signals: int,
         if setting.finished(run) and outcome.signals < signals:
             shutil.rmtree(run)  # it got through: once more from the beginning
             run.mkdir()
-            (run.parent / "finished").unlink(missing_ok=True)
+            (run.parent / FINISHED).unlink(missing_ok=True)
     found = setting.result(run)
     outcome.equal = found == expected
     if not outcome.equal:
