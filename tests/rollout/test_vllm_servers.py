@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -126,8 +127,12 @@ def test_the_adapter_of_requests_that_name_none(running: list[Server], servers: 
 
 
 def test_what_a_killed_process_has_left_is_dropped(running: list[Server], servers: VllmServers, tmp_path: Path) -> None:
-    """Of one that lives nothing is, nor of a server that was started since."""
+    """Of one that lives, begins or ran on another machine nothing is. A server that was started since knows none of it."""
     kept, (place,) = load(servers), tmp_path.iterdir()
+    begins = Path(tempfile.mkdtemp(prefix=f"{place.name.rpartition('-')[0]}-", dir=tmp_path))
+    elsewhere = tmp_path / "vllm-policy-elsewhere-x"
+    (elsewhere / "policy-1").mkdir(parents=True)
+    stays = {place, begins, elsewhere}
     killed = os.fork()
     if killed == 0:
         try:
@@ -136,11 +141,11 @@ def test_what_a_killed_process_has_left_is_dropped(running: list[Server], server
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
-    assert [len(server.adapters) for server in running] == [2, 2, 1] and len(list(tmp_path.iterdir())) == 2
+    assert [len(server.adapters) for server in running] == [2, 2, 1] and len(list(tmp_path.iterdir())) == 4
     resumed = VllmServers([Client(server, tmp_path, 64) for server in running])  # type: ignore[misc]
     resumed.drop_left()
     assert [list(server.adapters) for server in running] == [[kept]] * 3
-    assert list(tmp_path.iterdir()) == [place] and servers.files.names() == [kept]
+    assert {*tmp_path.iterdir()} == stays and servers.files.names() == [kept]
     load(resumed)
     servers.drop_left()
     assert [len(server.adapters) for server in running] == [2] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 import uuid
 import weakref
@@ -62,7 +63,7 @@ class AdapterHost(ABC, Generic[Handle]):
         self.adapter = None
 
 
-_PREFIX = "vllm-policy-"
+_PREFIX = f"vllm-policy-{socket.gethostname()}-"
 
 
 class AdapterFolder:
@@ -100,8 +101,13 @@ class AdapterFolder:
             raise
 
     def left(self) -> list[Path]:
-        """List the folders in the same place whose processes were killed. Empty where files cannot be locked."""
+        """List the folders in the same place that processes of this machine left when they were killed.
+
+        Empty where files cannot be locked. Of another machine's folders one cannot tell: some shared file systems keep
+        locks on each machine alone.
+        """
         places = [] if self._place is None else sorted(Path(self._place).glob(f"{_PREFIX}*"))
+        places = [place for place in places if any(place.iterdir())]  # an empty one may not be locked yet
         left = []
         for folder in places:
             with suppress(OSError):  # somebody holds it
