@@ -103,8 +103,8 @@ bench: $(VENV)/.installed  ## overlap of slow environments; rollout and update t
 	  echo "$$part:"; $(RUN) benchmarks/$$part.py || { missed=1; echo "$$part: A BAR WAS MISSED" >&2; }; \
 	done; exit $$missed
 
-bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM: event-driven beside turn by turn
-	$(VLLM)/bin/python benchmarks/vllm_ragged.py
+bench-vllm: $(VLLM)/.installed  ## ragged episodes on vLLM, event-driven beside turn by turn; steps with batches ahead; a missed bar does not end the others
+	@missed=0; for part in vllm_ragged ahead_steps; do $(VLLM)/bin/python benchmarks/$$part.py || missed=1; done; exit $$missed
 
 gpu-wheels: $(VENV)/.installed  ## collect the wheels that a GPU machine without package registries lacks, in .gpu-wheels/
 	$(RUN) tests/on_gpu/wheels.py $(GPU_WHEELS)

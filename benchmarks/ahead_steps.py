@@ -2,7 +2,8 @@
 
 On a server: sixteen episodes a batch, of two to six turns; every step of an environment takes 200 ms, and answers end where
 a policy of random weights ends them. Trainer and server have a processor core each, with and without batches ahead. The bar:
-a step with one batch ahead takes at most 1.15 times the longer of rollout and update without any.
+a step with one batch ahead takes at most 1.15 times the longer of rollout and update without any. Balanced: the same with
+long observations, which make an update about as long as a rollout.
 
 In process: sixteen episodes of 1 to 16 turns, without waiting. The bar: with two batches ahead a rollout takes at most 0.7
 of the time that it takes without.
@@ -39,7 +40,7 @@ from agile_trainers.embedded import make_embedded_model
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 RESULTS = Path(__file__).parent / "results" / "ahead_steps.json"
-BARS = {"server": 1.15, "process": 0.7}
+BARS = {"server": 1.15, "balanced": 1.15, "process": 0.7}
 STEPS, SKIPPED = 8, 2
 SERVER = """--dtype float32 --logprobs-mode processed_logprobs --enable-lora --max-lora-rank 8 --max-loras 4
 --max-num-seqs 32 --enforce-eager --block-size 32 --no-enable-chunked-prefill --max-num-batched-tokens 4096
@@ -49,7 +50,7 @@ SERVER = """--dtype float32 --logprobs-mode processed_logprobs --enable-lora --m
 class Waits:
     """Answers after 200 ms, for two to six turns by the seed."""
 
-    turns, seconds = (2, 6), 0.2
+    turns, seconds, said = (2, 6), 0.2, "And on."
 
     async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         self.left = random.Random(seed).randint(*self.turns)
@@ -58,7 +59,13 @@ class Waits:
     async def step(self, action: str) -> Any:
         await asyncio.sleep(self.seconds)
         self.left -= 1
-        return "And on.", float(len(action) % 3), self.left == 0, False, {}
+        return self.said, float(len(action) % 3), self.left == 0, False, {}
+
+
+class Tells(Waits):
+    """Answers after 200 ms, at length."""
+
+    said = "And on. " * 16
 
 
 class Ragged(Waits):
@@ -132,7 +139,7 @@ def serving(model: Path, core: int) -> Iterator[str]:
         process.wait()
 
 
-def on_server(model: Path, repetitions: int) -> list[dict[str, Any]]:
+def on_server(model: Path, repetitions: int, environment: type = Waits) -> list[dict[str, Any]]:
     """Time steps with none and one ahead, in turns."""
     cores = sorted(os.sched_getaffinity(0))
     results = []
@@ -141,9 +148,9 @@ def on_server(model: Path, repetitions: int) -> list[dict[str, Any]]:
         options: dict[str, Any] = {
             "vllm_mode": "server", "vllm_server_base_url": url, "per_device_train_batch_size": 16, "max_new_tokens": 24,
         }  # fmt: skip
-        train(model, 0, Waits, **options)  # warms up
+        train(model, 0, environment, **options)  # warms up
         for _ in range(repetitions):
-            none, one = (train(model, ahead, Waits, **options) for ahead in (0, 1))
+            none, one = (train(model, ahead, environment, **options) for ahead in (0, 1))
             results.append({"none": none, "one": one, "ratio": ratio(none, one)})
             print(json.dumps(results[-1]), flush=True)
     os.sched_setaffinity(0, set(cores))
@@ -166,6 +173,14 @@ def in_process(model: Path, repetitions: int) -> list[dict[str, Any]]:
     return results
 
 
+def balanced(model: Path, repetitions: int) -> list[dict[str, Any]]:
+    """Time steps whose update is about as long as their rollout."""
+    return on_server(model, repetitions, Tells)
+
+
+MEASURES = {"server": on_server, "balanced": balanced, "process": in_process}
+
+
 def main() -> int:
     """Measure and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -177,7 +192,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = make_embedded_model(Path(folder) / "model")
         for part in options.parts:
-            results[part] = (on_server if part == "server" else in_process)(model, options.repetitions)
+            results[part] = MEASURES[part](model, options.repetitions)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     found = {part: median(one["ratio"] for one in ones) for part, ones in results.items()}
     for part, value in found.items():
