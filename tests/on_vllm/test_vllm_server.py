@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from several_processes import SCRIPT, episodes, launch
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings
 from agile_trainers.rollout.generators.vllm.engine import VllmEngine
 from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmServer
+from agile_trainers.rollout.generators.vllm.servers import VllmServers
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 GAP = "sampling/sampling_logp_difference"
@@ -287,3 +290,29 @@ def test_a_server_that_dies_leaves_a_checkpoint(
     expected = get_peft_model_state_dict(whole.model)
     for name, weight in get_peft_model_state_dict(run.model).items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5)
+
+
+def test_the_oldest_episode_is_sent_next() -> None:
+    """Whatever came first; batches that are trained first have the lower numbers."""
+    begun, meanwhile, asked = threading.Event(), threading.Event(), list[int]()
+
+    class Slow:
+        url, files, max_batch_size, vocab_size, max_model_length = "", None, 1, 100, 64
+
+        def generate(self, ids: list[int], *_: Any) -> Any:
+            begun.set()
+            assert meanwhile.wait(60)
+            asked.append(ids[0])
+            return [EOS[0]], [0.0], None
+
+    servers: list[Any] = [Slow()]
+    with closing(ServerGenerator(VllmServers(servers), eos_token_ids=EOS, settings=GREEDY)) as generator:
+        generator.submit(GenerationRequest(9, [9], 4, uniforms(9)))
+        assert begun.wait(60)
+        for episode in (7, 2, 5):
+            generator.submit(GenerationRequest(episode, [episode], 4, uniforms(episode)))
+        meanwhile.set()
+        answered: list[int] = []
+        while generator.pending:
+            answered += [output.episode for output in generator.step()]
+    assert asked == answered == [9, 2, 5, 7]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import threading
@@ -163,7 +164,8 @@ class VllmServer(AdapterHost[str]):
 class ServerGenerator:
     """Samples with vLLM servers. A turn reads only the ids that the server's prefix cache does not hold.
 
-    Requests are seeded as in :class:`~agile_trainers.rollout.generators.vllm.engine.VllmGenerator`.
+    Requests are seeded as in :class:`~agile_trainers.rollout.generators.vllm.engine.VllmGenerator`. Of those that wait, the
+    one of the lowest episode is sent next: batches that are trained first have the lower ones.
 
     Args:
         server: The server, or several. Others may use it at the same time.
@@ -198,7 +200,9 @@ class ServerGenerator:
             self._fields |= {"stop": list(settings.stop_strings), "skip_special_tokens": False}
         self._conversations = Conversations()
         self._under_way: dict[tuple[int, int], GenerationRequest] = {}
-        # The only attribute that other threads use.
+        # What other threads use: requests in the order of their episodes, then of their arrival; and answers.
+        self._arrived = itertools.count()
+        self._waiting: queue.PriorityQueue[tuple[int, int, GenerationRequest, dict[str, Any]]] = queue.PriorityQueue()
         self._answers: queue.SimpleQueue[tuple[GenerationRequest, Any]] = queue.SimpleQueue()
         self._wake: Callable[[], None] | None = None
         self._threads = ThreadPoolExecutor(server.max_batch_size, thread_name_prefix="vllm-request")
@@ -218,7 +222,8 @@ class ServerGenerator:
             fields["seed"] = seed_of(request)
         self._conversations.submitted(request)
         self._under_way[request.episode, request.call] = request
-        self._threads.submit(self._ask, request, fields)
+        self._waiting.put((request.episode, next(self._arrived), request, fields))
+        self._threads.submit(self._ask)
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Call a function, in any thread, whenever an answer has arrived; :meth:`step` then waits no longer."""
@@ -262,7 +267,9 @@ class ServerGenerator:
         self._under_way.clear()
         self._threads.shutdown(cancel_futures=True)
 
-    def _ask(self, request: GenerationRequest, fields: dict[str, Any]) -> None:
+    def _ask(self) -> None:
+        """Send the request that is next, and wait for its answer."""
+        _, _, request, fields = self._waiting.get_nowait()
         answer: Any
         try:
             adapter = self._adapter_of(request.episode)
