@@ -72,7 +72,8 @@ def pipeline_in(folder: Path, model: Path) -> dict[str, Any]:
             "save_steps": 1,
             "lr_scheduler_type": "constant",
         },
-        "evaluation": {"num_eval_episodes": 3},
+        # Without a multi-turn stage, answers would have the default length: ten times the work of the training.
+        "evaluation": {"num_eval_episodes": 3, "max_turns": 2, "max_new_tokens": 3},
         "stages": [
             {"algorithm": "sft", "dataset": str(folder / "games.jsonl"), "assistant_only_loss": True, **steps},
             {"algorithm": "dpo", "dataset": "chain_files:pairs", "dataset_args": {"count": 30}, **steps},

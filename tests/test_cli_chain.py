@@ -349,6 +349,7 @@ def test_numbers_as_yaml_reads_them(pipeline: dict) -> None:
 
 def test_evaluations_are_played_as_the_last_multi_turn_stage_plays(pipeline: dict) -> None:
     pipeline["stages"][3] |= {"max_turns": 3, "temperature": 0.7}
+    pipeline["evaluation"] = {"num_eval_episodes": 3}
     settings = parse_pipeline(pipeline).evaluation
     assert (settings.max_turns, settings.max_new_tokens, settings.temperature) == (3, 3, 0.7)
     assert settings.num_eval_episodes == 3 and settings.seed == 42

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from trl import GRPOConfig
 
@@ -178,8 +179,8 @@ def test_debug_raises_what_is_said_otherwise(mistake: str, folder: Path, monkeyp
 
 def test_processes_that_accelerate_starts_say_a_mistake_once_each(folder: Path) -> None:
     """What only they find out: here, that nothing says how long to train."""
-    command = [sys.executable, "-m", "agile_trainers.cli.main", "grpo", *MODEL, *GUESS, "--num_processes", "1", "--cpu"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    command = ["-m", "agile_trainers.cli.main", "grpo", *MODEL, *GUESS, "--num_processes", "1", "--cpu"]
+    done = forks.run(command, cwd=folder)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.count("max_steps must say how long to train") == 1
 
@@ -316,15 +317,21 @@ def test_help_shows_our_options_first_and_all_of_them_on_request(capsys: pytest.
     assert len(brief.splitlines()) < 250 and max(map(len, brief.splitlines())) <= 110
 
 
-SMALL_DISK = "mount -t tmpfs -o size={size} tmpfs {disk} && exec {command}"
+SMALL_DISK = """
+import ctypes, os, runpy, subprocess, sys
 
-
-def _can_mount(folder: Path) -> bool:
-    command = SMALL_DISK.format(size="100k", disk=folder, command="true")
-    return (
-        sys.platform == "linux"
-        and subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True).returncode == 0
-    )
+disk, size, *sys.argv = sys.argv[1:]
+NEWNS, NEWUSER = 0x20000, 0x10000000
+user, group = os.getuid(), os.getgid()
+if sys.platform != "linux" or ctypes.CDLL(None).unshare(NEWUSER | NEWNS):
+    sys.exit(100)
+for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    open(f"/proc/self/{name}", "w").write(text)
+if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], capture_output=True).returncode:
+    sys.exit(100)
+runpy.run_module("agile_trainers.cli.main", run_name="__main__")
+"""
+"""A command on a disk that holds so much, mounted for this process alone; 100 where nothing can be mounted."""
 
 
 @pytest.mark.parametrize(
@@ -332,18 +339,15 @@ def _can_mount(folder: Path) -> bool:
 )
 def test_a_full_disk_is_named_with_the_way_out(size: str, folder: Path, tmp_path: Path) -> None:
     """On a disk that holds so much, in a mount namespace of the process's own. What safetensors and PyTorch say differs."""
-    if not _can_mount(tmp_path):
-        pytest.skip("nothing can be mounted here")
     options = {
         "model_name_or_path": "model", "environment": "agile:guess_number", "max_steps": 1, "max_turns": 1,
         "max_new_tokens": 2, "save_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2,
         "generation_batch_size": 2, "report_to": "none", "output_dir": tmp_path / "run",
     }  # fmt: skip
-    words = " ".join(f"--{name} {value}" for name, value in options.items())
-    command = SMALL_DISK.format(
-        size=size, disk=tmp_path, command=f"{sys.executable} -m agile_trainers.cli.main grpo {words}"
-    )
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], cwd=folder, capture_output=True, text=True)
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    done = forks.run(["-c", SMALL_DISK, tmp_path, size, "agile-trainers", "grpo", *words], cwd=folder)
+    if done.returncode == 100:
+        pytest.skip("nothing can be mounted here")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert f"{tmp_path / 'run'}" in done.stderr and "No space left on device. Free some space" in done.stderr
     assert "--resume_from_checkpoint auto" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -83,7 +84,17 @@ def test_the_diagnosis_goes_on(embedded_model, tmp_path):
 
 
 _hooks: list[Any] = []
-sys.addaudithook(lambda event, arguments: [hook(event, arguments) for hook in _hooks] and None)
+
+
+@functools.cache
+def _hear_events() -> None:
+    """Pass what Python does to the hooks, from now on: nothing ends it, and every later test of the process pays for it."""
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        for hook in _hooks:
+            hook(event, arguments)
+
+    sys.addaudithook(hear)
 
 
 @contextmanager
@@ -99,6 +110,7 @@ def snapshots(run: Path, to: Path) -> Iterator[list[Path]]:
         taken.append(Path(shutil.copytree(run, to / str(len(taken)))))
         _hooks[:] = hooks
 
+    _hear_events()
     _hooks.append(take)
     try:
         yield taken
