@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import importlib.metadata
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     _leave_out_of_garbage_collection()
-    if cards := sys.modules.get("agile_trainers.checkpoints.run_cards"):
-        cards.draw_curve = _drawn_once(cards.draw_curve)  # type: ignore[attr-defined]
+    if "agile_trainers.checkpoints.run_cards" in sys.modules:
+        importlib.import_module("quick").make_quick()
 
 
 _modules = 0
@@ -54,17 +55,6 @@ def _leave_out_of_garbage_collection() -> None:
         gc.collect()
         gc.freeze()
         _modules = len(sys.modules)
-
-
-def _drawn_once(draw: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """Draw one picture for curves that differ in numbers only: runs save hundreds, and each takes a tenth of a second."""
-    pictures: dict[Any, bytes] = {}
-
-    def drawn(shown: Any) -> bytes:
-        form = tuple((one.name, one.is_share, bool(one.evaluations), tuple(one.baselines)) for one in shown)
-        return pictures[form] if form in pictures else pictures.setdefault(form, draw(shown))
-
-    return drawn
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import importlib.metadata
 import json
 import os
@@ -120,6 +121,7 @@ def _serve(libraries: Sequence[str]) -> None:
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in conftest.py
     for name in libraries:
         importlib.import_module(name)
+    importlib.import_module("quick").make_quick()
     gc.collect()
     gc.freeze()  # collections in the forks would copy all pages
     while line := sys.stdin.readline():

@@ -1764,8 +1764,8 @@ MUTATIONS = [
         "launch.processes if name in launch.shared else 1", "1", "tests/test_cli_advice.py -k share",
     ),
     Mutation(
-        "advice is of the first change for all", "cli/check/advice.py",
-        "again = step if _same_step(plan, changed) else None", "again = step", "tests/test_cli_advice.py -k differences",
+        "advice is of the first change for all", "cli/check/memory_plan.py",
+        "config.to_json_string(), repr(shape)", "config.to_json_string()", "tests/test_cli_advice.py -k differences",
     ),
     Mutation(
         "a batch is checked for one process", "cli/check/command.py",

@@ -45,19 +45,10 @@ def remedies(config: PretrainedConfig, plan: MemoryPlan, step: Step, gpu: int | 
     peak = estimate_memory(config, plan, step)[-1].size
     found = []
     for option, changed in _changes(plan, step, gpu):
-        again = step if _same_step(plan, changed) else None
-        saves = peak - estimate_memory(config, changed, again)[-1].size
+        saves = peak - estimate_memory(config, changed)[-1].size
         if saves >= LEAST:
             found.append(Remedy(option, saves, first=changed.dtype != plan.dtype))
     return sorted(found, key=lambda remedy: (not remedy.first, -remedy.saves))
-
-
-def _same_step(plan: MemoryPlan, changed: MemoryPlan) -> bool:
-    """Return True if a change leaves what the forward pass keeps as it is."""
-    names = ("rows", "tokens", "dtype", "quantization", "peft_config")
-    return (
-        all(getattr(plan, name) == getattr(changed, name) for name in names) and plan.launch.zero == changed.launch.zero
-    )
 
 
 def _changes(plan: MemoryPlan, step: Step, gpu: int | None) -> Iterator[tuple[str, MemoryPlan]]:

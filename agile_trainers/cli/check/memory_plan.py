@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import PeftConfig
@@ -166,15 +167,21 @@ def weight_dtype(config: PretrainedConfig, model: ModelConfig) -> torch.dtype:
     return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
 
 
+_traced: dict[tuple[Any, ...], Step] = {}
+
+
 def trace(config: PretrainedConfig, plan: MemoryPlan) -> Step:
-    """Count a step of a plan on tensors without data.
+    """Count a step of a plan on tensors without data, once for all plans that differ in nothing that it depends on.
 
     Raises:
         ValueError: If ``peft_config`` matches no module of the model.
     """
     computes = plan.autocast if plan.autocast and (plan.quantization or plan.launch.zero) else plan.dtype
     shape = Shape(plan.rows, plan.tokens, computes, plan.autocast, plan.dropout, plan.peft_config)
-    return trace_step(config, shape, trust_remote_code=plan.trust_remote_code)
+    key = type(config), config.to_json_string(), repr(shape), plan.trust_remote_code
+    if key not in _traced:
+        _traced[key] = trace_step(config, shape, trust_remote_code=plan.trust_remote_code)
+    return _traced[key]
 
 
 def estimate_memory(config: PretrainedConfig, plan: MemoryPlan, step: Step | None = None) -> list[MemoryItem]:

@@ -1,0 +1,52 @@
+"""What a test process leaves out of each run because the process has done it before, or because nobody reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from accelerate.utils import other
+from torch import nn
+from transformers import PreTrainedConfig, StopStringCriteria
+
+from agile_trainers.checkpoints import run_cards
+
+
+def make_quick() -> None:
+    """Take a tenth of its time from a run that is as small as those of the tests."""
+    _draw_curves_once()
+    _embed_stop_strings_once()
+    _look_for_compiled_modules_once()
+    # Each configuration that is read from a folder is written as JSON for a log of a level that is off.
+    PreTrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
+
+
+def _draw_curves_once() -> None:
+    """Draw one picture for curves that differ in numbers only: runs save hundreds, and each takes a tenth of a second."""
+    draw, pictures = run_cards.draw_curve, dict[Any, bytes]()
+
+    def drawn(shown: Any) -> bytes:
+        form = tuple((one.name, one.is_share, bool(one.evaluations), tuple(one.baselines)) for one in shown)
+        return pictures[form] if form in pictures else pictures.setdefault(form, draw(shown))
+
+    run_cards.draw_curve = drawn
+
+
+def _embed_stop_strings_once() -> None:
+    """Sort the vocabulary, so that transformers' cache knows it again: fast tokenizers give it in any order."""
+    embed: Any = StopStringCriteria.clean_and_embed_tokens_with_cache
+
+    def embedded(self: Any, tokens: Any, ids: Any, tokenizer: Any) -> Any:
+        return embed(self, *zip(*sorted(zip(tokens, ids))), tokenizer)
+
+    StopStringCriteria.clean_and_embed_tokens_with_cache = embedded  # type: ignore[method-assign]
+
+
+def _look_for_compiled_modules_once() -> None:
+    """Accelerate looks through all modules whenever a model is unwrapped, several times in a step."""
+    look, found = other.has_compiled_regions, WeakKeyDictionary[nn.Module, bool]()
+
+    def has(module: nn.Module) -> bool:
+        return found[module] if module in found else found.setdefault(module, look(module))
+
+    other.has_compiled_regions = has
