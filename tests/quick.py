@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from accelerate.utils import other
 from torch import nn
-from transformers import PreTrainedConfig, StopStringCriteria
+from transformers import PretrainedConfig, StopStringCriteria
 
 from agile_trainers.checkpoints import run_cards
 
@@ -18,7 +18,7 @@ def make_quick() -> None:
     _embed_stop_strings_once()
     _look_for_compiled_modules_once()
     # Each configuration that is read from a folder is written as JSON for a log of a level that is off.
-    PreTrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
+    PretrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
 
 
 def _draw_curves_once() -> None:
