@@ -54,10 +54,12 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "sequence_truncate 2": {"drift_correction": "sequence_truncate", "drift_clip_max": 2.0},
     "sequence_truncate": {"drift_correction": "sequence_truncate", "drift_clip_max": None},
     "token_truncate 2": {"drift_correction": "token_truncate", "drift_clip_max": 2.0},
+    "decision_truncate 2": {"drift_correction": "decision_truncate", "drift_clip_max": 2.0},
+    "decision_truncate": {"drift_correction": "decision_truncate", "drift_clip_max": None},
 }
 """Name of a correction to its options."""
 DEFAULT = "turn_truncate 2"
-COLORS = ("#000000", "#0072B2", "#D55E00", "#CC79A7", "#009E73")
+COLORS = ("#000000", "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#56B4E9", "#E69F00")
 """A colour per correction that colour-blind readers can tell apart (Okabe and Ito)."""
 RATE, STEPS, EVERY = 2e-3, 60, 5
 """Learning rate; updates of a run; updates between two evaluations."""

@@ -673,6 +673,11 @@ MUTATIONS = [
         '{"targets_by_row", "weighs_decisions"}', '{"targets_by_row"}', f"{DRIFT_OPTIONS} -k declares",
     ),
     Mutation(
+        "an agent's rewards are weighted by the order of its calls", "trainers/setup.py",
+        "if agents and args.drift_correction == DECISION:", "if False:",
+        "tests/trainers/test_agents_before_a_run.py -k not_weighted",
+    ),
+    Mutation(
         "weights of rewards stay on their process", "step/credit.py",
         "accelerator.gather(accelerator.pad_across_processes(weights, dim=1))", "weights",
         "tests/trainers/test_two_processes.py -k ahead",

@@ -21,6 +21,7 @@ from agile_trainers.config.multi_turn import MultiTurnConfig
 from agile_trainers.config.rules import MACHINE, check_rules
 from agile_trainers.envs.base import ResetResult
 from agile_trainers.envs.registry import environment_factories
+from agile_trainers.objectives.drift import DECISION
 from agile_trainers.packing.packer import Packer
 from agile_trainers.rollout.environment_pool import EnvironmentPool
 from agile_trainers.rollout.environment_probe import probe_environment
@@ -113,7 +114,7 @@ def prepare_run(
 
     options = EpisodeOptions.of_args(args)
     pool = options.make_pool(factories)
-    check_discount(args.gamma, pool)
+    check_order_of_turns(args, pool)
     histories = options.histories(pool.factories)
     start = environment_seed(args.seed, TRAINING, 0, 0)
     first_states = {
@@ -140,17 +141,22 @@ def prepare_run(
     )
 
 
-def check_discount(gamma: float, pool: EnvironmentPool) -> None:
-    """Reject a discount by turns for agents.
+def check_order_of_turns(args: MultiTurnConfig, pool: EnvironmentPool) -> None:
+    """Reject what goes by the order of turns for agents, whose calls may come at once.
 
     Raises:
-        ValueError: If ``gamma`` is not 1 and an environment is an agent.
+        ValueError: If ``gamma`` is not 1, or drift is corrected per decision, and an environment is an agent.
     """
     agents = [pool.titles[name] for name in pool.factories if pool.agent(name) is not None]
-    if agents and gamma != 1:
+    if agents and args.drift_correction == DECISION:
         raise ValueError(
-            f"gamma={gamma} discounts by the order of turns, but the agent {agents[0]} may ask for several answers at once. "
-            "Leave gamma at 1, or let the agent discount the rewards that it gives."
+            f"drift_correction={DECISION!r} weighs a reward by the turns up to it, but the agent {agents[0]} may ask for "
+            "several answers at once. Set drift_correction='sequence_truncate', or leave it unset."
+        )
+    if agents and args.gamma != 1:
+        raise ValueError(
+            f"gamma={args.gamma} discounts by the order of turns, but the agent {agents[0]} may ask for several answers at "
+            "once. Leave gamma at 1, or let the agent discount the rewards that it gives."
         )
 
 

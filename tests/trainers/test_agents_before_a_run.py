@@ -73,6 +73,13 @@ def test_an_agent_names_no_anchor(embedded_model: Path, tmp_path: Path) -> None:
         make_trainer(embedded_model, tmp_path, environment=Agent(talks), advantage_granularity="anchor")
 
 
+def test_an_agents_rewards_are_not_weighted_by_turns(embedded_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="weighs a reward by the turns up to it, but the agent talks"):
+        make_trainer(
+            embedded_model, tmp_path, environment=Agent(talks), batches_ahead=1, drift_correction="decision_truncate"
+        )
+
+
 def test_an_agent_has_no_discount_by_turns(embedded_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gamma=0\.9 discounts by the order of turns, but the agent talks"):
         make_trainer(
