@@ -1,7 +1,9 @@
-"""What frees a GPU's memory around a rollout."""
+"""What frees a GPU's memory around a rollout, and what repeats itself there."""
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
+from checkpointed_runs import assert_same, weights
 from games import Chatter, make_trainer
+from scripted_runs import said, watched
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -46,3 +50,33 @@ def test_engine_and_trainer_make_room_for_each_other(lora: bool, embedded_model:
     assert {weight.device.type for weight in trainer.model.parameters()} == {"cuda"}
     gaps = [log["sampling/sampling_logp_difference/mean"] for log in trainer.state.log_history[:3]]
     assert max(gaps) < 0.01
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_timing_changes_no_bit(
+    ahead: int, embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels whose sums do not depend on the batch."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    chance = random.Random(0)
+
+    class Late(Chatter):
+        """Takes a random time."""
+
+        def step(self, action: str) -> Any:
+            time.sleep(chance.choice([0, 0, 0, 0.05]))
+            return super().step(action)
+
+    runs = []
+    for name in ("one", "other"):
+        trainer = make_trainer(
+            embedded_model, tmp_path / name, environment=Late, batches_ahead=ahead, use_cpu=False, use_vllm=True,
+            stop_strings=None, max_model_length=256, environment_workers=4, per_device_train_batch_size=8, max_steps=5,
+            learning_rate=0.3, full_determinism=True,
+        )  # fmt: skip
+        batches = watched(trainer)
+        trainer.train()
+        runs.append((trainer, [said(one) for one in batches]))
+    (one, batches), (other, others) = runs
+    assert batches == others
+    assert_same(weights(one), weights(other))
