@@ -2,8 +2,8 @@
 
 On a server: sixteen episodes a batch, of two to six turns; every step of an environment takes 200 ms, and answers end where
 a policy of random weights ends them. Trainer and server have a processor core each, with and without batches ahead. The bar:
-a step with one batch ahead takes at most 1.15 times the longer of rollout and update without any. Balanced: the same with
-long observations, which make an update about as long as a rollout.
+a step with one batch ahead takes at most 1.15 times the longer of rollout and update without any, where the update is what
+is no rollout. Balanced: the same with a larger model and long observations, which make the two about equally long.
 
 In process: sixteen episodes of 1 to 16 turns, without waiting. The bar: with two batches ahead a rollout takes at most 0.7
 of the time that it takes without.
@@ -65,7 +65,7 @@ class Waits:
 class Tells(Waits):
     """Answers after 200 ms, at length."""
 
-    said = "And on. " * 16
+    said = "And on. " * 36
 
 
 class Ragged(Waits):
@@ -139,14 +139,15 @@ def serving(model: Path, core: int) -> Iterator[str]:
         process.wait()
 
 
-def on_server(model: Path, repetitions: int, environment: type = Waits) -> list[dict[str, Any]]:
+def on_server(model: Path, repetitions: int, environment: type = Waits, tokens: int = 24) -> list[dict[str, Any]]:
     """Time steps with none and one ahead, in turns."""
     cores = sorted(os.sched_getaffinity(0))
     results = []
     with serving(model, cores[0]) as url:
         os.sched_setaffinity(0, {cores[-1]})
         options: dict[str, Any] = {
-            "vllm_mode": "server", "vllm_server_base_url": url, "per_device_train_batch_size": 16, "max_new_tokens": 24,
+            "vllm_mode": "server", "vllm_server_base_url": url, "per_device_train_batch_size": 16,
+            "max_new_tokens": tokens,
         }  # fmt: skip
         train(model, 0, environment, **options)  # warms up
         for _ in range(repetitions):
@@ -159,7 +160,7 @@ def on_server(model: Path, repetitions: int, environment: type = Waits) -> list[
 
 def ratio(none: dict[str, float], one: dict[str, float]) -> float:
     """Return the time of a step with one ahead over the longer of rollout and update with none."""
-    return one["step"] / max(none["rollout"], none["update"])
+    return one["step"] / max(none["rollout"], none["step"] - none["rollout"])
 
 
 def in_process(model: Path, repetitions: int) -> list[dict[str, Any]]:
@@ -175,7 +176,8 @@ def in_process(model: Path, repetitions: int) -> list[dict[str, Any]]:
 
 def balanced(model: Path, repetitions: int) -> list[dict[str, Any]]:
     """Time steps whose update is about as long as their rollout."""
-    return on_server(model, repetitions, Tells)
+    larger = make_embedded_model(model.with_name("larger"), hidden_size=128, num_layers=4, intermediate_size=256)
+    return on_server(larger, repetitions, Tells, tokens=8)
 
 
 MEASURES = {"server": on_server, "balanced": balanced, "process": in_process}
