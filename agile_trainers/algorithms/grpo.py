@@ -40,9 +40,9 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
     )
     turn_advantage_trajectory_fallback: bool | None = option(
         None,
-        "At turn granularity with `turn_credit=return`, compare a turn that no other member reached with the others' "
-        "discounted returns of whole episodes. False gives it 0, so that turns that few episodes reach learn "
-        "little. Default: True where it applies.",
+        "Compare a turn that no other member reached with the others' discounted returns of whole episodes. False gives it "
+        "0, so that turns that few episodes reach learn little. Acts at turn granularity with `turn_credit=return`. "
+        "Default: True where it applies.",
     )
 
     value_rules: ClassVar[tuple[Rule, ...]] = (

@@ -186,8 +186,8 @@ class MultiTurnConfig(GRPOConfig):
     )
     generation_chunk_size: int | None = option(
         None,
-        "Number of episodes that are decoded at once; with a vLLM server, concurrent requests of a process. Default: all, "
-        "on a GPU as many as fit; with vLLM those of a batch.",
+        "Number of episodes that are decoded at once; with a vLLM server, concurrent requests. Default: a batch, on a GPU "
+        "without vLLM as many as fit.",
     )
     merge_adapter_in_rollout: bool = option(
         False,
@@ -302,8 +302,9 @@ class MultiTurnConfig(GRPOConfig):
     )
     drift_divergence_max: float = option(
         0.15,
-        "Largest change of a sampled token's probability, from the policy that played to the one that is trained, that "
-        "`dppo_mask` trains further in the direction of the advantage (DPPO, https://huggingface.co/papers/2602.04879).",
+        "Threshold of `dppo_mask`. A sampled token whose probability has changed by more in the direction of its advantage, "
+        "from the policy that played to the one that is trained, is left out "
+        "([DPPO](https://huggingface.co/papers/2602.04879), eq. 11 to 13).",
     )
     max_wall_seconds: float | None = option(
         None,

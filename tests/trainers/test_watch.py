@@ -91,7 +91,7 @@ def test_each_value_is_taken_once_whenever_the_log_is_cleared() -> None:
     assert watch.state()["diagnosis"]["history"]["latest"] == {"entropy": [2.0, 5.0, 7.0]}
 
 
-@pytest.mark.parametrize("algorithm", ["gspo", "reinforce"])
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce"])
 def test_a_probe_is_reported_as_solved_and_nothing_else(algorithm: str) -> None:
     """`make probes` does so for every algorithm and probe."""
     assert probes.run(algorithm, "constant", 0)["findings"] == ["solved"]
