@@ -266,6 +266,8 @@ def test_tokens_that_do_not_count_have_no_influence(mode):
     first, second = (drift_weights(one, mask, TURN_IDS, mode, 3.0) for one in (noisy, clean))
     assert torch.equal(first, second) and (first[~mask] == 1).all()
     assert drift_metrics(noisy, mask) == drift_metrics(clean, mask)
+    first, second = (decision_weights(one, mask, TURN_IDS, 3) for one in (noisy, clean))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("mode", MODES)
