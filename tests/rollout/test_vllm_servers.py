@@ -132,7 +132,9 @@ def test_what_a_killed_process_has_left_is_dropped(running: list[Server], server
     begins = Path(tempfile.mkdtemp(prefix=f"{place.name.rpartition('-')[0]}-", dir=tmp_path))
     elsewhere = tmp_path / "vllm-policy-elsewhere-x"
     (elsewhere / "policy-1").mkdir(parents=True)
-    stays = {place, begins, elsewhere}
+    gone = place.with_name(f"{begins.name}-gone")  # what lists the others finds it, and it is removed meanwhile
+    gone.symlink_to(tmp_path / "nothing")
+    stays = {place, begins, elsewhere, gone}
     killed = os.fork()
     if killed == 0:
         try:
@@ -141,7 +143,7 @@ def test_what_a_killed_process_has_left_is_dropped(running: list[Server], server
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
-    assert [len(server.adapters) for server in running] == [2, 2, 1] and len(list(tmp_path.iterdir())) == 4
+    assert [len(server.adapters) for server in running] == [2, 2, 1] and len(list(tmp_path.iterdir())) == 5
     resumed = VllmServers([Client(server, tmp_path, 64) for server in running])  # type: ignore[misc]
     resumed.drop_left()
     assert [list(server.adapters) for server in running] == [[kept]] * 3

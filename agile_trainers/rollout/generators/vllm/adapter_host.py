@@ -107,12 +107,12 @@ class AdapterFolder:
         locks on each machine alone.
         """
         places = [] if self._place is None else sorted(Path(self._place).glob(f"{_PREFIX}*"))
-        places = [place for place in places if any(place.iterdir())]  # an empty one may not be locked yet
         left = []
         for folder in places:
-            with suppress(OSError):  # somebody holds it
-                os.close(_locked(folder, fcntl.LOCK_EX))
-                left.append(folder)
+            with suppress(OSError):  # somebody holds it, or has just removed it
+                if any(folder.iterdir()):  # an empty one may not be locked yet
+                    os.close(_locked(folder, fcntl.LOCK_EX))
+                    left.append(folder)
         return left
 
     def names(self) -> list[str]:
