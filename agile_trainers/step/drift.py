@@ -67,15 +67,15 @@ def corrected_drift(
         over all processes.
     """
     log_ratio, mode = torch.where(mask, log_probs - snapshot, 0.0), args.drift_correction
-    trained = dppo_mask(log_probs, snapshot, advantages, mask, args.drift_divergence_max) if mode == DPPO else mask
-    ours, counted, kept = (
-        accelerator.gather(accelerator.pad_across_processes(column, dim=1))
-        for column in (log_ratio, mask.long(), trained.long())
+    ours, counted = (
+        accelerator.gather(accelerator.pad_across_processes(column, dim=1)) for column in (log_ratio, mask.long())
     )
     metrics = drift_metrics(ours, counted.bool())
     if mode is None or mode == DECISION:
         return None, metrics
     if mode != DPPO:
         return drift_weights(log_ratio, mask, turn_ids, mode, args.drift_clip_max), metrics
-    metrics["drift/masked"] = 1.0 - (kept.sum() / counted.sum().clamp(min=1)).item()
+    trained = dppo_mask(log_probs, snapshot, advantages, mask, args.drift_divergence_max)
+    kept = accelerator.gather(trained.sum()).sum()
+    metrics["drift/masked"] = 1.0 - (kept / counted.sum().clamp(min=1)).item()
     return drift_weights(log_ratio, mask, turn_ids, "token_truncate") * (trained | ~mask), metrics
