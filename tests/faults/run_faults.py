@@ -47,9 +47,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import psutil
 import torch
 from chain_files import start_process
+from chatter import Chatter, Late
 from commands import FINISHED, Command, weights
 from environment_agents import Plays
-from games import Chatter, make_trainer
+from games import make_trainer
 from ppo_games import make_ppo
 from scripted_runs import by_script, sampling_with
 from transformers import TrainerCallback
@@ -159,16 +160,6 @@ class Slow(Chatter):
 
     def step(self, action: str) -> Any:
         time.sleep(0.005)
-        return super().step(action)
-
-
-class Late(Chatter):
-    """Takes a random time."""
-
-    chance = random.Random()
-
-    def step(self, action: str) -> Any:
-        time.sleep(self.chance.choice([0.0, 0.0, 0.01, 0.05]))
         return super().step(action)
 
 

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "trainers"))
 
 import torch
+from chatter import Late
 from checkpointed_runs import SAVING
-from games import Chatter, make_trainer
+from games import make_trainer
 from transformers import TrainerCallback
 
 RUN: dict[str, Any] = {
     "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 0.3, "use_vllm": True, "vllm_mode": "server",
     "stop_strings": None, "max_model_length": 256, "environment_workers": 4, "batches_ahead": 2, **SAVING,
 }  # fmt: skip
-
-
-class Late(Chatter):
-    """Takes a random time."""
-
-    chance = random.Random()
-
-    def step(self, action: str) -> Any:
-        time.sleep(self.chance.choice([0, 0, 0.02, 0.1]))
-        return super().step(action)
 
 
 class Dies(TrainerCallback):

@@ -20,9 +20,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 import ahead_run
 import requests
 import torch
+from chatter import Chatter, Late
 from checkpointed_runs import SAVING, KillBefore, Killed, assert_same, weights
 from environment_agents import Gathers, Plays
-from games import Chatter, make_trainer
+from games import make_trainer
 from scripted_runs import said, watched
 from serving import Served, serving
 
@@ -34,17 +35,6 @@ RUN: dict[str, Any] = {
     "max_steps": 5, "per_device_train_batch_size": 8, "learning_rate": 0.3, "use_vllm": True, "stop_strings": None,
     "max_model_length": 256, "environment_workers": 4,
 }  # fmt: skip
-
-
-class Slow(Chatter):
-    """Takes a while now and then."""
-
-    chance: random.Random | None = None
-
-    def step(self, action: str) -> Any:
-        if self.chance is not None:
-            time.sleep(self.chance.choice([0, 0, 0, 0.05]))
-        return super().step(action)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +56,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    Slow.chance = None
 
 
 def trained(model: Path, folder: Path, ahead: int, **changes: Any) -> tuple[Any, list[Any]]:
-    trainer = make_trainer(model, folder, environment=Slow, batches_ahead=ahead, **{**RUN, **changes})
+    trainer = make_trainer(model, folder, batches_ahead=ahead, **{**RUN, **changes})
     batches = watched(trainer)
     trainer.train()
     return trainer, [said(one) for one in batches]
@@ -83,8 +72,7 @@ def test_timing_changes_no_bit(embedded_model: Path, tmp_path: Path, where: dict
     assert len(logs) == len(batches) == 5
     assert max(log[GAP] for log in logs) < 1e-3, "the sampler is compared with the adapter that played"
     assert all(log["drift/kl"] > 1e-4 for log in logs[1:])
-    Slow.chance = random.Random(ahead)
-    other, others = trained(embedded_model, tmp_path / "other", ahead, **where)
+    other, others = trained(embedded_model, tmp_path / "other", ahead, environment=Late, **where)
     assert batches == others
     assert_same(weights(one), weights(other))
 
@@ -93,7 +81,7 @@ def test_a_killed_run_goes_on_to_the_bit(embedded_model: Path, tmp_path: Path, w
     whole, _ = trained(embedded_model, tmp_path / "whole", 2, **where)
     for kill in (1, 3, 99):
         again = make_trainer(
-            embedded_model, tmp_path / "run", environment=Slow, batches_ahead=2, callbacks=[KillBefore(kill)],
+            embedded_model, tmp_path / "run", batches_ahead=2, callbacks=[KillBefore(kill)],
             **{**RUN, **SAVING, **where},
         )  # fmt: skip
         try:
@@ -171,7 +159,7 @@ def test_agents_play_ahead(embedded_model: Path, tmp_path: Path, where: dict[str
 
 def test_a_server_is_used_during_updates(embedded_model: Path, tmp_path: Path, server: Served) -> None:
     trainer = make_trainer(
-        embedded_model, tmp_path, environment=Slow, batches_ahead=1, vllm_mode="server", vllm_server_base_url=server.url,
+        embedded_model, tmp_path, batches_ahead=1, vllm_mode="server", vllm_server_base_url=server.url,
         **{**RUN, "max_turns": 4},
     )  # fmt: skip
     loss, ended = trainer._compute_loss, []
@@ -195,7 +183,7 @@ def test_a_server_is_used_during_updates(embedded_model: Path, tmp_path: Path, s
 def test_a_server_that_dies_is_named_within_seconds(embedded_model: Path, tmp_path: Path) -> None:
     with serving(embedded_model, 256, more=["--max-loras", "8"]) as served:
         trainer = make_trainer(
-            embedded_model, tmp_path, environment=Slow, batches_ahead=1, vllm_mode="server",
+            embedded_model, tmp_path, batches_ahead=1, vllm_mode="server",
             vllm_server_base_url=served.url, **{**RUN, "max_steps": 50},
         )  # fmt: skip
         loss, died = trainer._compute_loss, []
@@ -218,9 +206,7 @@ def test_a_server_of_two_that_dies_costs_no_token(embedded_model: Path, tmp_path
         where = {"vllm_mode": "server", "vllm_server_base_url": f"{server.url},{other.url}"}
         whole, batches = trained(embedded_model, tmp_path / "whole", 1, **where)
         assert whole.sampler.vllm.server.used == (0, 1)
-        trainer = make_trainer(
-            embedded_model, tmp_path / "killed", environment=Slow, batches_ahead=1, **{**RUN, **where}
-        )
+        trainer = make_trainer(embedded_model, tmp_path / "killed", batches_ahead=1, **{**RUN, **where})
         answer, killed = VllmServer.generate, []
 
         def kills(self: VllmServer, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
+from chatter import Chatter, Late
 from checkpointed_runs import assert_same, weights
-from games import Chatter, make_trainer
+from games import make_trainer
 from scripted_runs import said, watched
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -58,15 +57,6 @@ def test_timing_changes_no_bit(
 ) -> None:
     """With kernels whose sums do not depend on the batch."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    chance = random.Random(0)
-
-    class Late(Chatter):
-        """Takes a random time."""
-
-        def step(self, action: str) -> Any:
-            time.sleep(chance.choice([0, 0, 0, 0.05]))
-            return super().step(action)
-
     runs = []
     for name in ("one", "other"):
         trainer = make_trainer(

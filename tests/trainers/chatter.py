@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -18,3 +21,14 @@ class Chatter:
         reward = sum(map(ord, action)) % 5 / 4
         done = self.turn >= self.length
         return "again " * (1 + len(action) % 4), reward, done, False, {"success": reward > 0.5}
+
+
+class Late(Chatter):
+    """Takes one of ``seconds`` for a step, drawn by ``chance``."""
+
+    seconds: Sequence[float] = (0.0, 0.0, 0.02)
+    chance = random.Random()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.chance.choice(self.seconds))
+        return super().step(action)

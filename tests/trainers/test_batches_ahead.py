@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chatter import Late
 from checkpointed_runs import SAVING, Told, assert_same, run_until, weights
 from datasets import Dataset
-from games import Chatter, make_trainer
+from games import make_trainer
 from scripted_runs import by_script, said, sampling_with, watched
 
 from agile_trainers.adapters.folders import CheckpointError
@@ -131,15 +130,8 @@ def test_a_checkpoint_without_its_open_episodes(embedded_model: Path, tmp_path: 
 
 
 def test_timing_changes_nothing(embedded_model: Path, tmp_path: Path, run: Any, ahead: int) -> None:
-    class Slow(Chatter):
-        chance = random.Random(ahead)
-
-        def step(self, action: str) -> Any:
-            time.sleep(self.chance.choice([0, 0, 0.02]))
-            return super().step(action)
-
     trainer = make_trainer(
-        embedded_model, tmp_path, environment=Slow, environment_workers=5, batches_ahead=ahead, **RUN
+        embedded_model, tmp_path, environment=Late, environment_workers=5, batches_ahead=ahead, **RUN
     )
     trained = watched(trainer)
     trainer.train()

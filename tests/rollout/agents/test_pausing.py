@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import faulty
 import pytest
+from environment_agents import Gathers, post
 from leftovers import nothing_is_left
 
 from agile_trainers.embedded import make_tokenizer
@@ -92,36 +93,6 @@ class Talks:
                 judged += judge
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"you said {text}"}]
         return {"reward": len(judged) / 100 + ord(judged[-1]), "info": {"judged": judged}}
-
-
-class Gathers:
-    """Asks five things at once, two of them equal but for a label, and then about all answers."""
-
-    def __init__(self, delays: Callable[[int], float] = lambda number: 0.0) -> None:
-        self.delays = delays
-
-    async def __call__(self, model: Model, task: Task) -> float:
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {model.api_key}"}) as client:
-
-            async def ask(number: int) -> str:
-                await asyncio.sleep(self.delays(number))
-                said = {"role": "user", "content": f"start {task.seed} " + "again " * min(number, 3)}
-                answer = await post(client, model, {"messages": [said]}, {"x-occurrence": f"part {number}"})
-                return str(answer["choices"][0]["message"]["content"])
-
-            parts = await asyncio.gather(*map(ask, range(5)))
-            whole = await post(client, model, {"messages": [{"role": "user", "content": " ".join(parts)}]})
-        return sum(map(ord, whole["choices"][0]["message"]["content"])) % 5 / 4
-
-
-async def post(
-    client: aiohttp.ClientSession, model: Model, body: dict[str, Any], headers: dict[str, str] | None = None
-) -> dict[str, Any]:
-    body = {"model": model.name, **body}
-    async with client.post(f"{model.base_url}/chat/completions", json=body, headers=headers) as sent:
-        answer: dict[str, Any] = json.loads(await sent.read())
-        assert sent.status == 200, answer
-        return answer
 
 
 def delayed(seed: int) -> Callable[[int], float]:
