@@ -69,7 +69,7 @@ ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 DRIFT = "tests/objectives/test_drift.py"
 DRIFT_OPTIONS = "tests/trainers/test_drift_correction.py"
-GAP = "tests/trainers/test_gap.py"
+GAP = "tests/trainers/test_mismatch_runs.py"
 CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
@@ -565,7 +565,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gap of one rank", "sampling/mismatch.py",
-        "ranks[:, :-1].sum(0)", "ranks[:1, :-1].sum(0)", "tests/trainers/test_gap_two_processes.py",
+        "ranks[:, :-1].sum(0)", "ranks[:1, :-1].sum(0)", "tests/trainers/test_mismatch_two_processes.py",
     ),
     Mutation(
         "rows that are not scored counted in the gap", "trainers/trainer.py",

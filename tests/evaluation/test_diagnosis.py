@@ -247,7 +247,7 @@ def test_each_planted_failure_is_named_once_and_nothing_else(case: str) -> None:
 
 def test_every_finding_is_planted() -> None:
     named = {name for expected, _, _ in PLANTED.values() for name in expected}
-    noted = {"sampler_gap"}  # by the monitor; see below and tests/trainers/test_gap.py
+    noted = {"sampler_gap"}  # by the monitor; see below and tests/trainers/test_mismatch_runs.py
     assert named | noted == {symptom.name for symptom in SYMPTOMS}
 
 

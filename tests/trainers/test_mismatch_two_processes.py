@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from several_processes import launch
 
-SCRIPT = Path(__file__).with_name("gap_two_processes.py")
+SCRIPT = Path(__file__).with_name("mismatch_two_processes.py")
 CASES = {
     "loss": {},
     "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},

@@ -1,6 +1,6 @@
 """Runs in which the sampler of the last rank alone says something else; leaves what each rank raised.
 
-Usage: torchrun --nproc_per_node 2 gap_two_processes.py MODEL OUTPUT '{"case": {"option": "value"}}'
+Usage: torchrun --nproc_per_node 2 mismatch_two_processes.py MODEL OUTPUT '{"case": {"option": "value"}}'
 """
 
 import json
