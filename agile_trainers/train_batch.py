@@ -66,7 +66,7 @@ class TrainBatch:
     ref_per_token_logps: torch.Tensor | None = _shaped(_TOKENS, default=None)
     """(B, T), under the reference. None: the loss has no KL term."""
     importance_sampling_ratio: torch.Tensor | None = _shaped(_TOKENS, default=None)
-    """(B, T), weights that correct for the gap between sampler and trainer, or for drift."""
+    """(B, T), weights that correct for the training-inference mismatch, or for drift."""
     episodes: torch.Tensor | None = _shaped(_EPISODES, default=None)
     """(B,) int64, index of each row among this process's episodes of the generation batch."""
     has_advantage: torch.Tensor | None = _shaped(_EPISODES, default=None)

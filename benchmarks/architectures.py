@@ -2,8 +2,9 @@
 
 Each model is tiny, has random weights and trains in fp32 on CPU. ``MultiTurnGRPOTrainer`` plays ragged episodes of several
 turns with the transformers generator, scores them as the old policy, and makes one update in micro-batches that hold other
-episodes together. A row's gap is the largest difference between the three over all action tokens. The exit code is 1 if a
-gap is above ``BOUND`` or a run fails after construction. Models that the trainer refuses are listed with the error.
+episodes together. A row's mismatch is the largest difference between the three over all action tokens. The exit code is 1
+if a mismatch is above ``BOUND`` or a run fails after construction. Models that the trainer refuses are listed with the
+error.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from agile_trainers.train_batch import TrainBatch
 from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 BOUND = 1e-3
-"""Largest gap of an accepted row, in nats."""
+"""Largest mismatch of an accepted row, in nats."""
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 _WINDOW = 8
 """Width of a local attention window in tokens, a fraction of a turn."""
@@ -318,25 +319,25 @@ class Comparing(MultiTurnGRPOTrainer):
     def _train_batch(self, batch: Any, *args: Any) -> TrainBatch:
         output = super()._train_batch(batch, *args)
         assert output.old_per_token_logps is not None
-        self.scored = self._gap(output.old_per_token_logps, output)
+        self.scored = self._mismatch(output.old_per_token_logps, output)
         self.tokens = int((batch.turn_ids >= 0).sum())
         return output
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._loss_pass is not None:
-            self.trained = max(self.trained, self._gap(result[0].detach(), self._loss_pass.batch))
+            self.trained = max(self.trained, self._mismatch(result[0].detach(), self._loss_pass.batch))
         return result
 
     @staticmethod
-    def _gap(log_probs: torch.Tensor, batch: TrainBatch) -> float:
-        gaps = (log_probs - batch.sampling_per_token_logps)[batch.turn_ids >= 0].abs()
-        return float(gaps.nan_to_num(nan=torch.inf).max()) if len(gaps) else 0.0
+    def _mismatch(log_probs: torch.Tensor, batch: TrainBatch) -> float:
+        differences = (log_probs - batch.sampling_per_token_logps)[batch.turn_ids >= 0].abs()
+        return float(differences.nan_to_num(nan=torch.inf).max()) if len(differences) else 0.0
 
 
 @dataclass
 class Row:
-    """The result for one architecture: its gaps in nats, or the error that refused it."""
+    """The result for one architecture: its mismatches in nats, or the error that refused it."""
 
     name: str
     scored: float = 0.0
@@ -355,14 +356,14 @@ class Row:
         return not self.refused
 
     @property
-    def gap(self) -> float:
-        """The larger gap."""
+    def mismatch(self) -> float:
+        """The larger mismatch."""
         return max(self.scored, self.trained)
 
     @property
     def right(self) -> bool:
-        """True if the model was refused, or trained with a gap within the bound."""
-        return not self.accepted or (not self.failed and self.gap <= BOUND)
+        """True if the model was refused, or trained with a mismatch within the bound."""
+        return not self.accepted or (not self.failed and self.mismatch <= BOUND)
 
 
 def compare(name: str, folder: Path | str, **changes: Any) -> Row:
@@ -398,11 +399,12 @@ def page(rows: list[Row]) -> str:
         "`make architectures` trains tiny random-weight models of many architectures for one update and compares the",
         "log-probabilities of every action token three times: as sampled by the transformers generator (ragged episodes",
         "of several turns, batches of different lengths), as scored before the update, and as computed by the update.",
-        f"The table gives the largest gap in nats, in fp32 on CPU; more than {BOUND:g} fails. The gaps show that sampler",
-        "and trainer agree. They show nothing about real weights, other precisions or GPU kernels.",
+        f"The table gives the largest mismatch in nats, in fp32 on CPU; more than {BOUND:g} fails. The mismatches show that",
+        "sampler and trainer agree. They show nothing about real weights, other precisions or GPU kernels.",
         "",
-        f"{len(accepted)} architectures are accepted, with a largest gap of {max(row.gap for row in accepted):.1e}; "
-        f"{len(rows) - len(accepted)} are refused at construction. Measured with transformers {transformers.__version__}.",
+        f"{len(accepted)} architectures are accepted, with a largest mismatch of "
+        f"{max(row.mismatch for row in accepted):.1e}; {len(rows) - len(accepted)} are refused at construction. "
+        f"Measured with transformers {transformers.__version__}.",
         "",
         "The last column says what the model reads to sample a turn: *new* tokens only; the whole conversation once a",
         "*turn* (windows, recurrent layers, positions counted in columns); or the whole conversation for every *token*",
@@ -412,8 +414,8 @@ def page(rows: list[Row]) -> str:
         "|---|---|---|---|",
     ]
     for row in accepted:
-        gaps = f"{row.scored:.1e} | {row.trained:.1e}" if not row.failed else f"fails: {row.failed} | "
-        lines.append(f"| {row.name} | {gaps} | {row.reads.lower()} |")
+        differences = f"{row.scored:.1e} | {row.trained:.1e}" if not row.failed else f"fails: {row.failed} | "
+        lines.append(f"| {row.name} | {differences} | {row.reads.lower()} |")
     lines += ["", "| refused | why |", "|---|---|"]
     lines += [f"| {row.name} | {row.refused} |" for row in rows if not row.accepted]
     return "\n".join(lines) + "\n"

@@ -69,7 +69,7 @@ ARCHITECTURES = "tests/trainers/test_architectures.py"
 MISMATCH = "tests/objectives/test_mismatch.py"
 DRIFT = "tests/objectives/test_drift.py"
 DRIFT_OPTIONS = "tests/trainers/test_drift_correction.py"
-GAP = "tests/trainers/test_mismatch_runs.py"
+MISMATCH = "tests/trainers/test_mismatch_runs.py"
 CORRECTION = "tests/trainers/test_correction.py"
 STARTS = "tests/trainers/test_adapter_starts.py"
 RECIPE = "tests/trainers/test_batch_defaults.py"
@@ -449,8 +449,8 @@ MUTATIONS = [
         f"{RECORDS}::test_thinning_keeps_the_first_the_newest_and_an_even_rest",
     ),
     Mutation(
-        "the gap between sampler and trainer is rounded twice", "records/schema.py",
-        "return _on_grid(sampled) + _on_grid(gap), hidden", "return _on_grid(trained), hidden",
+        "the mismatch is rounded twice", "records/schema.py",
+        "return _on_grid(sampled) + _on_grid(mismatch), hidden", "return _on_grid(trained), hidden",
         f"{RECORDS}::test_numbers_keep_their_stated_precision",
     ),
     Mutation(
@@ -557,23 +557,23 @@ MUTATIONS = [
     ),
     Mutation(
         "sampler and trainer compared after pooling", "trainers/trainer.py",
-        "if self.mismatch.is_open:\n            assert", "if False:\n            assert", f"{GAP} -k stops_before",
+        "if self.mismatch.is_open:\n            assert", "if False:\n            assert", f"{MISMATCH} -k stops_before",
     ),
     Mutation(
         "the first of two batches not compared", "trainers/trainer.py",
-        "== self.args.steps_per_generation - 1", "== -1", f"{GAP} -k two-batches",
+        "== self.args.steps_per_generation - 1", "== -1", f"{MISMATCH} -k two-batches",
     ),
     Mutation(
-        "the gap of one rank", "sampling/mismatch.py",
+        "the mismatch of one rank", "sampling/mismatch.py",
         "ranks[:, :-1].sum(0)", "ranks[:1, :-1].sum(0)", "tests/trainers/test_mismatch_two_processes.py",
     ),
     Mutation(
-        "rows that are not scored counted in the gap", "trainers/trainer.py",
-        "counted = trained & scores", "counted = trained | scores", f"{GAP} -k not_read",
+        "rows that are not scored counted in the mismatch", "trainers/trainer.py",
+        "counted = trained & scores", "counted = trained | scores", f"{MISMATCH} -k not_read",
     ),
     Mutation(
         "a penalty taken for exact sampling", "sampling/mismatch.py",
-        "or any(reshaping(self.settings)))", ")", f"{GAP} -k only_warns",
+        "or any(reshaping(self.settings)))", ")", f"{MISMATCH} -k only_warns",
     ),
     Mutation(
         "weights that TRL's loss does not read", "trainers/trainer.py",

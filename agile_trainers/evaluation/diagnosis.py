@@ -365,10 +365,10 @@ def _sampler_too_old(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _sampler_gap(history: History, options: Any) -> Evidence | None:
-    text = history.notes.get("sampler_gap")
-    gap = history.mean("sampling/sampling_logp_difference/mean", 1)
-    return None if text is None else Evidence(text, gap or 1.0)
+def _sampler_mismatch(history: History, options: Any) -> Evidence | None:
+    text = history.notes.get("sampler_mismatch")
+    difference = history.mean("sampling/sampling_logp_difference/mean", 1)
+    return None if text is None else Evidence(text, difference or 1.0)
 
 
 def _kl_runaway(history: History, options: Any) -> Evidence | None:
@@ -661,8 +661,9 @@ SYMPTOMS: tuple[Symptom, ...] = (
         unless=("solved", "reward_misses_success", "entropy_runaway"),
     ),
     Symptom(
-        "sampler_gap", ("sampling/sampling_logp_difference/mean",), _sampler_gap,
-        "Remove the cause, set vllm_importance_sampling_correction=True, or raise max_logprob_gap if the gap is expected.",
+        "sampler_mismatch", ("sampling/sampling_logp_difference/mean",), _sampler_mismatch,
+        "Remove the cause, set vllm_importance_sampling_correction=True, or raise max_logprob_gap if the mismatch is "
+        "expected.",
         ("vllm_importance_sampling_correction", "max_logprob_gap"),
     ),
     Symptom(

@@ -56,25 +56,25 @@ def importance_weights(
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}.")
     unit, bound = mode.split("_")
-    gap = torch.where(mask, log_probs - sampling_log_probs, 0.0).float()
+    log_ratio = torch.where(mask, log_probs - sampling_log_probs, 0.0).float()
     if unit != "token":
         ids = torch.where(mask, turn_ids if unit == "turn" else 0, -1)
-        gap = spread_to_tokens(pool_to_turns(gap, ids, max(int(ids.max()) + 1, 1), "sum"), ids)
-    ratio = gap.exp()
+        log_ratio = spread_to_tokens(pool_to_turns(log_ratio, ids, max(int(ids.max()) + 1, 1), "sum"), ids)
+    ratio = log_ratio.exp()
     low, high = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
     clipped = mask & ((ratio < low) | (ratio > high))
     weights = ratio.clamp(low, high) if bound == "truncate" else ratio.masked_fill(clipped, 0.0)
     return Correction(torch.where(mask, weights, 1.0), clipped)
 
 
-def gap_metrics(
+def mismatch_metrics(
     log_probs: torch.Tensor,
     sampling_log_probs: torch.Tensor,
     weights: torch.Tensor,
     clipped: torch.Tensor,
     mask: torch.Tensor,
 ) -> dict[str, float]:
-    """Measure the difference between sampler and trainer over the tokens of a batch.
+    """Measure the training-inference mismatch over the tokens of a batch.
 
     Args:
         log_probs: (B, T), of the trainer.
@@ -91,13 +91,13 @@ def gap_metrics(
     """
     if not mask.any():
         return {}
-    gap = (log_probs - sampling_log_probs)[mask].double()
-    difference, weights = gap.abs(), weights[mask]
+    log_ratio = (log_probs - sampling_log_probs)[mask].double()
+    difference, weights = log_ratio.abs(), weights[mask]
     # `torch.quantile` takes no more than 16 million elements.
     p95 = difference.kthvalue(math.ceil(0.95 * len(difference))).values
     values = {
         "sampling_logp_difference/p95": p95,
-        "kl": (gap.exp() - 1 - gap).mean(),
+        "kl": (log_ratio.exp() - 1 - log_ratio).mean(),
         "importance_sampling_ratio/min": weights.min(),
         "importance_sampling_ratio/mean": weights.mean(),
         "importance_sampling_ratio/max": weights.max(),

@@ -175,8 +175,8 @@ class Packer:
                 error = f"{type(problem).__name__}: {problem}"
                 found.append(torch.full_like(found[0], torch.inf))
         there = (labels[:, 1:] != -100).float()
-        gap = ((found[0] - found[1]).abs().nan_to_num(nan=torch.inf) * there).sum() / there.sum().clamp(min=1)
-        worst = float(self._accelerator.gather(gap).max())
+        difference = ((found[0] - found[1]).abs().nan_to_num(nan=torch.inf) * there).sum() / there.sum().clamp(min=1)
+        worst = float(self._accelerator.gather(difference).max())
         if worst <= self._bound:
             return None
         return error or (

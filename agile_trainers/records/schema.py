@@ -90,7 +90,7 @@ LIGHT = tuple(name for name in EPISODE.names[: EPISODE.names.index("prompt")] if
 VOCABULARY = pa.schema({"id": pa.int32(), "piece": pa.binary(), "special": pa.bool_()})
 
 _LOGPROB_STEPS = 2.0**12
-"""Log-probabilities are multiples of 1 / 4096: their error is at most 1.3e-4, the trainer's and the gap's 2.5e-4."""
+"""Log-probabilities are multiples of 1 / 4096: their error is at most 1.3e-4, the trainer's and the mismatch's 2.5e-4."""
 _SIGNIFICANT_BITS = {"ratios": 12, "advantages": 11, "kl": 8}
 """The relative error is at most 2.5e-4, 5e-4 and 4e-3: with n bits, 2**-n."""
 _SPLIT_BYTES = ("sampling_logprobs", "logprobs")
@@ -161,12 +161,12 @@ def _token_column(name: str, kind: pa.DataType, rows: Sequence[dict[str, Any]]) 
 
 
 def _near(rows: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Round the trainer's log-probabilities so that their gap to the sampler's rounded ones is the rounded gap."""
+    """Round the trainer's log-probabilities so that they differ from the sampler's rounded ones by the rounded mismatch."""
     sampled, unsampled = _joined([row["sampling_logprobs"] for row in rows], np.float64)
     trained, untrained = _joined([row["logprobs"] for row in rows], np.float64)
     hidden = unsampled | untrained
-    gap = np.where(hidden, 0.0, trained) - np.where(hidden, 0.0, sampled)
-    return _on_grid(sampled) + _on_grid(gap), hidden
+    mismatch = np.where(hidden, 0.0, trained) - np.where(hidden, 0.0, sampled)
+    return _on_grid(sampled) + _on_grid(mismatch), hidden
 
 
 def _joined(values: Sequence[Any], kind: Any) -> tuple[np.ndarray, np.ndarray]:

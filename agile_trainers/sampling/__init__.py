@@ -1,1 +1,1 @@
-"""Makes the generator of a trainer's rollouts, and measures the gap between sampler and trainer."""
+"""Makes the generator of a trainer's rollouts, and measures the training-inference mismatch."""

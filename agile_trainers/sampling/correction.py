@@ -1,4 +1,4 @@
-"""Computes importance weights that correct the loss for the gap between sampler and trainer."""
+"""Computes importance weights that correct the loss for the training-inference mismatch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from agile_trainers.objectives.mismatch import gap_metrics, importance_weights
+from agile_trainers.objectives.mismatch import importance_weights, mismatch_metrics
 from agile_trainers.types import TurnBatch
 
 
@@ -24,7 +24,7 @@ def mismatch_weights(
         accelerator: Gathers the columns for the metrics.
 
     Returns:
-        The weights (B, T), and metrics of the gap and of the weights over all processes.
+        The weights (B, T), and metrics of the mismatch and of the weights over all processes.
     """
     correction = importance_weights(
         log_probs,
@@ -39,4 +39,4 @@ def mismatch_weights(
     ours, theirs, weights, clipped, counted = (
         accelerator.gather(accelerator.pad_across_processes(column, dim=1)) for column in columns
     )
-    return correction.weights, gap_metrics(ours, theirs, weights, clipped.bool(), counted.bool())
+    return correction.weights, mismatch_metrics(ours, theirs, weights, clipped.bool(), counted.bool())

@@ -1,4 +1,4 @@
-"""Measures and explains the gap between sampler and trainer: the difference of their log-probabilities.
+"""Measures and explains the training-inference mismatch: the difference of the log-probabilities of sampler and trainer.
 
 On-policy the importance ratio is 1 by construction. A trainer whose log-probabilities differ from the sampler's therefore
 trains on the wrong gradient with healthy metrics; only the sampler's own log-probabilities show it.
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from agile_trainers.rollout.generators.base import SamplingSettings
 
 EXACT, ROUNDED = 1e-3, 0.1
-"""Largest normal mean gap, in nats a token: where both compute in fp32 on the same weights, and elsewhere."""
+"""Largest normal mean mismatch, in nats a token: where both compute in fp32 on the same weights, and elsewhere."""
 _FILTERS, _PENALTIES = ("top_p", "top_k", "min_p", "min_new_tokens"), ("repetition_penalty",)
 
 
@@ -24,7 +24,7 @@ class SamplerMismatchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Gap:
+class Mismatch:
     """Absolute difference of log-probabilities over the trained tokens of all ranks, in nats."""
 
     mean: float
@@ -39,7 +39,7 @@ class Gap:
 
 
 class MismatchMeter:
-    """Sums the gap of one generation batch on the device.
+    """Sums the mismatch of one generation batch on the device.
 
     ``open`` starts a batch, ``add`` takes its forward passes one by one without waiting for the device, ``read`` ends it.
 
@@ -76,15 +76,15 @@ class MismatchMeter:
             turn_ids: (B, T) int64.
             padded: (B,) bool, rows whose prompt is padded.
         """
-        gap = torch.where(mask, (log_probs.float() - sampled.float()).abs(), 0.0)
+        difference = torch.where(mask, (log_probs.float() - sampled.float()).abs(), 0.0)
         parts = torch.stack([mask, mask & padded[:, None], mask & (turn_ids > 0)])
-        sums = torch.cat([torch.where(parts, gap, 0.0).sum((1, 2)), parts.sum((1, 2)).float()])
-        highest = gap.max()
+        sums = torch.cat([torch.where(parts, difference, 0.0).sum((1, 2)), parts.sum((1, 2)).float()])
+        highest = difference.max()
         self._sums = sums if self._sums is None else self._sums + sums
         self._highest = highest if self._highest is None else torch.maximum(self._highest, highest)
 
-    def read(self) -> Gap | None:
-        """End the batch and return the gap over all ranks; None if no token counts.
+    def read(self) -> Mismatch | None:
+        """End the batch and return the mismatch over all ranks; None if no token counts.
 
         Every rank must call it at the same point. It is the only collective and the only wait for the device.
         """
@@ -94,7 +94,7 @@ class MismatchMeter:
         (total, padded, later), (tokens, padded_tokens, later_tokens) = ranks[:, :-1].sum(0).view(2, 3).tolist()
         if tokens == 0:
             return None
-        return Gap(
+        return Mismatch(
             mean=total / tokens,
             maximum=ranks[:, -1].max().item(),
             tokens=int(tokens),
@@ -157,14 +157,14 @@ class Conditions:
 _EXACT_DTYPES = {torch.float32, torch.float64}
 
 
-def likely_cause(gap: Gap, bound: float, conditions: Conditions, first: float) -> str:
-    """Name the likeliest cause of a gap between sampler and trainer.
+def likely_cause(mismatch: Mismatch, bound: float, conditions: Conditions, first: float) -> str:
+    """Name the likeliest cause of a training-inference mismatch.
 
     Args:
-        gap: The gap of this batch.
+        mismatch: The mismatch of this batch.
         bound: The bound that its mean exceeds.
         conditions: How sampler and trainer compute.
-        first: The mean gap of the first generation batch.
+        first: The mean mismatch of the first generation batch.
     """
     known, (penalties, filters) = conditions, reshaping(conditions.settings)
     if known.settings.temperature != known.scored_at:
@@ -182,7 +182,7 @@ def likely_cause(gap: Gap, bound: float, conditions: Conditions, first: float) -
     if known.dropout:
         return "disable_dropout=False: the trainer's forward pass has dropout, the sampler's has none"
     if first <= bound:
-        told = f"the first batch agreed (gap {first:.2g})"
+        told = f"the first batch agreed (mismatch {first:.2g})"
         if known.vllm:
             return f"{told}, so the engine seems to serve a stale adapter"
         if not known.rounded:
@@ -192,16 +192,16 @@ def likely_cause(gap: Gap, bound: float, conditions: Conditions, first: float) -
     if known.vllm:
         return "the base model in memory is not the one in its folder, which vLLM loaded"
     model = f"the model ({known.model_type})" if known.model_type else "the model"
-    if gap.full_rows <= bound < gap.padded_rows:
+    if mismatch.full_rows <= bound < mismatch.padded_rows:
         return (
-            f"only rows with left padding differ ({gap.padded_rows:.2g}, the others {gap.full_rows:.2g}): {model} counts "
-            "positions over padding unless it is given position_ids"
+            f"only rows with left padding differ ({mismatch.padded_rows:.2g}, the others {mismatch.full_rows:.2g}): {model} "
+            "counts positions over padding unless it is given position_ids"
         )
-    if gap.first_turns <= bound < gap.later_turns:
+    if mismatch.first_turns <= bound < mismatch.later_turns:
         return (
-            f"only turns after the first differ ({gap.later_turns:.2g}, first turns {gap.first_turns:.2g}): {model} reads "
-            "keys and values kept between turns differently from a whole conversation (rope factors that depend on length, "
-            "local attention taken for full)"
+            f"only turns after the first differ ({mismatch.later_turns:.2g}, first turns {mismatch.first_turns:.2g}): "
+            f"{model} reads keys and values kept between turns differently from a whole conversation (rope factors that "
+            "depend on length, local attention taken for full)"
         )
     return (
         f"{model} adds noise in training that is not a dropout module (attention, residual or router noise), or its "
@@ -209,33 +209,34 @@ def likely_cause(gap: Gap, bound: float, conditions: Conditions, first: float) -
     )
 
 
-def explain(gap: Gap, bound: float, conditions: Conditions, first: float) -> str:
-    """Write the warning or error for a gap that is too wide.
+def explain(mismatch: Mismatch, bound: float, conditions: Conditions, first: float) -> str:
+    """Write the warning or error for a mismatch that is too large.
 
     Args:
-        gap: The gap of this batch.
+        mismatch: The mismatch of this batch.
         bound: The bound that its mean exceeds.
         conditions: How sampler and trainer compute.
-        first: The mean gap of the first generation batch.
+        first: The mean mismatch of the first generation batch.
     """
     return (
-        f"Sampler and trainer differ by {gap.mean:.3g} nats a token (at most {gap.maximum:.3g}), more than "
-        f"max_logprob_gap={bound}. The likely cause: {likely_cause(gap, bound, conditions, first)}. See docs/rollouts.md."
+        f"Sampler and trainer differ by {mismatch.mean:.3g} nats a token (at most {mismatch.maximum:.3g}), more than "
+        f"max_logprob_gap={bound}. The likely cause: {likely_cause(mismatch, bound, conditions, first)}. "
+        "See docs/rollouts.md."
     )
 
 
 @dataclass(frozen=True)
-class ClosedGap:
+class MismatchReport:
     """Metrics and warning of one generation batch."""
 
     metrics: dict[str, float]
     """Under TRL's names; empty without a token that counts."""
     warning: str | None
-    """The likely cause, if the gap is too wide."""
+    """The likely cause, if the mismatch is too large."""
 
 
 class MismatchMonitor:
-    """Measures the gap of every generation batch, and explains or raises when it is too wide.
+    """Measures the training-inference mismatch of every generation batch, and explains or raises when it is too large.
 
     Args:
         accelerator: The trainer's.
@@ -256,23 +257,23 @@ class MismatchMonitor:
         """Start a generation batch."""
         self.meter.open()
 
-    def close(self, *, is_first_step: bool) -> ClosedGap:
-        """End the batch and return its gap, the same on all ranks.
+    def close(self, *, is_first_step: bool) -> MismatchReport:
+        """End the batch and return its mismatch, the same on all ranks.
 
         Args:
             is_first_step: True before the first optimizer step. A resumed run is past its first batch and only warns.
 
         Raises:
-            SamplerMismatchError: In the run's first batch, if the gap is too wide and rounding cannot be the reason.
+            SamplerMismatchError: In the run's first batch, if the mismatch is too large and rounding cannot be the reason.
         """
-        gap = self.meter.read()
-        if gap is None:
-            return ClosedGap({}, None)
+        mismatch = self.meter.read()
+        if mismatch is None:
+            return MismatchReport({}, None)
         conditions, is_first = self._conditions(), self._first is None and is_first_step
         bound = self._bound or (EXACT if conditions.exact else ROUNDED)
-        first = self._first = gap.mean if self._first is None else self._first
-        text = explain(gap, bound, conditions, first) if gap.mean > bound else None
+        first = self._first = mismatch.mean if self._first is None else self._first
+        text = explain(mismatch, bound, conditions, first) if mismatch.mean > bound else None
         if text is not None and is_first and conditions.exact:
             raise SamplerMismatchError(text)
         name = "sampling/sampling_logp_difference"
-        return ClosedGap({f"{name}/mean": gap.mean, f"{name}/max": gap.maximum}, text)
+        return MismatchReport({f"{name}/mean": mismatch.mean, f"{name}/max": mismatch.maximum}, text)

@@ -351,7 +351,7 @@ class RolloutSampler:
         return {"vllm/sync_bytes": float(moved), "time/sync": seconds}
 
     def conditions(self) -> Conditions:
-        """Describe how sampler and trainer compute, to explain the gap between them."""
+        """Describe how sampler and trainer compute, to explain a mismatch between them."""
         trainer = self._trainer
         args: Any = trainer.args
         policy = trainer.accelerator.unwrap_model(trainer.model)

@@ -804,7 +804,7 @@ class MultiTurnTrainer(GRPOTrainer):
     def _close_mismatch(self) -> None:
         closed = self.mismatch.close(is_first_step=self.state.global_step == 0)
         self._add_metrics(closed.metrics)
-        self.health.note("sampler_gap", closed.warning)
+        self.health.note("sampler_mismatch", closed.warning)
 
     @with_episodes
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:

@@ -247,7 +247,7 @@ def test_each_planted_failure_is_named_once_and_nothing_else(case: str) -> None:
 
 def test_every_finding_is_planted() -> None:
     named = {name for expected, _, _ in PLANTED.values() for name in expected}
-    noted = {"sampler_gap"}  # by the monitor; see below and tests/trainers/test_mismatch_runs.py
+    noted = {"sampler_mismatch"}  # by the monitor; see below and tests/trainers/test_mismatch_runs.py
     assert named | noted == {symptom.name for symptom in SYMPTOMS}
 
 
@@ -356,13 +356,13 @@ def test_the_first_values_are_kept_for_the_whole_run() -> None:
 
 def test_notes_are_the_evidence_until_they_are_withdrawn() -> None:
     diagnosis = Diagnosis(Options())
-    diagnosis.note("sampler_gap", "They differ.")
+    diagnosis.note("sampler_mismatch", "They differ.")
     (finding,) = diagnosis.look(3, HEALTHY)
-    assert (finding.name, finding.step, finding.evidence) == ("sampler_gap", 3, "They differ.")
-    assert str(finding).startswith("[sampler_gap] They differ. Remove the cause")
-    diagnosis.note("sampler_gap", None)
+    assert (finding.name, finding.step, finding.evidence) == ("sampler_mismatch", 3, "They differ.")
+    assert str(finding).startswith("[sampler_mismatch] They differ. Remove the cause")
+    diagnosis.note("sampler_mismatch", None)
     diagnosis.look(4, HEALTHY)
-    diagnosis.note("sampler_gap", "Again.")
+    diagnosis.note("sampler_mismatch", "Again.")
     assert not diagnosis.look(5, HEALTHY), "said lately"
     assert diagnosis.look(6 + QUIET, HEALTHY)
 

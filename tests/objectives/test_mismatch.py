@@ -1,4 +1,4 @@
-"""Weights that make up for the gap between sampler and trainer, by hand."""
+"""Weights that make up for the training-inference mismatch, by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from agile_trainers.objectives.mismatch import MODES, gap_metrics, importance_weights
+from agile_trainers.objectives.mismatch import MODES, importance_weights, mismatch_metrics
 
 TURN_IDS = torch.tensor([[0, 0, -1, 1, 1], [0, 1, 1, -1, -1]])
 MASK = TURN_IDS >= 0
@@ -93,7 +93,7 @@ def test_the_weight_of_a_temperature_by_hand() -> None:
 def test_metrics_by_hand() -> None:
     mode = {"mode": "token_truncate", "highest": 3.0}
     correction = importance_weights(TRAINER, SAMPLER, TURN_IDS, MASK, **mode)
-    metrics = gap_metrics(TRAINER, SAMPLER, correction.weights, correction.clipped, MASK)
+    metrics = mismatch_metrics(TRAINER, SAMPLER, correction.weights, correction.clipped, MASK)
     ln2 = math.log(2.0)
     ratios = [2.0, 0.5, 4.0, 2.0, 0.25, 1.0, 0.5]
     expected = {
@@ -105,12 +105,12 @@ def test_metrics_by_hand() -> None:
         "clipped": 1 / 7,
     }
     assert metrics == pytest.approx({f"sampling/{name}": value for name, value in expected.items()}, rel=1e-5)
-    assert gap_metrics(TRAINER, SAMPLER, correction.weights, correction.clipped, torch.zeros_like(MASK)) == {}
+    assert mismatch_metrics(TRAINER, SAMPLER, correction.weights, correction.clipped, torch.zeros_like(MASK)) == {}
 
 
 def test_p95_leaves_five_percent_above() -> None:
-    gap, zeros = torch.arange(1.0, 101.0)[None], torch.zeros(1, 100)
-    metrics = gap_metrics(zeros, gap, zeros, zeros.bool(), torch.ones(1, 100, dtype=torch.bool))
+    mismatch, zeros = torch.arange(1.0, 101.0)[None], torch.zeros(1, 100)
+    metrics = mismatch_metrics(zeros, mismatch, zeros, zeros.bool(), torch.ones(1, 100, dtype=torch.bool))
     assert metrics["sampling/sampling_logp_difference/p95"] == 95.0
 
 

@@ -144,9 +144,9 @@ def test_a_training_step(
     forks = sum(turn.fork is not None for episode in episodes for turn in episode.turns)
     assert answers > 12, "the agents ended at once"
     metrics = trainer.update(episodes)
-    gap = metrics["sampling/sampling_logp_difference/mean"]
-    assert gap < 1e-3
-    print(f"\n{name}: {answers} answers, {forks} forks, gap {gap:.1e}")
+    mismatch = metrics["sampling/sampling_logp_difference/mean"]
+    assert mismatch < 1e-3
+    print(f"\n{name}: {answers} answers, {forks} forks, mismatch {mismatch:.1e}")
     odd = sum(turn.text not in POLICIES[kind] for episode in episodes for turn in episode.turns)
     if name.startswith("smolagents"):  # it rewrites every call that it can read
         assert answers - 8 - odd <= forks <= answers - 8

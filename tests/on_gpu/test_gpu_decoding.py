@@ -86,10 +86,10 @@ def test_forks_and_requests_at_once_are_answered_as_if_all_was_read(machine, fig
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_log_probabilities_are_those_of_a_forward_pass(machine, figures, dtype):
-    """What the trainer's correction calls the gap between sampling and training."""
+    """What the trainer's correction calls the training-inference mismatch."""
     model, rows = _model(machine, dtype), machine.pick(64, 4)
     said = _play(model, list(range(rows)), tokens=32, turns=1)
-    gaps = []
+    differences = []
     for episode, (output,) in said.items():
         prompt = [2 + (7 * episode + i) % 400 for i in range(5 + 3 * (episode % 9))]
         ids = torch.tensor([prompt + output.token_ids], device=machine.device)
@@ -99,9 +99,9 @@ def test_log_probabilities_are_those_of_a_forward_pass(machine, figures, dtype):
         scores[:, 1] = -torch.inf
         scores = scores.log_softmax(-1)
         found = scores[torch.arange(len(output.token_ids)), output.token_ids].tolist()
-        gaps += [abs(a - b) for a, b in zip(found, output.logprobs, strict=True)]
-    figures["mean gap"], figures["largest gap"] = sum(gaps) / len(gaps), max(gaps)
-    assert figures["mean gap"] < {torch.bfloat16: 2e-2, torch.float32: 1e-4}[dtype]
+        differences += [abs(a - b) for a, b in zip(found, output.logprobs, strict=True)]
+    figures["mean mismatch"], figures["largest mismatch"] = sum(differences) / len(differences), max(differences)
+    assert figures["mean mismatch"] < {torch.bfloat16: 2e-2, torch.float32: 1e-4}[dtype]
 
 
 def test_how_often_the_host_waits_for_a_token(machine, figures):

@@ -51,9 +51,9 @@ def _train(machine: Any, model: Any, folder: Any, algorithm: str, quantized: boo
 
 
 def _note(figures: dict[str, Any], logs: list[dict[str, float]]) -> None:
-    """Write down the gap between sampling and training, which is none on the same weights but rounding."""
+    """Write down the training-inference mismatch, which is none on the same weights but rounding."""
     for name, value in logs[0].items():
-        if "gap" in name or "mismatch" in name or "sampling" in name:
+        if "mismatch" in name or "sampling" in name:
             figures[name] = value
 
 

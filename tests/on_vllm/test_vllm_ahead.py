@@ -30,7 +30,7 @@ from serving import Served, serving
 from agile_trainers.envs.agent import Agent
 from agile_trainers.rollout.generators.vllm.server import VllmServer
 
-GAP = "sampling/sampling_logp_difference/max"
+MISMATCH = "sampling/sampling_logp_difference/max"
 RUN: dict[str, Any] = {
     "max_steps": 5, "per_device_train_batch_size": 8, "learning_rate": 0.3, "use_vllm": True, "stop_strings": None,
     "max_model_length": 256, "environment_workers": 4,
@@ -68,9 +68,9 @@ def trained(model: Path, folder: Path, ahead: int, **changes: Any) -> tuple[Any,
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_timing_changes_no_bit(embedded_model: Path, tmp_path: Path, where: dict[str, Any], ahead: int) -> None:
     one, batches = trained(embedded_model, tmp_path / "one", ahead, **where)
-    logs = [log for log in one.state.log_history if GAP in log]
+    logs = [log for log in one.state.log_history if MISMATCH in log]
     assert len(logs) == len(batches) == 5
-    assert max(log[GAP] for log in logs) < 1e-3, "the sampler is compared with the adapter that played"
+    assert max(log[MISMATCH] for log in logs) < 1e-3, "the sampler is compared with the adapter that played"
     assert all(log["drift/kl"] > 1e-4 for log in logs[1:])
     other, others = trained(embedded_model, tmp_path / "other", ahead, environment=Late, **where)
     assert batches == others
@@ -138,8 +138,8 @@ def test_agents_play_ahead(embedded_model: Path, tmp_path: Path, where: dict[str
         trainer = make_trainer(embedded_model, tmp_path / name, environment=AGENTS[kind](delays), **settings)
         batches = watched(trainer)
         trainer.train()
-        logs = [log for log in trainer.state.log_history if GAP in log]
-        assert len(logs) == len(batches) == 5 and max(log[GAP] for log in logs) < 1e-3
+        logs = [log for log in trainer.state.log_history if MISMATCH in log]
+        assert len(logs) == len(batches) == 5 and max(log[MISMATCH] for log in logs) < 1e-3
         assert not [one.error for batch in batches for one in batch if one.error]
         assert [{one.version for one in batch} for batch in batches] == [{0}, {0}, {0}, {1}, {2}]
         runs.append(([[(*said([one]), one.paths) for one in batch] for batch in batches], weights(trainer)))

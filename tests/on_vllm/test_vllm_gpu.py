@@ -47,8 +47,8 @@ def test_engine_and_trainer_make_room_for_each_other(lora: bool, embedded_model:
     trainer.train()
     assert engine.is_sleeping() and seen and all(devices == {"cpu"} for devices in seen)
     assert {weight.device.type for weight in trainer.model.parameters()} == {"cuda"}
-    gaps = [log["sampling/sampling_logp_difference/mean"] for log in trainer.state.log_history[:3]]
-    assert max(gaps) < 0.01
+    mismatches = [log["sampling/sampling_logp_difference/mean"] for log in trainer.state.log_history[:3]]
+    assert max(mismatches) < 0.01
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

@@ -42,7 +42,7 @@ from agile_trainers.rollout.generators.vllm.server import ServerGenerator, VllmS
 from agile_trainers.rollout.generators.vllm.servers import VllmServers
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
-GAP = "sampling/sampling_logp_difference"
+MISMATCH = "sampling/sampling_logp_difference"
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_training(embedded_model: Path, embedded_served: Served, tmp_path: Path,
     changes |= {"num_generations": 1} if algorithm == "reinforce" else {}
     trainer = make_trainer(embedded_model, tmp_path, **changes, **options(embedded_served))
     trainer.train()
-    assert len(logs(trainer, f"{GAP}/max")) == 5 and max(logs(trainer, f"{GAP}/max")) < 1e-3
+    assert len(logs(trainer, f"{MISMATCH}/max")) == 5 and max(logs(trainer, f"{MISMATCH}/max")) < 1e-3
     adapter = sum(weight.nbytes for weight in get_peft_model_state_dict(trainer.model).values())
     assert set(logs(trainer, "vllm/sync_bytes")) == {adapter}
     assert "eval_return" in trainer.evaluate()

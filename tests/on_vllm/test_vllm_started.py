@@ -46,8 +46,8 @@ def test_the_trainer_starts_a_server_and_ends_it(embedded_model: Path, tmp_path:
     assert len(server) >= 3, "the keeper, the server, its engine"
     assert policy.server.servers[0].info["lora_config"]["max_loras"] == 3
     trainer.train()
-    gaps = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history if "loss" in log]
-    assert len(gaps) == 2 and max(gaps) < 1e-3
+    mismatches = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history if "loss" in log]
+    assert len(mismatches) == 2 and max(mismatches) < 1e-3
     policy.close()
     assert ended(server)
     with pytest.raises(

@@ -31,7 +31,7 @@ from agile_trainers.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, M
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
 VLLM: dict[str, Any] = {"use_vllm": True, "stop_strings": None}
-GAP = "sampling/sampling_logp_difference"
+MISMATCH = "sampling/sampling_logp_difference"
 
 
 def logs(trainer: MultiTurnTrainer, name: str) -> list[float]:
@@ -59,8 +59,8 @@ def test_ten_updates_move_the_adapter_alone(
     theirs, ours = base_answers(trainer), dict(trainer.model.get_base_model().named_parameters())
     base = {name: weight.clone() for name, weight in ours.items() if "lora_" not in name}
     trainer.train()
-    assert len(logs(trainer, f"{GAP}/max")) == 10
-    assert max(logs(trainer, f"{GAP}/max")) < 1e-3
+    assert len(logs(trainer, f"{MISMATCH}/max")) == 10
+    assert max(logs(trainer, f"{MISMATCH}/max")) < 1e-3
     # The policy moved: under the first adapter the last answers had other log-probabilities.
     trainer.sampler.vllm.sync = lambda: 0  # type: ignore[method-assign]
     trainer.sampler.vllm.engine.load_adapter(
@@ -71,7 +71,7 @@ def test_ten_updates_move_the_adapter_alone(
         trainer.model.peft_config["default"],
     )
     draw_batch(trainer)
-    assert trainer._metrics["train"][f"{GAP}/mean"][-1] > 1e-3
+    assert trainer._metrics["train"][f"{MISMATCH}/mean"][-1] > 1e-3
     assert base_answers(trainer) == theirs
     assert all(torch.equal(ours[name], weight) for name, weight in base.items())
     adapter = sum(weight.nbytes for weight in get_peft_model_state_dict(trainer.model).values())
@@ -87,7 +87,7 @@ def test_a_model_trained_whole_is_moved_whole(embedded_model: Path, tmp_path: Pa
     trainer = make_trainer(embedded_model, tmp_path, lora=False, max_steps=4, learning_rate=0.5, **VLLM)
     before = base_answers(trainer)
     trainer.train()
-    assert max(logs(trainer, f"{GAP}/max")) < 1e-3
+    assert max(logs(trainer, f"{MISMATCH}/max")) < 1e-3
     assert base_answers(trainer) != before
     assert set(logs(trainer, "vllm/sync_bytes")) == {sum(weight.nbytes for weight in trainer.model.parameters())}
 
@@ -118,7 +118,7 @@ def test_ppo_hands_over_its_policy_and_nothing_of_its_critic(embedded_model: Pat
     )
     assert not any("critic" in name or "value_head" in name or "ref" in name.split(".") for name in policy)
     assert set(logs(trainer, "vllm/sync_bytes")) == {sum(weight.nbytes for weight in policy.values())}
-    assert max(logs(trainer, f"{GAP}/max")) < 1e-3
+    assert max(logs(trainer, f"{MISMATCH}/max")) < 1e-3
 
 
 def test_an_adapter_in_shares_is_handed_over_whole(embedded_model: Path, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_stale_adapter_is_called_that(embedded_model: Path, tmp_path: Path, ca
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert caplog.text.count("the engine seems to serve a stale adapter") == 1  # until it has agreed again
-    assert logs(trainer, f"{GAP}/mean")[0] < 1e-4 < 1e-3 < logs(trainer, f"{GAP}/mean")[-1]
+    assert logs(trainer, f"{MISMATCH}/mean")[0] < 1e-4 < 1e-3 < logs(trainer, f"{MISMATCH}/mean")[-1]
 
 
 def test_without_correction_nothing_is_scored_for_it(embedded_model: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_episodes_that_are_not_scored_do_not_count(embedded_model: Path, tmp_pat
     silent = (batch["advantages"].abs() <= 0.9).all(dim=1)
     assert silent.any() and not silent.all()
     assert (batch["importance_sampling_ratio"][silent] == 1).all()
-    assert trainer._metrics["train"][f"{GAP}/max"][-1] < 1e-3
+    assert trainer._metrics["train"][f"{MISMATCH}/max"][-1] < 1e-3
     loss_and_gradients(trainer, batch)
 
 
@@ -286,8 +286,8 @@ def test_the_trainers_of_a_search_use_the_engine_of_the_first(embedded_model: Pa
             )
             assert trial.sampler.vllm.engine is engine
             trial.train()
-            assert max(logs(trial, f"{GAP}/max")) < 1e-3
+            assert max(logs(trial, f"{MISMATCH}/max")) < 1e-3
         longer = make_trainer(embedded_model, tmp_path / "longer", max_model_length=200, **VLLM)
         assert longer.sampler.vllm.engine is not engine
     draw_batch(first)
-    assert first._metrics["train"][f"{GAP}/max"][-1] < 1e-3
+    assert first._metrics["train"][f"{MISMATCH}/max"][-1] < 1e-3

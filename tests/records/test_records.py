@@ -114,18 +114,18 @@ def test_the_files_are_as_small_as_the_encoding_says(tmp_path: Path) -> None:
 def test_numbers_keep_their_stated_precision(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     count = 2000
-    sampled, gap = -random.exponential(2.0, count), random.normal(0, 0.05, count)
+    sampled, mismatch = -random.exponential(2.0, count), random.normal(0, 0.05, count)
     ratio = np.exp(random.normal(0, 3, count))
     row = episode_row(small(
         completion_ids=list(range(count)), sampling_logprobs=sampled.tolist(), turns=[Turn(0, count, "", "stop")],
     ))  # fmt: skip
-    row |= {"logprobs": sampled + gap, "ratios": ratio, "kl": ratio / 1e6, "advantages": -ratio * 1e3}
+    row |= {"logprobs": sampled + mismatch, "ratios": ratio, "kl": ratio / 1e6, "advantages": -ratio * 1e3}
     write_episodes(tmp_path / "train-000000-rank0.parquet", [row])
     (found,) = read_records(tmp_path / "train-000000-rank0.parquet")
     there, trained = np.array(found["sampling_logprobs"]), np.array(found["logprobs"])
     half_a_step = 0.5 / 4096 * (1 + 1e-6)
     assert 1e-4 < abs(there - sampled).max() <= half_a_step
-    assert abs((trained - there) - gap).max() <= half_a_step
+    assert abs((trained - there) - mismatch).max() <= half_a_step
     for name, exact, bits in (("ratios", ratio, 12), ("advantages", -ratio * 1e3, 11), ("kl", ratio / 1e6, 8)):
         errors = abs(np.array(found[name]) / exact - 1)
         assert 0.9 < errors.max() * 2**bits <= 1 + 1e-3

@@ -31,8 +31,8 @@ def play(model: str, output: Path, changes: dict[str, Any]) -> None:
     try:
         trainer.train()
     except SamplerMismatchError as error:
-        gap = re.search(r"differ by (\S+) nats", str(error))
-        result = {"error": type(error).__name__, "gap": float(gap[1]) if gap else None}
+        mismatch = re.search(r"differ by (\S+) nats", str(error))
+        result = {"error": type(error).__name__, "mismatch": float(mismatch[1]) if mismatch else None}
     named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     result["unchanged"] = all(torch.equal(p, before[name]) for name, p in named)
     result["steps"] = trainer.state.global_step

@@ -107,7 +107,7 @@ def test_every_ratio_is_one_before_the_first_update_of_a_model_with_noise(tmp_pa
     """Rates kept as floats are off too, when scoring and when training."""
     row = architectures.compare(name, tmp_path, **NOISY[name])
     assert row.accepted and row.tokens > 20
-    assert row.gap < 1e-5
+    assert row.mismatch < 1e-5
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "adapters"])
@@ -123,8 +123,8 @@ def test_reference_and_critic_have_no_noise(tmp_path, whole):
         trainer.update_reference()
     batch = draw_batch(trainer)
     actions = batch["turn_ids"] >= 0
-    gap = (batch["ref_per_token_logps"] - batch["old_per_token_logps"])[actions].abs().max()
-    assert gap < 1e-5
+    difference = (batch["ref_per_token_logps"] - batch["old_per_token_logps"])[actions].abs().max()
+    assert difference < 1e-5
     if not whole:
         trainer.critic.count_turns([batch])
         trainer._compute_loss(trainer.model, {**batch, "value_targets": batch["old_values"]})
@@ -143,7 +143,7 @@ def test_rates_that_forward_passes_read_from_the_configuration_are_zero(tmp_path
 def test_a_rope_that_depends_on_length_ends_conversations_where_it_changes(tmp_path):
     """Longer rows would change the factors of their batch mates, and of the keys that are kept already."""
     row = architectures.compare("phi3 longrope", tmp_path)
-    assert row.tokens > 20 and row.gap < 1e-5
+    assert row.tokens > 20 and row.mismatch < 1e-5
     model = saved("phi3 longrope", tmp_path)
     for asked in (None, 48, 40):
         trainer = make_trainer(model, tmp_path, lora=False, max_model_length=asked)
@@ -178,7 +178,7 @@ def test_what_cannot_be_trained_faithfully_is_refused_at_construction(tmp_path, 
 def test_sampled_scored_and_trained_agree(tmp_path, name):
     """``make architectures`` compares the others."""
     row = architectures.compare(name, tmp_path)
-    assert row.accepted and row.gap < 1e-4
+    assert row.accepted and row.mismatch < 1e-4
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -64,7 +64,7 @@ def test_each_batch_is_played_by_the_policy_of_some_batches_earlier(
 
 
 def test_the_sampler_is_compared_with_the_policy_that_played(run: Any, ahead: int) -> None:
-    """Its gap stays that of rounding, whatever the update has changed since; that is the drift."""
+    """Its mismatch stays that of rounding, whatever the update has changed since; that is the drift."""
     logs = [log for log in run[0].state.log_history if "loss" in log]
     assert len(logs) == 4
     for generation, log in enumerate(logs):

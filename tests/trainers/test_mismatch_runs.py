@@ -1,4 +1,4 @@
-"""Sampler against trainer: the gap by hand, where it is measured, and what is done about one that is too wide."""
+"""Training-inference mismatch: by hand, where it is measured, and what is done about one that is too large."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from games import make_trainer, settings
 from transformers import TrainerCallback
 
 from agile_trainers.rollout.generators.base import SamplingSettings
-from agile_trainers.sampling.mismatch import Conditions, Gap, MismatchMeter, SamplerMismatchError, explain
+from agile_trainers.sampling.mismatch import Conditions, Mismatch, MismatchMeter, SamplerMismatchError, explain
 from agile_trainers.sampling.sampler import _multiplies_in_tf32
 from agile_trainers.trainers import MultiTurnGRPOConfig
 from agile_trainers.trainers.trainer import MultiTurnTrainer
@@ -66,11 +66,13 @@ def test_two_forward_passes_by_hand() -> None:
     meter.open()
     meter.add(ours, sampled, mask, turn_ids, torch.tensor([False, True]))
     meter.add(ours[:1], sampled[:1] - 1.0, mask[:1], turn_ids[:1], torch.tensor([True]))
-    gap = meter.read()
+    mismatch = meter.read()
     # .5, 0 and 1 in a full row, .25 in a padded one; then .5, 1 and 2 in a padded one.
-    assert gap is not None and gap.tokens == 7
-    expected = Gap(5.25 / 7, 2.0, 7, full_rows=1.5 / 3, padded_rows=3.75 / 4, first_turns=2.25 / 5, later_turns=3.0 / 2)
-    assert vars(gap) == pytest.approx(vars(expected))
+    assert mismatch is not None and mismatch.tokens == 7
+    expected = Mismatch(
+        5.25 / 7, 2.0, 7, full_rows=1.5 / 3, padded_rows=3.75 / 4, first_turns=2.25 / 5, later_turns=3.0 / 2
+    )
+    assert vars(mismatch) == pytest.approx(vars(expected))
     assert not meter.is_open
     meter.open()
     meter.add(ours, sampled, mask & False, turn_ids, torch.tensor([False, True]))
@@ -83,8 +85,8 @@ def test_a_log_prob_that_is_no_number_is_within_no_bound(value: float) -> None:
     meter.open()
     ones = torch.ones(1, 1, dtype=torch.bool)
     meter.add(torch.tensor([[value]]), torch.tensor([[-1.0]]), ones, torch.zeros(1, 1, dtype=torch.long), ones[0])
-    gap = meter.read()
-    assert gap is not None and not gap.maximum <= 1e9 and not gap.mean <= 1e9
+    mismatch = meter.read()
+    assert mismatch is not None and not mismatch.maximum <= 1e9 and not mismatch.mean <= 1e9
 
 
 USUAL: dict[str, Any] = {
@@ -123,7 +125,7 @@ def test_the_likely_cause(
     changes: dict[str, Any], parts: dict[str, float], first: float, cause: str, exact: bool
 ) -> None:
     conditions = Conditions(**{**USUAL, **changes})
-    text = explain(Gap(0.25, 1.0, 9, **{**EVEN, **parts}), 0.1, conditions, first)
+    text = explain(Mismatch(0.25, 1.0, 9, **{**EVEN, **parts}), 0.1, conditions, first)
     assert cause in text and "0.25 nats a token (at most 1), more than max_logprob_gap=0.1" in text
     assert conditions.exact == exact
 
@@ -202,15 +204,15 @@ class Cool(TrainerCallback):
             args.temperature = self.temperature
 
 
-def test_after_a_first_batch_that_agreed_a_gap_warns_once(
+def test_after_a_first_batch_that_agreed_a_mismatch_warns_once(
     embedded_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(embedded_model, tmp_path, max_steps=3, callbacks=[Cool(1)])
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert caplog.text.count("sampled at temperature 0.5 and scored at temperature 1.0") == 1
-    gaps = logs(trainer, MEAN)
-    assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-2
+    mismatches = logs(trainer, MEAN)
+    assert mismatches[0] < 1e-5 and min(mismatches[1:]) > 1e-2
 
 
 def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
@@ -235,7 +237,7 @@ def shift_the_samplers(trainer: MultiTurnTrainer, silent: bool) -> list[int]:
 
 
 def test_a_resumed_run_warns(embedded_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It got past its first batch, and must not be stopped by a gap that only warned before."""
+    """It got past its first batch, and must not be stopped by a mismatch that only warned before."""
     changes = {"save_strategy": "steps", "save_steps": 1}
     make_trainer(embedded_model, tmp_path, max_steps=1, **changes).train()
     trainer = make_trainer(embedded_model, tmp_path, max_steps=2, **changes)

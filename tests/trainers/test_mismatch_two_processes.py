@@ -1,4 +1,4 @@
-"""Real gloo DDP: one rank alone has a gap, and all of them stop with the same error."""
+"""Real gloo DDP: one rank alone has a mismatch, and all of them stop with the same error."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CASES = {
 @pytest.fixture(scope="module")
 def runs(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A rank that went on alone would hang at the next collective; ``launch`` has a time limit."""
-    return launch(SCRIPT, 2, embedded_model, tmp_path_factory.mktemp("gap"), CASES)
+    return launch(SCRIPT, 2, embedded_model, tmp_path_factory.mktemp("mismatch"), CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_ranks_stop_for_the_gap_of_one(runs: Path, case: str) -> None:
+def test_all_ranks_stop_for_the_mismatch_of_one(runs: Path, case: str) -> None:
     first, second = (json.loads((runs / case / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert first["error"] == "SamplerMismatchError" and first["steps"] == 0 and first["unchanged"]
     # A shift of .5 in the tokens of one rank, about half of all; the text names the mean of both.
-    assert 0.1 < first["gap"] < 0.4
+    assert 0.1 < first["mismatch"] < 0.4

@@ -92,7 +92,7 @@ def test_loss_gradient_and_metrics_equal_those_of_padded_rows(embedded_model, tm
 
 @pytest.mark.parametrize("algorithm", MAKERS)
 def test_scores_and_values_of_a_generation_batch_are_the_same(embedded_model, tmp_path, algorithm):
-    """Old, reference and critic passes; the gap to the sampler is measured on the packed ones."""
+    """Old, reference and critic passes; the training-inference mismatch is measured on the packed ones."""
     batches = []
     for mode in ("prefix", "none"):
         options = {"beta": 0.1, "num_iterations": 2, "sequence_packing": mode, "per_device_train_batch_size": 4}

@@ -18,7 +18,7 @@ from agile_trainers.rollout.generators.transformers.generator import Transformer
 from agile_trainers.sampling.served_policy import ServedPolicy, digest
 from agile_trainers.trainers.trainer import MultiTurnTrainer
 
-GAP = "sampling/sampling_logp_difference/max"
+MISMATCH = "sampling/sampling_logp_difference/max"
 
 
 class Beside(ServedPolicy):
@@ -93,7 +93,7 @@ def test_an_adapter_is_moved_once_for_each_policy(made: Any) -> None:
     assert engine.moves == 1, "what the engine cannot serve is said at construction"
     trainer.train()
     assert engine.moves == 2, "the first rollout's policy was there"
-    assert max(logged(trainer, GAP)) < 1e-4
+    assert max(logged(trainer, MISMATCH)) < 1e-4
     size = sum(weight.nbytes for weight in get_peft_model_state_dict(trainer.model).values())
     assert logged(trainer, "vllm/sync_bytes") == [size, size]
 
@@ -107,7 +107,7 @@ def test_the_policy_is_moved_again_after_others_were_served(made: Any) -> None:
         raise OSError
     assert served.others == []
     trainer.train()
-    assert served.moves == 2 and logged(trainer, GAP)[0] < 1e-3
+    assert served.moves == 2 and logged(trainer, MISMATCH)[0] < 1e-3
 
 
 def test_an_adapter_that_was_changed_after_construction_is_moved_again(made: Any) -> None:
@@ -116,14 +116,14 @@ def test_an_adapter_that_was_changed_after_construction_is_moved_again(made: Any
     weight = next(weight for name, weight in trainer.model.named_parameters() if "lora_B" in name)
     weight.data.add_(0.5)
     trainer.train()
-    assert engine.moves == 2 and max(logged(trainer, GAP)) < 1e-4
+    assert engine.moves == 2 and max(logged(trainer, MISMATCH)) < 1e-4
 
 
 def test_a_whole_model_is_moved_first_for_its_first_rollout(made: Any) -> None:
     trainer, engine = made(lora=False)
     assert engine.moves == 0
     trainer.train()
-    assert engine.moves == 1 and max(logged(trainer, GAP)) < 1e-4
+    assert engine.moves == 1 and max(logged(trainer, MISMATCH)) < 1e-4
 
 
 def test_equal_digests_mean_equal_weights() -> None:

@@ -136,16 +136,16 @@ def test_tokens_are_coloured_by_what_is_chosen(page_file: Path, run: Path, visit
     page.locator(".chooser button", has_text="clipping").click()
     assert classes("flag") == {k for k in acting if record["clipped"][k]}
     page.keyboard.press("5")
-    gap = {k: record["logprobs"][k] - record["sampling_logprobs"][k] for k in acting}
-    assert classes("pos") == {k for k in acting if gap[k] > 1e-5}
-    largest = max(gap, key=lambda k: abs(gap[k]))
+    difference = {k: record["logprobs"][k] - record["sampling_logprobs"][k] for k in acting}
+    assert classes("pos") == {k for k in acting if difference[k] > 1e-5}
+    largest = max(difference, key=lambda k: abs(difference[k]))
     strength = page.locator(f".t[data-k='{largest}']:not(details *)").evaluate(
         "one => one.style.getPropertyValue('--m')"
     )
     assert float(strength) == 1.0
     page.locator(f".t[data-k='{largest}']:not(details *)").hover()
     facts = dict(zip(texts(page, "#token dt"), texts(page, "#token dd")))
-    assert float(facts["sampler gap"].replace(MINUS, "-")) == pytest.approx(gap[largest], abs=2e-5)
+    assert float(facts["mismatch"].replace(MINUS, "-")) == pytest.approx(difference[largest], abs=2e-5)
     page.keyboard.press("1")
     assert classes("turn") == set(acting)
     page.keyboard.press("6")

@@ -226,7 +226,7 @@ function showToken(episode, k, element) {
   ];
   if (turn !== null) {
     facts.push(["sampler's log-prob", number(at(episode.sampling_logprobs, k), 4)], ["trainer's log-prob", number(at(episode.logprobs, k), 4)]);
-    for (const mark of ["gap", "advantage", "ratio", "clipped", "value", "kl"]) {
+    for (const mark of ["mismatch", "advantage", "ratio", "clipped", "value", "kl"]) {
       const value = MARKS[mark].of(episode, k);
       facts.push([MARKS[mark].label, typeof value === "boolean" ? (value ? "yes" : "no") : number(value, 4)]);
     }

@@ -17,9 +17,9 @@ const MARKS = {
     label: "clipping", kind: "flag", about: "Tokens whose ratio was clipped in the last pass, so that they had no gradient, are boxed.",
     of: (episode, k) => at(episode.clipped, k),
   },
-  gap: {
-    label: "sampler gap", kind: "signed",
-    about: "Trainer's log-probability minus the sampler's; they should agree. Blue: the trainer found the token likelier.",
+  mismatch: {
+    label: "mismatch", kind: "signed",
+    about: "Training-inference mismatch: the trainer's log-probability minus the sampler's; they should agree. Blue: the trainer found the token likelier.",
     of: (episode, k) => {
       const [ours, theirs] = [finite(at(episode.logprobs, k)), finite(at(episode.sampling_logprobs, k))];
       return ours === null || theirs === null ? null : ours - theirs;
@@ -113,6 +113,6 @@ const MISSING = {
   advantage: ": the episode took no part in an update",
   ratio: ": the episode took no part in an update",
   clipped: ": the episode took no part in an update",
-  gap: ": the trainer's log-probabilities were not recorded",
+  mismatch: ": the trainer's log-probabilities were not recorded",
 };
 const signedEnd = (value, mark) => (mark === "ratio" || MARKS[mark].kind === "positive" ? number(value) : signed(value));
