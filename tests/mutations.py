@@ -2726,7 +2726,7 @@ MUTATIONS = [
         "tests/rollout/agents/test_faults.py -k faults_of_some",
     ),
     Mutation(
-        "the key goes to a proxy", "envs/agent.py",
+        "the key goes to a proxy", "envs/agent_calls.py",
         'urllib.request.ProxyHandler({})',
         'urllib.request.ProxyHandler()',
         "tests/rollout/agents/test_server.py -k proxy",

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -63,12 +64,22 @@ def level_of(part: str) -> int:
     return next(number for number, level in enumerate(LEVELS) if part in level)
 
 
+def for_types(tree: ast.Module) -> set[ast.AST]:
+    """The nodes of a file that only type checkers read."""
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    return {node for block in blocks for statement in block.body for node in ast.walk(statement)}
+
+
 @cache
-def imported(path: Path) -> frozenset[str]:
+def imported(path: Path, *, at_run_time: bool = False) -> frozenset[str]:
     """Modules that a file imports anywhere in it, also inside functions, or names in full in a string."""
     names = set[str]()
     package = (path.relative_to(ROOT) if path.is_relative_to(PACKAGE) else path).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    left_out = for_types(tree) if at_run_time else set()
+    for node in ast.walk(tree):
+        if node in left_out:
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -98,6 +109,58 @@ def test_imports_go_the_way_that_the_rules_state(path: Path) -> None:
     part = part_of(path)
     lower = {other for level in LEVELS[: level_of(part)] for other in level}
     assert parts_imported(path) - {part} <= lower
+
+
+FOR_TYPES = {
+    ("agile_trainers.rollout.generators.vllm.servers", "agile_trainers.rollout.generators.vllm.server"),
+    ("agile_trainers.trainers.hyperparameter_search", "agile_trainers.trainers.trainer"),
+    ("agile_trainers.trainers.manual_loop", "agile_trainers.trainers.trainer"),
+}
+"""Files that import a file above them, for annotations alone; it may only shrink."""
+
+
+def files_imported(path: Path, *, at_run_time: bool) -> set[str]:
+    """The files of the package that a file imports, each as its module."""
+    modules, found = {module_of(file) for file in FILES}, set[str]()
+    for name in imported(path, at_run_time=at_run_time):
+        while name not in modules and name:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found - {"", "agile_trainers"}
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in turn; none if there is no circle."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_files_import_each_other() -> None:
+    """Inside a part too. Imports in functions, names in strings and imports for annotations count."""
+    at_run_time = {module_of(path): files_imported(path, at_run_time=True) for path in FILES}
+    assert circle(at_run_time) == []
+    every = {module_of(path): files_imported(path, at_run_time=False) for path in FILES}
+    downward = {name: others - {there for here, there in FOR_TYPES if here == name} for name, others in every.items()}
+    assert circle(downward) == []
+    for name, upward in FOR_TYPES:  # each is needed
+        assert circle({**downward, name: downward[name] | (every[name] & {upward})})
+
+
+@pytest.mark.parametrize("planted", [
+    "from agile_trainers.envs.agent import Agent",
+    "def late() -> None:\n    from agile_trainers.envs import agent",
+    "import agile_trainers.envs.agent as agents",
+    "NAME = 'agile_trainers.envs.agent:Agent'",
+])  # fmt: skip
+def test_a_planted_circle_is_found(planted: str, tmp_path: Path) -> None:
+    file = tmp_path / "planted.py"
+    file.write_text(f"{planted}\n", encoding="utf-8")
+    imports = {module_of(path): files_imported(path, at_run_time=True) for path in FILES}
+    imports["agile_trainers.envs.agent_calls"] |= files_imported(file, at_run_time=True)
+    assert set(circle(imports)) == {"agile_trainers.envs.agent", "agile_trainers.envs.agent_calls"}
 
 
 def test_objectives_import_nothing_of_the_package() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from agile_trainers.cli.main import OWN_MODULES
+from agile_trainers.cli.commands import OWN_MODULES
 from agile_trainers.cli.preflight import check_output, json_object
 from agile_trainers.cli.yaml_files import read_yaml
 from agile_trainers.envs.libraries import LIBRARIES

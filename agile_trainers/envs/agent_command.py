@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from agile_trainers.envs.agent import Model, Task, call, check_call, in_thread
+from agile_trainers.envs.agent_calls import Model, Task, call, check_call, in_thread
 from agile_trainers.envs.checker import validate_result
 from agile_trainers.envs.isolation import process_tree
 from agile_trainers.envs.isolation.levels import NONE
