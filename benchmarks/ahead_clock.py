@@ -255,7 +255,7 @@ class VirtualSampler:
         clock: The time; a shared one lets a server play on during updates.
         make: Makes a generator, given the function from the key of an episode to its answer.
         policy: Returns the number that the policy is now.
-        generation: Returns the episodes of the generation batch that is waited for.
+        awaited: Returns the episodes of the generation batch that is waited for.
         watch: Called whenever a batch is going to be played.
     """
 

@@ -21,6 +21,11 @@ BANNED = re.compile(rf"(?:{'|'.join(f'{QUESTION} {CLAUSE} {ELLIPSIS}'.split())})
 """First words of a riddle: a question, a subordinate clause or an elliptic sentence."""
 EXCEPTIONS: dict[str, str] = {}
 """Openings that are allowed all the same, and the reason."""
+ARGUMENTS_ELSEWHERE = {
+    "trainer.MultiTurnTrainer": "it names the arguments in which it differs from TRL's GRPOTrainer",
+    "ahead_clock.Process": "it refers to the function beside it for the others",
+}
+"""Classes and functions whose ``Args:`` may leave parameters out, and the reason."""
 FOLDERS = ("agile_trainers", "environments", "examples", "benchmarks", "docs")
 
 
@@ -47,6 +52,42 @@ def _literal(node: ast.AST) -> str | None:
     return None
 
 
+def documented_arguments(docstring: str | None) -> set[str] | None:
+    """The names under ``Args:``, without stars; None without such a section."""
+    section = re.search(r"^Args:\n((?: +.*\n?|\n)+)", docstring or "", flags=re.M)
+    if section is None:
+        return None
+    entries = re.findall(r"^ {4}((?:\*{0,2}\w+(?:, )?)+):", section[1], flags=re.M)
+    return {name.strip(" *") for entry in entries for name in entry.split(",")}
+
+
+def parameters(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Parameters of a function, or of a class's constructor; of a class without one, its fields."""
+    if isinstance(node, ast.ClassDef):
+        for child in node.body:
+            if isinstance(child, ast.FunctionDef) and child.name == "__init__":
+                return parameters(child)
+        return {ast.unparse(child.target) for child in node.body if isinstance(child, ast.AnnAssign)}
+    every = node.args
+    named = [*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg]
+    return {one.arg for one in named if one is not None} - {"self", "cls"}
+
+
+def wrong_arguments(tree: ast.AST, name: str) -> list[str]:
+    """Arguments that a docstring documents and the code does not take, and parameters that its ``Args:`` leaves out."""
+    wrong = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            documented, taken, of = documented_arguments(ast.get_docstring(node)), parameters(node), f"{name}.{node.name}"
+            if documented is None or (isinstance(node, ast.ClassDef) and node.bases and not taken):
+                continue  # The constructor of a base takes them.
+            wrong += [f"{of} takes no {one!r}" for one in sorted(documented - taken)]
+            has_fields = isinstance(node, ast.ClassDef) and "__init__" not in {getattr(c, "name", "") for c in node.body}
+            if not has_fields and of not in ARGUMENTS_ELSEWHERE:  # a field may have a docstring of its own
+                wrong += [f"{of} does not document {one!r}" for one in sorted(taken - documented)]
+    return wrong
+
+
 def texts(tree: ast.AST) -> Iterator[str]:
     """Yield the docstrings of attributes, and the help and description of options and parsers."""
     for node in ast.walk(tree):
@@ -71,6 +112,20 @@ def test_docstrings_do_not_open_with_a_riddle(path: Path) -> None:
     # Methods without a docstring override one of a library or a protocol.
     public = [(name, text) for name, text in found if not re.search(r"\..*\.|\._", name)]
     assert [name for name, text in public if text is None] == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_documented_arguments_are_those_that_are_taken(folder: str) -> None:
+    found = [one for path in _files(folder) for one in wrong_arguments(ast.parse(path.read_text("utf-8")), path.stem)]
+    assert found == []
+
+
+def test_a_wrong_argument_is_found() -> None:
+    docstring = '"""Text.\n\n    Args:\n        a, b: Both.\n            more: of it.\n        *rest: Others.\n    """'
+    function = f"def f(self, a, {{}}, *rest):\n    {docstring}"
+    assert wrong_arguments(ast.parse(function.format("b")), "m") == []
+    assert wrong_arguments(ast.parse(function.format("c")), "m") == ["m.f takes no 'b'", "m.f does not document 'c'"]
+    assert wrong_arguments(ast.parse(f"class A:\n    {docstring}\n    a: int\n    b: int"), "m") == ["m.A takes no 'rest'"]
 
 
 def test_help_texts_and_attributes_do_not_open_with_a_riddle() -> None:

@@ -285,7 +285,6 @@ def load_policy(
         base: The adapter's base model. Default: it is loaded.
         peft_config: The requested LoRA settings. Default: those of the adapter.
         merge_lora_configs: Extend the adapter to both settings, see :mod:`agile_trainers.adapters.merge`.
-        layers: Number of last layers that it adapts; see ``add_critic``.
         seed: Seed of new weights.
         autocast_adapter_dtype: PEFT's option of that name.
         **model_init_kwargs: Arguments of the base's ``from_pretrained``.
@@ -427,6 +426,7 @@ def start_critic(
         start: ``"new"``: fresh weights. ``"policy"``: a copy of the policy's adapter. ``"saved"``: the folder's critic.
             ``"auto"``: the folder's critic if it holds one, else ``"new"``, or ``"policy"`` if the policy's initialization
             changed the base (PiSSA, OLoRA).
+        layers: Number of last layers that the critic adapts. Default: all.
         seed: Seed of new weights.
         autocast_adapter_dtype: PEFT's option of that name.
 

@@ -126,6 +126,7 @@ class History:
     earliest: dict[str, list[float]] = field(default_factory=dict)
     """The first ``UPDATES`` values of each metric."""
     highest: dict[str, float] = field(default_factory=dict)
+    """The highest value of each metric."""
     counts: dict[str, int] = field(default_factory=dict)
     """Number of values that each metric has had."""
     notes: dict[str, str] = field(default_factory=dict)

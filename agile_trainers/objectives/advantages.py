@@ -233,6 +233,9 @@ def _against_others(
         chosen: (B, K) bool.
         others: What they are compared with: (B, K) by turn, or (B, 1) by episode.
         batch: The values whose deviation ``scale="batch"`` divides by.
+        group_size: Rows of a group.
+        scale: See :func:`group_advantages`.
+        baseline: See :func:`group_advantages`.
 
     Returns:
         What the chosen turns are beside those values, (B, K); 0 and False where not chosen.

@@ -318,7 +318,7 @@ def _cell(text: str | None) -> Any:
 
 
 def _content(path: Path) -> bytes:
-    """Read a file of JSON; of one that no run writes, the first byte, which is no JSON either."""
+    """Read a file of JSON. Of one larger than any that a run writes, return ``b"?"`` instead, which is no JSON."""
     return path.read_bytes() if path.stat().st_size <= LARGEST_JSON else b"?"
 
 

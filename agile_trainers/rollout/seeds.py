@@ -72,10 +72,16 @@ def evaluation_specs(
     *,
     domain: int = EVALUATION,
 ) -> list[EpisodeSpec]:
-    """Return one rank's part of ``count`` evaluation episodes, the same in every evaluation; rows repeat in order.
+    """Return one rank's part of an evaluation's episodes, which are the same in every evaluation.
 
-    In a run of several environments without rows, each plays the same episodes as in a run of its own. Evaluations of
-    another ``domain`` (``SELECTION``, ``HELD_OUT``) play other episodes of the same seed.
+    Args:
+        seed: The run's seed.
+        count: Number of episodes, over all ranks.
+        rows: The evaluation dataset; its rows repeat in order. None: there is none.
+        rank: Index of this process.
+        world_size: Number of processes.
+        mixture: The environments of a run of several. Without rows, each plays the same episodes as in a run of its own.
+        domain: ``EVALUATION``, ``SELECTION`` or ``HELD_OUT``: each plays other episodes of the same seed.
     """
     places = mixture.evaluated(count) if mixture is not None and rows is None else [(None, n) for n in range(count)]
     specs = []
