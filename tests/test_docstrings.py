@@ -78,11 +78,17 @@ def wrong_arguments(tree: ast.AST, name: str) -> list[str]:
     wrong = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            documented, taken, of = documented_arguments(ast.get_docstring(node)), parameters(node), f"{name}.{node.name}"
+            documented, taken, of = (
+                documented_arguments(ast.get_docstring(node)),
+                parameters(node),
+                f"{name}.{node.name}",
+            )
             if documented is None or (isinstance(node, ast.ClassDef) and node.bases and not taken):
                 continue  # The constructor of a base takes them.
             wrong += [f"{of} takes no {one!r}" for one in sorted(documented - taken)]
-            has_fields = isinstance(node, ast.ClassDef) and "__init__" not in {getattr(c, "name", "") for c in node.body}
+            has_fields = isinstance(node, ast.ClassDef) and "__init__" not in {
+                getattr(c, "name", "") for c in node.body
+            }
             if not has_fields and of not in ARGUMENTS_ELSEWHERE:  # a field may have a docstring of its own
                 wrong += [f"{of} does not document {one!r}" for one in sorted(taken - documented)]
     return wrong
@@ -125,7 +131,9 @@ def test_a_wrong_argument_is_found() -> None:
     function = f"def f(self, a, {{}}, *rest):\n    {docstring}"
     assert wrong_arguments(ast.parse(function.format("b")), "m") == []
     assert wrong_arguments(ast.parse(function.format("c")), "m") == ["m.f takes no 'b'", "m.f does not document 'c'"]
-    assert wrong_arguments(ast.parse(f"class A:\n    {docstring}\n    a: int\n    b: int"), "m") == ["m.A takes no 'rest'"]
+    assert wrong_arguments(ast.parse(f"class A:\n    {docstring}\n    a: int\n    b: int"), "m") == [
+        "m.A takes no 'rest'"
+    ]
 
 
 def test_help_texts_and_attributes_do_not_open_with_a_riddle() -> None:
