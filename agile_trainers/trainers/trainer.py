@@ -647,6 +647,30 @@ class MultiTurnTrainer(GRPOTrainer):
             options=kwargs,
         )
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        folder = Path(resume_from_checkpoint)
+        if isinstance(self.model, PeftModel) and any(
+            file.parent != folder for file in folder.glob("*/adapter_config.json")
+        ):
+            if self.is_fsdp_enabled:  # `Trainer` restores the active one alone
+                for adapter in self.model.peft_config:
+                    restore_adapter(self.model, adapter, folder if adapter == POLICY else folder / adapter)
+            else:
+                # Finding adapters in subfolders, `Trainer` leaves out the one beside them.
+                self.model.load_adapter(str(folder), POLICY, is_trainable=True)
+        for name, parameter in self.model.named_parameters():
+            # PEFT loads adapters in fp32; TRL trains those of a quantized base in bf16.
+            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+        if self.engine is not None:
+            self.reference.restore(folder)
+        self.critic.unfreeze(self.model)
+
+    @with_episodes
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return self.checkpoints.at_epoch(super()._get_train_sampler(dataset))
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         self.critic.unfreeze(self.model)
         made = self.optimizer is None
@@ -656,8 +680,32 @@ class MultiTurnTrainer(GRPOTrainer):
         return optimizer
 
     @with_episodes
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        return self.checkpoints.at_epoch(super()._get_train_sampler(dataset))
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        options = [] if self.is_deepspeed_enabled else optimizer_options(self.optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.is_deepspeed_enabled:
+            self.reference.restore_after_deepspeed(Path(checkpoint))
+        else:
+            apply_options(self.optimizer, self.lr_scheduler, options)
+        rollout = self.checkpoints.load_rollout(checkpoint)
+        self.health.restore(rollout.watch)
+        self.guard = StepGuard(**rollout.skipped_steps)
+        self.token_batches.restore(rollout.pass_tokens)
+        self.sampler.restore(rollout.rows)
+        self.packer.state = PackingState(**rollout.packing)
+        self.rollouts.restore(rollout.tasks)
+        if self.rollouts.ahead is not None and rollout.ahead is not None:
+            self.rollouts.ahead.restore(rollout.ahead)
+        self._restore_rollout(rollout.steps, rollout.micro_batches)
+        self.rollout_log.resume(
+            rollout.episodes, rollout.steps // self.micro_steps_per_generation, step_of(Path(checkpoint))
+        )
+
+    def _restore_rollout(self, steps: int, micro_batches: list[Batch] | None) -> None:
+        self._step, self._buffered_inputs = steps, micro_batches
+        self.critic.forget_step()
 
     @with_episodes
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -1057,6 +1105,27 @@ class MultiTurnTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
+    @with_episodes
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        check_finite(self.model, self.accelerator, self.state.global_step)
+        run = Path(self._get_output_dir(trial))
+        rollout = RolloutState(self._step, self._buffered_inputs, self.health.state(), dict(vars(self.guard)))
+        rollout.pass_tokens, rollout.episodes = self.token_batches.budget, self.rollout_log.unfinished
+        rollout.rows = self.sampler.rows
+        rollout.packing, rollout.tasks = dict(vars(self.packer.state)), self.rollouts.state()
+        rollout.ahead = None if self.rollouts.ahead is None else self.rollouts.ahead.state()
+        with self.checkpoints.saving(run, rollout) as building:
+            super()._save_checkpoint(model, trial)
+            self.reference.save(building)
+        if self.args.push_to_hub:
+            self.hub.push_checkpoint(run / building.name)
+        self.checkpoints.rotate(run)
+
+    @with_episodes
+    def _get_output_dir(self, trial: Any) -> str:
+        building = self.checkpoints.building
+        return super()._get_output_dir(trial) if building is None else str(building)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as ``Trainer.save_model`` does, a record of its origin (``agile_trainers.json``) and a card.
 
@@ -1087,75 +1156,6 @@ class MultiTurnTrainer(GRPOTrainer):
             return self.checkpoints.record()
         model, algorithm = self.accelerator.unwrap_model(self.model), self._name.removeprefix("Multi-turn ")
         return record_without_environment(algorithm, model, self.state.global_step, parent)
-
-    @with_episodes
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        check_finite(self.model, self.accelerator, self.state.global_step)
-        run = Path(self._get_output_dir(trial))
-        rollout = RolloutState(self._step, self._buffered_inputs, self.health.state(), dict(vars(self.guard)))
-        rollout.pass_tokens, rollout.episodes = self.token_batches.budget, self.rollout_log.unfinished
-        rollout.rows = self.sampler.rows
-        rollout.packing, rollout.tasks = dict(vars(self.packer.state)), self.rollouts.state()
-        rollout.ahead = None if self.rollouts.ahead is None else self.rollouts.ahead.state()
-        with self.checkpoints.saving(run, rollout) as building:
-            super()._save_checkpoint(model, trial)
-            self.reference.save(building)
-        if self.args.push_to_hub:
-            self.hub.push_checkpoint(run / building.name)
-        self.checkpoints.rotate(run)
-
-    @with_episodes
-    def _get_output_dir(self, trial: Any) -> str:
-        building = self.checkpoints.building
-        return super()._get_output_dir(trial) if building is None else str(building)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        folder = Path(resume_from_checkpoint)
-        if isinstance(self.model, PeftModel) and any(
-            file.parent != folder for file in folder.glob("*/adapter_config.json")
-        ):
-            if self.is_fsdp_enabled:  # `Trainer` restores the active one alone
-                for adapter in self.model.peft_config:
-                    restore_adapter(self.model, adapter, folder if adapter == POLICY else folder / adapter)
-            else:
-                # Finding adapters in subfolders, `Trainer` leaves out the one beside them.
-                self.model.load_adapter(str(folder), POLICY, is_trainable=True)
-        for name, parameter in self.model.named_parameters():
-            # PEFT loads adapters in fp32; TRL trains those of a quantized base in bf16.
-            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
-        if self.engine is not None:
-            self.reference.restore(folder)
-        self.critic.unfreeze(self.model)
-
-    @with_episodes
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        options = [] if self.is_deepspeed_enabled else optimizer_options(self.optimizer)
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.is_deepspeed_enabled:
-            self.reference.restore_after_deepspeed(Path(checkpoint))
-        else:
-            apply_options(self.optimizer, self.lr_scheduler, options)
-        rollout = self.checkpoints.load_rollout(checkpoint)
-        self.health.restore(rollout.watch)
-        self.guard = StepGuard(**rollout.skipped_steps)
-        self.token_batches.restore(rollout.pass_tokens)
-        self.sampler.restore(rollout.rows)
-        self.packer.state = PackingState(**rollout.packing)
-        self.rollouts.restore(rollout.tasks)
-        if self.rollouts.ahead is not None and rollout.ahead is not None:
-            self.rollouts.ahead.restore(rollout.ahead)
-        self._restore_rollout(rollout.steps, rollout.micro_batches)
-        self.rollout_log.resume(
-            rollout.episodes, rollout.steps // self.micro_steps_per_generation, step_of(Path(checkpoint))
-        )
-
-    def _restore_rollout(self, steps: int, micro_batches: list[Batch] | None) -> None:
-        self._step, self._buffered_inputs = steps, micro_batches
-        self.critic.forget_step()
 
     @with_episodes
     def _load_best_model(self) -> None:
@@ -1199,6 +1199,11 @@ class MultiTurnTrainer(GRPOTrainer):
         with reporting_unreachable(name):
             make_repository("hub_model_id", name, token, make)
 
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push nothing where `Trainer` calls it with episodes: the folder is incomplete. See :meth:`_save_checkpoint`."""
+        if self.engine is None:
+            self.hub.push_checkpoint(Path(checkpoint_folder))
+
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -1240,15 +1245,6 @@ class MultiTurnTrainer(GRPOTrainer):
         self._finish_current_push()
         return self.hub.push(commit_message, blocking, token, revision)
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push nothing where `Trainer` calls it with episodes: the folder is incomplete. See :meth:`_save_checkpoint`."""
-        if self.engine is None:
-            self.hub.push_checkpoint(Path(checkpoint_folder))
-
-    def _finish_current_push(self) -> None:
-        super()._finish_current_push()
-        self.hub.summarize()
-
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
@@ -1267,3 +1263,7 @@ class MultiTurnTrainer(GRPOTrainer):
             dataset_name=dataset_name,
             tags=[tags] if isinstance(tags, str) else tags or (),
         )
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        self.hub.summarize()
