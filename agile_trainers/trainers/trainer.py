@@ -1,9 +1,10 @@
-"""Defines the trainer: every override of TRL and ``Trainer``, in the order in which a run and a step call them.
+"""Defines the trainer: the overrides of TRL and ``Trainer``, in the order in which a run and a step call them.
 
 ``MultiTurnTrainer`` replaces the part between a dataset row and TRL's loss: rollout, rewards, credit. The loss itself and
 the optimizer loop stay TRL's. Everything with state of its own is an object: the sampler, the checkpoints, the Hub's
-repository, the reference, the log of episodes. Without an environment every method is plain ``super()``. No other file
-overrides a private method of TRL's ``GRPOTrainer`` or of ``Trainer``.
+repository, the reference, the log of episodes. Without an environment playing and training are TRL's; saving, cards, the Hub
+and hyperparameter search are ours there too. The overrides of the Hub are last. No other file overrides a private method of
+TRL's ``GRPOTrainer`` or of ``Trainer``.
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def with_episodes(method: _Method) -> _Method:
-    """Make an override act with an environment only; without one the trainer's method is TRL's."""
+    """Make an override act with an environment only; without one the method is TRL's.
+
+    An override without this decorator acts in both cases.
+    """
 
     @functools.wraps(method)
     def chosen(trainer: MultiTurnTrainer, *args: Any, **kwargs: Any) -> Any:
