@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from update_vs_trl import PAGE, with_tables
 
 from agile_trainers.rollout.generators import GenerationRequest, SamplingSettings, TransformersGenerator
-from agile_trainers.rollout.generators.transformers.decoding import Lineage
+from agile_trainers.rollout.generators.transformers.decoding import CachedLineage
 from agile_trainers.rollout.generators.transformers.kv_cache import GrowingLayer, KVBatch
 
 RESULTS = Path(__file__).resolve().parent / "results" / "decoding.json"
@@ -75,7 +75,7 @@ def decode(model: Qwen2ForCausalLM, side: str, kv: KVBatch, tokens: int) -> tupl
     for row, length in enumerate(kv.mask.sum(1).tolist()):
         noise = random.Random(row)
         ids = [noise.randrange(2, model.config.vocab_size) for _ in range(length + 1)]
-        generator._lineages[row] = [Lineage(row, ids, kv, row, length, busy=False)]
+        generator._lineages[row] = [CachedLineage(row, ids, kv, row, length, busy=False)]
         generator.submit(GenerationRequest(row, ids, tokens + 1, partial(_draw, noise)))
     generator._repack_if_due()
     batch = generator._batch

@@ -127,7 +127,7 @@ def _supervised(seed: int, budget: demo.Budget) -> Path:
 
     def trainer_of(untrained: Path, output: Path) -> Any:
         words = words_of(demonstrations(100), "invalid", "correct")
-        return demo.sft_trainer(make_embedded_model(untrained, words=words, seed=seed), output, seed, budget)
+        return demo.make_sft_trainer(make_embedded_model(untrained, words=words, seed=seed), output, seed, budget)
 
     return taught(BASES / str(seed), trainer_of)
 

@@ -24,7 +24,7 @@ from probes import RECIPE
 from transformers import PrinterCallback
 
 from agile_environments.guess_number import GuessNumber, demonstrations
-from agile_trainers.cli.demo.command import GROUP, GUESSES, HIGH, Budget, lora, secrets, sft_trainer
+from agile_trainers.cli.demo.command import GROUP, GUESSES, HIGH, Budget, lora, make_sft_trainer, secrets
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.envs.probes import PROBE_WORDS, PROBES
 from agile_trainers.evaluation.diagnosis import METRICS
@@ -162,7 +162,7 @@ def base_of(run: Run, folder: Path) -> Path:
             base if run.probe else folder / "untrained", words=words, seed=run.seed, **positions
         )
         if not run.probe:
-            supervised = sft_trainer(untrained, base, 0, Budget())
+            supervised = make_sft_trainer(untrained, base, 0, Budget())
             supervised.remove_callback(PrinterCallback)
             supervised.train()
             supervised.save_model()

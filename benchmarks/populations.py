@@ -33,9 +33,9 @@ from agile_trainers.cli.demo.command import (
     Budget,
     lora,
     make_arguments,
+    make_sft_trainer,
     make_trainer,
     secrets,
-    sft_trainer,
 )
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.evaluation import EpisodeOptions, evaluate_policy
@@ -57,7 +57,7 @@ def base_model(output: Path) -> Path:
     if not (folder / "done").is_file():
         words = words_of(demonstrations(100), "invalid", "correct")
         untrained = make_embedded_model(output / "untrained", words=words, seed=0)
-        trainer = sft_trainer(untrained, folder, 0, Budget())
+        trainer = make_sft_trainer(untrained, folder, 0, Budget())
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         trainer.save_model()

@@ -179,7 +179,9 @@ def demo_stage(seed: int, arm: str) -> Run:
     if not (base / "model.safetensors").is_file():
         words = words_of(demonstrations(100), "invalid", "correct")
         _saved(
-            demo.sft_trainer(make_embedded_model(base.parent / "untrained", words=words, seed=seed), base, seed, budget)
+            demo.make_sft_trainer(
+                make_embedded_model(base.parent / "untrained", words=words, seed=seed), base, seed, budget
+            )
         )
     with tempfile.TemporaryDirectory() as folder:
         args = demo.make_arguments(Path(folder), seed, budget)

@@ -26,7 +26,7 @@ from transformers import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
 from agile_environments.guess_number import demonstrations
-from agile_trainers.cli.demo.command import ENVIRONMENT, Budget, lora, make_arguments, secrets, sft_trainer
+from agile_trainers.cli.demo.command import ENVIRONMENT, Budget, lora, make_arguments, make_sft_trainer, secrets
 from agile_trainers.cli.evolve.table import MemberProgress
 from agile_trainers.embedded import make_embedded_model, words_of
 from agile_trainers.populations import HyperparameterConfig, Population, Range, Round
@@ -39,7 +39,7 @@ def make_base(output: Path, budget: Budget) -> Path:
     if not (base / "done").is_file():
         words = words_of(demonstrations(100), "invalid", "correct")
         untrained = make_embedded_model(output / "untrained", words=words, seed=0)
-        trainer = sft_trainer(untrained, base, 0, budget)
+        trainer = make_sft_trainer(untrained, base, 0, budget)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         trainer.save_model()

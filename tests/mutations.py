@@ -1963,7 +1963,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recorded answers are given to other prompts", "rollout/replay.py",
-        "record.answers[0].prompt == digest_of(request.token_ids)", "True",
+        "record.answers[0].prompt == digest_of_ids(request.token_ids)", "True",
         "tests/rollout/test_open_rollout.py -k repeat_itself",
     ),
     Mutation(
@@ -2709,7 +2709,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a request that overtakes the end of its episode is sampled", "rollout/agents/rollout.py",
-        'if outcome.method == "call":\n                refuse(value, over())',
+        'if outcome.method == "call":\n                refuse_request(value, over())',
         'if outcome.method == "call":\n                pass',
         "tests/rollout/agents/test_faults.py -k overtakes",
     ),

@@ -336,6 +336,6 @@ def test_a_data_set_may_be_a_file_or_a_saved_folder(tmp_path: Path) -> None:
     for name in ("rows.jsonl", "rows"):
         script = train.MultiTurnScriptArguments(dataset_name=str(tmp_path / name))
         found = train.script_dataset(script, DatasetMixtureConfig())
-        assert train.split_of(found, "train").to_list() == rows
+        assert train.split_of_dataset(found, "train").to_list() == rows
     with pytest.raises(ValueError, match=r"dataset_name='gone\.jsonl'"):
         train.script_dataset(train.MultiTurnScriptArguments(dataset_name="gone.jsonl"), DatasetMixtureConfig())

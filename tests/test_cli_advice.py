@@ -239,7 +239,7 @@ def test_a_plan_for_another_machine_loads_no_weights_and_has_a_gpus_precision(tm
         (["--gpu_memory", "24"], True),
         (["--gpu_memory", "24", "--bf16", "false"], False),
     ):
-        (_, _, args, *_), _, _, elsewhere = check.read_options("grpo", [*options, *more])
+        (_, _, args, *_), _, _, elsewhere = check.parse_options("grpo", [*options, *more])
         assert args.bf16 is expected and elsewhere == bool(more)
 
 

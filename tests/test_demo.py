@@ -17,7 +17,7 @@ from agile_trainers.checkpoints.model_card import moving_average
 from agile_trainers.cli.demo import command as demo
 from agile_trainers.cli.demo import report
 from agile_trainers.cli.demo.command import Budget
-from agile_trainers.cli.demo.report import Score
+from agile_trainers.cli.demo.report import DemoScore
 from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.rollout.generators.base import GenerationRequest
 from agile_trainers.rollout.generators.scripted import ScriptedGenerator
@@ -78,13 +78,13 @@ def test_scripted_players_are_measured_by_the_same_engine(finished: tuple[Path, 
     trainer = demo.make_trainer(summary["base_path"], tmp_path, seed=0, budget=TINY)
     score = demo.scripted_score("random", random_player, trainer, 1200)
     assert abs(score.success - (1 - (11 / 12) ** 4)) < 4 * (0.21 / 1200) ** 0.5
-    assert demo.scripted_score("halving", halving_player, trainer, 12) == Score("halving", 1.0, 1.0)
+    assert demo.scripted_score("halving", halving_player, trainer, 12) == DemoScore("halving", 1.0, 1.0)
 
 
 def test_supervised_tokens_are_those_of_a_rollout(finished: tuple[Path, dict], tmp_path: Path) -> None:
     """The games SFT trains on, replayed through the rollout engine, give the same ids; the labels are the turns."""
     output, summary = finished
-    sft = demo.sft_trainer(output / "untrained", tmp_path, seed=0, budget=TINY)
+    sft = demo.make_sft_trainer(output / "untrained", tmp_path, seed=0, budget=TINY)
     trainer = demo.make_trainer(summary["base_path"], tmp_path, seed=0, budget=TINY)
     for seed, (row, game) in enumerate(zip(sft.train_dataset, demonstrations(8))):
         answers = iter([message["content"] for message in game["messages"] if message["role"] == "assistant"])

@@ -224,6 +224,34 @@ def test_functions_are_short() -> None:
                 assert (node.end_lineno or 0) - node.lineno < 100, f"{path.relative_to(ROOT)}: {node.name}"
 
 
+SAME_INTERFACE = {
+    "cli/**/*.py": {"main", "make_parser"},
+    "envs/libraries/*.py": {"knows", "listed", "make_factory"},
+    "rollout/agents/dialects/*.py": {"read", "write", "events"},
+}
+"""Functions that every file of a kind defines, by which others call it: commands, adapters of libraries, dialects."""
+ELSEWHERE = {
+    "main": {"envs/isolation/process_tree.py"},  # a program of its own
+    "prepare": {"envs/libraries/scorers.py", "envs/libraries/gem_grader.py", "envs/questions/mathematics.py"},
+}
+"""Other names defined in several files, and these: a worker calls ``prepare`` of the file whose functions it runs."""
+
+
+def test_a_public_name_is_defined_once() -> None:
+    """Classes and functions outside classes: a name that is found is the one that was meant."""
+    allowed = {(str(path.relative_to(PACKAGE)), name)
+               for pattern, names in SAME_INTERFACE.items() for path in PACKAGE.glob(pattern) for name in names}  # fmt: skip
+    allowed |= {(file, name) for name, files in ELSEWHERE.items() for file in files}
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    twice = {name: set(files) for name, files in homes.items() if len(files) > 1}
+    assert {name: files for name, files in twice.items() if not all((file, name) in allowed for file in files)} == {}
+    assert ELSEWHERE.keys() <= twice.keys()
+
+
 # -------------------------------------------------------------------------------------------------- the seam to TRL
 
 OURS = [*map(find_algorithm, ALGORITHMS), chain._SFT, chain._DPO]

@@ -123,7 +123,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     record = read_form(path, RECORD_FORM)
     if not _RUN_ID.fullmatch(record.get("run_id", "")):
         raise CheckpointError(
-            f"{path}: run_id is {shown(record['run_id'])}, expected letters, digits and hyphens: it names a folder. "
+            f"{path}: run_id is {brief(record['run_id'])}, expected letters, digits and hyphens: it names a folder. "
             "Remove it, and the run goes on as a branch of its own."
         )
     stages: list[dict[str, Any]] = []
@@ -132,7 +132,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         where = "parent" + ".parent" * len(stages)
         if not isinstance(stage, dict) or "source" not in stage or len(stages) == _STAGES:
             raise CheckpointError(
-                f"{path}: {where} is {shown(stage)}, expected a stage with a source, or null. Remove it, and the model has "
+                f"{path}: {where} is {brief(stage)}, expected a stage with a source, or null. Remove it, and the model has "
                 "no known history."
             )
         _check_form(path, stage, STAGE, where)
@@ -148,17 +148,17 @@ def read_record(folder: Path) -> dict[str, Any]:
 def _check_form(path: Path, found: Any, form: Any, where: str = "") -> None:
     for misfit in misfits(found, form, where):
         raise CheckpointError(
-            f"{path}: {named(misfit.where) or 'it'} is {shown(misfit.value)}, expected {misfit.expected}. The file was "
+            f"{path}: {named(misfit.where) or 'it'} is {brief(misfit.value)}, expected {misfit.expected}. The file was "
             "changed, or no run wrote it; restore or remove it."
         )
 
 
 def named(name: str) -> str:
     """Show the name of a file in an error; one that a terminal would not show is escaped."""
-    return name if name.isprintable() and len(name) <= 200 else shown(name)
+    return name if name.isprintable() and len(name) <= 200 else brief(name)
 
 
-def shown(value: Any) -> str:
+def brief(value: Any) -> str:
     """Show a value of a file in an error, whatever its size and characters."""
     if isinstance(value, (dict, list)):
         return f"a {type(value).__name__} of {len(value)}"
@@ -225,6 +225,6 @@ def check_index(path: Path) -> None:
     for name in names.values() if isinstance(names, dict) else [names]:
         if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\\" in name:
             raise CheckpointError(
-                f"{path} is not read: weight_map names {shown(name)}, expected the names of files beside it. Restore the "
+                f"{path} is not read: weight_map names {brief(name)}, expected the names of files beside it. Restore the "
                 "file."
             )

@@ -19,7 +19,7 @@ if sys.platform == "linux":
 """
 
 
-def why_not(program: str, path: list[str] | None = None, **given: Any) -> str | None:
+def why_it_fails(program: str, path: list[str] | None = None, **given: Any) -> str | None:
     """Run a program that tries something.
 
     Args:

@@ -22,7 +22,7 @@ from trl.trainer.utils import create_model_from_path
 from agile_trainers.adapters.critic import VALUE_HEAD, add_critic
 from agile_trainers.adapters.folders import RECORD, check_no_links, read_record
 from agile_trainers.adapters.initialization import REPEATABLE, changes_base
-from agile_trainers.adapters.merge import describe, differences, layers, merged_config, padded
+from agile_trainers.adapters.merge import describe, differing_settings, layers, merged_config, padded
 from agile_trainers.adapters.model_folders import check_model_folder, hub_file, naming_folder
 from agile_trainers.adapters.patterns import check_patterns
 from agile_trainers.adapters.reference_adapter import copy_adapter
@@ -180,9 +180,9 @@ def _check_fields(path: Path, config: LoraConfig) -> None:
     ]
     for name in ("rank_pattern", "alpha_pattern"):
         value = getattr(config, name)
-        if not (value is None or (isinstance(value, dict) and all(_is_number(one) for one in value.values()))):
+        if not (value is None or (isinstance(value, dict) and all(_is_scale(one) for one in value.values()))):
             wrong.append(name)
-    wrong += [name for name in ("r", "lora_alpha", "lora_dropout") if not _is_number(getattr(config, name))]
+    wrong += [name for name in ("r", "lora_alpha", "lora_dropout") if not _is_scale(getattr(config, name))]
     if config.layer_replication is not None and not _is_replication(config.layer_replication):
         wrong.append("layer_replication")
     if wrong:
@@ -211,7 +211,7 @@ def _is_texts(value: Any, *, alone: bool = True, within: Any = (list, tuple, set
     return value is None or (alone and isinstance(value, str))
 
 
-def _is_number(value: Any) -> bool:
+def _is_scale(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
@@ -370,7 +370,7 @@ def _differences(base: PreTrainedModel, saved: SavedAdapters, peft_config: PeftC
             f"{saved.source} is a LoRA adapter, but peft_config is a {type(peft_config).__name__}. Pass a LoraConfig or "
             "leave it unset."
         )
-    return differences(base, saved.config, peft_config)
+    return differing_settings(base, saved.config, peft_config)
 
 
 def load_reference(model: PeftModel, folder: Path) -> None:

@@ -53,7 +53,7 @@ def layers(base: PreTrainedModel, config: LoraConfig) -> dict[str, Layer]:
     return {name: Layer(m.r["default"], float(m.scaling["default"])) for name, m in found.items()}
 
 
-def differences(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) -> dict[str, tuple[Any, Any]]:
+def differing_settings(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two LoRA configurations differ on a model.
 
     Returns:
@@ -89,7 +89,7 @@ def merged_config(base: PreTrainedModel, saved: LoraConfig, wanted: LoraConfig) 
     Raises:
         ValueError: If a difference cannot be resolved exactly.
     """
-    found = differences(base, saved, wanted)
+    found = differing_settings(base, saved, wanted)
     beyond = {name: found[name] for name in found if name not in RESOLVED}
     if beyond:
         raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 from peft import LoraConfig
 from torch import nn
 
-from agile_trainers.adapters.limited import why_not
+from agile_trainers.adapters.limited import why_it_fails
 
 _NAME = re.compile(r"[\w.\-]*")
 """Names, which match in linear time whatever they are put into."""
@@ -48,7 +48,7 @@ def check_patterns(config: LoraConfig, model: nn.Module, folder: Path) -> None:
     if not patterns:
         return
     modules = [name for name, _ in model.named_modules()]
-    if why := why_not(_CHILD, patterns=patterns, modules=modules):
+    if why := why_it_fails(_CHILD, patterns=patterns, modules=modules):
         names = ", ".join(dict.fromkeys(name for name, *_ in patterns))
         raise ValueError(
             f"{folder} is not loaded: the regular expressions in its adapter_config.json ({names}) cannot be used: {why}. "

@@ -15,7 +15,7 @@ import jinja2
 import markupsafe
 
 from agile_trainers.adapters.folders import read_json
-from agile_trainers.adapters.limited import why_not
+from agile_trainers.adapters.limited import why_it_fails
 
 FILE, MORE = "chat_template.jinja", "additional_chat_templates/*.jinja"
 """Files that hold a template, besides ``tokenizer_config.json``."""
@@ -102,7 +102,7 @@ def check_templates(settings: Path, files: Iterable[Path]) -> None:
 @lru_cache(maxsize=256)
 def _why_not(template: str) -> str | None:
     path = [str(Path(package.__file__).parent.parent) for package in (jinja2, markupsafe) if package.__file__]
-    return why_not(_CHILD, path, template=template, conversations=list(_conversations()), longest=_LONGEST)
+    return why_it_fails(_CHILD, path, template=template, conversations=list(_conversations()), longest=_LONGEST)
 
 
 def _conversations() -> Iterator[dict[str, Any]]:

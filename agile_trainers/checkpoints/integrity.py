@@ -18,6 +18,7 @@ from agile_trainers.adapters import CRITIC
 from agile_trainers.adapters.folders import (
     RECORD,
     CheckpointError,
+    brief,
     check_index,
     is_cached,
     named,
@@ -25,7 +26,6 @@ from agile_trainers.adapters.folders import (
     read_form,
     read_json,
     read_record,
-    shown,
     write_json,
 )
 from agile_trainers.adapters.forms import POSITION_FORM, STATE_FORM
@@ -147,19 +147,19 @@ def _check_files(folder: Path, present: Mapping[str, Path], listed: Mapping[str,
         found = _fingerprint(present[name])
         if not isinstance(expected, dict):
             raise CheckpointError(
-                f"{folder / MARKER} holds {shown(expected)} for {named(name)}, expected size and sha256."
+                f"{folder / MARKER} holds {brief(expected)} for {named(name)}, expected size and sha256."
             )
         if found != expected:
             size = f"{found['size']} bytes" if found["size"] != expected.get("size") else "another content"
             raise CheckpointError(
-                f"{folder} is damaged: {named(name)} has {size}, expected {shown(expected.get('size'))} bytes with "
-                f"SHA-256 {shown(expected.get('sha256'))}."
+                f"{folder} is damaged: {named(name)} has {size}, expected {brief(expected.get('size'))} bytes with "
+                f"SHA-256 {brief(expected.get('sha256'))}."
             )
     for name in _TAGS:
         tag = present[name].read_text(encoding="utf-8", errors="replace").strip() if name in present else None
         if tag is not None and not re.fullmatch(r"global_step[0-9]{1,18}", tag):
             raise CheckpointError(
-                f"{folder / name} names the subfolder {shown(tag)}, expected global_step and a number. It is not followed: "
+                f"{folder / name} names the subfolder {brief(tag)}, expected global_step and a number. It is not followed: "
                 "the file was changed, or no run wrote it."
             )
 
@@ -174,7 +174,7 @@ def _check_states(folder: Path, present: Mapping[str, Path], record: Mapping[str
             # A run draws the order of each epoch anew, and an epoch has a step at least.
             if name == _STATE_FILE and not 0 <= state["epoch"] <= state["global_step"] + 1:
                 raise CheckpointError(
-                    f"{present[name]}: epoch is {shown(state['epoch'])}, expected 0 to {state['global_step']}, the number "
+                    f"{present[name]}: epoch is {brief(state['epoch'])}, expected 0 to {state['global_step']}, the number "
                     "of steps. The file was changed; restore it."
                 )
 

@@ -149,8 +149,8 @@ def train(
             environment=environment,
             reward_funcs=_reward_functions(script),
             args=args,
-            train_dataset=split_of(dataset, script.dataset_train_split),
-            eval_dataset=split_of(dataset, script.dataset_test_split) if args.eval_strategy != "no" else None,
+            train_dataset=split_of_dataset(dataset, script.dataset_train_split),
+            eval_dataset=split_of_dataset(dataset, script.dataset_test_split) if args.eval_strategy != "no" else None,
             quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
         )
@@ -194,7 +194,7 @@ def script_dataset(script: MultiTurnScriptArguments, mixture: Any) -> Any:
     return None
 
 
-def split_of(dataset: Any, name: str) -> Any:
+def split_of_dataset(dataset: Any, name: str) -> Any:
     """Return a split of the result of :func:`script_dataset`; None without a data set.
 
     Raises:

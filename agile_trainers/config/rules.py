@@ -242,7 +242,7 @@ _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses that clip the importance ratio from both sides."""
 
 
-def _is_number(value: Any) -> bool:
+def _is_real(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -282,8 +282,8 @@ VALUES: tuple[Rule, ...] = (
         "scale_rewards", "group", "batch", "mean", "none",
         hints={"mean_std": " AgileRL's 'mean_std' is 'group' here.", "mean_only": " AgileRL's 'mean_only' is 'none' here."},
     ),
-    Rule(("epsilon",), lambda _, value: _is_number(value), _explain_bound),
-    Rule(("epsilon_high",), lambda _, value: value is None or _is_number(value), _explain_bound),
+    Rule(("epsilon",), lambda _, value: _is_real(value), _explain_bound),
+    Rule(("epsilon_high",), lambda _, value: value is None or _is_real(value), _explain_bound),
     positive("sapo_temperature_pos", "sapo_temperature_neg"),
     positive("drift_clip_max", "drift_divergence_max"),
     positive("delta", "advantage_clip_range", "max_logprob_gap", "max_wall_seconds", "log_rollouts_max_gb"),

@@ -1,6 +1,6 @@
 """Names the reasons why a run does not learn, from its metrics: one table of findings, and the watcher that reports them.
 
-Every condition is a pure function of a :class:`History` of metrics and the run's options. ``docs/troubleshooting.md`` has a
+Every condition is a pure function of a :class:`MetricHistory` and the run's options. ``docs/troubleshooting.md`` has a
 section for each finding.
 """
 
@@ -113,7 +113,7 @@ class Shift:
 
 
 @dataclass
-class History:
+class MetricHistory:
     """The metrics that the conditions read.
 
     Args:
@@ -201,7 +201,7 @@ def _variance(values: list[float]) -> float:
 # ------------------------------------------------------------------------------------------------------- conditions
 
 
-def _without_advantage(history: History, options: Any) -> float | None:
+def _without_advantage(history: MetricHistory, options: Any) -> float | None:
     """Return the share of episodes without advantage if that is most; with a critic, 1 if all returns are equal."""
     none = None if options.has_critic else history.mean("advantage/zero")
     if none is not None:
@@ -211,12 +211,12 @@ def _without_advantage(history: History, options: Any) -> float | None:
     return 1.0 if equal else None
 
 
-def _incomplete(history: History) -> bool:
+def _incomplete(history: MetricHistory) -> bool:
     """Return True if success is not known of all of the latest episodes, or the reward not of all."""
     return any(any(history.last(name, BATCHES)) for name in _MISSING)
 
 
-def _solved(history: History, options: Any) -> Evidence | None:
+def _solved(history: MetricHistory, options: Any) -> Evidence | None:
     success = history.mean("success")
     if success is None or success < SOLVED or _incomplete(history):
         return None
@@ -225,7 +225,7 @@ def _solved(history: History, options: Any) -> Evidence | None:
     return Evidence(f"Solved: {success:.0%} of the latest episodes succeeded{since}.")
 
 
-def _zero_advantage(history: History, options: Any) -> Evidence | None:
+def _zero_advantage(history: MetricHistory, options: Any) -> Evidence | None:
     none, success = _without_advantage(history, options), history.mean("success")
     if none is None or (success is not None and not UNSOLVED < success < NEARLY_SOLVED):
         return None
@@ -233,7 +233,7 @@ def _zero_advantage(history: History, options: Any) -> Evidence | None:
     return Evidence(f"{none:.0%} of the latest episodes had no advantage{known}.")
 
 
-def _success_doubtful(history: History, options: Any) -> Evidence | None:
+def _success_doubtful(history: MetricHistory, options: Any) -> Evidence | None:
     first, now = history.earliest.get("success", [])[:BATCHES], history.last("success", BATCHES)
     lowest, highest = (history.last(f"return/{name}", BATCHES) for name in ("min", "max"))
     if not (history.patience and now and lowest and highest) or min(*first, *now) < 1.0 or _incomplete(history):
@@ -248,21 +248,21 @@ def _success_doubtful(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _too_hard(history: History, options: Any) -> Evidence | None:
+def _too_hard(history: MetricHistory, options: Any) -> Evidence | None:
     none, success = _without_advantage(history, options), history.mean("success")
     if none is None or success is None or success > UNSOLVED:
         return None
     return Evidence(f"{success:.0%} of the latest episodes succeeded, and {none:.0%} of them had no advantage.")
 
 
-def _too_easy(history: History, options: Any) -> Evidence | None:
+def _too_easy(history: MetricHistory, options: Any) -> Evidence | None:
     first = history.first("success")
     if first is None or not EASY <= first < SOLVED:
         return None
     return Evidence(f"{first:.0%} of the first episodes succeeded, before the policy had learned anything.")
 
 
-def _entropy_collapse(history: History, options: Any) -> Evidence | None:
+def _entropy_collapse(history: MetricHistory, options: Any) -> Evidence | None:
     first, now = history.first("entropy"), history.mean("entropy", UPDATES)
     if first is None or now is None or now > max(min(0.1 * first, 0.1), 0.005) or history.rises("return/mean"):
         return None
@@ -271,7 +271,7 @@ def _entropy_collapse(history: History, options: Any) -> Evidence | None:
     return Evidence(f"The entropy is {now:.2g} nats a token; it began at {first:.2g}.")
 
 
-def _template_collapse(history: History, options: Any) -> Evidence | None:
+def _template_collapse(history: MetricHistory, options: Any) -> Evidence | None:
     now, entropy, first = (
         history.mean("prompt_information", 2), history.mean("entropy"), history.first("entropy"),
     )  # fmt: skip
@@ -286,7 +286,7 @@ def _template_collapse(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _cut_answers(history: History, options: Any) -> Evidence | None:
+def _cut_answers(history: MetricHistory, options: Any) -> Evidence | None:
     share = history.mean("answers_cut")
     if share is None or share < 0.25:
         return None
@@ -299,7 +299,7 @@ def _cut_answers(history: History, options: Any) -> Evidence | None:
     return Evidence(f"{share:.0%} of the answers were cut at max_new_tokens={options.max_new_tokens}{paid}.", share)
 
 
-def _context_full(history: History, options: Any) -> Evidence | None:
+def _context_full(history: MetricHistory, options: Any) -> Evidence | None:
     share = history.mean("stop/context_full")
     if share is None or share < 0.1:
         return None
@@ -308,14 +308,14 @@ def _context_full(history: History, options: Any) -> Evidence | None:
     return Evidence(f"{share:.0%} of the episodes ended because the conversation filled {named}.", share)
 
 
-def _rewrite_full(history: History, options: Any) -> Evidence | None:
+def _rewrite_full(history: MetricHistory, options: Any) -> Evidence | None:
     share = history.mean("stop/rewrite_full")
     if share is None or share < 0.1:
         return None
     return Evidence(f"{share:.0%} of the episodes ended because a rewritten context left no room for an answer.", share)
 
 
-def _rewritten_every_turn(history: History, options: Any) -> Evidence | None:
+def _rewritten_every_turn(history: MetricHistory, options: Any) -> Evidence | None:
     turns, forks, asked = (history.mean(name) for name in ("turns/mean", "rewrites/context", "rewrites/questions"))
     if turns is None or forks is None or asked is None:
         return None
@@ -328,7 +328,7 @@ def _rewritten_every_turn(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _episodes_cut(history: History, options: Any) -> Evidence | None:
+def _episodes_cut(history: MetricHistory, options: Any) -> Evidence | None:
     own, turns, full, rewritten = (history.mean(f"stop/{name}") for name in _LIMITS)
     if own is None or turns is None or full is None:
         return None
@@ -344,7 +344,7 @@ def _episodes_cut(history: History, options: Any) -> Evidence | None:
     return Evidence(f"A limit cut every episode short (max_turns={options.max_turns}){fate}.")
 
 
-def _ratio_clipped(history: History, options: Any) -> Evidence | None:
+def _ratio_clipped(history: MetricHistory, options: Any) -> Evidence | None:
     name = "cispo_clip_ratio" if options.loss_type == "cispo" else "clip_ratio/region_mean"
     share = history.mean(name, UPDATES)
     # One ratio per sequence leaves a narrow range at once; GSPO's paper clips 15 % of the tokens.
@@ -353,7 +353,7 @@ def _ratio_clipped(history: History, options: Any) -> Evidence | None:
     return Evidence(f"{share:.0%} of the tokens are clipped: the policy moves too far on one batch.", share)
 
 
-def _sampler_too_old(history: History, options: Any) -> Evidence | None:
+def _sampler_too_old(history: MetricHistory, options: Any) -> Evidence | None:
     drift, share = history.mean("drift/kl", UPDATES), history.mean("drift/effective_sample_size", UPDATES)
     reward = history.shift("reward")
     if drift is None or share is None or drift <= TOO_FAR or share >= TOO_FEW:
@@ -366,13 +366,13 @@ def _sampler_too_old(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _sampler_mismatch(history: History, options: Any) -> Evidence | None:
+def _sampler_mismatch(history: MetricHistory, options: Any) -> Evidence | None:
     text = history.notes.get("sampler_mismatch")
     difference = history.mean("sampling/sampling_logp_difference/mean", 1)
     return None if text is None else Evidence(text, difference or 1.0)
 
 
-def _kl_runaway(history: History, options: Any) -> Evidence | None:
+def _kl_runaway(history: MetricHistory, options: Any) -> Evidence | None:
     values = history.last("kl", 2 * UPDATES)
     if not values:
         return None
@@ -382,7 +382,7 @@ def _kl_runaway(history: History, options: Any) -> Evidence | None:
     return Evidence(f"The policy is {now:.2g} nats a token away from its reference (beta={options.beta}).", now)
 
 
-def _value_not_learning(history: History, options: Any) -> Evidence | None:
+def _value_not_learning(history: MetricHistory, options: Any) -> Evidence | None:
     if history.counts.get("value/error", 0) < 3 * UPDATES:
         return None
     errors, spreads = (history.last(f"value/{name}", 2 * UPDATES) for name in ("error", "spread"))
@@ -397,7 +397,7 @@ def _value_not_learning(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _no_weight_change(history: History, options: Any) -> Evidence | None:
+def _no_weight_change(history: MetricHistory, options: Any) -> Evidence | None:
     change = history.mean("policy_change", 1)
     if change is None or change > STILL or history.counts.get("advantage/zero", 0) < 3 * BATCHES:
         return None
@@ -407,7 +407,7 @@ def _no_weight_change(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _fall_at_once(history: History, options: Any) -> Shift | None:
+def _fall_at_once(history: MetricHistory, options: Any) -> Shift | None:
     """Compare the success with that of the first batch, which the model played before any update.
 
     One batch has no spread. The variance of a group's mean is at most 1/4, so that the standard error of ``groups`` of them
@@ -421,7 +421,7 @@ def _fall_at_once(history: History, options: Any) -> Shift | None:
     return Shift(values[0], now, (now - values[0]) / error)
 
 
-def _fall(history: History, options: Any) -> tuple[str, Shift] | None:
+def _fall(history: MetricHistory, options: Any) -> tuple[str, Shift] | None:
     """Return what fell below the first batches, and how far: the success, or without one the reward.
 
     None where later batches have other tasks than the first by design.
@@ -439,7 +439,7 @@ def _fall(history: History, options: Any) -> tuple[str, Shift] | None:
     return "reward", reward
 
 
-def _reward_misses_success(history: History, options: Any) -> Evidence | None:
+def _reward_misses_success(history: MetricHistory, options: Any) -> Evidence | None:
     values = history.latest.get("reward_success_correlation", [])[-2 * UPDATES :]
     if history.patience and len(values) >= BATCHES:
         mean, error = fmean(values), (_variance(values) / len(values)) ** 0.5
@@ -458,7 +458,7 @@ def _reward_misses_success(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _worse_than_start(history: History, options: Any) -> Evidence | None:
+def _worse_than_start(history: MetricHistory, options: Any) -> Evidence | None:
     fall = _fall(history, options)
     if fall is None:
         return None
@@ -469,7 +469,7 @@ def _worse_than_start(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _entropy_runaway(history: History, options: Any) -> Evidence | None:
+def _entropy_runaway(history: MetricHistory, options: Any) -> Evidence | None:
     entropy = history.shift("entropy")
     if entropy is None or not entropy.rose or entropy.now < 1.25 * entropy.first:
         return None
@@ -481,7 +481,7 @@ def _entropy_runaway(history: History, options: Any) -> Evidence | None:
     return Evidence(f"The entropy rose from {entropy.first:.2g} to {entropy.now:.2g} nats a token{answers}.")
 
 
-def _kl_pins_policy(history: History, options: Any) -> Evidence | None:
+def _kl_pins_policy(history: MetricHistory, options: Any) -> Evidence | None:
     values = history.last("kl", 3 * BATCHES)
     if not values or options.beta < PINNED:
         return None
@@ -495,14 +495,14 @@ def _kl_pins_policy(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _one_task(history: History, options: Any) -> Evidence | None:
+def _one_task(history: MetricHistory, options: Any) -> Evidence | None:
     tasks = history.last("distinct_tasks", UPDATES)
     if not history.patience or not tasks or max(tasks) > 1:
         return None
     return Evidence(f"All groups of each of the latest {len(tasks)} batches played the same row of train_dataset.")
 
 
-def _rewards_missing(history: History, options: Any) -> Evidence | None:
+def _rewards_missing(history: MetricHistory, options: Any) -> Evidence | None:
     share = history.mean("rewards/nan", 1)
     if not share:
         return None
@@ -511,7 +511,7 @@ def _rewards_missing(history: History, options: Any) -> Evidence | None:
     )
 
 
-def _environment_failing(history: History, options: Any) -> Evidence | None:
+def _environment_failing(history: MetricHistory, options: Any) -> Evidence | None:
     share = sum(history.mean(f"stop/environment_{kind}", 1) or 0.0 for kind in ("error", "timeout"))
     if not share:
         return None
@@ -519,7 +519,7 @@ def _environment_failing(history: History, options: Any) -> Evidence | None:
     return Evidence(f"The environment failed in {share:.0%} of the episodes, which are not trained on: {error}.", share)
 
 
-def _environment_ignores_seed(history: History, options: Any) -> Evidence | None:
+def _environment_ignores_seed(history: MetricHistory, options: Any) -> Evidence | None:
     share, text = history.mean("groups_with_different_starts", 1), history.notes.get("environment_ignores_seed")
     if text is None and not share:
         return None
@@ -537,7 +537,7 @@ class Symptom:
     """Also the name of its section in ``docs/troubleshooting.md``."""
     reads: tuple[str, ...]
     """The metrics that its condition looks at."""
-    shown_by: Callable[[History, Any], Evidence | None]
+    shown_by: Callable[[MetricHistory, Any], Evidence | None]
     """Returns the evidence, or None if there is none."""
     advice: str
     """One or two sentences that name the options to change."""
@@ -702,7 +702,7 @@ METRICS = frozenset(name for symptom in SYMPTOMS for name in symptom.reads)
 """The metrics that the conditions read."""
 
 
-def findings(history: History, options: Any, step: int) -> dict[str, tuple[Finding, float]]:
+def findings(history: MetricHistory, options: Any, step: int) -> dict[str, tuple[Finding, float]]:
     """Evaluate all conditions.
 
     Args:
@@ -736,7 +736,7 @@ def findings_before(
         options: The run's configuration.
         notes: Evidence that is established elsewhere, by the name of its finding.
     """
-    history = History(patience=False, notes=dict(notes or {}))
+    history = MetricHistory(patience=False, notes=dict(notes or {}))
     history.add(metrics)
     return [finding for finding, _ in findings(history, options, 0).values()]
 
@@ -754,7 +754,7 @@ class Diagnosis:
     """
 
     def __init__(self, options: Any) -> None:
-        self._options, self._history = options, History()
+        self._options, self._history = options, MetricHistory()
         self._said: dict[str, float] = {}
         self._seen: dict[str, int] = {}
         self._told_at: dict[str, int] = {}
@@ -796,5 +796,5 @@ class Diagnosis:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the :meth:`state` of a checkpoint."""
-        self._history = History(**state["history"])
+        self._history = MetricHistory(**state["history"])
         self._said, self._seen, self._told_at = (dict(state.get(name, {})) for name in ("said", "seen", "told_at"))

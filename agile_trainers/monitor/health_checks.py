@@ -39,31 +39,31 @@ FIRST_TURNS = 4
 
 
 @dataclass(frozen=True)
-class Answer:
+class PromptedAnswer:
     """An answer and the whole conversation before it, in tokens."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
 
-    def after(self, prompt_ids: list[int]) -> Answer:
+    def after(self, prompt_ids: list[int]) -> PromptedAnswer:
         """Return the same answer after another prompt."""
-        return Answer(prompt_ids, self.answer_ids)
+        return PromptedAnswer(prompt_ids, self.answer_ids)
 
 
-def answers_of_turn(trajectories: Sequence[Trajectory], turn: int) -> list[Answer]:
+def answers_of_turn(trajectories: Sequence[Trajectory], turn: int) -> list[PromptedAnswer]:
     """Return the answers of one turn, one for each different conversation before it, at most ``PAIRS``.
 
     Of episodes whose turns do not correspond by index (:attr:`~agile_trainers.types.Trajectory.linear`), only the first do.
     """
-    found: dict[tuple[int, ...], Answer] = {}
+    found: dict[tuple[int, ...], PromptedAnswer] = {}
     for episode in trajectories:
         if len(episode.turns) > turn and not episode.stop_reason.failed and (episode.linear or turn == 0):
             before = episode.prompt_of(turn)
-            found.setdefault(tuple(before), Answer(before, episode.action_of(turn)[:ANSWER_TOKENS]))
+            found.setdefault(tuple(before), PromptedAnswer(before, episode.action_of(turn)[:ANSWER_TOKENS]))
     return list(found.values())[:PAIRS]
 
 
-def compared_answers(trajectories: Sequence[Trajectory]) -> list[Answer]:
+def compared_answers(trajectories: Sequence[Trajectory]) -> list[PromptedAnswer]:
     """Choose the answers to compare, of all processes: those of the first turn with enough different conversations.
 
     All are of the same turn, so that only the content of a conversation tells them apart. Empty if no turn has at least
@@ -91,7 +91,7 @@ class PolicyMeasurements:
 
     def __init__(self, scorer: Scorer, accelerator: Accelerator, every: int, token_ids: tuple[int, int]) -> None:
         self._scorer, self._accelerator, self._every, self._token_ids = scorer, accelerator, every, token_ids
-        self._landmarks: list[Answer] = []
+        self._landmarks: list[PromptedAnswer] = []
         self._first: list[list[float]] = []
         self.rows = 0
         """Rows that all measurements of this process read."""
@@ -127,15 +127,15 @@ class PolicyMeasurements:
             self._first = now
         return metrics
 
-    def _choose_landmarks(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
+    def _choose_landmarks(self, trajectories: Sequence[Trajectory]) -> list[PromptedAnswer]:
         own = [
-            Answer(episode.prompt_ids, episode.action_of(0)[:ANSWER_TOKENS])
+            PromptedAnswer(episode.prompt_ids, episode.action_of(0)[:ANSWER_TOKENS])
             for episode in trajectories
             if episode.turns and not episode.stop_reason.failed
         ][:LANDMARKS]
         return gather_object(own)[:LANDMARKS]
 
-    def _log_probs(self, answers: Sequence[Answer], models: Models) -> list[list[float]]:
+    def _log_probs(self, answers: Sequence[PromptedAnswer], models: Models) -> list[list[float]]:
         """Return the log-probability of each token of each answer; the processes share the work."""
         if not answers:
             return []
@@ -164,11 +164,11 @@ class PolicyMeasurements:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the :meth:`state` of a checkpoint."""
-        self._landmarks = [Answer(**answer) for answer in state["landmarks"]]
+        self._landmarks = [PromptedAnswer(**answer) for answer in state["landmarks"]]
         self._first = state["first"]
 
 
-def _episode(answer: Answer) -> Trajectory:
+def _episode(answer: PromptedAnswer) -> Trajectory:
     length = len(answer.answer_ids)
     return Trajectory(
         answer.prompt_ids, answer.answer_ids, [0.0] * length, [Turn(0, length, "", "stop")], StopReason.TERMINATED

@@ -46,7 +46,7 @@ class Ended:
     """Returns its answers."""
 
 
-def digest_of(token_ids: Sequence[int]) -> str:
+def digest_of_ids(token_ids: Sequence[int]) -> str:
     """Return a digest of some token ids."""
     return blake2b(np.asarray(token_ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
 
@@ -113,7 +113,7 @@ class ReplayingGenerator:
             return None
         if request.identity is not None:
             return next((answer for answer in record.answers if answer.prompt == request.identity), None)
-        if record.answers[0].prompt == digest_of(request.token_ids):
+        if record.answers[0].prompt == digest_of_ids(request.token_ids):
             return record.answers[0]
         del self._recorded[request.episode]
         logger.warning(

@@ -31,7 +31,7 @@ from agile_trainers.rollout.replay import (
     Ended,
     RecordedAnswer,
     RecordedEpisode,
-    digest_of,
+    digest_of_ids,
     noise_state,
     set_noise_state,
 )
@@ -216,7 +216,7 @@ class SteppedRollout:
         episode = self._episodes[key]
         calls = [episode.call(k) for k in range(len(episode.turns))]
         answers = [
-            RecordedAnswer(digest_of(it.prompt_ids), it.answer_ids, it.logprobs, it.finish_reason) for it in calls
+            RecordedAnswer(digest_of_ids(it.prompt_ids), it.answer_ids, it.logprobs, it.finish_reason) for it in calls
         ]
         return RecordedEpisode(answers, noise_state(episode.noise, episode.before))
 
@@ -394,7 +394,9 @@ def _record_of(ended: Trajectory) -> RecordedEpisode:
     answers = []
     for k, turn in enumerate(ended.turns):
         logprobs = ended.sampling_logprobs[turn.start : turn.end]
-        answers.append(RecordedAnswer(digest_of(ended.prompt_of(k)), ended.action_of(k), logprobs, turn.finish_reason))
+        answers.append(
+            RecordedAnswer(digest_of_ids(ended.prompt_of(k)), ended.action_of(k), logprobs, turn.finish_reason)
+        )
     return RecordedEpisode(answers)
 
 

@@ -77,7 +77,7 @@ def _origin(batch: TurnBatch | TrainBatch) -> int:
     return batch.prompt_ids.size(1) if batch.path_ids is None else 0
 
 
-def add_critic(model: Any, args: Any, saved: SavedAdapters | None, optimizer: Any, *, name: str) -> None:
+def attach_critic(model: Any, args: Any, saved: SavedAdapters | None, optimizer: Any, *, name: str) -> None:
     """Add the critic's adapter to the policy's base model.
 
     Args:
@@ -156,7 +156,7 @@ class Critic:
     Args:
         args: The configuration of an algorithm with a critic.
         accelerator: The trainer's.
-        packer: Runs the forward passes of the model that :func:`add_critic` has given a critic.
+        packer: Runs the forward passes of the model that :func:`attach_critic` has given a critic.
         passes: Splits rows into them.
         targets_of: Computes the targets of some rows from the credit rule's input; None if those of a row depend on other
             rows.

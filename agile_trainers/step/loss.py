@@ -122,7 +122,7 @@ class LossOutput:
         return _summed(self.numerator, mask).sum()
 
 
-def checked(output: Any, inputs: LossInputs, name: str) -> LossOutput:
+def checked_output(output: Any, inputs: LossInputs, name: str) -> LossOutput:
     """Check the form of what an algorithm's own loss returned.
 
     Args:

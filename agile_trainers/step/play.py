@@ -113,7 +113,7 @@ class PlayedGroups:
 
 
 @dataclass
-class _Round:
+class _PlayedTogether:
     """Episodes that are played together."""
 
     places: list[int]
@@ -210,7 +210,7 @@ class GroupRollouts:
         played.metrics |= self.tasks.metrics()
         return played
 
-    def draw(self, inputs: list[Row], generation: int) -> _Round:
+    def draw(self, inputs: list[Row], generation: int) -> _PlayedTogether:
         """Draw the episodes of a generation batch; see :meth:`play`."""
         own = own_rows(self._accelerator, len(inputs))
         return self._round(inputs, generation, 0, list(range(own.start, own.stop)), own.start)
@@ -221,7 +221,9 @@ class GroupRollouts:
         batch = self._collator.batch(trajectories, self._rewards.added(rewards)[own])
         return PlayedGroups(trajectories, rows, list(range(own.start, own.stop)), rewards, batch)
 
-    def _round(self, inputs: list[Row], generation: int, attempt: int, places: list[int], first: int) -> _Round:
+    def _round(
+        self, inputs: list[Row], generation: int, attempt: int, places: list[int], first: int
+    ) -> _PlayedTogether:
         """Draw the episodes of some places of this process."""
         members, draw = self._members, self.tasks.draw(generation, attempt)
         if draw.rows is not None:
@@ -241,7 +243,7 @@ class GroupRollouts:
             offset=attempt * self._groups,
         )
         rows = with_names(inputs, specs)
-        return _Round(places, specs, rows, self._names(draw, places, rows), draw)
+        return _PlayedTogether(places, specs, rows, self._names(draw, places, rows), draw)
 
     def _names(self, draw: Draw, places: list[int], rows: list[Row]) -> list[str | None]:
         """Return the name of each group's task, of all groups; None for those that are not played now."""

@@ -381,7 +381,9 @@ class TokenBatches:
         if accelerator.device.type != "cuda":
             return _CPU_LIMIT
         policy = accelerator.unwrap_model(self._model)
-        per_token = bytes_per_token(policy.config.get_text_config(), checkpointing=self._args.gradient_checkpointing)
+        per_token = backward_bytes_per_token(
+            policy.config.get_text_config(), checkpointing=self._args.gradient_checkpointing
+        )
         if not (self._args.bf16 or self._args.fp16):
             per_token = per_token * policy.dtype.itemsize // 2
         fits = fitting_tokens(self._free(), self._to_come(policy), per_token)
@@ -648,7 +650,7 @@ def gathering_ragged(accelerator: Accelerator) -> Iterator[None]:
         del accelerator.gather
 
 
-def bytes_per_token(config: Any, *, checkpointing: bool) -> int:
+def backward_bytes_per_token(config: Any, *, checkpointing: bool) -> int:
     """Estimate the bytes that the backward pass keeps for each token, in 16 bits.
 
     A layer keeps about 34 bytes per hidden unit with attention that is linear in memory

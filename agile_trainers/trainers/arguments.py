@@ -65,7 +65,7 @@ def check_order(reward_funcs: Any) -> None:
         )
 
 
-def check_arguments(trainer: type[Any], model: Any, args: Any, given: Mapping[str, Any]) -> None:
+def check_trainer_arguments(trainer: type[Any], model: Any, args: Any, given: Mapping[str, Any]) -> None:
     """Reject arguments of the wrong kind, and an ``output_dir`` that cannot be one.
 
     Args:

@@ -139,7 +139,7 @@ class TrainerRecipe:
 
 
 @dataclass(frozen=True)
-class Search:
+class HyperparameterSearch:
     """A search: where its trials come from, and how they are compared."""
 
     recipe: TrainerRecipe
@@ -405,7 +405,7 @@ def search(
     }
     catch = options.pop("catch", ())
     base = Path(trainer.args.output_dir)
-    found = Search(
+    found = HyperparameterSearch(
         recipe,
         hp_space or default_space(trainer.args.learning_rate),
         compute_objective,

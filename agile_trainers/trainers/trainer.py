@@ -73,18 +73,18 @@ from agile_trainers.sampling.sampler import RolloutSampler
 from agile_trainers.step.ahead import BatchesAhead, Drawn, RowOrder, check_plays_ahead
 from agile_trainers.step.batch import penalize, scores_old_policy, train_batch, trained_tokens
 from agile_trainers.step.credit import Credit, CreditAssignment, CreditInputs, Judged
-from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, add_critic
+from agile_trainers.step.critic import TARGETS, Critic, CriticValues, NoCritic, attach_critic
 from agile_trainers.step.drift import weights_of_turns
 from agile_trainers.step.dropout import switch_off_noise
 from agile_trainers.step.log_probs import Models, Scorer, Scores
-from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, averages, checked, divisor
+from agile_trainers.step.loss import LossInputs, LossOutput, LossPass, averages, checked_output, divisor
 from agile_trainers.step.play import Collator, EpisodeRunner, GroupRollouts, PlayedGroups
 from agile_trainers.step.reward import Rewards
 from agile_trainers.step.task_sampling import TaskSampling
 from agile_trainers.step.token_batches import TokenBatch, TokenBatches, gathering_ragged
 from agile_trainers.step.turn_metrics import TurnEntropies
 from agile_trainers.train_batch import Batch, TrainBatch, exchange_rows, own_rows, read_inputs
-from agile_trainers.trainers.arguments import check_arguments, check_order, named_model
+from agile_trainers.trainers.arguments import check_order, check_trainer_arguments, named_model
 from agile_trainers.trainers.evaluation import EpisodeEvaluator
 from agile_trainers.trainers.evaluation_data import kept_columns, rows_of
 from agile_trainers.trainers.hyperparameter_search import TrainerRecipe, initial_model, search
@@ -263,7 +263,7 @@ class MultiTurnTrainer(GRPOTrainer):
             # TRL's own configuration will do for TRL's own trainer.
             args = args.without_environment() if isinstance(args, MultiTurnConfig) else args
         else:
-            check_arguments(type(self), model, args, given)
+            check_trainer_arguments(type(self), model, args, given)
             check_weighs_decisions(args, type(self))
             if self.loss is not None:
                 check_own_loss(args, self.loss_needs)
@@ -379,7 +379,7 @@ class MultiTurnTrainer(GRPOTrainer):
         playing = self.engine.beside() if args.batches_ahead else self.engine
         self.evaluator = EpisodeEvaluator(args, self.accelerator, playing, self.sampler, setup.mixture, self.rewards)
         if args.has_critic:
-            add_critic(self.model, args, inputs.saved, self.optimizer, name=type(self).__name__)
+            attach_critic(self.model, args, inputs.saved, self.optimizer, name=type(self).__name__)
             targets_of = (lambda turns: self.assign_credit(turns).columns[TARGETS]) if self.targets_by_row else None
             self.critic = Critic(args, self.accelerator, self.packer, self.token_batches, targets_of)
             self._switch_off_noise()
@@ -895,7 +895,7 @@ class MultiTurnTrainer(GRPOTrainer):
         )
         assert entropies is not None
         inputs = LossInputs.of(part.batch, log_probs, entropies)
-        output = checked(loss(inputs), inputs, type(self).__name__)
+        output = checked_output(loss(inputs), inputs, type(self).__name__)
         for name, (mean, weight) in averages(
             {"entropy": entropies} | output.metrics, inputs.mask, self.accelerator
         ).items():

@@ -165,8 +165,8 @@ def run_index(
         ],
         "problems": list(problems),
         "metrics": {
-            name: [entry[name] if _is_number(entry.get(name)) else None for entry in metrics]
-            for name in sorted({name for entry in metrics for name, value in entry.items() if _is_number(value)})
+            name: [entry[name] if _is_drawable(entry.get(name)) else None for entry in metrics]
+            for name in sorted({name for entry in metrics for name, value in entry.items() if _is_drawable(value)})
         },
     }
 
@@ -209,7 +209,7 @@ def figures(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def texts(record: dict[str, Any]) -> list[str]:
+def searched_texts(record: dict[str, Any]) -> list[str]:
     """Return the whole texts of an episode, to search in: what it starts from, each action and its answer, the error."""
     prompt = record.get("prompt")
     messages = prompt if isinstance(prompt, list) else [prompt]
@@ -218,7 +218,11 @@ def texts(record: dict[str, Any]) -> list[str]:
     return ["\n".join(map(_whole, start)).strip(), *map(_whole, turns), _whole(record.get("error"))]
 
 
-SECTION_PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {"outline": outline, "figures": figures, "texts": texts}
+SECTION_PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "outline": outline,
+    "figures": figures,
+    "texts": searched_texts,
+}
 """The parts of a section, by the beginning of their names, and what each says of an episode."""
 
 
@@ -277,7 +281,7 @@ def turn_advantage(record: dict[str, Any], turn: dict[str, Any]) -> float | None
     return sum(known) / len(known) if known else None
 
 
-def pieces(vocabulary: dict[int, tuple[bytes, bool]], episodes: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
+def used_tokens(vocabulary: dict[int, tuple[bytes, bool]], episodes: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the tokens that episodes use: the bytes of each as a text of as many characters, and whether it is special."""
     used = {token for episode in episodes for token in (*episode["ids"], *(episode["prompt_ids"] or ()))}
     used |= {token for episode in episodes for path in episode.get("paths") or () for token in path["ids"]}
@@ -290,7 +294,7 @@ def pieces(vocabulary: dict[int, tuple[bytes, bool]], episodes: Iterable[dict[st
 
 def detail_part(vocabulary: dict[int, tuple[bytes, bool]], episodes: Sequence[dict[str, Any]]) -> bytes:
     """Return a part with whole episodes and the tokens that they use, as JSON."""
-    return encode({"pieces": pieces(vocabulary, episodes), "episodes": episodes})
+    return encode({"pieces": used_tokens(vocabulary, episodes), "episodes": episodes})
 
 
 def section_parts(records: Iterable[dict[str, Any]]) -> dict[str, bytes]:
@@ -368,7 +372,7 @@ def _is_step(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
-def _is_number(value: Any) -> bool:
+def _is_drawable(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 

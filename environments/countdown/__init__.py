@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from agile_trainers.envs.questions.answers import read_answer
-from agile_trainers.envs.questions.arithmetic import evaluate
+from agile_trainers.envs.questions.arithmetic import exact_value
 from agile_trainers.envs.questions.environment import ReasoningEnvironment
 from agile_trainers.envs.questions.rows import TRAIN, GeneratedRows, Row
 from agile_trainers.envs.task import check_level, demonstrations_of
@@ -95,7 +95,7 @@ def reward(completion: str, answer: Any, question: str) -> float:
     """
     numbers, target = _numbers(question)
     try:
-        sides = [evaluate(side) for side in read_answer(completion).split("=")]
+        sides = [exact_value(side) for side in read_answer(completion).split("=")]
     except (ValueError, ZeroDivisionError):
         return 0.0
     if all(sorted(used) != sorted(numbers) for _, used in sides):

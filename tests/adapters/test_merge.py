@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from agile_trainers.adapters import find_adapters, load_policy
-from agile_trainers.adapters.merge import differences, layers, merged_config
+from agile_trainers.adapters.merge import differing_settings, layers, merged_config
 
 IDS = torch.arange(3, 43).view(2, 20)
 SAVED = {"r": 8, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]}
@@ -128,10 +128,11 @@ def test_the_same_settings_said_otherwise_are_the_same(base):
     for target in (names, r".*\.(q|k|v|o|gate|up|down)_proj", "all-linear"):
         config = LoraConfig(r=8, target_modules=target, init_lora_weights="gaussian", task_type="CAUSAL_LM")
         assert (
-            differences(base, LoraConfig(r=8, target_modules="all-linear", exclude_modules=["lm_head"]), config) == {}
+            differing_settings(base, LoraConfig(r=8, target_modules="all-linear", exclude_modules=["lm_head"]), config)
+            == {}
         )
     part = LoraConfig(r=8, target_modules=names, layers_to_transform=[1])
-    own, _ = differences(base, LoraConfig(r=8, target_modules="all-linear"), part)["target_modules"]
+    own, _ = differing_settings(base, LoraConfig(r=8, target_modules="all-linear"), part)["target_modules"]
     assert len(own) == 7 and all(name.startswith("model.layers.0.") for name in own)
 
 

@@ -18,7 +18,7 @@ from agile_trainers.evaluation.diagnosis import (
     REPEATED,
     SYMPTOMS,
     Diagnosis,
-    History,
+    MetricHistory,
     findings_before,
 )
 
@@ -258,7 +258,7 @@ def test_conditions_read_the_metrics_that_the_table_states() -> None:
         for name in expected:
             symptom = next(symptom for symptom in SYMPTOMS if symptom.name == name)
             own = {*symptom.reads}
-            history = History()
+            history = MetricHistory()
             for step in range(40):
                 values = {**HEALTHY, **planted(step)}
                 history.add({metric: value for metric, value in values.items() if metric in own})
@@ -336,7 +336,7 @@ def test_a_failing_environment_is_repeated_while_it_holds() -> None:
 
 def test_a_shift_by_hand() -> None:
     """Values 1 2 1 2 1 and 5 6 5 6 5: successive differences are 1 but for one of 4; the error is sqrt(24 / 9 / 5)."""
-    history = History()
+    history = MetricHistory()
     for value in (1, 2, 1, 2, 1, 5, 6, 5, 6, 5):
         assert history.shift("success") is None
         history.add({"success": value})
@@ -347,7 +347,7 @@ def test_a_shift_by_hand() -> None:
 
 
 def test_the_first_values_are_kept_for_the_whole_run() -> None:
-    history = History()
+    history = MetricHistory()
     for step in range(200):
         history.add({"success": 0.5 + 0.01 * (-1) ** step - (0.2 if step > 150 else 0)})
     shift = history.shift("success")

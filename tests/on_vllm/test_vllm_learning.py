@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm instal
 from peft import LoraConfig
 
 from agile_environments.guess_number import demonstrations
-from agile_trainers.cli.demo.command import Budget, make_trainer, sft_trainer
+from agile_trainers.cli.demo.command import Budget, make_sft_trainer, make_trainer
 from agile_trainers.embedded import make_embedded_model
 from agile_trainers.trainers.algorithms import MultiTurnGRPOTrainer
 
@@ -24,7 +24,7 @@ BUDGET = Budget(sft_steps=150, sft_batch=32, rl_steps=80, eval_episodes=600)
 def test_grpo_learns_as_with_the_transformers_generator(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     texts = [message["content"] for game in demonstrations(100) for message in game["messages"]]
     words = sorted({word for text in (*texts, "invalid correct [UNK]") for word in text.split()})
-    supervised = sft_trainer(make_embedded_model(tmp_path / "untrained", words=words), tmp_path / "sft", 0, BUDGET)
+    supervised = make_sft_trainer(make_embedded_model(tmp_path / "untrained", words=words), tmp_path / "sft", 0, BUDGET)
     supervised.train()
     supervised.save_model()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agile_trainers.rollout.generators.base import SamplingSettings
-from agile_trainers.rollout.generators.transformers.sampling import Sampler, draw
+from agile_trainers.rollout.generators.transformers.sampling import Sampler, draw_tokens
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])
 
@@ -38,7 +38,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]], dtype=torch.float64)
     largest = torch.nextafter(torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
     uniforms = torch.stack([torch.zeros_like(largest), 0.25 - 1e-12 + 0 * largest, 0.25 + 0 * largest, largest])
-    assert draw(probs.expand(4, -1), uniforms).tolist() == [1, 1, 3, 3]
+    assert draw_tokens(probs.expand(4, -1), uniforms).tolist() == [1, 1, 3, 3]
 
 
 def test_rounding_of_a_long_sum_cannot_leave_the_support() -> None:
@@ -48,7 +48,7 @@ def test_rounding_of_a_long_sum_cannot_leave_the_support() -> None:
     probs[:, ::3] = 0
     probs /= probs.sum(-1, keepdim=True)
     for uniform in (0.0, 1 - 2**-53):
-        tokens = draw(probs, torch.full((64,), uniform, dtype=torch.float64))
+        tokens = draw_tokens(probs, torch.full((64,), uniform, dtype=torch.float64))
         assert (probs.gather(1, tokens[:, None]) > 0).all()
 
 
@@ -58,7 +58,7 @@ def test_a_rough_cumsum_cannot_make_a_token_possible(monkeypatch: pytest.MonkeyP
     probs = torch.tensor([[0.5, 0.0, 0.5], [0.5, 0.5, 0.0]], dtype=torch.float64)
     rough = torch.tensor([[0.5, 0.5 + ulp, 1.0], [0.5, 1.0, 1.0 + 4 * ulp]], dtype=torch.float64)
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: rough)
-    assert draw(probs, torch.tensor([0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [2, 1]
+    assert draw_tokens(probs, torch.tensor([0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [2, 1]
 
 
 def test_greedy_logprobs_are_those_of_the_penalized_softmax() -> None:

@@ -11,7 +11,7 @@ from ppo_games import make_ppo, wake
 from split_passes import WHOLE, check_equal, drawn, measured
 
 from agile_trainers.step.token_batches import (
-    bytes_per_token,
+    backward_bytes_per_token,
     bytes_to_come,
     fitting_tokens,
     in_number,
@@ -286,8 +286,8 @@ def test_what_fits_on_a_gpu_is_estimated_from_the_model():
     class Config:
         hidden_size, num_hidden_layers, intermediate_size = 1024, 10, 4096
 
-    assert bytes_per_token(Config, checkpointing=False) == 10 * 34 * 1024
-    assert bytes_per_token(Config, checkpointing=True) == 10 * 2 * 1024 + 2 * 34 * 1024
+    assert backward_bytes_per_token(Config, checkpointing=False) == 10 * 34 * 1024
+    assert backward_bytes_per_token(Config, checkpointing=True) == 10 * 2 * 1024 + 2 * 34 * 1024
 
 
 def test_gradients_and_optimizer_that_are_still_to_come():

@@ -20,9 +20,9 @@ from agile_trainers.monitor.health_checks import (
     ANSWER_TOKENS,
     LANDMARKS,
     PAIRS,
-    Answer,
     HealthChecks,
     PolicyMeasurements,
+    PromptedAnswer,
     answers_of_turn,
 )
 from agile_trainers.objectives.prompt_information import prompt_information
@@ -156,14 +156,14 @@ def test_answers_that_are_compared() -> None:
         episode([8], [ANSWER_TOKENS + 9]),
         episode([9], [1], failed=True),
     ]
-    assert answers_of_turn(played, 0) == [Answer([7], [0, 1]), Answer([8], list(range(ANSWER_TOKENS)))]
-    assert answers_of_turn(played, 1) == [Answer([7, 0, 1, 2], [3, 4, 5])]
+    assert answers_of_turn(played, 0) == [PromptedAnswer([7], [0, 1]), PromptedAnswer([8], list(range(ANSWER_TOKENS)))]
+    assert answers_of_turn(played, 1) == [PromptedAnswer([7, 0, 1, 2], [3, 4, 5])]
     assert len(answers_of_turn([episode([n], [1]) for n in range(20)], 0)) == PAIRS
     # Of episodes of several paths, each after its own prompt; the second turn of one may be another's helper.
     calls = [Call([7], [1, 2], [0.0] * 2), Call([5, 6], [3], [0.0])]
     rewritten, helped = (forest(calls, StopReason.TERMINATED, linear=linear) for linear in (True, False))
-    assert answers_of_turn([rewritten, helped], 0) == [Answer([7], [1, 2])]
-    assert answers_of_turn([rewritten], 1) == [Answer([5, 6], [3])] and answers_of_turn([helped], 1) == []
+    assert answers_of_turn([rewritten, helped], 0) == [PromptedAnswer([7], [1, 2])]
+    assert answers_of_turn([rewritten], 1) == [PromptedAnswer([5, 6], [3])] and answers_of_turn([helped], 1) == []
 
 
 def test_measurements_are_off_where_they_cannot_act(embedded_model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from agile_trainers.cli.main import main
 from agile_trainers.records.reader import RunRecords, open_records
 from agile_trainers.records.writer import RecordWriter, episode_row
 from agile_trainers.viewer.labels import labels, seed_sets
-from agile_trainers.viewer.parts import OUTLINE_TURNS, figures, outline, texts
+from agile_trainers.viewer.parts import OUTLINE_TURNS, figures, outline, searched_texts
 
 
 def run(folder: str, name: str = "20260101-000000-abcd", **info: Any) -> RunRecords:
@@ -71,8 +71,8 @@ def test_every_text_of_an_episode_is_searched(tmp_path: Path) -> None:
     game = play([long, "b"], ["c", [{"role": "tool", "content": "ü"}]], [0.0, 1.0], prompt="start", error="broke")
     (records,) = open_records(run_of(tmp_path, [game]))
     (record,) = records.episodes()
-    assert texts(record) == ["You play.\nstart", long, "c", "b", '[{"role": "tool", "content": "ü"}]', "broke"]
-    assert texts({"turns": [], "prompt": {"a": 1}, "row": 7, "error": None}) == ['{"a": 1}\n7', ""]
+    assert searched_texts(record) == ["You play.\nstart", long, "c", "b", '[{"role": "tool", "content": "ü"}]', "broke"]
+    assert searched_texts({"turns": [], "prompt": {"a": 1}, "row": 7, "error": None}) == ['{"a": 1}\n7', ""]
 
 
 def test_an_outline_has_the_numbers_of_all_turns(tmp_path: Path) -> None:

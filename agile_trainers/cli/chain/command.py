@@ -102,7 +102,7 @@ def run_pipeline(
     """
     states = _check_folders(pipeline)
     begin = shown_source(_flat({name: pipeline.source[name] for name in ("model", "environment", "environment_args")}))
-    evaluation = evaluate(pipeline, pipeline.model, pipeline.output_dir / "start", begin)
+    evaluation = evaluate_stage(pipeline, pipeline.model, pipeline.output_dir / "start", begin)
     start = {"name": "start", "algorithm": "", "folder": pipeline.model, "trained": False}
     rows, parent, model = [start | {"evaluation": evaluation}], None, pipeline.model
     for stage, state in zip(pipeline.stages, states):
@@ -123,7 +123,7 @@ def run_pipeline(
                     return rows
             _write(folder / STATE, {**state, "finished": True})
         parent, model = state["id"], str(policy_folder(pipeline, stage))
-        evaluation = evaluate(pipeline, model, folder, {"id": parent})
+        evaluation = evaluate_stage(pipeline, model, folder, {"id": parent})
         row = {"name": stage.name, "algorithm": _shown(stage), "folder": model, "trained": trained}
         rows.append(row | {"evaluation": evaluation})
     _write(pipeline.output_dir / "chain.json", {"stages": rows})
@@ -439,7 +439,7 @@ class _Whole(TrainerCallback):
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -> dict[str, Any]:
+def evaluate_stage(pipeline: Pipeline, model: str, folder: Path, of: dict[str, Any]) -> dict[str, Any]:
     """Play a model's evaluation episodes, with the same seeds after every stage, and cache the result.
 
     Args:

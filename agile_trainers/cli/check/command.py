@@ -31,7 +31,7 @@ from agile_trainers.cli.train import (
     launcher_options,
     on_cpu,
     script_dataset,
-    split_of,
+    split_of_dataset,
 )
 from agile_trainers.config.batch_defaults import unlikely_to_learn
 from agile_trainers.config.multi_turn import MultiTurnConfig
@@ -117,7 +117,7 @@ def make_parser(
     return on_cpu(parser)
 
 
-def read_options(algorithm: str, options: Sequence[str]) -> tuple[Any, Parser, Launch, bool]:
+def parse_options(algorithm: str, options: Sequence[str]) -> tuple[Any, Parser, Launch, bool]:
     """Parse the options, those of ``accelerate launch`` apart.
 
     Returns:
@@ -159,7 +159,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     options = [
         f"--model_name_or_path{option[7:]}" if option.split("=")[0] == "--model" else option for option in options
     ]
-    (check, script, args, model, mixture), parser, launch, elsewhere = read_options(algorithm, options)
+    (check, script, args, model, mixture), parser, launch, elsewhere = parse_options(algorithm, options)
     if script.environment is None:
         parser.error(
             "--environment is missing: set the id of the environment to check, module.path:Name or "
@@ -194,13 +194,13 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             made = environment_factories(script.environment, script.environment_args)
             check_model(str(model.model_name_or_path), model.model_revision)
             dataset = script_dataset(script, mixture)
-            train_rows = split_of(dataset, script.dataset_train_split)
+            train_rows = split_of_dataset(dataset, script.dataset_train_split)
             if train_rows:
                 training_rows(args, train_rows)
             if not elsewhere:
                 check_rules(args, MACHINE)
             rows = _rows_of_each(args, script, train_rows, check.episodes or _EPISODES)
-            tokenizer, ends = load_tokenizer(model, args.trust_remote_code)
+            tokenizer, ends = tokenizer_of_model(model, args.trust_remote_code)
             config = model_config(model, args.trust_remote_code)
         except (ValueError, TypeError, ImportError, OSError) as error:
             report.problem(message(error))
@@ -251,7 +251,7 @@ def _rows_of_each(
     return {name: rows_of_environment(mixture, train_rows, name, count) for name in mixture.names}
 
 
-def load_tokenizer(model: ModelConfig, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase, list[int]]:
+def tokenizer_of_model(model: ModelConfig, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase, list[int]]:
     """Load a model's tokenizer with a padding token, and the ids that end an answer, as the trainers do."""
     where: dict[str, Any] = {"revision": model.model_revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, **where)

@@ -30,7 +30,7 @@ from agile_trainers.algorithms.grpo import MultiTurnGRPOConfig
 from agile_trainers.checkpoints.disclosure import CURVE
 from agile_trainers.checkpoints.record import record_without_environment
 from agile_trainers.checkpoints.run_cards import write_card_of_rows
-from agile_trainers.cli.demo.report import Score, results_table, some_games, write_summary
+from agile_trainers.cli.demo.report import DemoScore, results_table, some_games, write_summary
 from agile_trainers.cli.preflight import check_output
 from agile_trainers.cli.progress import show_table
 from agile_trainers.embedded import make_embedded_model, words_of
@@ -64,7 +64,7 @@ class Budget:
 QUICK = Budget(sft_steps=20, rl_steps=4, eval_episodes=60)
 
 
-def sft_trainer(model: Path, output: Path, seed: int, budget: Budget) -> SFTTrainer:
+def make_sft_trainer(model: Path, output: Path, seed: int, budget: Budget) -> SFTTrainer:
     """Make the trainer of the supervised stage, which teaches the format of the game with random legal play.
 
     Args:
@@ -132,7 +132,7 @@ def lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def scripted_score(name: str, player: Player, trainer: MultiTurnGRPOTrainer, episodes: int) -> Score:
+def scripted_score(name: str, player: Player, trainer: MultiTurnGRPOTrainer, episodes: int) -> DemoScore:
     """Let a scripted player play in the model's seat, within the trainer's limits."""
     tokenizer, options = trainer.processing_class, EpisodeOptions.of_args(trainer.args)
 
@@ -141,15 +141,15 @@ def scripted_score(name: str, player: Player, trainer: MultiTurnGRPOTrainer, epi
 
     specs = [EpisodeSpec(index, (index,), {"secret": index % HIGH + 1}) for index in range(episodes)]
     games = play_in_seat(engine, make_environment_factory(ENVIRONMENT), lambda _: player, specs, tokenizer)
-    return Score(
+    return DemoScore(
         name, sum(bool(game.success) for game in games) / episodes, sum(g.episode_return for g in games) / episodes
     )
 
 
-def model_score(name: str, trainer: MultiTurnGRPOTrainer) -> Score:
+def model_score(name: str, trainer: MultiTurnGRPOTrainer) -> DemoScore:
     """Return the score of the model with sampling."""
     metrics = trainer.evaluate()
-    return Score(name, metrics["eval_success"], metrics["eval_return"])
+    return DemoScore(name, metrics["eval_success"], metrics["eval_return"])
 
 
 def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, object]:
@@ -172,7 +172,7 @@ def run(output: Path, seed: int, budget: Budget, console: Console) -> dict[str, 
     words = words_of(demonstrations(100), "invalid", "correct")
     untrained = make_embedded_model(output / "untrained", words=words, seed=seed)
     base = output / "sft"
-    supervised = sft_trainer(untrained, base, seed, budget)
+    supervised = make_sft_trainer(untrained, base, seed, budget)
     with show_table(supervised, console, "learning the format", rows=ROWS):
         supervised.train()
     supervised.save_model()

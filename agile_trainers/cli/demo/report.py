@@ -17,7 +17,7 @@ LIBRARIES = ("agile-trainers", "trl", "transformers", "peft", "torch")
 
 
 @dataclass(frozen=True)
-class Score:
+class DemoScore:
     """Result of a player."""
 
     name: str
@@ -27,7 +27,7 @@ class Score:
     """Mean return."""
 
 
-def results_table(scores: Mapping[str, Score], episodes: int) -> Table:
+def results_table(scores: Mapping[str, DemoScore], episodes: int) -> Table:
     """Make the table of scores, one row each."""
     table = Table("", "games won", "return", title=f"{episodes:,} sampled games each")
     for score in scores.values():
@@ -57,7 +57,7 @@ def _game(episode: dict[str, Any]) -> str:
 
 
 def write_summary(
-    output: Path, scores: Mapping[str, Score], *, seed: int, seconds: float, adapter: Path, base: Path, budget: Any
+    output: Path, scores: Mapping[str, DemoScore], *, seed: int, seconds: float, adapter: Path, base: Path, budget: Any
 ) -> dict[str, object]:
     """Write ``summary.json`` with success and return of every row of the table, and the run's settings."""
     summary = {

@@ -65,7 +65,7 @@ _EPISODES = 500
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """An environment, its rows and the limits of its episodes."""
 
     environment: str
@@ -300,7 +300,7 @@ def _played_with(options: argparse.Namespace, environment: str) -> dict[str, Any
     }
 
 
-def _tasks(options: argparse.Namespace) -> list[Task]:
+def _tasks(options: argparse.Namespace) -> list[EvaluationTask]:
     """Make the environments, and divide the rows among them.
 
     Raises:
@@ -323,7 +323,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
             raise ValueError(f"--dataset_name has no row for {name}.")
         factory = make_environment_factory(name, **(arguments.get(name, {}) if len(ids) > 1 else arguments))
         count = options.episodes or (_EPISODES if own is None else len(own))
-        tasks.append(Task(name, factory, own, count, episode.of(name)))
+        tasks.append(EvaluationTask(name, factory, own, count, episode.of(name)))
     return tasks
 
 
@@ -356,7 +356,7 @@ def _rows(options: argparse.Namespace) -> list[dict[str, Any]] | None:
 def _play_all(
     options: argparse.Namespace,
     models: Sequence[str],
-    tasks: Sequence[Task],
+    tasks: Sequence[EvaluationTask],
     sampling: SamplingSettings,
     run: str,
     console: Console,

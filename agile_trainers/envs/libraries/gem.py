@@ -62,10 +62,10 @@ def make_factory(game: str, **kwargs: Any) -> EnvironmentFactory:
     Raises:
         ValueError: If an argument is unknown.
     """
-    return functools.partial(GemEnvironment, game, **check_kwargs(game, kwargs))
+    return functools.partial(GemEnvironment, game, **_check_kwargs(game, kwargs))
 
 
-def check_kwargs(game: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _check_kwargs(game: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Check that the GEM environment reads all of ``kwargs``, and return them. GEM itself ignores unknown ones.
 
     Raises:

@@ -56,10 +56,10 @@ def make_factory(name: str, **kwargs: Any) -> EnvironmentFactory:
     Raises:
         ValueError: If an argument is unknown.
     """
-    return functools.partial(ReasoningGymEnvironment, name, **check_kwargs(name, kwargs))
+    return functools.partial(ReasoningGymEnvironment, name, **_check_kwargs(name, kwargs))
 
 
-def check_kwargs(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _check_kwargs(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Check that the environment or the data set's configuration reads all of ``kwargs``, and return them.
 
     Raises:
@@ -120,7 +120,7 @@ class ReasoningGymEnvironment(ReasoningEnvironment):
         if name not in listed():
             raise ValueError(f"reasoning-gym has no data set {name!r}{nearest(name, listed()) or '.'}")
         self.name = f"reasoning_gym:{name}"
-        self.items = _items(name, size, check_kwargs(name, config))
+        self.items = _items(name, size, _check_kwargs(name, config))
         super().__init__(
             GeneratedRows(self.items.draw, test_fraction=test_fraction),
             template=template,

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from agile_trainers.envs.isolation.calls import IsolatedError, run_isolated
-from agile_trainers.envs.questions.arithmetic import evaluate
+from agile_trainers.envs.questions.arithmetic import exact_value
 from agile_trainers.envs.questions.mathematics import equal
 
 _LONGEST = 10_000
@@ -201,7 +201,7 @@ def _agree(sides: list[str], number: Fraction) -> bool:
     for side in sides:
         if side and not re.fullmatch(r"[A-Za-z]", side):
             try:
-                if evaluate(side)[0] != number:
+                if exact_value(side)[0] != number:
                     return False
             except (ValueError, ZeroDivisionError):
                 return False

@@ -25,7 +25,7 @@ _SPELLINGS = (
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
-def evaluate(expression: str) -> tuple[Fraction, list[int]]:
+def exact_value(expression: str) -> tuple[Fraction, list[int]]:
     """Return the exact value of an expression of integers, ``+ - * /`` and brackets, and the integers in it.
 
     ``\\times``, ``\\cdot``, ``\\div``, ``\\frac{}{}``, ``x`` between numbers, square brackets, braces and a factor right

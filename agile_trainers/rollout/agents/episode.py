@@ -163,10 +163,10 @@ class AgentEpisode:
         except Refusal as refusal:
             if ticket.request.model == POLICY:
                 self._refused[refusal.code] += 1
-            refuse(ticket, refusal)
+            refuse_request(ticket, refusal)
         except Exception as error:  # one of ours: it costs this episode, not the others
             logger.exception("A request of an agent failed in its episode.")
-            refuse(ticket, Refusal(f"The endpoint failed: {describe_error(error)}", 500, "server_error"))
+            refuse_request(ticket, Refusal(f"The endpoint failed: {describe_error(error)}", 500, "server_error"))
         return []
 
     def answered(self, output: GenerationOutput) -> None:
@@ -276,7 +276,7 @@ class AgentEpisode:
         """Refuse the requests that are still open."""
         for asked in self.asked.values():
             for ticket in asked.waiting:
-                refuse(ticket, over())
+                refuse_request(ticket, over())
 
     # ------------------------------------------------------------------------------------------------- what comes out
 
@@ -605,7 +605,7 @@ def over() -> Refusal:
     return Refusal("The episode is over: its agent has returned, or a limit ended it.", code="episode_over")
 
 
-def refuse(ticket: Ticket, refusal: Refusal) -> None:
+def refuse_request(ticket: Ticket, refusal: Refusal) -> None:
     """Answer a request with a refusal, unless it has an answer."""
     with suppress(InvalidStateError):
         ticket.answer.set_exception(refusal)

@@ -10,7 +10,7 @@ from typing import Any
 
 from agile_trainers.envs.agent import Endpoint, Model, Task
 from agile_trainers.envs.checker import LARGEST_REWARD
-from agile_trainers.rollout.agents.episode import AgentEpisode, over, refuse
+from agile_trainers.rollout.agents.episode import AgentEpisode, over, refuse_request
 from agile_trainers.rollout.agents.requests import POLICY, Refusal, Ticket
 from agile_trainers.rollout.environment_pool import EnvironmentPool, Outcome
 from agile_trainers.rollout.generators.base import GenerationOutput, GenerationRequest
@@ -66,7 +66,7 @@ class AgentRollout:
         requests: list[GenerationRequest] = []
         if episode is None:
             if outcome.method == "call":
-                refuse(value, over())
+                refuse_request(value, over())
             return requests
         match outcome.method:
             case "call":
@@ -112,7 +112,7 @@ class AgentRollout:
         """Refuse requests that came too late to be taken, so that the next rollout does not find them."""
         for outcome in self._pool.outcomes(block=False):
             if outcome.method == "call":
-                refuse(outcome.value, over())
+                refuse_request(outcome.value, over())
 
 
 class _Exchange:
@@ -145,7 +145,7 @@ class _Exchange:
         try:
             self._post(Outcome(self._find(key).index, "call", ticket))
         except Refusal as refusal:
-            refuse(ticket, refusal)
+            refuse_request(ticket, refusal)
 
     def delivered(self, key: str, ticket: Ticket) -> None:
         """Note that the client got the whole answer."""

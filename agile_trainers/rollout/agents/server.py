@@ -18,7 +18,7 @@ from aiohttp import web
 
 from agile_trainers.envs.agent import Endpoint
 from agile_trainers.rollout.agents.dialects import DIALECTS, Dialect
-from agile_trainers.rollout.agents.dialects.base import DEEPEST_BODY, checked, get, parse, required, to_json
+from agile_trainers.rollout.agents.dialects.base import DEEPEST_BODY, ascii_json, checked, get, parse, required
 from agile_trainers.rollout.agents.dialects.chat import CHAT
 from agile_trainers.rollout.agents.requests import FROZEN, POLICY, Answer, Exchange, Marks, Refusal, Ticket
 
@@ -231,7 +231,7 @@ class AgentServer:
         }
         if endpoint.api_key:
             headers |= {"Authorization": f"Bearer {endpoint.api_key}", "x-api-key": endpoint.api_key}
-        data = to_json({**body, "model": endpoint.model or body["model"]}).encode()
+        data = ascii_json({**body, "model": endpoint.model or body["model"]}).encode()
         url = endpoint.base_url.rstrip("/") + dialect.path
         shown = re.sub("//[^/]*@", "//", url)  # a user's name and password may be in it
         ours = web.StreamResponse()
@@ -305,4 +305,6 @@ def _marks(request: web.Request) -> Marks:
 
 
 def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=to_json(value).encode(), status=status, headers=headers, content_type="application/json")
+    return web.Response(
+        body=ascii_json(value).encode(), status=status, headers=headers, content_type="application/json"
+    )

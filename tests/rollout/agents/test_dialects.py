@@ -12,7 +12,7 @@ import pytest
 from answering import CREATED, said
 
 from agile_trainers.rollout.agents.dialects import DIALECTS
-from agile_trainers.rollout.agents.dialects.base import DEEPEST, DEEPEST_BODY, Dialect, parse, to_json
+from agile_trainers.rollout.agents.dialects.base import DEEPEST, DEEPEST_BODY, Dialect, ascii_json, parse
 from agile_trainers.rollout.agents.dialects.chat import CHAT
 from agile_trainers.rollout.agents.dialects.messages import MESSAGES
 from agile_trainers.rollout.agents.dialects.responses import RESPONSES
@@ -373,7 +373,7 @@ def test_junk_in_any_place_is_read_or_refused(dialect: Dialect, body: dict[str, 
                 request = dialect.read(changed)
             except Refusal as refusal:
                 assert refusal.status == 400 and refusal.message
-                to_json(dialect.error(refusal))
+                ascii_json(dialect.error(refusal))
                 refused += 1
             else:
                 _check_form(request)
@@ -552,7 +552,7 @@ def test_a_stop_string_is_named_in_messages() -> None:
 
 def _sent(value: Any) -> Any:
     """What a client reads from the wire."""
-    return json.loads(to_json(value))
+    return json.loads(ascii_json(value))
 
 
 def test_half_a_surrogate_pair_of_a_tool_call_and_half_a_character_of_a_token_can_be_sent() -> None:
@@ -560,7 +560,7 @@ def test_half_a_surrogate_pair_of_a_tool_call_and_half_a_character_of_a_token_ca
     answer = Answer("a1", "policy", 0, (choice,))
     for dialect in DIALECTS:
         request = ChatRequest("policy", [], logprobs=True)
-        to_json(dialect.write(answer, request)).encode()
+        ascii_json(dialect.write(answer, request)).encode()
         assert b"".join(event.encoded() for event in dialect.events(answer, request)).isascii()
 
 

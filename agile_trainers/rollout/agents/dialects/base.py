@@ -46,7 +46,7 @@ class Event:
 
     def encoded(self) -> bytes:
         """The event as it is sent."""
-        data = self.data if isinstance(self.data, str) else to_json(self.data)
+        data = self.data if isinstance(self.data, str) else ascii_json(self.data)
         return (f"event: {self.name}\n" if self.name else "").encode() + f"data: {data}\n\n".encode()
 
 
@@ -69,7 +69,7 @@ class Dialect:
     """Writes a refusal."""
 
 
-def to_json(value: Any) -> str:
+def ascii_json(value: Any) -> str:
     """Write JSON in ASCII: half a surrogate pair, which a tool call may hold, has no other form that can be sent."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
@@ -280,7 +280,7 @@ def tool(fields: dict[str, Any], where: str, parameters: str = "parameters") -> 
     return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
 
 
-def conversation(messages: list[Message], where: str) -> list[Message]:
+def not_empty(messages: list[Message], where: str) -> list[Message]:
     """Refuse a conversation without messages."""
     if not messages:
         raise Refusal(f"`{where}` is empty; send at least one message.")

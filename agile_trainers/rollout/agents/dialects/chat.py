@@ -63,7 +63,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
     tools = [_tool(item, f"tools[{index}]") for index, item in enumerate(get(body, "tools", list) or ())]
     return ChatRequest(
         model=required(body, "model", str),
-        messages=base.conversation(messages, "messages"),
+        messages=base.not_empty(messages, "messages"),
         tools=tools,
         n=n or 1,
         max_tokens=min((limit for limit in limits if limit is not None), default=None),

@@ -37,7 +37,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
     base.refuse(body, _REFUSED)
     system = base.joined(body.get("system"), "system", _TEXTS)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    for index, item in enumerate(base.conversation(required(body, "messages", list), "messages")):
+    for index, item in enumerate(base.not_empty(required(body, "messages", list), "messages")):
         messages += _messages(item, f"messages[{index}]")
     choice = get(body, "tool_choice", dict)
     kind = None if choice is None else required(choice, "type", str, "tool_choice")

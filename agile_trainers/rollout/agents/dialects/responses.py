@@ -45,7 +45,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
     messages = [{"role": "system", "content": instructions}] if instructions else []
     return ChatRequest(
         model=required(body, "model", str),
-        messages=base.conversation(messages + _input(body.get("input")), "input"),
+        messages=base.not_empty(messages + _input(body.get("input")), "input"),
         tools=[_tool(item, f"tools[{index}]") for index, item in enumerate(get(body, "tools", list) or ())],
         max_tokens=base.at_least_one(body, "max_output_tokens"),
         logprobs=_LOGPROBS in (get(body, "include", list) or ()),

@@ -17,7 +17,7 @@ NO_TOKEN = torch.iinfo(torch.int64).max
 
 
 @dataclass(eq=False)
-class Lineage:
+class CachedLineage:
     """Ids that an episode's model has read or will read, and where their keys and values are."""
 
     episode: int
@@ -33,11 +33,11 @@ class Lineage:
 
 
 @dataclass(eq=False)
-class Answer:
+class SampledAnswer:
     """One pending request and its sampled tokens."""
 
     request: GenerationRequest
-    lineage: Lineage
+    lineage: CachedLineage
     read: int
     """Number of the request's ids whose keys and values were not kept when it was submitted."""
     logprobs: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Answer:
 class DecodingBatch:
     """Rows that are decoded in one forward pass: ``R`` rows, each of which reads ``q`` new columns."""
 
-    rows: list[Answer | None]
+    rows: list[SampledAnswer | None]
     """None: the row's answer is finished; the row idles until the next repacking."""
     alive: torch.Tensor
     """(R,) bool, True for rows that are not None."""
@@ -69,7 +69,7 @@ class DecodingBatch:
     """(R, S) int64, the last ids of the row's answer, padded with ``NO_TOKEN``, for stop strings."""
 
     @property
-    def active(self) -> list[Answer]:
+    def active(self) -> list[SampledAnswer]:
         """The answers that are not finished."""
         return [row for row in self.rows if row is not None]
 
@@ -91,13 +91,13 @@ class DecodingBatch:
             positions = torch.cat([self.position_ids, positions], dim=1)
         self.input_ids, self.input_mask, self.position_ids = ids, mask, positions
 
-    def drop(self, finished: Collection[Answer]) -> None:
+    def drop(self, finished: Collection[SampledAnswer]) -> None:
         """Mark the rows of ``finished`` as idle."""
         self.rows = [None if row in finished else row for row in self.rows]
         self.alive = placed([row is not None for row in self.rows], torch.bool, self.alive.device)
 
 
-def decoding_batch(answers: Sequence[Answer], kv: KVBatch, pad_token_id: int) -> DecodingBatch:
+def decoding_batch(answers: Sequence[SampledAnswer], kv: KVBatch, pad_token_id: int) -> DecodingBatch:
     """Make a batch whose next input is the part of each answer's lineage that ``kv`` does not hold.
 
     Args:

@@ -30,9 +30,9 @@ from agile_trainers.rollout.generators.checks import Conversations, check_token_
 from agile_trainers.rollout.generators.transformers.attention import DecodingAttention
 from agile_trainers.rollout.generators.transformers.decoding import (
     NO_TOKEN,
-    Answer,
+    CachedLineage,
     DecodingBatch,
-    Lineage,
+    SampledAnswer,
     decoding_batch,
     left_pad,
     placed,
@@ -120,9 +120,9 @@ class TransformersGenerator:
         # MPS has no float64.
         self._sampling_device = torch.device("cpu") if self._device.type == "mps" else self._device
         self._conversations = Conversations()
-        self._lineages: dict[int, list[Lineage]] = {}  # of each episode, in the order of their last requests
-        self._under_way: dict[tuple[int, int], Answer] = {}
-        self._waiting: list[Answer] = []
+        self._lineages: dict[int, list[CachedLineage]] = {}  # of each episode, in the order of their last requests
+        self._under_way: dict[tuple[int, int], SampledAnswer] = {}
+        self._waiting: list[SampledAnswer] = []
         self._batch: DecodingBatch | None = None
 
     def submit(self, request: GenerationRequest) -> None:
@@ -135,7 +135,7 @@ class TransformersGenerator:
         self._conversations.check(request, self._under_way)
         self._conversations.submitted(request)
         lineage = self._lineage_for(request)
-        answer = Answer(request, lineage, read=len(lineage.ids) - lineage.cached)
+        answer = SampledAnswer(request, lineage, read=len(lineage.ids) - lineage.cached)
         self._under_way[request.episode, request.call] = answer
         self._waiting.append(answer)
 
@@ -169,7 +169,7 @@ class TransformersGenerator:
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
-    def _lineage_for(self, request: GenerationRequest) -> Lineage:
+    def _lineage_for(self, request: GenerationRequest) -> CachedLineage:
         """Take, crop or copy the lineage that shares most with a request, or begin one."""
         lineages = self._lineages.setdefault(request.episode, [])
         ids = list(request.token_ids)
@@ -178,31 +178,31 @@ class TransformersGenerator:
         # Of those that share the same, one that can be taken, and the last used one.
         source = max(lineages, key=lambda kept: (shared[kept], not kept.busy, lineages.index(kept)), default=None)
         if source is None or not shared[source]:
-            lineages.append(Lineage(request.episode, ids))
+            lineages.append(CachedLineage(request.episode, ids))
         elif not source.busy and (2 * shared[source] >= source.cached or not self._has_room()):
             lineages.remove(source)
             source.ids, source.cached, source.busy = ids, shared[source], True
             lineages.append(source)
         elif self._has_room():
-            lineages.append(Lineage(request.episode, ids, source.kv, source.row, shared[source]))
+            lineages.append(CachedLineage(request.episode, ids, source.kv, source.row, shared[source]))
         else:
-            lineages.append(Lineage(request.episode, ids))
+            lineages.append(CachedLineage(request.episode, ids))
         return lineages[-1]
 
     def _has_room(self) -> bool:
         return self._max_batch_size is None or len(self._with_cache()) < self._max_batch_size
 
-    def _with_cache(self) -> list[Lineage]:
+    def _with_cache(self) -> list[CachedLineage]:
         """Return the lineages that have a cache, each of which counts as a row, before it has one of its own too."""
         return [kept for lineages in self._lineages.values() for kept in lineages if kept.kv is not None]
 
-    def _keep(self, lineage: Lineage) -> None:
+    def _keep(self, lineage: CachedLineage) -> None:
         """Keep a lineage whose answer is finished, instead of its episode's least recently used one."""
         lineage.busy = False
         idle = [kept for kept in self._lineages[lineage.episode] if not kept.busy]
         self._forget(idle[: -KEPT if self._keeps_cache else None])
 
-    def _forget(self, lineages: Iterable[Lineage]) -> None:
+    def _forget(self, lineages: Iterable[CachedLineage]) -> None:
         """Free the keys and values of lineages; a request that extends one reads the whole conversation."""
         for lineage in lineages:
             self._lineages[lineage.episode].remove(lineage)
@@ -223,7 +223,7 @@ class TransformersGenerator:
                 self._waiting.remove(answer)
             self._repack([*active, *joining])
 
-    def _admissible(self, active: list[Answer]) -> list[Answer]:
+    def _admissible(self, active: list[SampledAnswer]) -> list[SampledAnswer]:
         """Return the waiting answers for which there is room: those whose episode has a cache, then new ones."""
         if self._max_batch_size is None or not self._waiting:
             return list(self._waiting)
@@ -239,7 +239,7 @@ class TransformersGenerator:
         self._forget(gone)
         return known + new[: self._max_batch_size - max(len(active), len(cached) - len(gone))]
 
-    def _repack(self, answers: list[Answer]) -> None:
+    def _repack(self, answers: list[SampledAnswer]) -> None:
         """Make a batch of ``answers`` whose next forward pass reads each answer's unread ids."""
         _check_eval_mode(self.model)
         # `pack` needs the rows of one source together, and rows without cache last.
@@ -256,7 +256,7 @@ class TransformersGenerator:
             recent = [[*filler, *answer.token_ids][-len(filler) :] for answer in answers]
             self._batch.recent = torch.tensor(recent, device=self._sampling_device)
 
-    def _gather(self, lineages: list[Lineage]) -> KVBatch:
+    def _gather(self, lineages: list[CachedLineage]) -> KVBatch:
         """Gather the keys and values of ``lineages`` in one new batch."""
         if not self._keeps_cache:
             return KVBatch(None, self._no_columns(len(lineages)))
@@ -332,7 +332,7 @@ class TransformersGenerator:
         noise = placed(uniforms, torch.float64, device)
         return self._sampler(logits, noise, batch.history, hold_eos)
 
-    def _append(self, answer: Answer, token: int, logprob: float, stop: bool) -> FinishReason | None:
+    def _append(self, answer: SampledAnswer, token: int, logprob: float, stop: bool) -> FinishReason | None:
         """Append a token to an answer. Return the finish reason, or None if the answer goes on."""
         if math.isnan(logprob):
             raise LogitsError(f"The model's logits for episode {answer.request.episode} are not numbers (NaN).")
@@ -344,13 +344,13 @@ class TransformersGenerator:
             return "stop"
         return "length" if len(answer.logprobs) == answer.request.max_new_tokens else None
 
-    def _finish(self, answer: Answer, reason: FinishReason) -> GenerationOutput:
+    def _finish(self, answer: SampledAnswer, reason: FinishReason) -> GenerationOutput:
         request, token_ids = answer.request, answer.token_ids
         self._conversations.answered(request, token_ids)
         self._keep(answer.lineage)
         return GenerationOutput(request.episode, token_ids, answer.logprobs, reason, request.call, answer.read)
 
-    def _drop(self, answers: list[Answer]) -> None:
+    def _drop(self, answers: list[SampledAnswer]) -> None:
         """Remove answers from the batch, and free the batch when it is empty."""
         assert self._batch is not None
         self._batch.drop(answers)
@@ -358,7 +358,7 @@ class TransformersGenerator:
             self._batch = None
 
 
-def _move(lineages: list[Lineage], kv: KVBatch) -> None:
+def _move(lineages: list[CachedLineage], kv: KVBatch) -> None:
     for row, lineage in enumerate(lineages):
         lineage.kv, lineage.row = kv, row
 

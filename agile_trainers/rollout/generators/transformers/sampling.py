@@ -65,7 +65,7 @@ class Sampler:
         if hold_eos is not None:
             scores = scores.masked_fill(hold_eos[:, None] & self._ends(scores), -torch.inf)
         log_probs = self.warpers(history, scores).double().log_softmax(-1)
-        tokens = log_probs.argmax(-1) if self.greedy else draw(log_probs.exp(), uniforms)
+        tokens = log_probs.argmax(-1) if self.greedy else draw_tokens(log_probs.exp(), uniforms)
         return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
     def _ends(self, scores: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Sampler:
         return self._end
 
 
-def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def draw_tokens(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Invert the cumulative distribution: the first token whose cumulative probability exceeds the uniform.
 
     A token of probability zero is never drawn, for any uniform and any rounding.
