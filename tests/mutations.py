@@ -918,7 +918,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows are packed under a router loss", "trainers/setup.py",
-        "shared ones too\": trainer.aux_loss_enabled", "shared ones too\": False", f"{PACKING} -k router_loss",
+        "shared ones too\": auxiliary_loss", "shared ones too\": False", f"{PACKING} -k router_loss",
     ),
     Mutation(
         "the critic learns twice, in the update too", "step/critic.py",

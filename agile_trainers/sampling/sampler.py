@@ -8,14 +8,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from transformers.utils import logging
-from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from agile_trainers.adapters import gathered_once
 from agile_trainers.adapters.rollout_weights import cast_once, check_mergeable, merged_adapter
 from agile_trainers.rollout.engine import RolloutEngine
+from agile_trainers.rollout.episode_options import UNLIMITED
 from agile_trainers.rollout.generators.base import Generator, SamplingSettings
 from agile_trainers.rollout.generators.transformers.generator import TransformersGenerator
 from agile_trainers.rollout.generators.transformers.memory import bytes_per_row, fitting_rows
@@ -93,7 +94,10 @@ class RolloutSampler:
     """Makes the generator of each rollout, with the current policy.
 
     Args:
-        trainer: The trainer whose policy is sampled.
+        args: A ``MultiTurnConfig``.
+        accelerator: The trainer's.
+        policy: The policy, unwrapped.
+        wrapped: Returns the policy as distributed training has wrapped it by now.
         engine: The rollout engine that uses the generators.
         tokenizer: The policy's.
         distribution: TRL's ``DistributedBackend``, which gathers sharded weights.
@@ -102,27 +106,35 @@ class RolloutSampler:
         ValueError: For sampling settings that the generator cannot take, or a policy that vLLM cannot serve.
     """
 
-    def __init__(self, trainer: GRPOTrainer, engine: RolloutEngine, tokenizer: Any, distribution: Any) -> None:
-        self._trainer, self._engine, self._tokenizer = trainer, engine, tokenizer
+    def __init__(
+        self,
+        args: Any,
+        accelerator: Accelerator,
+        policy: Any,
+        wrapped: Callable[[], Any],
+        engine: RolloutEngine,
+        tokenizer: Any,
+        distribution: Any,
+    ) -> None:
+        self._args, self._accelerator = args, accelerator
+        self._policy, self._wrapped = policy, wrapped
+        self._engine, self._tokenizer = engine, tokenizer
+        # TRL's trainer keeps the temperature that it was made with, whatever becomes of the option.
+        self._scored_at = args.temperature
         self._synced = 0, 0.0
-        self.rows: int | None = trainer.args.generation_chunk_size
+        self.rows: int | None = args.generation_chunk_size
         """Episodes that are decoded at the same time by the transformers generator; None for all of them."""
         self._room: Callable[[], int] | None = None
         self._tokens = 0
         self.vllm: ServedPolicy | None = None
         """The policy in a vLLM engine; None without ``use_vllm``."""
-        args: Any = trainer.args
         settings = sampling_settings(args)
         if args.use_vllm:
             limit = engine.limits.max_model_length
             self.vllm = _policy_class(args.vllm_mode)(
-                args,
-                trainer.accelerator.unwrap_model(trainer.model),
-                trainer.accelerator,
-                distribution,
-                limit if limit < 1 << 30 else None,
+                args, policy, accelerator, distribution, limit if limit < UNLIMITED else None
             )
-            if self.vllm.max_model_length < limit < 1 << 30:
+            if self.vllm.max_model_length < limit < UNLIMITED:
                 logger.warning(
                     "Conversations end at %d tokens, the longest that fit into vLLM's share of the GPU, instead of the %d "
                     "that the model can read. For longer ones raise vllm_gpu_memory_utilization=%s.",
@@ -131,7 +143,7 @@ class RolloutSampler:
                 engine.shorten(self.vllm.max_model_length)
         # Make a generator once for its checks of the sampling settings; the first rollout moves the policy.
         if args.merge_adapter_in_rollout:
-            check_mergeable(trainer.accelerator.unwrap_model(trainer.model))
+            check_mergeable(policy)
         if self.vllm is None:
             with self._on_transformers(settings) as make:
                 make(self.rows)
@@ -181,13 +193,13 @@ class RolloutSampler:
             settings: Sampling settings. Default: those of the trainer, with ``do_sample``.
             versions: The version of the policy that each episode is sampled with. Default: the current one for all.
         """
-        settings = settings or sampling_settings(self._trainer.args, do_sample)
+        settings = settings or sampling_settings(self._args, do_sample)
         if self.vllm is not None:
             with self._on_vllm(self.vllm, settings, versions) as made:
                 yield lambda: made
             return
         with self._on_transformers(settings) as make:
-            if self.rows is None and self._room is not None and self._trainer.accelerator.device.type == "cuda":
+            if self.rows is None and self._room is not None and self._accelerator.device.type == "cuda":
                 self.rows = self._fewest(fitting_rows(self._room(), self._bytes_per_row()))
             if versions is None:
                 yield lambda: make(self.rows)
@@ -201,14 +213,13 @@ class RolloutSampler:
         return VersionedGenerator(lambda: make(rows), versions, self.rows)
 
     def _bytes_per_row(self) -> int:
-        args: Any = self._trainer.args
-        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        config = base_model(policy).config.get_text_config()
-        return bytes_per_row(config, self._tokens, args.max_new_tokens, compute_dtype(args, policy))
+        config = base_model(self._policy).config.get_text_config()
+        dtype = compute_dtype(self._args, self._policy)
+        return bytes_per_row(config, self._tokens, self._args.max_new_tokens, dtype)
 
     def _fewest(self, rows: int | None) -> int | None:
         """Return the fewest rows of all processes."""
-        accelerator = self._trainer.accelerator
+        accelerator = self._accelerator
         if accelerator.num_processes == 1:
             return rows
         fewest = int(accelerator.gather(torch.tensor([rows or _ALL], device=accelerator.device)).min())
@@ -217,12 +228,11 @@ class RolloutSampler:
     @contextmanager
     def _on_transformers(self, settings: SamplingSettings) -> Iterator[Callable[[int | None], Generator]]:
         """Make generators of so many rows on the unwrapped policy, in eval mode, as TRL does for its own generation."""
-        trainer, args = self._trainer, self._trainer.args
-        training = trainer.model.training
+        args, training = self._args, self._policy.training
         with (
             unwrap_model_for_generation(
-                trainer.model_wrapped,
-                trainer.accelerator,
+                self._wrapped(),
+                self._accelerator,
                 gather_deepspeed3_params=args.ds3_gather_for_generation,
                 gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
             ) as model,
@@ -248,7 +258,7 @@ class RolloutSampler:
 
     def _cast(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Cast weights once for the rollout, if autocast would cast them for every token."""
-        accelerator = self._trainer.accelerator
+        accelerator = self._accelerator
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
         if dtype is None:
             return nullcontext()
@@ -282,7 +292,7 @@ class RolloutSampler:
         """Make a generator that samples each episode with its version, of those that :meth:`serve` has named by then."""
         policy, of = self.vllm, versions.of
         assert policy is not None
-        settings = settings or sampling_settings(self._trainer.args)
+        settings = settings or sampling_settings(self._args)
         eos_token_ids = self._engine.chat.eos_token_ids
         return policy.generator(settings, eos_token_ids, self._tokenizer, lambda key: policy.served[of(key)])
 
@@ -352,15 +362,13 @@ class RolloutSampler:
 
     def conditions(self) -> Conditions:
         """Describe how sampler and trainer compute, to explain a mismatch between them."""
-        trainer = self._trainer
-        args: Any = trainer.args
-        policy = trainer.accelerator.unwrap_model(trainer.model)
+        args, policy = self._args, self._policy
         base, on_gpu = base_model(policy), args.device.type == "cuda"
         autocast = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-        ours = autocast.get(trainer.accelerator.mixed_precision) or compute_dtype(args, policy)
+        ours = autocast.get(self._accelerator.mixed_precision) or compute_dtype(args, policy)
         return Conditions(
             settings=sampling_settings(args),
-            scored_at=trainer.temperature,
+            scored_at=self._scored_at,
             sampler=ours if self.vllm is None else self.vllm.dtype,
             trainer=ours,
             quantized=getattr(base.config, "quantization_config", None) is not None,
@@ -368,6 +376,6 @@ class RolloutSampler:
             tf32=on_gpu and (self.vllm is not None or _multiplies_in_tf32()),
             dropout=not args.disable_dropout,
             vllm=self.vllm is not None,
-            corrected=bool(trainer.vllm_importance_sampling_correction),
+            corrected=bool(args.vllm_importance_sampling_correction),
             model_type=base.config.model_type,
         )

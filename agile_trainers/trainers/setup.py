@@ -9,6 +9,7 @@ from itertools import islice
 from math import gcd
 from typing import Any
 
+from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from peft.utils import TrainableTokensWrapper
 from transformers import PreTrainedModel
@@ -257,16 +258,25 @@ def check_vocabulary(model: Any, tokenizer: Any) -> None:
         )
 
 
-def make_packer(trainer: Any) -> Packer:
-    """Make the packer of a trainer's policy and reference, before its model is wrapped and gets a critic.
+def make_packer(
+    args: MultiTurnConfig, accelerator: Accelerator, policy: Any, reference: Any, *, auxiliary_loss: bool
+) -> Packer:
+    """Make the packer of a policy and its reference, before the policy is wrapped and gets a critic.
+
+    Args:
+        args: The trainer's, for episodes.
+        accelerator: The trainer's.
+        policy: The policy.
+        reference: A frozen model; None where the reference is an adapter of the policy, its base model, or missing.
+        auxiliary_loss: True if TRL adds the router's auxiliary loss.
 
     Raises:
         ValueError: With ``sequence_packing="prefix"``, if the rows of the run cannot be packed.
     """
-    args, accelerator = trainer.args, trainer.accelerator
-    models = [trainer.model, *([] if trainer.ref_model is None else [accelerator.unwrap_model(trainer.ref_model)])]
+    # DeepSpeed has wrapped the reference by now.
+    models = [policy, *([] if reference is None else [accelerator.unwrap_model(reference)])]
     reasons = {
-        "the router's auxiliary loss averages over all tokens, shared ones too": trainer.aux_loss_enabled,
+        "the router's auxiliary loss averages over all tokens, shared ones too": auxiliary_loss,
         "rows that share tokens would share their dropout": any(is_noisy(model) for model in models),
         "several GPUs in one process split its rows": args.n_gpu > 1,
     }
@@ -275,7 +285,7 @@ def make_packer(trainer: Any) -> Packer:
         models,
         accelerator,
         forbidden=next((reason for reason, holds in reasons.items() if holds), None),
-        dtype=compute_dtype(args, trainer.model),
+        dtype=compute_dtype(args, policy),
         compiled=args.torch_compile,
     )
 

@@ -360,8 +360,13 @@ class MultiTurnTrainer(GRPOTrainer):
                 f"{type(self).__name__} brings a loss of its own, which leaves out the router's auxiliary loss: set "
                 f"router_aux_loss_coef=0.0, got {self.router_aux_loss_coef}."
             )
-        self.sampler = RolloutSampler(self, self.engine, self._tokenizer, self._dist)
-        self.packer = make_packer(self)
+        policy = self.accelerator.unwrap_model(self.model)
+        self.sampler = RolloutSampler(
+            args, self.accelerator, policy, lambda: self.model_wrapped, self.engine, self._tokenizer, self._dist
+        )
+        self.packer = make_packer(
+            args, self.accelerator, self.model, self.ref_model, auxiliary_loss=self.aux_loss_enabled
+        )
         metrics = self._metrics["train"]
         self.token_batches = TokenBatches(
             args, self.accelerator, self.packer, self.model, auxiliary_loss=self.aux_loss_enabled, metrics=metrics,
